@@ -1,0 +1,109 @@
+"""Strict JSON for frozen dataclasses: what was written is read back equal, anything else is refused by path.
+
+The dataclass is the schema. In the way of packaging's `pylock.py`: no coercion, no unknown or missing keys,
+and every error says where it is ("solution.offsets.mm_3").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from memplan.errors import InvalidPlan, InvalidProblem
+
+T = TypeVar("T")
+
+
+def to_json(value: object) -> Any:
+    """Dataclasses, enums, tuples and mappings as plain JSON types; fields that equal their default stay out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: to_json(v) for f, v in fields if f.default is dataclasses.MISSING or v != f.default}
+    if isinstance(value, enum.Enum):
+        return value.name.lower()
+    if isinstance(value, (tuple, list)):
+        return [to_json(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    return value
+
+
+def from_json(kind: type[T], data: object, where: str) -> T:
+    """Read `data` as a `kind`; raises `InvalidPlan` whose `where` is the path of the first fault."""
+    return typing.cast(T, _read(kind, data, where))
+
+
+def _read(kind: Any, data: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _read_dataclass(kind, data, where)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return _read_enum(kind, data, where)
+    if origin in (typing.Union, types.UnionType):
+        if data is None:
+            return None
+        (inner,) = (arg for arg in typing.get_args(kind) if arg is not type(None))
+        return _read(inner, data, where)
+    if origin is tuple:
+        return _read_tuple(typing.get_args(kind), data, where)
+    if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        _, item = typing.get_args(kind)
+        _require(isinstance(data, dict), dict, data, where)
+        return {key: _read(item, value, f"{where}.{key}") for key, value in data.items()}
+    return _read_scalar(kind, data, where)
+
+
+def _read_dataclass(kind: type, data: Any, where: str) -> Any:
+    _require(isinstance(data, dict), dict, data, where)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    for key in data:
+        if key not in fields:
+            raise InvalidPlan("unknown key", where=f"{where}.{key}")
+    given: dict[str, Any] = {}
+    for name, f in fields.items():
+        if name in data:
+            given[name] = _read(hints[name], data[name], f"{where}.{name}")
+        elif f.default is dataclasses.MISSING:
+            raise InvalidPlan("missing", where=f"{where}.{name}")
+    try:
+        return kind(**given)
+    except InvalidProblem as error:
+        raise InvalidPlan(str(error), where=where) from error
+
+
+def _read_enum(kind: type[enum.Enum], data: Any, where: str) -> enum.Enum:
+    names = {member.name.lower(): member for member in kind}
+    if not isinstance(data, str) or data not in names:
+        raise InvalidPlan(f"{data!r} is none of {', '.join(names)}", where=where)
+    return names[data]
+
+
+def _read_tuple(items: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    _require(isinstance(data, list), list, data, where)
+    if items[-1] is Ellipsis:
+        return tuple(_read(items[0], value, f"{where}[{i}]") for i, value in enumerate(data))
+    if len(items) != len(data):
+        raise InvalidPlan(f"{len(data)} items, expected {len(items)}", where=where)
+    return tuple(_read(k, value, f"{where}[{i}]") for i, (k, value) in enumerate(zip(items, data, strict=True)))
+
+
+def _read_scalar(kind: Any, data: Any, where: str) -> Any:
+    if kind is float and type(data) is int:
+        data = float(data)
+    _require(type(data) is kind, kind, data, where)
+    if kind is float and not math.isfinite(data):
+        raise InvalidPlan(f"{data!r} is not a finite number", where=where)
+    return data
+
+
+def _require(ok: bool, kind: type, data: object, where: str) -> None:
+    if not ok:
+        shown = repr(data)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        raise InvalidPlan(f"{shown} is not of type {kind.__name__}", where=where)

@@ -1,0 +1,31 @@
+"""From an order to a problem: every planned storage becomes a buffer with a live interval in steps."""
+
+from __future__ import annotations
+
+from memplan.graph import Graph
+from memplan.problem import Buffer, Problem
+from memplan.schedule import Schedule
+from memplan.schedule.base import storage_intervals
+
+
+def problem(graph: Graph, schedule: Schedule, *, alignment: int, redzone: int = 0) -> Problem:
+    """The offset-assignment problem of `graph` under `schedule`.
+
+    Sizes are rounded up to `alignment` bytes, so that every end is aligned too; `redzone` adds so many bytes
+    (a multiple of `alignment`) on each side of every buffer. Buffers stand in the order of their births.
+    """
+    buffers = []
+    for index, live in storage_intervals(graph, schedule.order).items():
+        storage = graph.storages[index]
+        if storage.planned and storage.nbytes:
+            buffers.append(
+                Buffer(
+                    id=storage.name,
+                    size=-(-storage.nbytes // alignment) * alignment + 2 * redzone,
+                    live=live,
+                    alignment=alignment,
+                    kind=storage.kind.value,
+                    origin=storage.origin.module or storage.origin.op,
+                )
+            )
+    return Problem(buffers=tuple(buffers))

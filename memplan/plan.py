@@ -1,0 +1,207 @@
+"""The plan of a step: what runs in which order, where every storage lies, and what lies outside the arena.
+
+A `Plan` is plain data. It is saved as JSON, never pickled, and a file is believed only after the independent
+validator and the graph itself agree with it (`planfile.py` reads and writes it).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from memplan import lifetimes
+from memplan.errors import InvalidPlan
+from memplan.graph import Graph, StorageKind
+from memplan.problem import Problem, Solution, Status
+from memplan.schedule import Schedule
+from memplan.schedule.base import storage_intervals
+from memplan.solve import Solver, solve
+from memplan.validate import validate
+
+if TYPE_CHECKING:
+    from memplan.report.summary import Report
+
+SCHEMA_VERSION = 1
+_MODEL_KINDS = (StorageKind.PARAMETER, StorageKind.CONSTANT, StorageKind.INPUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A validated plan. Sizes are bytes; steps are positions in `schedule.order`.
+
+    `alignment` and `redzone` (bytes) shaped the problem. `temporaries[op]` are the bytes that the op's
+    kernel allocates outside the arena by itself while it runs, measured when the plan was compiled; None
+    means that it was not: kernels' own scratch memory cannot be known from fake tensors.
+    """
+
+    model: str
+    graph: Graph
+    schedule: Schedule
+    problem: Problem
+    solution: Solution
+    alignment: int
+    redzone: int = 0
+    versions: Mapping[str, str]
+    temporaries: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the graph: a plan fits exactly the models that trace to it."""
+        return self.graph.fingerprint
+
+    @property
+    def arena_size(self) -> int:
+        """Bytes of the one preallocated arena."""
+        return self.solution.arena_size
+
+    @property
+    def max_live(self) -> int:
+        """Largest sum of live buffer sizes over all steps, alignment included: no layout needs less."""
+        return self.problem.max_live
+
+    @property
+    def fragmentation(self) -> float:
+        """1 - max_live / arena_size: the share of the arena that no buffer can use at the peak."""
+        return 1 - self.max_live / self.arena_size if self.arena_size else 0.0
+
+    @property
+    def padding(self) -> int:
+        """Bytes that alignment (and red zones) add to max live."""
+        return self.max_live - self.schedule.max_live
+
+    @cached_property
+    def transient(self) -> tuple[int, ...]:
+        """Bytes outside the arena while each op (by index) runs: measured if known, else its fallback results."""
+        if self.temporaries is not None:
+            return self.temporaries
+        return tuple(self.graph.functional_bytes(op) for op in self.graph.ops)
+
+    @cached_property
+    def outside_profile(self) -> tuple[int, ...]:
+        """Bytes allocated outside the arena at each step: what the caller keeps so far, and transients."""
+        steps = len(self.schedule.order)
+        change = [0] * (steps + 1)
+        for index, live in storage_intervals(self.graph, self.schedule.order).items():
+            storage = self.graph.storages[index]
+            if not storage.planned and storage.kind not in _MODEL_KINDS:
+                change[live.start] += storage.nbytes
+        kept, profile = 0, []
+        for step, op in enumerate(self.schedule.order):
+            kept += change[step]
+            profile.append(kept + self.transient[op])
+        return tuple(profile)
+
+    @cached_property
+    def outside(self) -> Mapping[str, int]:
+        """Bytes outside the arena, by kind; `fallbacks` and `temporaries` are the most at any one step.
+
+        `fallbacks` are results of kernels that cannot write where they are told; `temporaries` what kernels
+        allocate beyond that by themselves (0 until measured by `compile`).
+        """
+        g = self.graph
+        fallbacks = [g.functional_bytes(op) for op in g.ops]
+        extra = [max(t - f, 0) for t, f in zip(self.transient, fallbacks, strict=True)]
+        return MappingProxyType(
+            {
+                "parameters": g.bytes_of(StorageKind.PARAMETER),
+                "inputs": g.bytes_of(StorageKind.INPUT),
+                "constants": g.bytes_of(StorageKind.CONSTANT),
+                "outputs": g.bytes_of(StorageKind.OUTPUT),
+                "gradients": g.bytes_of(StorageKind.GRADIENT),
+                "fallbacks": max(fallbacks, default=0),
+                "temporaries": max(extra, default=0),
+            }
+        )
+
+    @property
+    def total(self) -> int:
+        """Predicted peak of everything together: arena, model, inputs, and what lies outside at its highest."""
+        return self.arena_size + self.graph.bytes_of(*_MODEL_KINDS) + max(self.outside_profile, default=0)
+
+    def report(self) -> Report:
+        """The figures of this plan, ready to be shown (see `memplan.report`)."""
+        from memplan.report.summary import make_report
+
+        return make_report(self)
+
+    def to_text(self) -> str:
+        """The step x partition table of this plan as plain text (tract's picture)."""
+        from memplan.report.partition_table import partition_table
+
+        return partition_table(self.problem)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON to `path`, whole or not at all. Raises `UnreadableFile` when it cannot be written."""
+        from memplan.planfile import save
+
+        save(self, path)
+
+
+def make_plan(
+    *,
+    model: str,
+    graph: Graph,
+    schedule: Schedule,
+    alignment: int,
+    versions: Mapping[str, str],
+    redzone: int = 0,
+    solver: str | Solver = "auto",
+    time_limit: float | None = None,
+) -> Plan:
+    """Place every storage of a scheduled graph. Raises `InvalidSolution` rather than return a bad plan."""
+    problem = lifetimes.problem(graph, schedule, alignment=alignment, redzone=redzone)
+    return Plan(
+        model=model,
+        graph=graph,
+        schedule=schedule,
+        problem=problem,
+        solution=solve(problem, solver=solver, time_limit=time_limit),
+        alignment=alignment,
+        redzone=redzone,
+        versions=versions,
+    )
+
+
+def check_consistency(plan: Plan) -> None:
+    """Raise `InvalidPlan` or `InvalidSolution` unless every part of `plan` follows from its graph.
+
+    Run on every plan that comes from a file: after it, the plan is as trustworthy as a fresh one.
+    """
+    _check_graph(plan.graph)
+    if sorted(plan.schedule.order) != list(range(len(plan.graph.ops))):
+        raise InvalidPlan("is not an order of the graph's ops", where="schedule.order")
+    if plan.alignment < 1 or plan.redzone < 0 or plan.redzone % plan.alignment:
+        raise InvalidPlan(f"alignment {plan.alignment}, red zone {plan.redzone}", where="alignment")
+    if plan.problem != lifetimes.problem(plan.graph, plan.schedule, alignment=plan.alignment, redzone=plan.redzone):
+        raise InvalidPlan("does not follow from the graph and the schedule", where="problem")
+    if plan.temporaries is not None and (
+        len(plan.temporaries) != len(plan.graph.ops) or min(plan.temporaries, default=0) < 0
+    ):
+        raise InvalidPlan("needs one number of bytes per op", where="temporaries")
+    if plan.solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        raise InvalidPlan(f"is {plan.solution.status.name.lower()}", where="solution.status")
+    validate(plan.problem, plan.solution)
+
+
+def _check_graph(graph: Graph) -> None:
+    for i, value in enumerate(graph.values):
+        if not 0 <= value.storage < len(graph.storages):
+            raise InvalidPlan(f"names storage {value.storage}", where=f"graph.values[{i}].storage")
+    references = [
+        (f"ops[{i}].{field}", getattr(op, field)) for i, op in enumerate(graph.ops) for field in ("reads", "writes")
+    ]
+    references += [("outputs", graph.outputs), ("gradients", graph.gradients)]
+    for where, indices in references:
+        for index in indices:
+            if not 0 <= index < len(graph.values):
+                raise InvalidPlan(f"names value {index}", where=f"graph.{where}")
+    for i, storage in enumerate(graph.storages):
+        if storage.nbytes < 0:
+            raise InvalidPlan(f"negative size {storage.nbytes}", where=f"graph.storages[{i}].nbytes")

@@ -1,0 +1,71 @@
+"""A schedule: a total order of a graph's ops, what it needs, and what every order needs at least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan.graph import Graph
+from memplan.problem import Interval
+from memplan.schedule.bound import working_set_bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """`order` holds op indices; the step of an op is its position in it.
+
+    `max_live` and `bound` are bytes of planned storages without alignment: the most that are alive at one
+    step of this order, and a proven lower bound of that over all legal orders.
+    """
+
+    policy: str
+    order: tuple[int, ...]
+    max_live: int
+    bound: int
+
+    @property
+    def gap(self) -> float:
+        """max_live / bound - 1: how far a better order could be, at most."""
+        return self.max_live / self.bound - 1 if self.bound else 0.0
+
+    @property
+    def certified(self) -> bool:
+        """No order needs less."""
+        return self.max_live == self.bound
+
+
+def make_schedule(graph: Graph, order: tuple[int, ...], policy: str) -> Schedule:
+    """A schedule of `order`, measured."""
+    live = live_bytes(graph, order)
+    return Schedule(policy=policy, order=order, max_live=max(live, default=0), bound=working_set_bound(graph))
+
+
+def storage_intervals(graph: Graph, order: tuple[int, ...]) -> dict[int, Interval]:
+    """Storage index -> [first touch, last touch + 1) in steps, for every storage that an op touches.
+
+    What the caller keeps (outputs, gradients) stays alive to the end of the step.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for step, op_index in enumerate(order):
+        for storage in graph.touched(graph.ops[op_index]):
+            first.setdefault(storage, step)
+            last[storage] = step
+    for value in (*graph.outputs, *graph.gradients):
+        storage = graph.values[value].storage
+        if storage in last:
+            last[storage] = len(order) - 1
+    return {storage: Interval(first[storage], last[storage] + 1) for storage in first}
+
+
+def live_bytes(graph: Graph, order: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of planned storages alive at each step, alignment left out."""
+    change = [0] * (len(order) + 1)
+    for storage, live in storage_intervals(graph, order).items():
+        if graph.storages[storage].planned:
+            change[live.start] += graph.storages[storage].nbytes
+            change[live.end] -= graph.storages[storage].nbytes
+    live_now, profile = 0, []
+    for delta in change[:-1]:
+        live_now += delta
+        profile.append(live_now)
+    return tuple(profile)
