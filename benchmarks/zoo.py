@@ -115,7 +115,7 @@ def _by_size(size: Size, *, nano: dict[str, int], medium: dict[str, int]) -> dic
 
 def mlp(size: Size = "nano", seed: int = 0) -> Example:
     """Three linear layers with GELU and dropout."""
-    d = _by_size(size, nano={"batch": 8, "width": 32}, medium={"batch": 1024, "width": 1024})
+    d = _by_size(size, nano={"batch": 8, "width": 32}, medium={"batch": 256, "width": 1024})
     width = d["width"]
     with _seeded(seed):
         layers = nn.Sequential(
