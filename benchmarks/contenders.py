@@ -18,8 +18,9 @@ import memplan
 class Step:
     """A step that is ready to run.
 
-    `run` does one forward and backward from empty gradients; `clear` empties them. `standing` is what it allocated beforehand for its
-    intermediates, in bytes (an arena); `planned` is the predicted peak of everything, in bytes, where there is one.
+    `run` does one forward and backward from empty gradients; `clear` empties them. `standing` is
+    what it allocated beforehand for its intermediates, in bytes (an arena); `planned` is the predicted peak of
+    everything, in bytes, where there is one.
     """
 
     run: Callable[[], object]

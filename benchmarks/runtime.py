@@ -49,6 +49,7 @@ NOTES = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the table; returns the exit status."""
     options = _parse(arguments)
+    torch.set_num_threads(options.threads)
     rows: list[dict[str, Cell]] = []
     for name in options.models:
         print(f"{name} {options.size} ...", file=sys.stderr, flush=True)
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         title=f"Runtime, forward + backward, {options.size} models, {options.device}",
         columns=COLUMNS,
         rows=rows,
-        settings={"size": options.size, "rounds": options.rounds, "threads": torch.get_num_threads()},
+        settings={"size": options.size, "rounds": options.rounds, "threads": options.threads},
         notes=NOTES,
     )
     print(to_markdown(table))
@@ -174,6 +175,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=_names(list(ZOO)), default=list(ZOO), help="comma-separated, or all")
     parser.add_argument("--size", choices=["nano", "medium"], default="nano")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each contender")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(),
+        help="of torch; 1 keeps the ratios steady where other work shares the cores",
+    )  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--contenders", type=_names(list(CONTENDERS)), default=["eager", "memplan"],
