@@ -12,6 +12,4 @@ fi
 if [[ ! -x .venv/bin/pip ]]; then
     "$python" -m venv .venv
 fi
-# As an environment variable, so that the build's own environment is pinned as well.
-PIP_CONSTRAINT="$PWD/constraints.txt" .venv/bin/python -m pip install \
-    --quiet --disable-pip-version-check -e ".${1:+[$1]}"
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".${1:+[$1]}"
