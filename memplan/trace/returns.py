@@ -32,7 +32,9 @@ def own_the_gradients(graph: fx.Graph) -> None:
             continue
         if storage_key(value(node)) in taken:
             rewriter = Rewriter(graph, mode, node, before=output)
-            results[i] = rewriter.scratch(_dense_like(value(node)))
+            with mode:
+                dense = torch.empty_like(value(node))  # of an expanded tensor, a contiguous one
+            results[i] = rewriter.scratch(dense)
             copy = rewriter.call(aten.copy_.default, results[i], node)
             copy.meta["partitioner_tag"] = results[i].meta["partitioner_tag"] = "is_backward"
         taken.add(storage_key(value(results[i])))
@@ -86,14 +88,6 @@ def is_backward(node: fx.Node) -> bool:
 
 def _first_backward(graph: fx.Graph) -> fx.Node | None:
     return next((n for n in graph.nodes if n.op == "call_function" and is_backward(n)), None)
-
-
-def _dense_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A layout for a copy of `tensor`: its own when that is dense, else contiguous (a stride of 0 is no layout)."""
-    if torch._prims_common.is_non_overlapping_and_dense(tensor):
-        return tensor
-    with tensor.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _is_tensor(node: fx.Node) -> bool:
