@@ -29,7 +29,8 @@ SAMPLE_S = 0.02  # seconds that one sample lasts at least, above the clock's and
 COLUMNS = {
     "model": "model",
     "contender": "contender",
-    "ms": "ms/step",
+    "ms": "median ms/step",
+    "best_ms": "fastest ms/step",
     "speedup": "speed-up",
     "low": "lower quartile",
     "high": "upper quartile",
@@ -89,6 +90,7 @@ def measure(name: str, size: Size, contenders: Sequence[str], *, rounds: int, de
             "model": name,
             "contender": key,
             "ms": statistics.median(times[key]) * 1e3,
+            "best_ms": min(times[key]) * 1e3,
             **_speedup(times[reference], times[key]),
             "model_mb": static[key] / 1e6,
             "peak_mb": peaks[key] / 1e6,

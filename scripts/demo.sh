@@ -4,7 +4,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-echo "Installing into .venv ..."
 scripts/install.sh zoo
 .venv/bin/memplan report benchmarks/zoo.py:gpt2_small
 .venv/bin/python -m scripts.train_step

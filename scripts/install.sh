@@ -12,4 +12,5 @@ fi
 if [[ ! -x .venv/bin/pip ]]; then
     "$python" -m venv .venv
 fi
+echo "Installing into .venv (about a minute the first time) ..." >&2
 .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".${1:+[$1]}"
