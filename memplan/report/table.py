@@ -42,16 +42,19 @@ def render(report: Report, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def new_table(heading: str | None = None) -> Table:
-    """The look of every table here: a heading to the left, rules, no sides."""
-    return Table(
-        box=box.SIMPLE, title=heading, title_justify="left", title_style="bold", pad_edge=False, show_edge=False
-    )
+def new_table() -> Table:
+    """The look of every table here: a rule below the header, no sides."""
+    return Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
+
+
+def headed(heading: str, table: Table) -> RenderableType:
+    """A heading, the table, an empty line."""
+    return Group(_text(heading, "bold"), table, Text())
 
 
 def holders_table(heading: str, holders: tuple[Holder, ...], width: int) -> RenderableType:
     """Buffers with size, bytes, kind, steps and origin; on narrow terminals the size and the origin."""
-    table = new_table(heading)
+    table = new_table()
     table.add_column("size", justify="right", no_wrap=True)
     if width >= WIDE:
         table.add_column("bytes", justify="right", no_wrap=True)
@@ -72,7 +75,7 @@ def holders_table(heading: str, holders: tuple[Holder, ...], width: int) -> Rend
         if width >= WIDE:
             row.append(_text(holder.op))
         table.add_row(*row)
-    return Group(table, Text())
+    return headed(heading, table)
 
 
 def _memory(report: Report, width: int) -> RenderableType:
@@ -96,7 +99,7 @@ def _memory(report: Report, width: int) -> RenderableType:
 
 
 def _functional(rows: tuple[Functional, ...], width: int) -> RenderableType:
-    table = new_table("Ops that run functionally (no out= kernel)")
+    table = new_table()
     table.add_column("op", overflow="fold")
     table.add_column("calls", justify="right", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
@@ -107,7 +110,7 @@ def _functional(rows: tuple[Functional, ...], width: int) -> RenderableType:
         if width >= NARROW:
             cells.append(_text(format_bytes(row.most)))
         table.add_row(*cells)
-    return Group(table, Text())
+    return headed("ops that run functionally (no out= kernel)", table)
 
 
 def _text(text: str, style: str = "") -> Text:
