@@ -1,0 +1,1 @@
+"""Models and measurements; not part of the installed package."""

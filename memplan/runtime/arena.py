@@ -1,0 +1,40 @@
+"""The arena: one allocation, made once, and the tensors that are nothing but addresses in it.
+
+Every buffer gets a storage of its own that cannot be resized. Views of one big tensor would share a version
+counter, would move under `as_strided`'s absolute offsets, and would let a kernel resize into its neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from memplan.graph import Value
+
+
+class Arena:
+    """`nbytes` bytes on `device`. Tensors made from it do not keep it alive: whoever holds them holds the arena."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.nbytes = nbytes
+        self.device = self.memory.device
+
+    def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """A non-resizable storage of `nbytes` bytes at `offset`."""
+        assert 0 <= offset <= offset + nbytes <= self.nbytes
+        pointer = self.memory.data_ptr() + offset
+        made: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(pointer, self.device, nbytes)
+        return made
+
+
+def view_of(storage: torch.UntypedStorage, value: Value, shift: int = 0) -> torch.Tensor:
+    """The tensor that `value` describes, over `storage`; `shift` (elements) is added to its storage offset."""
+    empty = torch.empty(0, dtype=dtype_of(value), device=storage.device)
+    return empty.set_(storage, value.offset + shift, value.shape, value.strides)  # type: ignore[call-overload, no-any-return]
+
+
+def dtype_of(value: Value) -> torch.dtype:
+    """The torch dtype of a value."""
+    found = getattr(torch, value.dtype)
+    assert isinstance(found, torch.dtype)
+    return found

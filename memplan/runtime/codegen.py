@@ -1,0 +1,183 @@
+"""Code generation: a bound step as straight-line Python, so that nothing is decided while it runs.
+
+Tensors in the arena, parameters and constants are globals of the generated code: their addresses never
+change, and all view ops are gone. Tensors whose address changes from call to call (inputs, outputs,
+gradients, tangents) are locals, and so are views of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from memplan.graph import Graph
+from memplan.runtime.arena import dtype_of
+from memplan.runtime.bind import BoundOp, Form
+from memplan.trace.traced import Ref
+
+Hook = Callable[[], None]
+
+
+@dataclass(slots=True)
+class Namespace:
+    """The globals of generated code: `v12` is value 12, `k3` a kernel, `c4` a constant, `g5` a hook."""
+
+    names: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, prefix: str, thing: Any) -> str:
+        """A name for `thing`; the same object gets the same name."""
+        name = f"{prefix}{id(thing)}"
+        self.names[name] = thing
+        return name
+
+    def define(self, source: str, function: str) -> Callable[..., Any]:
+        """Compile `source` over these globals and return the function that it defines."""
+        exec(compile(source, f"<memplan {function}>", "exec"), self.names)
+        made: Callable[..., Any] = self.names[function]
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which values are static (globals), and the base (value index) of every dynamic storage (by index)."""
+
+    graph: Graph
+    static: frozenset[int]
+    base_of: Mapping[int, int]
+    fresh_storages: frozenset[int]
+
+
+class FunctionWriter:
+    """Writes one function: dynamic values come in as arguments, ops follow, values go out."""
+
+    def __init__(self, name: str, layout: Layout, namespace: Namespace, arguments: Sequence[int]) -> None:
+        self.name = name
+        self.layout = layout
+        self.namespace = namespace
+        self.arguments = [f"v{a}" for a in arguments]
+        self.local = set(arguments)
+        self.lines: list[str] = []
+
+    def op(self, bound: BoundOp) -> None:
+        """Call one op; its results land where their values live."""
+        graph = self.layout.graph
+        if bound.form is not Form.FUNCTIONAL:
+            for ref in _refs((bound.args, bound.kwargs)):
+                self._use(ref)
+            self.lines.append(self._call(bound))
+            return
+        for ref in _refs((bound.args, bound.kwargs)):
+            self._use(ref)
+        outs = [(i, out) for i, out in enumerate(bound.outs) if out is not None]
+        results = "r" if len(bound.outs) == 1 else ", ".join(f"r{i}" for i in range(len(bound.outs)))
+        single = len(bound.outs) == 1
+        if single and bound.outs[0] in self.layout.static:
+            copy = self.namespace.add("k", self.namespace.names[f"v{bound.outs[0]}"].copy_)
+            self.lines.append(f"{copy}({self._call(bound)})")
+            return
+        self.lines.append(f"{results} = {self._call(bound)}")
+        for i, out in outs:
+            result = "r" if single else f"r{i}"
+            if out in self.layout.static:
+                self.lines.append(f"v{out}.copy_({result})")
+            elif graph.values[out].offset == 0 and self.layout.base_of[graph.values[out].storage] == out:
+                self._adopt(out, result)
+            else:
+                self._use(out)
+                self.lines.append(f"v{out}.copy_({result})")
+        self.lines.append("del " + results)
+
+    def hook(self, function: Hook) -> None:
+        """Call `function()` here (guards)."""
+        self.lines.append(f"{self.namespace.add('g', function)}()")
+
+    def finish(self, groups: Iterable[Sequence[int]]) -> Callable[..., Any]:
+        """Return a tuple of values per group, and compile."""
+        parts = []
+        for group in groups:
+            for value in group:
+                self._use(value)
+            parts.append("(" + "".join(f"v{value}, " for value in group) + ")")
+        body = [f"def {self.name}({', '.join(self.arguments)}):", f"    with {self._below_autograd()}:"]
+        body += [f"        {line}" for line in self.lines] or ["        pass"]
+        body.append(f"    return {', '.join(parts) if parts else '()'}")
+        return self.namespace.define("\n".join(body), self.name)
+
+    # -- values ------------------------------------------------------------------------------------------
+
+    def _use(self, index: int) -> None:
+        """Make sure that a dynamic value exists as a local: allocate its base, take a view of that."""
+        if index in self.layout.static or index in self.local:
+            return
+        value = self.layout.graph.values[index]
+        base = self.layout.base_of[value.storage]
+        if base not in self.local:
+            b = self.layout.graph.values[base]
+            empty = self.namespace.add("k", torch.empty_strided)
+            dtype, device = self._constant(dtype_of(b)), self._constant(self._device(b.storage))
+            self.lines.append(f"v{base} = {empty}({b.shape!r}, {b.strides!r}, dtype={dtype}, device={device})")
+            self.local.add(base)
+        if index not in self.local:
+            self.lines.append(f"v{index} = {self._view(base, index)}")
+            self.local.add(index)
+
+    def _view(self, base: int, index: int) -> str:
+        b, v = self.layout.graph.values[base], self.layout.graph.values[index]
+        source, shift = f"v{base}", v.offset - b.offset
+        if b.dtype != v.dtype:
+            source += f".view({self._constant(dtype_of(v))})"
+            shift = v.offset - b.offset * dtype_of(b).itemsize // dtype_of(v).itemsize
+        if v.storage in self.layout.fresh_storages:
+            return f"{source}.as_strided({v.shape!r}, {v.strides!r}, {shift})"
+        return f"{source}.as_strided({v.shape!r}, {v.strides!r}, {source}.storage_offset() + {shift})"
+
+    def _adopt(self, index: int, result: str) -> None:
+        """A fresh result becomes the caller's tensor itself, when it is laid out as planned."""
+        v = self.layout.graph.values[index]
+        if index in self.local:
+            self.lines.append(f"v{index}.copy_({result})")
+            return
+        adopt = self.namespace.add("k", _adopt)
+        self.lines.append(f"v{index} = {adopt}({result}, {v.shape!r}, {v.strides!r})")
+        self.local.add(index)
+
+    def _device(self, storage: int) -> torch.device:
+        return torch.device(self.layout.graph.storages[storage].device)
+
+    # -- expressions -------------------------------------------------------------------------------------
+
+    def _call(self, bound: BoundOp) -> str:
+        arguments = [self._expression(a) for a in bound.args]
+        arguments += [f"{name}={self._expression(a)}" for name, a in bound.kwargs.items()]
+        return f"{self.namespace.add('k', bound.function)}({', '.join(arguments)})"
+
+    def _expression(self, thing: Any) -> str:
+        if isinstance(thing, Ref):
+            return f"v{thing.value}"
+        if isinstance(thing, (list, tuple)):
+            items = ", ".join(self._expression(item) for item in thing)
+            return f"[{items}]" if isinstance(thing, list) else f"({items},)"
+        plain = thing is None or isinstance(thing, (bool, int, str)) or (isinstance(thing, float) and math.isfinite(thing))
+        return repr(thing) if plain else self._constant(thing)
+
+    def _constant(self, thing: Any) -> str:
+        return self.namespace.add("c", thing)
+
+    def _below_autograd(self) -> str:
+        return f"{self.namespace.add('k', torch._C._AutoDispatchBelowAutograd)}()"
+
+
+def _refs(tree: Any) -> list[int]:
+    return [leaf.value for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
+
+
+def _adopt(result: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    if result.stride() == strides:
+        return result
+    planned = torch.empty_strided(shape, strides, dtype=result.dtype, device=result.device)
+    return planned.copy_(result)

@@ -1,0 +1,59 @@
+"""Measuring: the bytes that kernels allocate by themselves, which no fake tensor can tell.
+
+The step runs once more, op by op, under torch's profiler, which sees every allocation of the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+
+def peak_bytes(thunks: Sequence[Callable[[], None]], device: torch.device) -> list[int]:
+    """For each thunk, the most bytes (above those at its start) that were allocated while it ran."""
+    with _quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        for i, thunk in enumerate(thunks):
+            with torch.autograd.profiler.record_function(f"memplan::{i}"):
+                thunk()
+    kineto = torch.profiler.DeviceType.CUDA if device.type == "cuda" else torch.profiler.DeviceType.CPU
+    windows: dict[int, tuple[int, int]] = {}
+    allocations: list[tuple[int, int]] = []
+    for event in profiler.kineto_results.events():
+        name = event.name()
+        if name.startswith("memplan::") and event.device_type() == torch.profiler.DeviceType.CPU:
+            windows[int(name.removeprefix("memplan::"))] = (event.start_ns(), event.start_ns() + event.duration_ns())
+        elif name == "[memory]" and event.device_type() == kineto:
+            allocations.append((event.start_ns(), event.nbytes()))
+    allocations.sort()
+    return list(_peaks(windows, allocations, len(thunks)))
+
+
+def _peaks(windows: dict[int, tuple[int, int]], allocations: list[tuple[int, int]], count: int) -> Iterator[int]:
+    at = 0
+    for i in range(count):
+        start, end = windows[i]
+        while at < len(allocations) and allocations[at][0] < start:
+            at += 1
+        now = peak = 0
+        while at < len(allocations) and allocations[at][0] <= end:
+            now += allocations[at][1]
+            peak = max(peak, now)
+            at += 1
+        yield peak
+
+
+@contextmanager
+def _quiet_kineto() -> Iterator[None]:
+    """Kineto reports its own start and stop on stderr unless it is told not to when it starts."""
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KINETO_LOG_LEVEL"]
+        else:
+            os.environ["KINETO_LOG_LEVEL"] = before

@@ -1,0 +1,155 @@
+"""A program: one traced step made ready to run at the addresses of its plan, as two generated functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memplan.graph import Op, Phase
+from memplan.plan import Plan
+from memplan.runtime.arena import Arena, dtype_of, view_of
+from memplan.runtime.bind import BoundOp
+from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
+from memplan.runtime.guards import Guards
+from memplan.runtime.trial import run_trial
+from memplan.trace.traced import Binding, Source, TracedGraph
+
+_STATIC_SOURCES = (Source.PARAMETER, Source.BUFFER, Source.CONSTANT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """`forward(*inputs) -> (fresh, saved)`; `backward(*saved, *tangents) -> (gradients,)`.
+
+    `inputs` are the bindings (indices) that `forward` takes, `saved` the values that must be kept for
+    `backward` (inputs and outputs: what lives in the arena needs no keeping). `used` are the bindings that
+    the backward reads besides.
+    """
+
+    traced: TracedGraph
+    plan: Plan
+    arena: Arena
+    bound: tuple[BoundOp, ...]
+    namespace: Namespace
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+    inputs: tuple[int, ...]
+    saved: tuple[int, ...]
+    used_in_backward: frozenset[int]
+
+    def rebind(self, binding: int, tensor: torch.Tensor) -> None:
+        """Let a parameter or buffer live at another address from now on."""
+        graph, b = self.traced.graph, self.traced.bindings[binding]
+        for index, value in enumerate(graph.values):
+            if value.storage == graph.values[b.value].storage:
+                self.namespace.names[f"v{index}"] = _over(tensor, self.traced, b, index)
+
+
+def build_program(
+    traced: TracedGraph, plan: Plan, arena: Arena, tensors: Mapping[int, torch.Tensor], guards: Guards
+) -> Program:
+    """Bind, measure and compile a step. `tensors` maps bindings (indices) to parameters, buffers, example inputs.
+
+    The program's plan is `plan` with what the trial run found out about the kernels.
+    """
+    layout = _layout(traced)
+    static = _static_tensors(traced, plan, arena, tensors, layout)
+    plan, bound = run_trial(traced, plan, layout, static, tensors)
+    namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
+    graph, order = traced.graph, plan.schedule.order
+    split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
+    inputs = tuple(i for i, b in enumerate(traced.bindings) if b.source is Source.INPUT)
+    dynamic_bases = {b.value for b in traced.bindings if b.source is Source.INPUT} | set(traced.fresh)
+    touched_late = {layout.base_of.get(s, -1) for i in order[split:] for s in graph.touched(graph.ops[i])}
+    gradient_bases = {layout.base_of.get(graph.values[v].storage, -1) for v in graph.gradients}
+    fresh_bases = {layout.base_of[graph.values[v].storage] for v in traced.fresh}
+    saved = tuple(sorted((touched_late | gradient_bases) & (dynamic_bases | fresh_bases)))
+    forward = FunctionWriter("forward", layout, namespace, [traced.bindings[i].value for i in inputs])
+    _write(forward, graph.ops, bound, order[:split], 0, guards)
+    backward = None
+    if traced.training:
+        tangents = [b.value for b in traced.bound(Source.TANGENT)]
+        writer = FunctionWriter("backward", layout, namespace, [*saved, *tangents])
+        _write(writer, graph.ops, bound, order[split:], split, guards)
+        backward = writer.finish([graph.gradients])
+    return Program(
+        traced=traced,
+        plan=plan,
+        arena=arena,
+        bound=bound,
+        namespace=namespace,
+        forward=forward.finish([traced.fresh, saved]),
+        backward=backward,
+        inputs=inputs,
+        saved=saved,
+        used_in_backward=_read_late(traced, order[split:]),
+    )
+
+
+def _layout(traced: TracedGraph) -> Layout:
+    """Static is what never moves: the arena, parameters, buffers, constants. The rest has a base value each."""
+    graph = traced.graph
+    static_storages = {i for i, s in enumerate(graph.storages) if s.planned}
+    static_storages |= {graph.values[b.value].storage for b in traced.bindings if b.source in _STATIC_SOURCES}
+    base_of: dict[int, int] = {}
+    for index, value in enumerate(graph.values):
+        if value.storage not in static_storages:
+            base_of.setdefault(value.storage, index)  # the first value of a storage spans it
+    bound_storages = {graph.values[b.value].storage for b in traced.bindings}
+    return Layout(
+        graph=graph,
+        static=frozenset(i for i, v in enumerate(graph.values) if v.storage in static_storages),
+        base_of=base_of,
+        fresh_storages=frozenset(base_of) - bound_storages,
+    )
+
+
+def _static_tensors(
+    traced: TracedGraph, plan: Plan, arena: Arena, tensors: Mapping[int, torch.Tensor], layout: Layout
+) -> dict[int, torch.Tensor]:
+    """Every static value as a tensor: made once, here."""
+    graph = traced.graph
+    offsets = plan.solution.offsets
+    planned = {
+        index: arena.storage(offsets.get(s.name, 0) + (plan.redzone if s.name in offsets else 0), s.nbytes)
+        for index, s in enumerate(graph.storages)
+        if s.planned
+    }
+    binding_of = {graph.values[b.value].storage: i for i, b in reversed(list(enumerate(traced.bindings)))}
+    made: dict[int, torch.Tensor] = {}
+    for index in layout.static:
+        storage = graph.values[index].storage
+        if storage in planned:
+            made[index] = view_of(planned[storage], graph.values[index])
+        else:
+            i = binding_of[storage]
+            made[index] = _over(tensors[i], traced, traced.bindings[i], index)
+    return made
+
+
+def _over(tensor: torch.Tensor, traced: TracedGraph, binding: Binding, index: int) -> torch.Tensor:
+    """Value `index` as a view of the bytes of a bound tensor, wherever that one starts in its own storage."""
+    value, base = traced.graph.values[index], traced.graph.values[binding.value]
+    start = (tensor.storage_offset() - base.offset) * tensor.dtype.itemsize // dtype_of(value).itemsize
+    return view_of(tensor.untyped_storage(), value, start)
+
+
+def _write(
+    writer: FunctionWriter, ops: Sequence[Op], bound: Sequence[BoundOp], order: Sequence[int], first: int, guards: Guards
+) -> None:
+    for step, index in enumerate(order, start=first):
+        for hook in guards.before(step):
+            writer.hook(hook)
+        writer.op(bound[index])
+        for hook in guards.after(step):
+            writer.hook(hook)
+
+
+def _read_late(traced: TracedGraph, late: Sequence[int]) -> frozenset[int]:
+    """Bindings whose bytes the backward reads: they must not change between forward and backward."""
+    graph = traced.graph
+    read = {graph.values[v].storage for i in late for v in graph.ops[i].reads}
+    return frozenset(i for i, b in enumerate(traced.bindings) if graph.values[b.value].storage in read)

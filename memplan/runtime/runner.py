@@ -1,0 +1,155 @@
+"""A runner: one program with its parameters, its way through autograd, and its way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from memplan.errors import InputMismatch
+from memplan.plan import Plan
+from memplan.runtime.arena import Arena, dtype_of
+from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
+from memplan.runtime.program import build_program
+from memplan.runtime.signature import Signature
+from memplan.runtime.slots import Slots
+from memplan.runtime.step import Ledger, PlannedStep
+from memplan.trace.traced import ReturnKind, Source, TracedGraph
+
+
+class Runner:
+    """Calls a program as the model would be called: leaves in, the model's result out."""
+
+    def __init__(
+        self, model: nn.Module, traced: TracedGraph, plan: Plan, arena: Arena, ledger: Ledger, guard: str | None
+    ) -> None:
+        self.traced = traced
+        self.ledger = ledger
+        self.slots = Slots(model, traced)
+        self.signature = Signature(traced)
+        tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))
+        for i, b in enumerate(traced.bindings):
+            if b.source is Source.INPUT:
+                tensors[i] = traced.example_inputs[b.index].detach()
+            elif b.tensor is not None:
+                tensors[i] = b.tensor
+        _require_real(model, traced, tensors)
+        self.program = build_program(traced, plan, arena, tensors, _guards(guard, traced, plan, arena))
+        self.plan = self.program.plan
+        self._wire()
+
+    def _wire(self) -> None:
+        """Work out once what each call needs: whose gradients, which tangents, what is watched, what is returned."""
+        t = self.traced
+        slot_of = {binding: i for i, binding in enumerate(self.slots.bindings)}
+        wanted = [i for i, b in enumerate(t.bindings) if i in t.gradients]
+        self._wanted_slots = [slot_of[i] for i in wanted if i in slot_of]
+        self._wanted_inputs = [t.bindings[i].index for i in wanted if i not in slot_of]
+        ordered = [i for i in wanted if i in slot_of] + [i for i in wanted if i not in slot_of]
+        position = {binding: i for i, binding in enumerate(t.gradients)}
+        self._gradient_order = [position[i] for i in ordered]
+        self._watched_slots = [slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of]
+        self.tangents = t.tangents
+        values = t.graph.values
+        self._tangent_layouts = [
+            None if v is None else (values[v].shape, values[v].strides, dtype_of(values[v])) for v in t.tangents
+        ]
+        fresh_at = {value: i for i, value in enumerate(t.fresh)}
+        self._single = fresh_at.get(t.returned[0].value) if len(t.returned) == 1 and t.out_spec.is_leaf() else None
+        self._fresh_at = fresh_at
+
+    # -- a call ------------------------------------------------------------------------------------------
+
+    def __call__(self, leaves: list[Any], *, training: bool) -> Any:
+        """Run the forward on checked leaves; `training`: through autograd, so that a backward can follow."""
+        current = self.slots.tensors()
+        if [t.data_ptr() for t in current] != self.slots.pointers or [t.requires_grad for t in current] != self.slots.flags:
+            self._rebind(current)
+        inputs = self.signature.tensors(leaves)
+        if training:
+            self.signature.check_gradients(leaves)
+            differentiable = [current[i] for i in self._wanted_slots] + [leaves[i] for i in self._wanted_inputs]
+            fresh = PlannedStep.apply(self, inputs, *differentiable)  # type: ignore[no-untyped-call]
+        else:
+            self.ledger.begin(keep=False)
+            with torch.no_grad():
+                fresh = self.program.forward(*inputs)[0]
+        if self._single is not None:
+            return fresh[self._single]
+        return self._assemble(fresh, current, leaves)
+
+    def _rebind(self, current: list[torch.Tensor]) -> None:
+        for i in self.slots.moved(current):
+            self.program.rebind(self.slots.bindings[i], current[i])
+        self.slots.note(current)
+
+    def _assemble(self, fresh: Sequence[torch.Tensor], current: list[torch.Tensor], leaves: list[Any]) -> Any:
+        """The model's result: fresh tensors, and views of them, of inputs or of parameters that autograd knows."""
+        t = self.traced
+        base: dict[int, Any] = {value: fresh[i] for value, i in self._fresh_at.items()}
+        for i, b in enumerate(t.bindings):
+            if b.source is Source.INPUT:
+                base[b.value] = leaves[b.index]
+            elif b.tensor is not None:
+                base[b.value] = b.tensor
+        for position, i in enumerate(self.slots.bindings):
+            base[t.bindings[i].value] = current[position]
+        results = []
+        for r in t.returned:
+            if r.kind is ReturnKind.CONSTANT:
+                results.append(r.constant)
+            else:
+                results.append(base[r.of] if r.value == r.of else self._alias(base[r.of], r.of, r.value))
+        return pytree.tree_unflatten(results, t.out_spec)
+
+    def _alias(self, tensor: torch.Tensor, of: int, value: int) -> torch.Tensor:
+        one, two = self.traced.graph.values[of], self.traced.graph.values[value]
+        if one.dtype == two.dtype and (one.shape, one.strides, one.offset) == (two.shape, two.strides, two.offset):
+            return tensor
+        if one.dtype != two.dtype:
+            tensor = tensor.view(dtype_of(two))
+        return tensor.as_strided(two.shape, two.strides, tensor.storage_offset() + two.offset - one.offset)
+
+    # -- what autograd asks for --------------------------------------------------------------------------
+
+    def watched(self) -> list[torch.Tensor]:
+        """Parameters and buffers that the backward reads, as they are now."""
+        current = self.slots.tensors()
+        return [current[i] for i in self._watched_slots]
+
+    def tangents_from(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The incoming gradients of differentiable outputs, laid out as traced."""
+        made = []
+        for grad, layout in zip(grads, self._tangent_layouts, strict=True):
+            if layout is None:
+                continue
+            shape, strides, dtype = layout
+            if grad.stride() != strides:
+                grad = torch.empty_strided(shape, strides, dtype=dtype, device=grad.device).copy_(grad)  # noqa: PLW2901
+            made.append(grad)
+        return made
+
+    def in_order(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The program's gradients in the order in which `PlannedStep` took its differentiable inputs."""
+        return [gradients[i] for i in self._gradient_order]
+
+
+def _guards(guard: str | None, traced: TracedGraph, plan: Plan, arena: Arena) -> Guards:
+    if guard == "poison":
+        return make_poison(traced, plan, arena)
+    if guard == "redzone":
+        return make_redzone(traced, plan, arena)
+    return NO_GUARDS
+
+
+def _require_real(model: nn.Module, traced: TracedGraph, tensors: dict[int, torch.Tensor]) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for i, tensor in tensors.items():
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
+            name = traced.bindings[i].name or f"input {traced.bindings[i].index}"
+            hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"
+            raise InputMismatch(f"{type(model).__name__} cannot run on {tensor.device} tensors", where=name, hint=hint)

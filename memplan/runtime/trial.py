@@ -1,0 +1,114 @@
+"""The trial run: the step once, op by op, on the example inputs, before anything is compiled.
+
+It chooses and verifies each op's callable on real data, and measures what the kernels allocate by themselves.
+Nothing of the user's is changed: writes to parameters, buffers and inputs are left out, and the random state
+is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from memplan.plan import Plan
+from memplan.runtime.arena import dtype_of, view_of
+from memplan.runtime.bind import Binder, BoundOp, Form, materialise
+from memplan.runtime.codegen import Layout
+from memplan.runtime.measure import peak_bytes
+from memplan.trace.traced import Source, TracedGraph
+
+
+def run_trial(
+    traced: TracedGraph,
+    plan: Plan,
+    layout: Layout,
+    static: Mapping[int, torch.Tensor],
+    tensors: Mapping[int, torch.Tensor],
+) -> tuple[Plan, tuple[BoundOp, ...]]:
+    """The bound ops (indexed like the graph's) and the plan with measured kernels and temporaries."""
+    env: list[torch.Tensor | None] = [static.get(index) for index in range(len(traced.graph.values))]
+    _fill_dynamic(env, traced, layout, tensors)
+    devices = [traced.device] if traced.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        bound = _bind_by_running(traced, plan, layout, env)
+        temporaries = _measure(traced, plan, layout, bound, env)
+    ops = zip(plan.graph.ops, bound, strict=True)
+    measured = tuple(replace(op, direct=b.form is not Form.FUNCTIONAL) for op, b in ops)
+    return replace(plan, graph=replace(plan.graph, ops=measured), temporaries=temporaries), bound
+
+
+def _bind_by_running(
+    traced: TracedGraph, plan: Plan, layout: Layout, env: Sequence[torch.Tensor | None]
+) -> tuple[BoundOp, ...]:
+    binder = Binder(traced.graph)
+    bound: dict[int, BoundOp] = {}
+    for index in plan.schedule.order:
+        bound[index] = binder.bind(traced.kernels[index], env)
+        if _changes_nothing_of_the_users(traced, layout, index):
+            _run(bound[index], env)
+    return tuple(bound[index] for index in range(len(bound)))
+
+
+def _measure(
+    traced: TracedGraph,
+    plan: Plan,
+    layout: Layout,
+    bound: Sequence[BoundOp],
+    env: Sequence[torch.Tensor | None],
+) -> tuple[int, ...]:
+    """Bytes outside the arena while each op runs, without those that become the caller's own tensors."""
+    graph = traced.graph
+    order = [i for i in plan.schedule.order if _changes_nothing_of_the_users(traced, layout, i)]
+    thunks: list[Callable[[], None]] = [partial(_run, bound[i], env) for i in order]
+    found = [0] * len(graph.ops)
+    for index, peak in zip(order, peak_bytes(thunks, traced.device), strict=True):
+        adopted = 0
+        if bound[index].form is Form.FUNCTIONAL:
+            written = graph.written(graph.ops[index])
+            adopted = sum(graph.storages[s].nbytes for s in written if s in layout.fresh_storages)
+        found[index] = max(peak - adopted, 0)
+    return tuple(found)
+
+
+def _changes_nothing_of_the_users(traced: TracedGraph, layout: Layout, index: int) -> bool:
+    graph = traced.graph
+    written = graph.written(graph.ops[index])
+    return all(graph.storages[s].planned or s in layout.fresh_storages for s in written)
+
+
+def _fill_dynamic(
+    env: list[torch.Tensor | None], traced: TracedGraph, layout: Layout, tensors: Mapping[int, torch.Tensor]
+) -> None:
+    """Stand-ins for what moves: the example inputs, ones for tangents, memory for what the caller will own."""
+    graph = traced.graph
+    owner: dict[int, torch.UntypedStorage] = {}
+    start: dict[int, int] = {}
+    for i, b in enumerate(traced.bindings):
+        value = graph.values[b.value]
+        if b.source is Source.INPUT:
+            owner[value.storage] = tensors[i].untyped_storage()
+            start[value.storage] = tensors[i].storage_offset() - value.offset
+        elif b.source is Source.TANGENT:
+            ones = torch.empty_strided(value.shape, value.strides, dtype=dtype_of(value), device=traced.device)
+            owner[value.storage] = ones.fill_(1).untyped_storage()
+    for storage in layout.fresh_storages:
+        s = graph.storages[storage]
+        owner[storage] = torch.empty(s.nbytes, dtype=torch.uint8, device=s.device).untyped_storage()
+    for index, value in enumerate(graph.values):
+        if env[index] is None:
+            env[index] = view_of(owner[value.storage], value, start.get(value.storage, 0))
+
+
+def _run(bound: BoundOp, env: Sequence[torch.Tensor | None]) -> None:
+    """Run one op on real tensors, outside generated code."""
+    args, kwargs = materialise((bound.args, bound.kwargs), env)
+    results = bound.function(*args, **kwargs)
+    if bound.form is Form.FUNCTIONAL:
+        for out, result in zip(bound.outs, results if isinstance(results, (tuple, list)) else (results,), strict=True):
+            if out is not None:
+                destination = env[out]
+                assert destination is not None
+                destination.copy_(result)

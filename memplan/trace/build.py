@@ -1,0 +1,300 @@
+"""From a captured and lowered fx graph to `TracedGraph`: ops, values, storages, and who owns what.
+
+A storage is an alias class of fake tensors. A node whose results alias its inputs and that changes nothing
+is a view: it becomes a value, never an op. A node that only makes uninitialised memory becomes a storage.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    TangentAOTInput,
+)
+from torch._ops import OpOverload
+
+from memplan.errors import UnsupportedGraph
+from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
+from memplan.trace.capture import Captured
+from memplan.trace.origins import origin_of
+from memplan.trace.outvariants import out_variant, written_names
+from memplan.trace.returns import is_backward, output_of
+from memplan.trace.rewrite import aten, storage_key
+from memplan.trace.traced import Binding, Kernel, Ref, Returned, ReturnKind, Source, TracedGraph
+
+_MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
+_OVERWRITES = {"copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_"}
+
+
+def build(captured: Captured, model: str) -> TracedGraph:
+    """Read the fx graph once, in order. Raises `UnsupportedGraph` naming the node that cannot be planned."""
+    return _Builder(captured, model).build()
+
+
+class _Builder:
+    def __init__(self, captured: Captured, model: str) -> None:
+        self.captured = captured
+        self.model = model
+        self.graph = captured.graph_module.graph
+        self.ops: list[Op] = []
+        self.kernels: list[Kernel] = []
+        self.values: list[Value] = []
+        self.storages: list[Storage] = []
+        self.bindings: list[Binding] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self.results_of: dict[fx.Node, tuple[int | None, ...]] = {}
+        self.storage_of: dict[int, int] = {}
+        self.alive: list[torch.Tensor] = []  # a storage key is an address: keep its tensor, or it is reused
+
+    def build(self) -> TracedGraph:
+        owned = self._caller_owned()
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "get_attr":
+                self._constant(node)
+            elif node.op == "call_function":
+                self._call(node, owned)
+        return self._finish()
+
+    # -- what the caller keeps ---------------------------------------------------------------------------
+
+    def _caller_owned(self) -> dict[int, StorageKind]:
+        """Storage key -> OUTPUT or GRADIENT for everything that the caller holds after the step."""
+        output, descs = output_of(self.graph)
+        owned: dict[int, StorageKind] = {}
+        for node, desc in zip(output.args[0], descs, strict=True):
+            if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor):
+                kind = StorageKind.GRADIENT if isinstance(desc, GradAOTOutput) else StorageKind.OUTPUT
+                owned.setdefault(storage_key(node.meta["val"]), kind)
+        return owned
+
+    # -- where tensors come from -------------------------------------------------------------------------
+
+    def _placeholder(self, node: fx.Node) -> None:
+        desc, val = node.meta["desc"], node.meta.get("val")
+        if not isinstance(val, torch.Tensor):
+            if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise self._unsupported(node, "a size that varies from call to call", "use fixed input shapes")
+            return
+        source, name, index, kind = self._source(node, desc)
+        storage = self._storage(val, node.name, kind, planned=False, origin=Origin(module=name, op=source.value, node=node.name))
+        self.value_of[node] = self._value(val, node.name, storage)
+        self.bindings.append(
+            Binding(source=source, value=self.value_of[node], name=name, index=index, requires_grad=val.requires_grad)
+        )
+
+    def _source(self, node: fx.Node, desc: Any) -> tuple[Source, str, int, StorageKind]:
+        if isinstance(desc, ParamAOTInput):
+            return Source.PARAMETER, desc.target, 0, StorageKind.PARAMETER
+        if isinstance(desc, BufferAOTInput):
+            return Source.BUFFER, desc.target, 0, StorageKind.PARAMETER
+        if isinstance(desc, PlainAOTInput):
+            return Source.INPUT, "", desc.idx, StorageKind.INPUT
+        if isinstance(desc, TangentAOTInput):
+            return Source.TANGENT, "", len([b for b in self.bindings if b.source is Source.TANGENT]), StorageKind.INPUT
+        raise self._unsupported(node, f"an input of kind {type(desc).__name__}", "pass plain, unshared tensors as inputs")
+
+    def _constant(self, node: fx.Node) -> None:
+        tensor = getattr(self.captured.graph_module, str(node.target), None)
+        if not isinstance(tensor, torch.Tensor):
+            raise self._unsupported(node, "control flow inside the graph (a higher-order op)", "avoid torch.cond and scan")
+        val = node.meta.get("val", tensor)
+        origin = Origin(op="constant", node=node.name)
+        storage = self._storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
+        self.value_of[node] = self._value(val, node.name, storage)
+        self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor))
+
+    # -- what runs ---------------------------------------------------------------------------------------
+
+    def _call(self, node: fx.Node, owned: dict[int, StorageKind]) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(index, int)
+            result = self.results_of[source][index]
+            if result is not None:
+                self.value_of[node] = result
+            return
+        if not isinstance(node.target, OpOverload):
+            raise self._unsupported(node, f"{node.target} is not an ATen op", "avoid higher-order and symbolic operations")
+        results = node.meta["val"]
+        results = list(results) if isinstance(results, (tuple, list)) else [results]
+        before = len(self.storages)
+        outs = tuple(self._result(node, i, r, owned) for i, r in enumerate(results))
+        if isinstance(node.meta["val"], (tuple, list)):
+            self.results_of[node] = outs
+        elif outs[0] is not None:
+            self.value_of[node] = outs[0]
+        written = written_names(node.target)
+        if node.target in _MEMORY_ONLY or (not written and len(self.storages) == before):
+            return
+        self._op(node, written, outs)
+
+    def _result(self, node: fx.Node, i: int, result: Any, owned: dict[int, StorageKind]) -> int | None:
+        if result is None:
+            return None
+        if not isinstance(result, torch.Tensor):
+            raise self._unsupported(node, f"returns a {type(result).__name__}, known only at run time", "avoid .item()")
+        name = node.name if i == 0 else f"{node.name}:{i}"
+        phase = StorageKind.GRADIENT if is_backward(node) else StorageKind.ACTIVATION
+        key = storage_key(result)
+        kind = owned.get(key, phase)
+        storage = self._storage(result, name, kind, planned=key not in owned, origin=origin_of(node))
+        return self._value(result, name, storage)
+
+    def _op(self, node: fx.Node, written: tuple[str, ...], outs: tuple[int | None, ...]) -> None:
+        assert isinstance(node.target, OpOverload)
+        read_nodes: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), read_nodes.append)
+        reads = [self.value_of[n] for n in dict.fromkeys(read_nodes)]
+        if written:
+            names = [a.name for a in node.target._schema.arguments]
+            given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+            writes = [self.value_of[given[name]] for name in written]
+            if any(a.is_out for a in node.target._schema.arguments) or node.target._opname in _OVERWRITES:
+                reads = [r for r in reads if r not in writes]
+            outs = ()
+        else:
+            writes = [o for o in outs if o is not None]
+        self.ops.append(
+            Op(
+                name=node.name,
+                target=str(node.target),
+                phase=Phase.BACKWARD if is_backward(node) else Phase.FORWARD,
+                reads=tuple(reads),
+                writes=tuple(writes),
+                direct=bool(written) or out_variant(node.target) is not None,
+                random=torch.Tag.nondeterministic_seeded in node.target.tags,
+                origin=origin_of(node),
+            )
+        )
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: Ref(self.value_of[n]))  # type: ignore[arg-type, return-value]
+        self.kernels.append(Kernel(target=node.target, args=tuple(args), kwargs=dict(kwargs), outs=outs))
+
+    # -- tables ------------------------------------------------------------------------------------------
+
+    def _storage(self, val: torch.Tensor, name: str, kind: StorageKind, *, planned: bool, origin: Origin) -> int:
+        key = storage_key(val)
+        if key not in self.storage_of:
+            self.storage_of[key] = len(self.storages)
+            self.alive.append(val)
+            nbytes = val.untyped_storage().nbytes()
+            if not isinstance(nbytes, int):
+                raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
+            self.storages.append(
+                Storage(name=name, nbytes=nbytes, device=str(val.device), kind=kind, planned=planned, origin=origin)
+            )
+        return self.storage_of[key]
+
+    def _value(self, val: torch.Tensor, name: str, storage: int) -> int:
+        if val.layout is not torch.strided or val.is_conj() or val.is_neg() or val.is_quantized:
+            raise UnsupportedGraph(name, f"a tensor that is not plain strided memory ({val.layout})", "use dense real tensors")
+        self.values.append(
+            Value(
+                name=name,
+                storage=storage,
+                dtype=str(val.dtype).removeprefix("torch."),
+                shape=tuple(int(n) for n in val.shape),
+                strides=tuple(int(n) for n in val.stride()),
+                offset=int(val.storage_offset()),
+            )
+        )
+        return len(self.values) - 1
+
+    def _unsupported(self, node: fx.Node, reason: str, hint: str) -> UnsupportedGraph:
+        origin = origin_of(node)
+        where = " in ".join(part for part in (node.name, origin.module, origin.source) if part)
+        return UnsupportedGraph(where, reason, hint)
+
+    # -- what is returned --------------------------------------------------------------------------------
+
+    def _finish(self) -> TracedGraph:
+        output, descs = output_of(self.graph)
+        pairs = list(zip(output.args[0], descs, strict=True))
+        outputs = [(n, d) for n, d in pairs if not isinstance(d, GradAOTOutput)]
+        gradients = [(n, d) for n, d in pairs if isinstance(d, GradAOTOutput) and isinstance(n, fx.Node)]
+        tangents = {n.meta["desc"].output: self.value_of[n] for n in self.graph.nodes if _is_tangent(n)}
+        fresh, aliases = self._fresh_outputs(outputs, set(tangents))
+        bound = {self._binding_key(b): i for i, b in enumerate(self.bindings)}
+        order = sorted(range(len(self.ops)), key=lambda i: self.ops[i].phase is Phase.BACKWARD)  # stable
+        return TracedGraph(
+            model=self.model,
+            graph=Graph(
+                ops=tuple(self.ops[i] for i in order),
+                values=tuple(self.values),
+                storages=tuple(self.storages),
+                outputs=tuple(self.value_of[node] for node, _ in fresh),
+                gradients=tuple(self.value_of[node] for node, _ in gradients),
+            ),
+            kernels=tuple(self.kernels[i] for i in order),
+            bindings=tuple(self.bindings),
+            returned=aliases,
+            fresh=tuple(self.value_of[node] for node, _ in fresh),
+            tangents=tuple(tangents.get(desc) for _, desc in fresh),
+            gradients=tuple(bound[self._desc_key(desc.grad_of)] for _, desc in gradients),
+            in_spec=self.captured.in_spec,
+            out_spec=self.captured.out_spec,
+            example_inputs=self.captured.inputs,
+            training=self.captured.training,
+            device=self._device(),
+        )
+
+    def _fresh_outputs(
+        self, outputs: list[tuple[Any, Any]], differentiable: set[Any]
+    ) -> tuple[list[tuple[fx.Node, Any]], tuple[Returned, ...]]:
+        """Split the outputs: those that the step writes, and those that are views of them or of inputs.
+
+        Of outputs that share bytes, the one with a tangent is fresh; the others are made from it outside, as
+        autograd-aware views, so that gradients through them arrive.
+        """
+        fresh: dict[int, tuple[fx.Node, Any]] = {}
+        nodes = [(n, d) for n, d in outputs if isinstance(n, fx.Node) and n in self.value_of]
+        made = {self.values[v].storage for op in self.ops for v in op.writes}
+        for node, desc in sorted(nodes, key=lambda pair: pair[1] not in differentiable):
+            storage = self.values[self.value_of[node]].storage
+            if storage in made and not self._is_bound(storage):
+                fresh.setdefault(storage, (node, desc))
+        ordered = [pair for pair in nodes if pair in fresh.values()]
+        base_of = {storage: self.value_of[node] for storage, (node, _) in fresh.items()}
+        base_of.update({self.values[b.value].storage: b.value for b in reversed(self.bindings)})
+        returned = tuple(self._returned(node, base_of) for node, desc in outputs if type(desc).__name__ == "PlainAOTOutput")
+        return ordered, returned
+
+    def _returned(self, node: Any, base_of: dict[int, int]) -> Returned:
+        if not isinstance(node, fx.Node):
+            return Returned(kind=ReturnKind.CONSTANT, constant=node)
+        value = self.value_of[node]
+        base = base_of[self.values[value].storage]
+        return Returned(kind=ReturnKind.FRESH if base == value else ReturnKind.ALIAS, value=value, of=base)
+
+    def _is_bound(self, storage: int) -> bool:
+        return any(self.values[b.value].storage == storage for b in self.bindings)
+
+    def _binding_key(self, b: Binding) -> tuple[Source, str, int]:
+        return b.source, b.name, b.index
+
+    def _desc_key(self, desc: Any) -> tuple[Source, str, int]:
+        if isinstance(desc, ParamAOTInput):
+            return Source.PARAMETER, desc.target, 0
+        if isinstance(desc, BufferAOTInput):
+            return Source.BUFFER, desc.target, 0
+        return Source.INPUT, "", desc.idx
+
+    def _device(self) -> torch.device:
+        planned = sorted({s.device for s in self.storages if s.planned})
+        if len(planned) > 1:
+            hint = "move the model and its inputs to one device"
+            raise UnsupportedGraph(self.model, f"computes on several devices: {', '.join(planned)}", hint)
+        return torch.device(planned[0] if planned else "cpu")
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return node.op == "placeholder" and isinstance(node.meta["desc"], TangentAOTInput)

@@ -1,0 +1,148 @@
+"""Capture: one forward (and backward) of a module as a single functional graph of ATen ops, on fake tensors.
+
+The only file that knows dynamo, export and AOTAutograd. Dynamo reads the Python first (it keeps activation
+checkpoint tags); what it cannot read goes through `torch.export`; AOTAutograd then traces the joint graph.
+Nothing is computed and no memory of the model's size is allocated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from memplan.errors import MemplanError, UnsupportedGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A joint graph with AOTAutograd's descriptors on its placeholders and outputs.
+
+    `in_spec` is the pytree of (args, kwargs), `out_spec` that of the module's result; `inputs` are the
+    flattened example inputs. `training`: the graph contains the backward.
+    """
+
+    graph_module: fx.GraphModule
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    inputs: tuple[Any, ...]
+    training: bool
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Captured:
+    """Trace `model(*args, **kwargs)`, with its backward when `train`. Raises `UnsupportedGraph`.
+
+    The model may hold real, fake or meta parameters; meta ones are traced as if they were on the CPU.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedGraph(type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs")
+    flat, in_spec = pytree.tree_flatten((args, kwargs))
+    if _any_meta(model, flat):
+        model, flat = _off_meta(model, flat)
+        args, kwargs = pytree.tree_unflatten(flat, in_spec)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(torch.set_grad_enabled(train))
+        joint = _capture_joint(stack, model, args, kwargs)
+        graph_module, out_spec = joint.graph_module, joint.out_spec
+    has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
+    if train and not has_backward:
+        raise UnsupportedGraph(
+            type(model).__name__,
+            "has no output that requires a gradient, so there is no backward to plan",
+            "pass train=False, or give the model parameters that require gradients",
+        )
+    return Captured(
+        graph_module=graph_module, in_spec=in_spec, out_spec=out_spec, inputs=tuple(flat), training=has_backward
+    )
+
+
+def _capture_joint(stack: contextlib.ExitStack, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Try each front end in turn; the first one's complaint is the one that the user can act on."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    first: Exception | None = None
+    for front_end in (_dynamo, _export):
+        try:
+            module = front_end(model, args, kwargs)
+            return aot_export_joint_with_descriptors(stack, module, args, kwargs)
+        except MemplanError:
+            raise
+        except Exception as error:  # whatever a front end raises, the next one may succeed
+            first = first or error
+    assert first is not None
+    raise _unsupported(model, first) from first
+
+
+def _dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+
+    front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
+    return front(*args, **kwargs)
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    return torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
+
+
+def _unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
+    """The front end's complaint as one sentence and a next step."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"
+    details = [line for line in lines[1:] if line.startswith(("Explanation:", "from user code", "File ", "Hint:"))]
+    text = " ".join(lines).lower()
+    if any(word in text for word in ("data-dependent", "unbacked", "guardondatadependent", "dynamic shape", ".item()")):
+        hint = (
+            "shapes or branches depend on tensor values; compute them outside the model or use a static variant "
+            '(for mixtures of experts in transformers: model.set_experts_implementation("batched_mm"))'
+        )
+    elif "graph break" in text or "unsupported" in text:
+        hint = "remove what breaks the graph (print, logging, .item(), calls into C code) from forward, or compute it outside"
+    else:
+        hint = "check that model(*example_inputs) runs eagerly; then trace a smaller submodule to find the culprit"
+    return UnsupportedGraph(type(model).__name__, "\n  ".join([reason, *details[:4]]), hint)
+
+
+def _any_meta(model: nn.Module, flat: list[Any]) -> bool:
+    tensors = (*model.parameters(), *model.buffers(), *(x for x in flat if isinstance(x, torch.Tensor)))
+    return any(t.device.type == "meta" for t in tensors)
+
+
+def _off_meta(model: nn.Module, flat: list[Any]) -> tuple[nn.Module, list[Any]]:
+    """A structural copy of `model` on fake CPU tensors: meta kernels would trace another attention than the CPU's."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+
+    def fake(t: torch.Tensor) -> torch.Tensor:
+        with mode:
+            new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+        if isinstance(t, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=t.requires_grad)
+        else:
+            new.requires_grad_(t.requires_grad and t.is_leaf)
+        return new
+
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo[id(tensor)] = fake(tensor)
+    return copy.deepcopy(model, memo), [fake(x) if isinstance(x, torch.Tensor) else x for x in flat]
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return bool(node.meta["desc"].is_tangent())
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Tracing warns about its own internals, which is noise to a user of memplan."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

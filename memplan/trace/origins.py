@@ -1,0 +1,45 @@
+"""Where a node came from: module path and the user's own source line, out of fx metadata."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+from torch import fx
+
+from memplan.graph import Origin
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
+_LIBRARY = ("/torch/", "/site-packages/")
+
+
+def origin_of(node: fx.Node) -> Origin:
+    """Module path ("transformer.h.0.attn"), innermost source line outside libraries if there is one, op, node."""
+    return Origin(module=_module(node), source=_source(node), op=str(node.target), node=node.name)
+
+
+def _module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return clean_module_path(path)
+
+
+def clean_module_path(path: str) -> str:
+    """Dynamo's `L['self'].h[0].attn` and export's `self.h.0.attn` as the name in `named_modules`: `h.0.attn`."""
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\w+)\]", r".\1\2\3", path)
+    path = re.sub(r"^_export_root\.?|_modules\.", "", path)
+    return re.sub(r"\.+", ".", path).strip(".")
+
+
+def _source(node: fx.Node) -> str:
+    """The innermost frame outside installed libraries, or the innermost of all: that is where to look."""
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARY)]
+    models = [frame for frame in frames if "/torch/" not in frame[0]]
+    file, line = (own or models or frames)[-1]
+    return f"{PurePath(file).name}:{line}"

@@ -1,0 +1,94 @@
+"""What leaves the graph: every gradient and write-back gets bytes of its own.
+
+AOTAutograd hands out aliases freely (the gradient of a bias may *be* the tangent; two gradients may be one
+tensor). Autograd may keep a gradient as `.grad` without copying, so two that share bytes would be silently
+wrong later. Here each returned tensor that does not own its bytes becomes an explicit copy, and each mutated
+input an explicit `copy_` at the end of the forward: ordinary ops, planned like all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput
+
+from memplan.errors import UnsupportedGraph
+from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+
+
+def own_the_gradients(graph: fx.Graph) -> None:
+    """Insert copies so that no returned gradient shares bytes with anything else that outlives the step."""
+    output, descs = output_of(graph)
+    taken = {storage_key(value(n)) for n in graph.nodes if n.op in ("placeholder", "get_attr") and _is_tensor(n)}
+    results = list(output.args[0])
+    for node, desc in zip(results, descs, strict=True):
+        if isinstance(node, fx.Node) and not isinstance(desc, GradAOTOutput) and _is_tensor(node):
+            taken.add(storage_key(value(node)))
+    mode = fake_mode_of(graph)
+    for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
+        if not isinstance(desc, GradAOTOutput) or not isinstance(node, fx.Node):
+            continue
+        if storage_key(value(node)) in taken:
+            rewriter = Rewriter(graph, mode, node, before=output)
+            with mode:
+                dense = torch.empty_like(value(node))  # of an expanded tensor, a contiguous one
+            results[i] = rewriter.scratch(dense)
+            copy = rewriter.call(aten.copy_.default, results[i], node)
+            copy.meta["partitioner_tag"] = results[i].meta["partitioner_tag"] = "is_backward"
+        taken.add(storage_key(value(results[i])))
+    output.args = (type(output.args[0])(results),)
+
+
+def write_back_mutations(graph: fx.Graph) -> None:
+    """Turn returned new values of mutated inputs into `copy_` ops at the end of the forward."""
+    output, descs = output_of(graph)
+    inputs = {n.meta["desc"]: n for n in graph.nodes if n.op == "placeholder"}
+    mutations = [
+        (inputs[desc.mutated_input], node)
+        for node, desc in zip(output.args[0], descs, strict=True)
+        if isinstance(desc, InputMutationAOTOutput)
+    ]
+    kept = [(n, d) for n, d in zip(output.args[0], descs, strict=True) if not isinstance(d, InputMutationAOTOutput)]
+    output.args = (tuple(n for n, _ in kept),)
+    output.meta["desc"] = [d for _, d in kept]
+    boundary = _first_backward(graph) or output
+    for target, new in mutations:
+        if value(target).shape != value(new).shape or value(target).dtype != value(new).dtype:
+            raise UnsupportedGraph(target.name, "an input is resized in place", "write to a tensor of the final shape")
+        _refuse_old_value(graph, target, boundary)
+        rewriter = Rewriter(graph, fake_mode_of(graph), new, before=boundary)
+        write = rewriter.call(aten.copy_.default, target, new)
+        write.meta["partitioner_tag"] = "is_forward"
+
+
+def _refuse_old_value(graph: fx.Graph, target: fx.Node, boundary: fx.Node) -> None:
+    """Eager autograd refuses this too: "modified by an inplace operation"."""
+    nodes = list(graph.nodes)
+    backward = set(nodes[nodes.index(boundary) :])
+    aliases = [n for n in nodes if _is_tensor(n) and storage_key(value(n)) == storage_key(value(target))]
+    late = next((user for n in aliases for user in n.users if user in backward and user.op != "output"), None)
+    if late is not None:
+        name = getattr(target.meta["desc"], "target", target.name)
+        reason = f"{name} is changed in place, but its old value is needed for a gradient (by {late.name})"
+        raise UnsupportedGraph(target.name, reason, "change a copy, or do it after the backward")
+
+
+def output_of(graph: fx.Graph) -> tuple[fx.Node, list[Any]]:
+    """The output node and the descriptors of what it returns."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return output, list(output.meta["desc"])
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether a node belongs to the backward (tagged by AOTAutograd)."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _first_backward(graph: fx.Graph) -> fx.Node | None:
+    return next((n for n in graph.nodes if n.op == "call_function" and is_backward(n)), None)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)

@@ -1,0 +1,78 @@
+"""How passes change a captured graph: new nodes with fake values and the origin of the node they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_INHERITED = ("stack_trace", "nn_module_stack", "partitioner_tag", "fwd_nn_module_stack", "autograd_backward")
+aten = torch.ops.aten
+
+
+class Rewriter:
+    """Inserts nodes before `before` (default: `node`) with the name and origin of `node`, evaluated on fake tensors."""
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, before: fx.Node | None = None) -> None:
+        self.graph = graph
+        self.mode = mode
+        self.node = node
+        self.before = before or node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new call of `target`; its value is computed on the fake values of its arguments."""
+        new = self._node(target, args, kwargs)
+        fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value)
+        with self.mode, torch.no_grad():
+            new.meta["val"] = target(*fake_args, **fake_kwargs)
+        return new
+
+    def instead(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Like `call`, for the one call that replaces the node: it takes over the node's own fake value."""
+        new = self._node(target, args, kwargs)
+        new.meta["val"] = value(self.node)
+        return new
+
+    def memory(self, result: torch.Tensor) -> fx.Node:
+        """Uninitialised memory that *is* `result`, a fake result of the node: no kernel, only bytes.
+
+        It keeps the fake tensor, so that views made of it elsewhere in the graph are views of this memory.
+        """
+        layout = {"dtype": result.dtype, "device": result.device}
+        new = self._node(aten.empty_strided.default, (list(result.shape), list(result.stride())), layout, "out")
+        new.meta["val"] = result
+        return new
+
+    def scratch(self, like: torch.Tensor) -> fx.Node:
+        """Uninitialised memory laid out as `like`, and nothing else's."""
+        with self.mode:
+            return self.memory(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device))
+
+    def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], suffix: str = "") -> fx.Node:
+        name = f"{self.node.name}_{suffix or target._opname.strip('_')}"
+        with self.graph.inserting_before(self.before):
+            new = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        new.meta.update({key: self.node.meta[key] for key in _INHERITED if key in self.node.meta})
+        return new
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value of a node."""
+    return node.meta["val"]
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The mode that the graph was traced under (a new one when it holds no tensor at all)."""
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), FakeTensor):
+            mode: FakeTensorMode = node.meta["val"].fake_mode
+            return mode
+    return FakeTensorMode()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of a fake tensor's storage: equal keys, aliased bytes."""
+    key: int = tensor.untyped_storage()._cdata
+    return key

@@ -1,0 +1,219 @@
+"""Lowering rules: ops without a true `out=` kernel, rewritten into ops that write where they are told.
+
+Each rule replaces one node by memory without a kernel (`empty_strided`) and kernels that fill it, and gives
+the same bits. What has neither an out variant nor a rule runs functionally and is reported as outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, value
+
+Rule = Callable[..., Any]  # (rewriter, *the node's args, **kwargs) -> node, tuple of nodes, or None: leave it
+
+
+def lower(graph: fx.Graph) -> None:
+    """Apply the rules to every node that has one, in place."""
+    mode = fake_mode_of(graph)
+    for node in list(graph.nodes):
+        rule = RULES.get(node.target) if node.op == "call_function" else None
+        if rule is None:
+            continue
+        new = rule(Rewriter(graph, mode, node), *node.args, **node.kwargs)
+        if new is not None:
+            _replace(graph, node, new)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
+    if isinstance(new, tuple):
+        for user in list(node.users):
+            user.replace_all_uses_with(new[user.args[1]])
+            graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _copy(rw: Rewriter, source: fx.Node, **_: Any) -> fx.Node | None:
+    """clone, _to_copy: convert and lay out while copying."""
+    return _copied(rw, source) if value(source).device == value(rw.node).device else None
+
+
+def _copied(rw: Rewriter, source: fx.Node) -> fx.Node:
+    """The node's result, filled with `source`."""
+    result = rw.memory(value(rw.node))
+    rw.call(aten.copy_.default, result, source)
+    return result
+
+
+def _as_tensor_op(target: Any) -> Rule:
+    """X.Scalar wraps its scalar and calls X.Tensor; so do we."""
+
+    def rule(rw: Rewriter, *args: Any, **kwargs: Any) -> fx.Node:
+        return rw.instead(target, *args, **kwargs)
+
+    return rule
+
+
+def _relu(rw: Rewriter, x: fx.Node) -> fx.Node:
+    return rw.instead(aten.clamp_min.default, x, 0)
+
+
+def _sum(rw: Rewriter, x: fx.Node, *, dtype: torch.dtype | None = None) -> fx.Node:
+    return rw.instead(aten.sum.dim_IntList, x, None, dtype=dtype)
+
+
+def _embedding(rw: Rewriter, weight: fx.Node, indices: fx.Node, *_: Any, **__: Any) -> fx.Node | None:
+    """The kernel itself gathers rows of a flat index (aten/src/ATen/native/Embedding.cpp)."""
+    index = value(indices)
+    if not index.is_contiguous() or index.dtype is not torch.int64:
+        return None
+    result = rw.memory(value(rw.node))
+    rows = rw.call(aten.view.default, result, [index.numel(), value(weight).shape[1]])
+    rw.call(aten.index_select.out, weight, 0, rw.call(aten.view.default, indices, [index.numel()]), out=rows)
+    return result
+
+
+def _dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx.Node, fx.Node] | None:
+    """CPU only: the CUDA kernel is fused and draws its numbers in another order (native/Dropout.cpp)."""
+    if value(x).device.type != "cpu" or train is False or not 0.0 < p < 1.0:
+        return None
+    out, mask = value(rw.node)
+    keep = rw.memory(mask)
+    rw.call(aten.bernoulli_.float, keep, 1 - p)
+    result = rw.memory(out)
+    rw.call(aten.mul.out, x, keep, out=result)
+    rw.call(aten.mul_.Tensor, result, 1.0 / (1 - p))
+    return result, keep
+
+
+def _batch_norm(
+    rw: Rewriter, x: fx.Node, weight: Any, bias: Any, mean: fx.Node, var: fx.Node, training: bool, momentum: float, eps: float
+) -> tuple[fx.Node, ...] | None:
+    """CPU: `native_batch_norm.out` updates running statistics in place; here, copies of them."""
+    if value(x).device.type != "cpu" or not training:
+        return None
+    out, save_mean, save_rstd, new_mean, new_var = (rw.memory(result) for result in value(rw.node))
+    rw.call(aten.copy_.default, new_mean, mean)
+    rw.call(aten.copy_.default, new_var, var)
+    rw.call(
+        aten._native_batch_norm_legit.out,
+        *(x, weight, bias, new_mean, new_var, training, momentum, eps),
+        out=out,
+        save_mean=save_mean,
+        save_invstd=save_rstd,
+    )
+    return out, save_mean, save_rstd, new_mean, new_var
+
+
+def _slice_backward(rw: Rewriter, grad: fx.Node, sizes: Any, dim: int, start: int, end: int, step: int) -> fx.Node:
+    return _scatter_into_zeros(rw, grad, aten.slice.Tensor, dim, start, end, step)
+
+
+def _select_backward(rw: Rewriter, grad: fx.Node, sizes: Any, dim: int, index: int) -> fx.Node:
+    return _scatter_into_zeros(rw, grad, aten.select.int, dim, index)
+
+
+def _scatter_into_zeros(rw: Rewriter, grad: fx.Node, view: Any, *where: Any) -> fx.Node:
+    result = rw.memory(value(rw.node))
+    rw.call(aten.zero_.default, result)
+    rw.call(aten.copy_.default, rw.call(view, result, *where), grad)
+    return result
+
+
+def _scatter(view: Any) -> Rule:
+    """select_scatter, slice_scatter: copy, then write a view of the copy."""
+
+    def rule(rw: Rewriter, x: fx.Node, source: fx.Node, *where: Any, **kwargs: Any) -> fx.Node:
+        result = _copied(rw, x)
+        rw.call(aten.copy_.default, rw.call(view, result, *where, **kwargs), source)
+        return result
+
+    return rule
+
+
+def _pad(rw: Rewriter, x: fx.Node, pad: list[int], fill: float = 0) -> fx.Node | None:
+    if min(pad) < 0:
+        return None
+    result = rw.memory(value(rw.node))
+    rw.call(aten.fill_.Scalar, result, fill)
+    inside = result
+    for i in range(0, len(pad), 2):
+        dim = value(x).dim() - 1 - i // 2
+        inside = rw.call(aten.slice.Tensor, inside, dim, pad[i], pad[i] + value(x).shape[dim])
+    rw.call(aten.copy_.default, inside, x)
+    return result
+
+
+def _then_in_place(target: Any) -> Rule:
+    """masked_fill, index_put, ...: the functional op is a copy, then the op in place."""
+
+    def rule(rw: Rewriter, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node | None:
+        if value(x).shape != value(rw.node).shape:
+            return None  # masked_fill broadcasts its input
+        result = _copied(rw, x)
+        rw.call(target, result, *args, **kwargs)
+        return result
+
+    return rule
+
+
+def _filled_with(fill: float) -> Rule:
+    def rule(rw: Rewriter, *_: Any, **__: Any) -> fx.Node:
+        result = rw.memory(value(rw.node))
+        rw.call(aten.fill_.Scalar, result, fill)
+        return result
+
+    return rule
+
+
+def _full(rw: Rewriter, _: Any, fill: Any, **__: Any) -> fx.Node:
+    return _filled_with(fill)(rw)  # type: ignore[no-any-return]
+
+
+def _new_full(rw: Rewriter, _: Any, __: Any, fill: Any, **___: Any) -> fx.Node:
+    return _filled_with(fill)(rw)  # type: ignore[no-any-return]
+
+
+def _scalar_tensor(rw: Rewriter, fill: Any, **_: Any) -> fx.Node:
+    return _filled_with(fill)(rw)  # type: ignore[no-any-return]
+
+
+RULES: dict[Any, Rule] = {
+    aten.clone.default: _copy,
+    aten._to_copy.default: _copy,
+    aten.mul.Scalar: _as_tensor_op(aten.mul.Tensor),
+    aten.div.Scalar: _as_tensor_op(aten.div.Tensor),
+    aten.add.Scalar: _as_tensor_op(aten.add.Tensor),
+    aten.sub.Scalar: _as_tensor_op(aten.sub.Tensor),
+    aten.relu.default: _relu,
+    aten.sum.default: _sum,
+    aten.embedding.default: _embedding,
+    aten.native_dropout.default: _dropout,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+    aten.slice_scatter.default: _scatter(aten.slice.Tensor),
+    aten.select_scatter.default: _scatter(aten.select.int),
+    aten.as_strided_scatter.default: _scatter(aten.as_strided.default),
+    aten.constant_pad_nd.default: _pad,
+    aten.masked_fill.Scalar: _then_in_place(aten.masked_fill_.Scalar),
+    aten.masked_fill.Tensor: _then_in_place(aten.masked_fill_.Tensor),
+    aten.index_put.default: _then_in_place(aten.index_put_.default),
+    aten.zeros.default: _filled_with(0),
+    aten.ones.default: _filled_with(1),
+    aten.zeros_like.default: _filled_with(0),
+    aten.ones_like.default: _filled_with(1),
+    aten.new_zeros.default: _filled_with(0),
+    aten.new_ones.default: _filled_with(1),
+    aten.full.default: _full,
+    aten.full_like.default: _full,
+    aten.new_full.default: _new_full,
+    aten.scalar_tensor.default: _scalar_tensor,
+    aten.lift_fresh_copy.default: _copy,
+}

@@ -1,0 +1,98 @@
+"""A traced step: the torch-free `Graph`, and beside it what torch needs to run it and to be called like the model."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._ops import OpOverload
+
+from memplan.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """In a kernel's arguments: the tensor of this value (index into `Graph.values`)."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """What an op of the graph calls. `outs` are the values of its results (None where it returns none);
+    empty for an op that only changes its arguments.
+    """
+
+    target: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[int | None, ...]
+
+
+class Source(enum.Enum):
+    """Where the bytes come from that the arena does not hold and no op makes."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    TANGENT = "tangent"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """Value `value` is this tensor: a parameter or buffer by `name`, an input or tangent by `index`, a constant."""
+
+    source: Source
+    value: int
+    name: str = ""
+    index: int = 0
+    tensor: torch.Tensor | None = None
+    requires_grad: bool = False
+
+
+class ReturnKind(enum.Enum):
+    """How a leaf of the module's result is made."""
+
+    FRESH = "written by the step into memory that the caller owns"
+    ALIAS = "a view of another leaf, an input or a parameter"
+    CONSTANT = "not a tensor, or a tensor that never changes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """One leaf of the result. FRESH: `value`. ALIAS: the view `value` of `of` (a value index). CONSTANT: `constant`."""
+
+    kind: ReturnKind
+    value: int = -1
+    of: int = -1
+    constant: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedGraph:
+    """`kernels[i]` runs `graph.ops[i]`. `fresh` are the values that the forward hands to autograd, with
+    `tangents[i]` the value of the gradient that comes back for `fresh[i]` (None: not differentiable);
+    `gradients` says for which binding (index) each of `graph.gradients` is.
+    """
+
+    model: str
+    graph: Graph
+    kernels: tuple[Kernel, ...]
+    bindings: tuple[Binding, ...]
+    returned: tuple[Returned, ...]
+    fresh: tuple[int, ...]
+    tangents: tuple[int | None, ...]
+    gradients: tuple[int, ...]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    example_inputs: tuple[Any, ...]
+    training: bool
+    device: torch.device
+
+    def bound(self, source: Source) -> tuple[Binding, ...]:
+        """The bindings of one source, in order."""
+        return tuple(b for b in self.bindings if b.source is source)

@@ -1,0 +1,41 @@
+"""Every model of the zoo builds, repeats itself under its seed, and has a loss to train on."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from benchmarks.zoo import ZOO
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_loss_is_a_finite_scalar_that_reaches_every_parameter(name: str) -> None:
+    model, inputs = ZOO[name]()
+    assert model.training
+    loss = model(*inputs)
+    assert loss.shape == ()
+    assert torch.isfinite(loss)
+    loss.backward()
+    assert [key for key, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_same_seed_same_model_and_inputs(name: str) -> None:
+    (one, inputs), (two, again) = ZOO[name](seed=3), ZOO[name](seed=3)
+    assert [*one.state_dict()] == [*two.state_dict()]
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(pytree.tree_leaves(inputs), pytree.tree_leaves(again), strict=True))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_inputs_share_no_storage_and_the_global_random_state_is_kept(name: str) -> None:
+    before = torch.random.get_rng_state()
+    _, inputs = ZOO[name](seed=1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    pointers = [tensor.untyped_storage().data_ptr() for tensor in pytree.tree_leaves(inputs)]
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_another_seed_is_another_model() -> None:
+    (one, inputs), (two, others) = ZOO["mlp"](seed=0), ZOO["mlp"](seed=1)
+    assert not torch.equal(inputs[0], others[0])
+    assert not torch.equal(next(one.parameters()), next(two.parameters()))
