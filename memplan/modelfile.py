@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import linecache
 import os
 import sys
@@ -34,7 +35,7 @@ class NamedModel:
 
     name: str
     file: str
-    model: Callable[..., Any]
+    model: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
@@ -62,11 +63,11 @@ def load_model(target: str) -> NamedModel:
     if not callable(factory):
         what = "is no function" if hasattr(module, name) else "there is no such name"
         raise InvalidModel(f"{name}: {what}", where=source, hint=_other_names(module))
-    with_user_code = f"{name}() failed"
+    _require_no_arguments(factory, name, source)
     try:
         returned = factory()
     except (Exception, SystemExit) as error:
-        raise blame(error, with_user_code, file=file) from error
+        raise blame(error, f"{name}() failed", file=file) from error
     return _named(target, file, returned)
 
 
@@ -102,6 +103,18 @@ def _import_module(name: str) -> ModuleType:
         raise blame(error, "cannot be imported", file=name) from error
 
 
+def _require_no_arguments(factory: Callable[..., Any], name: str, source: str) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # a builtin that does not tell; calling it will
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        hint = "give every argument of the factory a default"
+        raise InvalidModel(f"{name}: needs arguments: {signature}", where=source, hint=hint) from error
+
+
 def _put_on_path(folder: str) -> None:
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -131,12 +144,14 @@ def _named(target: str, file: str, returned: object) -> NamedModel:
 
 
 def _wrong(target: str, what: str) -> InvalidModel:
-    return InvalidModel(what, where=target, hint="return (model, example_inputs) or (model, args, kwargs)")
+    return InvalidModel(what, where=target, hint="the factory must return (model, example_inputs)")
 
 
 def _kind(value: object) -> str:
-    count = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
-    return f"a {type(value).__name__}{count}" if value is not None else "None"
+    if value is None:
+        return "None"
+    count = f" of {len(value)} items" if isinstance(value, (tuple, list)) else ""
+    return f"an object of type {type(value).__name__}{count}"
 
 
 def blame(error: BaseException, what: str, *, file: str) -> MemplanError:

@@ -26,7 +26,7 @@ class Settings:
 
 
 def console() -> Console:
-    """Standard output. Where it is no terminal (a log, a pipe) lines may be `LOG_WIDTH` wide."""
+    """Standard output as it is now. Where it is no terminal (a log, a pipe) lines may be `LOG_WIDTH` wide."""
     return _console(stderr=False)
 
 
@@ -38,7 +38,7 @@ def error_console() -> Console:
 def _console(*, stderr: bool) -> Console:
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False)
+    made = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = LOG_WIDTH
     return made

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib
+import io
+import logging
 import math
-from pathlib import Path
+import os
+import sys
+from collections.abc import Iterator
 
 from memplan.cli.console import progress
 from memplan.errors import InvalidModel, InvalidSize
@@ -16,7 +20,7 @@ from memplan.units import parse_share, parse_size
 
 def obtain(target: str, *, infer: bool = False, solver: str = "auto", time_limit: float | None = None) -> Plan:
     """The plan of `target`, a plan file or a model's name. torch is imported for a model only."""
-    if Path(target).is_file() or not names_model(target):
+    if os.path.isfile(target) or not names_model(target):
         if infer or solver != "auto" or time_limit is not None:
             raise InvalidModel(
                 "is a saved plan: --infer, --solver and --time-limit are for planning a model",
@@ -32,7 +36,7 @@ def _saved(target: str) -> Plan:
 
     if target.endswith(".py"):
         raise InvalidModel("names a file, and no factory in it", where=target, hint=f"write {target}:FACTORY")
-    if not target.endswith(".json") and not Path(target).exists():
+    if not target.endswith(".json") and not os.path.isfile(target):
         raise InvalidModel(
             "is neither a plan file nor the name of a model",
             where=target,
@@ -43,12 +47,13 @@ def _saved(target: str) -> Plan:
 
 
 def _planned(target: str, *, infer: bool, solver: str, time_limit: float | None) -> Plan:
-    with progress(f"Importing {target}"):
+    with progress(f"Importing {target}"), contextlib.redirect_stdout(sys.stderr):
         named = load_model(target)
-    with progress(f"Planning {target}"):
-        plan_model = importlib.import_module("memplan.trace").plan
+    with progress(f"Planning {target}"), _quiet():
+        from memplan.trace import plan as plan_model  # the only way from here to torch
+
         try:
-            plan: Plan = plan_model(
+            plan = plan_model(
                 named.model,
                 named.args,
                 dict(named.kwargs) or None,
@@ -59,6 +64,22 @@ def _planned(target: str, *, infer: bool, solver: str, time_limit: float | None)
         except Exception as error:
             raise blame(error, "planning failed", file=named.file) from error
     return dataclasses.replace(plan, model=target)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what is printed back: shown on stderr when planning went well, dropped when an error says it all.
+
+    torch logs tracebacks and prints graphs for whatever it could not trace.
+    """
+    before, printed = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            yield
+    finally:
+        logging.disable(before)
+    sys.stderr.write(printed.getvalue())
 
 
 def size_option(name: str, text: str | None) -> int | None:

@@ -55,12 +55,17 @@ def peak_line(peak: Peak) -> str:
     """Where the peak is: "step 12 (forward): aten.mm in h.0.attn, model.py:12; 31 buffers alive"."""
     module = f" in {peak.module}" if peak.module else ""
     source = f", {peak.source}" if peak.source else ""
-    return f"step {peak.step} ({peak.phase}): {peak.target}{module}{source}; {peak.alive} buffers alive"
+    return f"step {peak.step} ({peak.phase}): {op_name(peak.target)}{module}{source}; {peak.alive} buffers alive"
+
+
+def op_name(target: str) -> str:
+    """An op as people call it: "aten.mm.default" is "aten.mm"; other overloads keep their name."""
+    return target.removesuffix(".default")
 
 
 def origin(holder: Holder) -> str:
     """Where a buffer comes from, module path first, then what made it."""
-    return holder.module or holder.op or holder.id
+    return holder.module or op_name(holder.op) or holder.id
 
 
 def printable(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memplan.report.lines import memory_lines, origin, peak_line, printable, title, verdict
+from memplan.report.lines import memory_lines, op_name, origin, peak_line, printable, title, verdict
 from memplan.report.summary import Report
 from memplan.units import format_bytes
 
@@ -22,11 +22,16 @@ def report_markdown(report: Report) -> str:
     if report.peak is not None:
         parts.append(f"**Peak** at {_cell(peak_line(report.peak))}.")
     if report.largest:
-        rows = [(*_size(h.size), h.kind, f"{h.start}-{h.end - 1}", origin(h), h.source, h.op) for h in report.largest]
+        rows = [
+            (*_size(h.size), h.kind, f"{h.start}-{h.end - 1}", origin(h), h.source, op_name(h.op))
+            for h in report.largest
+        ]
         parts.append("### Largest buffers")
         parts.append(_table(("size", "bytes", "kind", "steps", "module", "source", "op"), rows))
     if report.functional:
-        functional = [(f.target, str(f.calls), *_size(f.bytes), format_bytes(f.most)) for f in report.functional]
+        functional = [
+            (op_name(f.target), str(f.calls), *_size(f.bytes), format_bytes(f.most)) for f in report.functional
+        ]
         parts.append("### Ops that run functionally")
         parts.append(_table(("op", "calls", "size", "bytes", "most at once"), functional))
     return "\n\n".join(parts) + "\n"

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan.holders import Holder
-from memplan.report.lines import memory_lines, origin, peak_line, printable, title, verdict
+from memplan.report.lines import memory_lines, op_name, origin, peak_line, printable, title, verdict
 from memplan.report.summary import Functional, Report
 from memplan.units import format_bytes
 
@@ -36,7 +36,7 @@ def render(report: Report, width: int) -> RenderableType:
     if report.peak is not None:
         parts += [Text.assemble(("peak", "bold"), " at ", printable(peak_line(report.peak))), Text()]
     if report.largest:
-        parts.append(holders_table(f"{len(report.largest)} largest buffers", report.largest, width))
+        parts.append(holders_table("largest buffers", report.largest, width))
     if report.functional:
         parts.append(_functional(report.functional, width))
     return Group(*parts)
@@ -73,7 +73,7 @@ def holders_table(heading: str, holders: tuple[Holder, ...], width: int) -> Rend
             row += [_text(holder.kind), _text(f"{holder.start}-{holder.end - 1}")]
         row += [_text(origin(holder)), _text(holder.source)]
         if width >= WIDE:
-            row.append(_text(holder.op))
+            row.append(_text(op_name(holder.op)))
         table.add_row(*row)
     return headed(heading, table)
 
@@ -106,7 +106,7 @@ def _functional(rows: tuple[Functional, ...], width: int) -> RenderableType:
     if width >= NARROW:
         table.add_column("most at once", justify="right")
     for row in rows:
-        cells = [_text(row.target), _text(str(row.calls)), _text(format_bytes(row.bytes))]
+        cells = [_text(op_name(row.target)), _text(str(row.calls)), _text(format_bytes(row.bytes))]
         if width >= NARROW:
             cells.append(_text(format_bytes(row.most)))
         table.add_row(*cells)
