@@ -442,23 +442,35 @@ def test_a_bug_of_ours_is_called_one(
     assert "this is a bug in memplan" in capsys.readouterr().err
 
 
+NET = """\
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 64), torch.nn.Linear(64, 1)
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x))).sum()
+def net(): return Net(), (torch.ones(16, 8),)
+"""
+
+
 def test_a_real_model_is_planned(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "real.py").write_text(
-        "import torch\n"
-        "class Net(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.first, self.last = torch.nn.Linear(8, 64), torch.nn.Linear(64, 1)\n"
-        "    def forward(self, x):\n"
-        "        return self.last(torch.relu(self.first(x))).sum()\n"
-        "def net(): return Net(), (torch.ones(16, 8),)\n"
-    )
+    (tmp_path / "real.py").write_text(NET)
     assert run("report", "real.py:net", "--save", "real.json")[0] == 0
     plan = planfile.load(tmp_path / "real.json")
     assert plan.outside["parameters"] == 4 * (8 * 64 + 64 + 64 + 1)
     assert run("check", "real.json", "--max-arena", plan.arena_size)[0] == 0
     assert run("report", "real.py:net", "--infer")[1].startswith("real.py:net: forward only")
+
+
+def test_a_real_model_gives_the_same_file_under_any_hash_seed(tmp_path: Path) -> None:
+    (tmp_path / "real.py").write_text(NET)
+    code = "import sys; from memplan.cli import main; sys.exit(main(sys.argv[1:]))"
+    for seed in ("1", "2"):
+        done = _python(code, "report", "real.py:net", "--save", f"{seed}.json", PYTHONHASHSEED=seed)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "1.json").read_bytes() == (tmp_path / "2.json").read_bytes()
 
 
 # Terminals.

@@ -18,7 +18,6 @@ def partition_table(problem: Problem) -> str:
 
     Below the rows: the bytes of each partition (its largest buffer), their sum, which is the arena of solver
     `partition`, and max live, below which no arena can be. Ids longer than a column are cut.
-    solver `partition` (alignment between partitions left out), and max live, below which no arena can be. Ids longer than a column are cut.
     """
     columns = partitions(problem)
     edges = sorted({edge for b in problem.buffers for s in b.segments for edge in (s.start, s.end)})
