@@ -6,17 +6,14 @@ a traceback), 3 a bug in memplan (with one).
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from memplan.cli.check import check
+from memplan.cli import check, report, solve
 from memplan.cli.console import Settings, error_console, show_error, tolerate_encodings
-from memplan.cli.report import report
-from memplan.cli.solve import solve
 from memplan.errors import MemplanError
 
 HELP = """Plan the memory of PyTorch models ahead of time: every tensor at a fixed address in one arena, known before
@@ -52,9 +49,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(no_args_is_help=True)(report)
-app.command(no_args_is_help=True)(check)
-app.command(no_args_is_help=True)(solve)
+app.command(no_args_is_help=True)(report.report)
+app.command(no_args_is_help=True)(check.check)
+app.command(no_args_is_help=True)(solve.solve)
 
 
 def _print_version(wanted: bool) -> None:
@@ -94,7 +91,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         error_console().print("this is a bug in memplan; please report it with the lines above", style="bold red")
         return 3
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

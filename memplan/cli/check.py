@@ -9,7 +9,7 @@ import typer
 from memplan.cli.console import console
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from memplan.check import Finding, Verdict
 
@@ -80,10 +80,18 @@ def _print(verdicts: list[tuple[str, Verdict]]) -> None:
             table.add_row(mark, _literal(target), finding.name, *map(Text, finding.texts()))
     screen.print(table)
     for target, verdict in verdicts:
-        for finding in verdict.findings:
-            if not finding.ok:
-                screen.print()
-                screen.print(_explained(target, finding, screen.width))
+        _explain(target, verdict, screen)
+
+
+def _explain(target: str, verdict: Verdict, screen: Console) -> None:
+    """Who holds what exceeds the limits of one plan; findings with the same answer share it."""
+    shown: list[Finding] = []
+    for finding in verdict.findings:
+        same = any((finding.because, finding.parts) == (other.because, other.parts) for other in shown)
+        if not finding.ok and not same:
+            screen.print()
+            screen.print(_explained(target, finding, screen.width))
+            shown.append(finding)
 
 
 def _literal(text: str) -> RenderableType:
@@ -102,11 +110,11 @@ def _explained(target: str, finding: Finding, width: int) -> RenderableType:
     from memplan.units import format_exact
 
     if finding.because:
-        heading = f"{target}: {finding.name}: largest buffers alive at the peak"
+        heading = f"{target}: largest buffers alive at the peak"
         return holders_table(heading, finding.because, width)
     table = new_table()
     table.add_column("kind")
     table.add_column("size", justify="right")
     for name, size in finding.parts:
         table.add_row(Text(name), Text(format_exact(size)))
-    return headed(f"{target}: {finding.name}: what lies outside the arena", table)
+    return headed(f"{target}: what lies outside the arena", table)

@@ -53,7 +53,7 @@ def progress(doing: str) -> Iterator[None]:
         return
     from rich.text import Text
 
-    with screen.status(Text(f"{doing} ...")):
+    with screen.status(Text(f"{doing} ..."), spinner="line"):
         yield
 
 

@@ -31,7 +31,12 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("constants", out.constants, ""),
         ("outside the arena", report.outside_total, "the step's, inputs, parameters, constants"),
     )
-    return arena, step, before, (("total", report.total, "arena + outside: the predicted device memory"),)
+    return arena, step, before, (("total", report.total, _total(report)),)
+
+
+def _total(report: Report) -> str:
+    unknown = ", and kernels' temporaries" if report.outside.temporaries is None else ""
+    return f"arena + outside: what the device must hold{unknown}"
 
 
 def title(report: Report) -> str:
