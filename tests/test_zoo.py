@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from benchmarks.zoo import ZOO
+from benchmarks.zoo import ZOO, llama_7b
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -39,3 +39,10 @@ def test_another_seed_is_another_model() -> None:
     (one, inputs), (two, others) = ZOO["mlp"](seed=0), ZOO["mlp"](seed=1)
     assert not torch.equal(inputs[0], others[0])
     assert not torch.equal(next(one.parameters()), next(two.parameters()))
+
+
+def test_the_large_model_has_seven_billion_parameters_and_no_memory() -> None:
+    model, inputs = llama_7b()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 6_738_415_616
+    tensors = [*model.parameters(), *model.buffers(), *inputs]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}

@@ -16,6 +16,7 @@ from memplan.planfile import load
 from memplan.runtime.arena import Arena
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.runtime.runner import Runner
+from memplan.runtime.slots import Structure
 from memplan.runtime.step import Ledger
 from memplan.trace import alignment_of, plan_traced, trace
 
@@ -54,6 +55,7 @@ class CompiledModule(nn.Module):
             self.__dict__[name] = model.__dict__[name]
         self.training = model.training
         self.__dict__["_original"] = model
+        self.__dict__["_structure"] = Structure(model)
         self.__dict__["_options"] = {"solver": solver, "time_limit": time_limit}
         self.__dict__["_guard"] = guard
         self.__dict__["_on_mismatch"] = on_mismatch
@@ -64,8 +66,7 @@ class CompiledModule(nn.Module):
         main = self._build(args, kwargs, model.training if train is None else train, given)
         self.__dict__["_main"] = main
         self.__dict__["_grad"] = main.traced.training
-        self.__dict__["_mode_holders"] = list(model.modules())
-        self.__dict__["_modes"] = [m.training for m in self._mode_holders]
+        self.__dict__["_modes"] = self._structure.modes()
         self.__dict__["plan"] = main.plan
 
     # -- calling -----------------------------------------------------------------------------------------
@@ -87,15 +88,15 @@ class CompiledModule(nn.Module):
         """The runner for the current mode, and the leaves of the call as it takes them."""
         main: Runner = self._main
         leaves = main.signature.flatten(args, kwargs)
-        modes = [m.training for m in self._mode_holders]
+        modes = self._structure.modes()
         if modes == self._modes and training == self._grad:
             return main, leaves
         if any(modes) and modes != self._modes:
-            i = next(i for i, (now, then) in enumerate(zip(modes, self._modes, strict=True)) if now != then)
-            name = dict((id(m), n) for n, m in self._original.named_modules())[id(self._mode_holders[i])]  # noqa: C402
+            pairs = zip(modes, self._modes, strict=False)
+            i = next((i for i, (now, then) in enumerate(pairs) if now != then), 0)
             raise InputMismatch(
                 f"training={modes[i]}, the plan was made for training={self._modes[i]}",
-                where=name or "the model",
+                where=self._structure.name_of(i) or "the model",
                 hint="switch the whole model with .train() or .eval(), or compile again in this mode",
             )
         return self._runner_for(("inference", *modes), args, kwargs, train=False), leaves
@@ -105,7 +106,7 @@ class CompiledModule(nn.Module):
 
         flat, spec = pytree.tree_flatten((args, kwargs))
         shapes = tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in flat)
-        modes = tuple(m.training for m in self._mode_holders)
+        modes = tuple(self._structure.modes())
         runner = self._runner_for(("replan", training, str(spec), shapes, modes), args, kwargs, train=training)
         return runner, runner.signature.flatten(args, kwargs)
 
@@ -131,7 +132,8 @@ class CompiledModule(nn.Module):
                 hint = "pass no plan, or no guard"
                 raise InputMismatch("the given plan has no red zones around its buffers", where="guard='redzone'", hint=hint)
             plan = given
-        return Runner(self._original, traced, plan, self._arena_for(plan, traced.device), self._ledger, self._guard)
+        arena = self._arena_for(plan, traced.device)
+        return Runner(self._structure, traced, plan, arena, self._ledger, self._guard)
 
     def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
         """The module's arena if the plan fits in it (programs take turns), else one of its own."""

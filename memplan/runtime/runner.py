@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
 
 from memplan.errors import InputMismatch
 from memplan.plan import Plan
@@ -15,7 +14,7 @@ from memplan.runtime.arena import Arena, dtype_of
 from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
 from memplan.runtime.program import build_program
 from memplan.runtime.signature import Signature
-from memplan.runtime.slots import Slots
+from memplan.runtime.slots import Slots, Structure
 from memplan.runtime.step import Ledger, PlannedStep
 from memplan.trace.traced import ReturnKind, Source, TracedGraph
 
@@ -24,11 +23,11 @@ class Runner:
     """Calls a program as the model would be called: leaves in, the model's result out."""
 
     def __init__(
-        self, model: nn.Module, traced: TracedGraph, plan: Plan, arena: Arena, ledger: Ledger, guard: str | None
+        self, structure: Structure, traced: TracedGraph, plan: Plan, arena: Arena, ledger: Ledger, guard: str | None
     ) -> None:
         self.traced = traced
         self.ledger = ledger
-        self.slots = Slots(model, traced)
+        self.slots = Slots(structure, traced)
         self.signature = Signature(traced)
         tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))
         for i, b in enumerate(traced.bindings):
@@ -36,7 +35,7 @@ class Runner:
                 tensors[i] = traced.example_inputs[b.index].detach()
             elif b.tensor is not None:
                 tensors[i] = b.tensor
-        _require_real(model, traced, tensors)
+        _require_real(traced, tensors)
         self.program = build_program(traced, plan, arena, tensors, _guards(guard, traced, plan, arena))
         self.plan = self.program.plan
         self._wire()
@@ -145,11 +144,11 @@ def _guards(guard: str | None, traced: TracedGraph, plan: Plan, arena: Arena) ->
     return NO_GUARDS
 
 
-def _require_real(model: nn.Module, traced: TracedGraph, tensors: dict[int, torch.Tensor]) -> None:
+def _require_real(traced: TracedGraph, tensors: dict[int, torch.Tensor]) -> None:
     from torch._subclasses.fake_tensor import FakeTensor
 
     for i, tensor in tensors.items():
         if tensor.is_meta or isinstance(tensor, FakeTensor):
             name = traced.bindings[i].name or f"input {traced.bindings[i].index}"
             hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"
-            raise InputMismatch(f"{type(model).__name__} cannot run on {tensor.device} tensors", where=name, hint=hint)
+            raise InputMismatch(f"{traced.model} cannot run on {tensor.device} tensors", where=name, hint=hint)

@@ -1,4 +1,4 @@
-"""Where a model keeps its parameters and buffers, so that a program notices when they moved."""
+"""Where a model keeps its submodules, parameters and buffers, so that a program notices when they moved."""
 
 from __future__ import annotations
 
@@ -12,16 +12,45 @@ from memplan.errors import InputMismatch
 from memplan.trace.traced import Source, TracedGraph
 
 
+class Structure:
+    """The module tree of a model, checked on every call: which submodules it has, and their modes.
+
+    `version` grows whenever a submodule was replaced, so that whoever looked something up looks again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.version = 0
+        self._look()
+
+    def _look(self) -> None:
+        self.modules = list(self.model.modules())
+        self._links = [(m._modules, key) for m in self.modules for key in m._modules]
+        self._children = [holder[key] for holder, key in self._links]
+
+    def modes(self) -> list[bool]:
+        """The training flag of every submodule, after a look at whether they are still the same ones."""
+        if [holder.get(key) for holder, key in self._links] != self._children:
+            self._look()
+            self.version += 1
+        return [m.training for m in self.modules]
+
+    def name_of(self, index: int) -> str:
+        """Qualified name of a submodule ("h.0.attn"), by its index in `modes()`."""
+        return next(name for name, m in self.model.named_modules() if m is self.modules[index])
+
+
 class Slots:
     """The parameters and buffers of a traced step, looked up in the module on every call.
 
     A slot is a module's own dict and a key in it, so that replaced parameters are seen too.
     """
 
-    def __init__(self, model: nn.Module, traced: TracedGraph) -> None:
+    def __init__(self, structure: Structure, traced: TracedGraph) -> None:
+        self._structure = structure
         self.bindings = [i for i, b in enumerate(traced.bindings) if b.source in (Source.PARAMETER, Source.BUFFER)]
         self.names = [traced.bindings[i].name for i in self.bindings]
-        self._slots = [_slot(model, name) for name in self.names]
+        self._look()
         self.pointers: list[int] = []
         self.flags: list[bool] = []
         tensors = self.tensors()
@@ -29,8 +58,14 @@ class Slots:
         self._ties = _ties(tensors)
         self.note(tensors)
 
+    def _look(self) -> None:
+        self._slots = [_slot(self._structure.model, name) for name in self.names]
+        self._version = self._structure.version
+
     def tensors(self) -> list[torch.Tensor]:
         """The tensors as they are now, in the order of `bindings`."""
+        if self._version != self._structure.version:
+            self._look()
         return [holder[key] for holder, key in self._slots]
 
     def note(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -87,8 +87,9 @@ class _Builder:
         source, name, index, kind = self._source(node, desc)
         storage = self._storage(val, node.name, kind, planned=False, origin=Origin(module=name, op=source.value, node=node.name))
         self.value_of[node] = self._value(val, node.name, storage)
+        wants = source is Source.INPUT and self.captured.inputs[index].requires_grad
         self.bindings.append(
-            Binding(source=source, value=self.value_of[node], name=name, index=index, requires_grad=val.requires_grad)
+            Binding(source=source, value=self.value_of[node], name=name, index=index, requires_grad=wants)
         )
 
     def _source(self, node: fx.Node, desc: Any) -> tuple[Source, str, int, StorageKind]:

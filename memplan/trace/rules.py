@@ -87,9 +87,30 @@ def _dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx
     keep = rw.memory(mask)
     rw.call(aten.bernoulli_.float, keep, 1 - p)
     result = rw.memory(out)
-    rw.call(aten.mul.out, x, keep, out=result)
+    rw.call(aten.copy_.default, result, keep)
+    rw.call(aten.mul_.Tensor, result, x)
     rw.call(aten.mul_.Tensor, result, 1.0 / (1 - p))
     return result, keep
+
+
+def _dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -> fx.Node | None:
+    """CPU: grad * (mask * scale), without the two temporaries."""
+    if value(grad).device.type != "cpu":
+        return None
+    result = _copied(rw, mask)
+    rw.call(aten.mul_.Tensor, result, scale)
+    rw.call(aten.mul_.Tensor, result, grad)
+    return result
+
+
+def _mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.Node | None:
+    """`mse_loss.out` resizes its out; the kernel squares the difference, then reduces (native/Loss.cpp)."""
+    reduce = {1: aten.mean.default, 2: aten.sum.dim_IntList}.get(reduction)
+    if reduce is None:
+        return None
+    difference = rw.call(aten.sub.Tensor, x, y)
+    rw.call(aten.mul_.Tensor, difference, difference)
+    return rw.instead(reduce, difference, *([None] if reduction == 2 else []))
 
 
 def _batch_norm(
@@ -195,6 +216,8 @@ RULES: dict[Any, Rule] = {
     aten.sum.default: _sum,
     aten.embedding.default: _embedding,
     aten.native_dropout.default: _dropout,
+    aten.native_dropout_backward.default: _dropout_backward,
+    aten.mse_loss.default: _mse_loss,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,

@@ -44,7 +44,10 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Value `value` is this tensor: a parameter or buffer by `name`, an input or tangent by `index`, a constant."""
+    """Value `value` is this tensor: a parameter or buffer by `name`, an input or tangent by `index`, a constant.
+
+    `requires_grad` is an input's: it was traced with a gradient of its own.
+    """
 
     source: Source
     value: int

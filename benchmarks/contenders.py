@@ -1,0 +1,82 @@
+"""Ways to run one training step, forward and backward, on the same model and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+import memplan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step that is ready to run.
+
+    `run` does one forward and backward from empty gradients; `clear` empties them. `standing` is
+    what it allocated beforehand for its intermediates, in bytes (an arena); `planned` is the predicted peak of
+    everything, in bytes, where there is one.
+    """
+
+    run: Callable[[], object]
+    clear: Callable[[], None]
+    standing: int = 0
+    planned: int | None = None
+
+
+Contender = Callable[[nn.Module, tuple[Any, ...]], Step]
+
+
+def _step(
+    model: nn.Module,
+    call: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    *,
+    standing: int = 0,
+    planned: int | None = None,
+) -> Step:
+    parameters = list(model.parameters())
+
+    def clear() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    def run() -> object:
+        clear()
+        loss = call(*inputs)
+        loss.backward()
+        return loss
+
+    return Step(run=run, clear=clear, standing=standing, planned=planned)
+
+
+def eager(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
+    """PyTorch as it is."""
+    return _step(model, model, inputs)
+
+
+def torch_compile(backend: str, model: nn.Module, inputs: tuple[Any, ...]) -> Step:
+    """`torch.compile` with a backend, one full graph."""
+    return _step(model, torch.compile(model, backend=backend, fullgraph=True), inputs)
+
+
+def planned(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
+    """`memplan.compile`: every intermediate at its planned address."""
+    api: Any = memplan
+    compiled = api.compile(model, inputs)
+    return _step(model, compiled, inputs, standing=compiled.plan.arena_size, planned=compiled.plan.total)
+
+
+CONTENDERS: Mapping[str, Contender] = MappingProxyType(
+    {
+        "eager": eager,
+        "memplan": planned,
+        "aot_eager": partial(torch_compile, "aot_eager"),
+        "inductor": partial(torch_compile, "inductor"),
+    }
+)

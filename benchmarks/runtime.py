@@ -1,0 +1,195 @@
+"""Eager against compiled training steps: time as an interleaved ratio, and peak tensor bytes.
+
+    python -m benchmarks.runtime --models gpt2,llama --size nano --rounds 30
+
+Shared machines are noisy, so nothing compares two times that were measured apart: each round times every
+contender once, in turning order, and the ratio is the median over the rounds' own ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+
+from benchmarks.contenders import CONTENDERS, Step
+from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
+from benchmarks.zoo import ZOO, Example, Size
+
+WARM_UP = 3  # steps: the first ones compile, fill caches and settle allocators
+SAMPLE_S = 0.02  # seconds that one sample lasts at least, above the clock's and the scheduler's grain
+COLUMNS = {
+    "model": "model",
+    "contender": "contender",
+    "ms": "median ms/step",
+    "best_ms": "fastest ms/step",
+    "speedup": "speed-up",
+    "low": "lower quartile",
+    "high": "upper quartile",
+    "model_mb": "model + inputs, MB",
+    "peak_mb": "peak of all tensors, MB",
+    "planned_mb": "planned peak, MB",
+    "memory_ratio": "peak / eager's",
+    "setup_s": "set-up, s",
+}
+NOTES = (
+    "Speed-up: eager's time divided by the contender's, median of per-round ratios. MB = 10^6 bytes.",
+    "Peak: model and inputs, what was allocated before the step (arena), and the highest sum of the profiler's"
+    " memory events within one step, gradients included.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write the table; returns the exit status."""
+    options = _parse(arguments)
+    torch.set_num_threads(options.threads)
+    rows: list[dict[str, Cell]] = []
+    for name in options.models:
+        print(f"{name} {options.size} ...", file=sys.stderr, flush=True)
+        rows += measure(name, options.size, options.contenders, rounds=options.rounds, device=options.device)
+    table = Table(
+        name=options.output,
+        title=f"Runtime, forward + backward, {options.size} models, {options.device}",
+        columns=COLUMNS,
+        rows=rows,
+        settings={"size": options.size, "rounds": options.rounds, "threads": options.threads},
+        notes=NOTES,
+    )
+    print(to_markdown(table))
+    write(table, options.directory)
+    return 0
+
+
+def measure(name: str, size: Size, contenders: Sequence[str], *, rounds: int, device: str) -> list[dict[str, Cell]]:
+    """One row per contender, the first of which is the reference of all ratios."""
+    steps: dict[str, Step] = {}
+    setup: dict[str, float] = {}
+    static: dict[str, int] = {}
+    for contender in contenders:
+        torch._dynamo.reset()
+        model, inputs = _on(device, ZOO[name](size))
+        started = time.perf_counter()
+        steps[contender] = CONTENDERS[contender](model, inputs)
+        for _ in range(WARM_UP):
+            steps[contender].run()
+        setup[contender] = time.perf_counter() - started
+        static[contender] = _bytes([*model.parameters(), *model.buffers(), *inputs])
+    times = interleaved({key: _timed(step.run, device) for key, step in steps.items()}, rounds)
+    reference = contenders[0]
+    peaks = {key: static[key] + step.standing + step_peak(step) for key, step in steps.items()}
+    return [
+        {
+            "model": name,
+            "contender": key,
+            "ms": statistics.median(times[key]) * 1e3,
+            "best_ms": min(times[key]) * 1e3,
+            **_speedup(times[reference], times[key]),
+            "model_mb": static[key] / 1e6,
+            "peak_mb": peaks[key] / 1e6,
+            "planned_mb": None if (planned := step.planned) is None else planned / 1e6,
+            "memory_ratio": peaks[key] / peaks[reference],
+            "setup_s": setup[key],
+        }
+        for key, step in steps.items()
+    ]
+
+
+def interleaved(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds per step and round of each; the round's first turns, so that no one always follows the same other."""
+    names = list(steps)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(steps[name]())
+    return times
+
+
+def step_peak(step: Step) -> int:
+    """Highest sum of bytes that one step has allocated and not yet freed, from the profiler's memory events."""
+    step.clear()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step.run()
+    if profiler.profiler is None or profiler.profiler.kineto_results is None:
+        raise RuntimeError("the profiler recorded nothing")
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes: list[int] = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes, initial=0))
+
+
+def _timed(run: Callable[[], object], device: str) -> Callable[[], float]:
+    """Seconds per step of a sample that lasts long enough to be timed."""
+    synchronize: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else _nothing
+
+    def sample(repeats: int) -> float:
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        synchronize()
+        return (time.perf_counter() - started) / repeats
+
+    repeats = max(1, round(SAMPLE_S / sample(1)))
+    return lambda: sample(repeats)
+
+
+def _nothing() -> None:
+    """The CPU has nothing to wait for."""
+
+
+def _speedup(reference: Sequence[float], times: Sequence[float]) -> dict[str, Cell]:
+    ratios = [one / other for one, other in zip(reference, times, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {"speedup": middle, "low": low, "high": high}
+
+
+def _bytes(tensors: Sequence[object]) -> int:
+    """Bytes of the storages behind `tensors`, each once: tied weights share theirs."""
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _on(device: str, example: Example) -> Example:
+    model, inputs = example
+    return model.to(device), pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
+
+
+def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = list(known) if text == "all" else text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(known)}, all")
+        return names
+
+    return parse
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.runtime", description="Eager against compiled training steps.")
+    parser.add_argument("--models", type=_names(list(ZOO)), default=list(ZOO), help="comma-separated, or all")
+    parser.add_argument("--size", choices=["nano", "medium"], default="nano")
+    parser.add_argument("--rounds", type=int, default=20, help="samples of each contender")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(),
+        help="of torch; 1 keeps the ratios steady where other work shares the cores",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--contenders", type=_names(list(CONTENDERS)), default=["eager", "memplan"],
+        help="comma-separated; the first is the reference",
+    )  # fmt: skip
+    parser.add_argument("--output", default="runtime", help="name of the result files")
+    parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

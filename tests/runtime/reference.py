@@ -1,0 +1,57 @@
+"""The reference that every compiled step is held against: FX interpretation of the captured graph, before any pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    TangentAOTInput,
+)
+
+from memplan.trace.capture import capture
+from memplan.trace.returns import output_of
+
+
+class Interpreted:
+    """One step of `model` by `fx.Interpreter`: outputs, gradients by parameter name, new values of mutated buffers."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        self.captured = capture(model, args, kwargs or {}, train=True)
+        self.model = model
+
+    def run(self, *args: Any) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        graph = self.captured.graph_module.graph
+        given = [self._input(n, args) for n in graph.nodes if n.op == "placeholder"]
+        with torch.no_grad():
+            results = fx.Interpreter(self.captured.graph_module).run(*given, enable_io_processing=False)
+        outputs: list[Any] = []
+        gradients: dict[str, torch.Tensor] = {}
+        mutated: dict[str, torch.Tensor] = {}
+        for result, desc in zip(results, output_of(graph)[1], strict=True):
+            if isinstance(desc, GradAOTOutput):
+                if isinstance(desc.grad_of, ParamAOTInput) and result is not None:
+                    gradients[desc.grad_of.target] = result
+            elif isinstance(desc, InputMutationAOTOutput):
+                if isinstance(desc.mutated_input, BufferAOTInput):
+                    mutated[desc.mutated_input.target] = result
+            else:
+                outputs.append(result)
+        return outputs, gradients, mutated
+
+    def _input(self, node: fx.Node, args: tuple[Any, ...]) -> Any:
+        desc = node.meta["desc"]
+        if isinstance(desc, ParamAOTInput):
+            return self.model.get_parameter(desc.target).detach()
+        if isinstance(desc, BufferAOTInput):
+            return self.model.get_buffer(desc.target)
+        if isinstance(desc, PlainAOTInput):
+            return args[desc.idx]
+        assert isinstance(desc, TangentAOTInput)
+        return torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype)

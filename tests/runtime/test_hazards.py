@@ -1,0 +1,214 @@
+"""Each way of being silently wrong that prototypes showed (FINDINGS 5) is closed, or raises a typed error."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from memplan.errors import InputMismatch, StaleActivationsError, UnsupportedCall
+from memplan.runtime import CompiledModule
+from memplan.runtime import compile as memplan_compile
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 16)
+        self.two = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.two(torch.tanh(self.one(x)))
+        return out
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def compiled(model: Net, x: torch.Tensor) -> CompiledModule:
+    return memplan_compile(model, (x,), guard="poison")
+
+
+def _grads(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _eager_grads(model: Net, *xs: torch.Tensor) -> list[torch.Tensor]:
+    eager = copy.deepcopy(model)
+    eager.zero_grad()
+    for x in xs:
+        eager(x).sum().backward()
+    return _grads(eager)
+
+
+def test_gradients_never_alias_the_arena(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+    compiled(x).sum().backward()
+    first = [p.grad for p in model.parameters()]
+    copies = [g.clone() for g in first if g is not None]
+    compiled(2 * x).sum().backward()  # accumulates in place into the same .grad tensors
+    assert all(p.grad is g for p, g in zip(model.parameters(), first, strict=True))
+    for one, two in zip(_grads(model), _eager_grads(model, x, 2 * x), strict=True):
+        assert torch.allclose(one, two, rtol=1e-6)
+    arena = compiled._arena.memory
+    for g in first:
+        assert g is not None
+        assert not arena.data_ptr() <= g.data_ptr() < arena.data_ptr() + arena.numel()
+    assert any(not torch.equal(c, g) for c, g in zip(copies, _grads(model), strict=True))
+
+
+def test_no_two_gradients_share_bytes() -> None:
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.a + self.b  # both gradients are the tangent itself
+
+    model = Twins()
+    memplan_compile(model, (torch.zeros(3),))(torch.zeros(3)).sum().backward()
+    assert model.a.grad is not None
+    assert model.b.grad is not None
+    model.a.grad.mul_(5)
+    assert model.b.grad.tolist() == [1, 1, 1]
+
+
+def test_two_forwards_before_a_backward_raise(compiled: CompiledModule, x: torch.Tensor) -> None:
+    first = compiled(x)
+    with pytest.raises(StaleActivationsError, match="forward 2 .* forward 1"):
+        compiled(x)
+    first.sum().backward()  # the step in flight is unharmed
+    compiled(x).sum().backward()
+
+
+def test_a_forward_whose_graph_was_dropped_blocks_nothing(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+    out = compiled(x)
+    del out
+    gc.collect()
+    compiled(x).sum().backward()
+    for one, two in zip(_grads(model), _eager_grads(model, x), strict=True):
+        assert torch.allclose(one, two, rtol=1e-6)
+
+
+def test_the_in_flight_state_does_not_leak(compiled: CompiledModule, x: torch.Tensor) -> None:
+    gc.disable()
+    try:
+        for _ in range(3):
+            out = compiled(x)  # would raise if the earlier output's graph were kept alive by a cycle
+            del out
+    finally:
+        gc.enable()
+
+
+def test_backward_twice_raises(compiled: CompiledModule, x: torch.Tensor) -> None:
+    loss = compiled(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(StaleActivationsError, match="backward ran twice"):
+        loss.backward()
+
+
+def test_second_derivatives_raise(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+    loss = compiled(x).sum()
+    with pytest.raises(UnsupportedCall, match="create_graph"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_parameters_may_move(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+    for _ in range(2):
+        model.one.weight.data = torch.randn(16, 8)
+        model.two = nn.Linear(16, 8)  # new Parameter objects in a new submodule
+        model.zero_grad()
+        out = compiled(x)
+        assert torch.equal(out, copy.deepcopy(model)(x))
+        out.sum().backward()
+        for one, two in zip(_grads(model), _eager_grads(model, x), strict=True):
+            assert torch.allclose(one, two, rtol=1e-6)
+
+
+def test_parameters_that_change_their_kind_raise(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+    model.one.weight.requires_grad_(False)
+    with pytest.raises(InputMismatch, match=r"one\.weight"):
+        compiled(x)
+    model.one.weight.requires_grad_(True)
+    model.to(torch.float64)
+    with pytest.raises(InputMismatch, match="float64"):
+        compiled(x)
+
+
+def test_outputs_are_never_overwritten(compiled: CompiledModule, x: torch.Tensor) -> None:
+    one = compiled(x)
+    one.sum().backward()
+    before = one.detach().clone()
+    compiled(3 * x).sum().backward()
+    with torch.no_grad():
+        compiled(5 * x)
+    assert torch.equal(one, before)
+
+
+@pytest.mark.parametrize("what", ["input", "output", "parameter"])
+def test_changing_what_the_backward_needs_raises(x: torch.Tensor, what: str) -> None:
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x * self.w)  # its backward needs x, w, and its own result
+
+    squares = Squares()
+    x.requires_grad_()
+    step = memplan_compile(squares, (x,))
+    out = step(x)
+    with torch.no_grad():
+        {"input": x, "output": out.detach(), "parameter": squares.w}[what].add_(1)
+    with pytest.raises(StaleActivationsError, match="changed in place"):
+        out.sum().backward()
+
+
+def test_an_optimizer_step_between_steps_is_seen(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+    eager = copy.deepcopy(model)
+    for net, call in ((model, compiled), (eager, eager)):
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            call(x).square().mean().backward()
+            optimizer.step()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-6)
+
+
+def test_infinities_survive_code_generation(x: torch.Tensor) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(x.masked_fill(y > 0, float("-inf")), -1).clamp(max=float("inf"))
+
+    x.requires_grad_()
+    y = torch.tensor([0.0, 1.0]).repeat(4)
+    model = Masked()
+    model.train()
+    out = memplan_compile(model, (x, y))(x, y)
+    assert torch.equal(out, Masked()(x, y))
+
+
+def test_importing_memplan_patches_nothing() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import torch; before = {k: id(v) for k, v in vars(torch.nn.Module).items()}; add = torch.add\n"
+        "import memplan, memplan.runtime\n"
+        "assert {k: id(v) for k, v in vars(torch.nn.Module).items()} == before and torch.add is add\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

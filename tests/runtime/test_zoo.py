@@ -1,0 +1,89 @@
+"""Real models: in the arena, with guards on, the numbers are those of the traced graph and of eager."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.zoo import ZOO
+from memplan.runtime import compile as memplan_compile
+from tests.runtime.reference import Interpreted
+
+
+def _step(model: nn.Module, args: tuple[Any, ...], seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    loss: torch.Tensor = model(*args)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def _relative(one: torch.Tensor, two: torch.Tensor) -> float:
+    return float((one - two).abs().max() / two.abs().max().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_bitwise_equal_to_interpretation_of_the_traced_graph(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    reference = Interpreted(copy.deepcopy(model), args)
+    compiled = memplan_compile(model, args, guard="poison")
+    for seed in range(2):
+        before = {key: buffer.clone() for key, buffer in model.named_buffers()}
+        reference.model.load_state_dict(model.state_dict())
+        torch.manual_seed(seed)
+        outputs, gradients, mutated = reference.run(*args)
+        model.zero_grad()
+        loss = _step(compiled, args, seed)
+        assert torch.equal(loss, outputs[0])
+        assert gradients
+        for key, gradient in gradients.items():
+            ours = model.get_parameter(key).grad
+            assert ours is not None, key
+            assert torch.equal(ours, gradient), key
+        for key, buffer in model.named_buffers():
+            assert torch.equal(buffer, mutated.get(key, before[key])), key
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_trains_like_eager_over_three_steps_and_one_accumulation(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    eager = copy.deepcopy(model)
+    compiled = memplan_compile(model, args, guard="poison")
+    ours = torch.optim.SGD(compiled.parameters(), lr=1e-3, momentum=0.9)
+    theirs = torch.optim.SGD(eager.parameters(), lr=1e-3, momentum=0.9)
+    for seed in range(3):
+        backwards = 2 if seed == 1 else 1  # gradients accumulated over two backwards, once
+        for k in range(backwards):
+            one, two = _step(compiled, args, 10 * seed + k), _step(eager, args, 10 * seed + k)
+            assert _relative(one, two) <= 1e-6
+        for (key, p), (other, q) in zip(compiled.named_parameters(), eager.named_parameters(), strict=True):
+            assert key == other
+            if q.grad is None:
+                assert p.grad is None or not p.grad.any()
+            else:
+                assert p.grad is not None, key
+                assert _relative(p.grad, q.grad) <= 1e-6, key
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for (key, a), (_, b) in zip(compiled.named_buffers(), eager.named_buffers(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-6), key
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_no_kernel_writes_outside_its_buffer(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    compiled = memplan_compile(model, args, guard="redzone")
+    assert compiled.plan.redzone > 0
+    assert torch.isfinite(_step(compiled, args, 0))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_arena_is_close_to_max_live(name: str) -> None:
+    from memplan.trace import plan
+
+    p = plan(*ZOO[name]("nano"), solver="greedy")
+    assert p.max_live <= p.arena_size <= (1.10 if name == "t5" else 1.02) * p.max_live
