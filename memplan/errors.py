@@ -45,6 +45,14 @@ class InvalidPlan(UnreadableFile):
     """A plan file whose content contradicts its schema or itself."""
 
 
+class InvalidSize(MemplanError, ValueError):
+    """A text that is no size ("3GiB") or no share ("2%")."""
+
+
+class InvalidModel(MemplanError, ValueError):
+    """A model named on the command line that cannot be had: no such file or factory, or the factory failed."""
+
+
 class PlanMismatch(MemplanError, ValueError):
     """A plan made for another graph; `where` names the first difference."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from memplan.errors import PlanMismatch
+from memplan.errors import InvalidPlan, PlanMismatch
 
 
 class StorageKind(enum.StrEnum):
@@ -161,3 +161,34 @@ def require_same(planned: Graph, traced: Graph) -> None:
     raise PlanMismatch(
         f"the plan was made for another graph; only one has {longer[min(len(theirs), len(ours))]!r}", hint=hint
     )
+
+
+def check_graph(graph: Graph) -> None:
+    """Raise `InvalidPlan` naming the first index, size or order in `graph` that cannot be."""
+    _check_storages(graph)
+    for i, value in enumerate(graph.values):
+        if not 0 <= value.storage < len(graph.storages):
+            raise InvalidPlan(f"names storage {value.storage}", where=f"graph.values[{i}].storage")
+        if len(value.shape) != len(value.strides) or min((*value.shape, *value.strides, value.offset)) < 0:
+            raise InvalidPlan("has no such view: shape, strides and offset disagree", where=f"graph.values[{i}]")
+    references = [
+        (f"ops[{i}].{field}", getattr(op, field)) for i, op in enumerate(graph.ops) for field in ("reads", "writes")
+    ]
+    references += [("outputs", graph.outputs), ("gradients", graph.gradients)]
+    for where, indices in references:
+        for index in indices:
+            if not 0 <= index < len(graph.values):
+                raise InvalidPlan(f"names value {index}", where=f"graph.{where}")
+    for i, op in enumerate(graph.ops):
+        if op.phase is Phase.FORWARD and i >= graph.forward_ops:
+            raise InvalidPlan("is of the forward, and stands behind the backward", where=f"graph.ops[{i}].phase")
+
+
+def _check_storages(graph: Graph) -> None:
+    names: set[str] = set()
+    for i, storage in enumerate(graph.storages):
+        if storage.nbytes < 0:
+            raise InvalidPlan(f"negative size {storage.nbytes}", where=f"graph.storages[{i}].nbytes")
+        if storage.name in names:
+            raise InvalidPlan(f"a storage before it has this name: {storage.name!r}", where=f"graph.storages[{i}].name")
+        names.add(storage.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import types
 import typing
@@ -18,11 +19,17 @@ from memplan.errors import InvalidPlan, InvalidProblem
 
 T = TypeVar("T")
 
+_HIGHEST = 2**63 - 1  # whatever counts bytes or steps; sums of such numbers stay cheap and printable
+
 
 def to_json(value: object) -> Any:
-    """Dataclasses, enums, tuples and mappings as plain JSON types; fields that equal their default stay out."""
+    """Dataclasses, enums, tuples and mappings as plain JSON types.
+
+    Fields that equal their default stay out, and so do those that are no part of the value (`compare=False`,
+    such as seconds spent): equal values give equal JSON, byte for byte.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare)
         return {f.name: to_json(v) for f, v in fields if f.default is dataclasses.MISSING or v != f.default}
     if isinstance(value, enum.Enum):
         return value.name.lower()
@@ -54,17 +61,16 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
         _, item = typing.get_args(kind)
         _require(isinstance(data, dict), dict, data, where)
-        return {key: _read(item, value, f"{where}.{key}") for key, value in data.items()}
+        return {_text(key, where): _read(item, value, f"{where}.{clip(key)}") for key, value in data.items()}
     return _read_scalar(kind, data, where)
 
 
 def _read_dataclass(kind: type, data: Any, where: str) -> Any:
     _require(isinstance(data, dict), dict, data, where)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
+    fields, hints = _schema(kind)
     for key in data:
         if key not in fields:
-            raise InvalidPlan("unknown key", where=f"{where}.{key}")
+            raise InvalidPlan("unknown key", where=f"{where}.{clip(key)}")
     given: dict[str, Any] = {}
     for name, f in fields.items():
         if name in data:
@@ -77,10 +83,15 @@ def _read_dataclass(kind: type, data: Any, where: str) -> Any:
         raise InvalidPlan(str(error), where=where) from error
 
 
+@functools.cache
+def _schema(kind: type) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:
+    return {f.name: f for f in dataclasses.fields(kind) if f.compare}, typing.get_type_hints(kind)
+
+
 def _read_enum(kind: type[enum.Enum], data: Any, where: str) -> enum.Enum:
     names = {member.name.lower(): member for member in kind}
     if not isinstance(data, str) or data not in names:
-        raise InvalidPlan(f"{data!r} is none of {', '.join(names)}", where=where)
+        raise InvalidPlan(f"{show(data)} is none of {', '.join(names)}", where=where)
     return names[data]
 
 
@@ -94,16 +105,45 @@ def _read_tuple(items: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...
 
 
 def _read_scalar(kind: Any, data: Any, where: str) -> Any:
+    if type(data) is int and abs(data) > _HIGHEST:
+        raise InvalidPlan(f"a number beyond {_HIGHEST}", where=where)
     if kind is float and type(data) is int:
         data = float(data)
     _require(type(data) is kind, kind, data, where)
     if kind is float and not math.isfinite(data):
         raise InvalidPlan(f"{data!r} is not a finite number", where=where)
-    return data
+    return _text(data, where) if kind is str else data
+
+
+def _text(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate: JSON can spell it, no file can hold it
+        raise InvalidPlan(f"{show(text)} is not Unicode text", where=where) from error
+    return text
 
 
 def _require(ok: bool, kind: type, data: object, where: str) -> None:
     if not ok:
-        shown = repr(data)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        raise InvalidPlan(f"{shown} is not of type {kind.__name__}", where=where)
+        raise InvalidPlan(f"{show(data)} is not of type {_NAMES.get(kind, kind.__name__)}", where=where)
+
+
+_NAMES: Mapping[type, str] = types.MappingProxyType(
+    {dict: "object", list: "list", str: "string", int: "whole number", float: "number", bool: "true or false"}
+)
+
+
+def show(data: object) -> str:
+    """A JSON value for an error message: short and on one line, whatever it holds."""
+    if isinstance(data, dict):
+        return f"an object of {len(data)} keys"
+    if isinstance(data, list):
+        return f"a list of {len(data)} items"
+    if type(data) is int and abs(data) > _HIGHEST:
+        return "a very large number"
+    return clip(ascii(data))
+
+
+def clip(text: str) -> str:
+    """At most 60 characters of `text`."""
+    return text if len(text) <= 60 else text[:57] + "..."

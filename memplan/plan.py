@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from memplan import lifetimes
 from memplan.errors import InvalidPlan
-from memplan.graph import Graph, StorageKind
+from memplan.graph import Graph, StorageKind, check_graph
 from memplan.problem import Problem, Solution, Status
-from memplan.schedule import Schedule
+from memplan.schedule import Schedule, live_bytes, require_legal, working_set_bound
 from memplan.schedule.base import storage_intervals
 from memplan.solve import Solver, solve
 from memplan.validate import validate
@@ -69,7 +69,7 @@ class Plan:
     @property
     def fragmentation(self) -> float:
         """1 - max_live / arena_size: the share of the arena that no buffer can use at the peak."""
-        return 1 - self.max_live / self.arena_size if self.arena_size else 0.0
+        return (self.arena_size - self.max_live) / self.arena_size if self.arena_size else 0.0
 
     @property
     def padding(self) -> int:
@@ -174,9 +174,9 @@ def check_consistency(plan: Plan) -> None:
 
     Run on every plan that comes from a file: after it, the plan is as trustworthy as a fresh one.
     """
-    _check_graph(plan.graph)
-    if sorted(plan.schedule.order) != list(range(len(plan.graph.ops))):
-        raise InvalidPlan("is not an order of the graph's ops", where="schedule.order")
+    check_graph(plan.graph)
+    require_legal(plan.graph, plan.schedule.order)
+    _check_schedule(plan.graph, plan.schedule)
     if plan.alignment < 1 or plan.redzone < 0 or plan.redzone % plan.alignment:
         raise InvalidPlan(f"alignment {plan.alignment}, red zone {plan.redzone}", where="alignment")
     if plan.problem != lifetimes.problem(plan.graph, plan.schedule, alignment=plan.alignment, redzone=plan.redzone):
@@ -190,18 +190,11 @@ def check_consistency(plan: Plan) -> None:
     validate(plan.problem, plan.solution)
 
 
-def _check_graph(graph: Graph) -> None:
-    for i, value in enumerate(graph.values):
-        if not 0 <= value.storage < len(graph.storages):
-            raise InvalidPlan(f"names storage {value.storage}", where=f"graph.values[{i}].storage")
-    references = [
-        (f"ops[{i}].{field}", getattr(op, field)) for i, op in enumerate(graph.ops) for field in ("reads", "writes")
-    ]
-    references += [("outputs", graph.outputs), ("gradients", graph.gradients)]
-    for where, indices in references:
-        for index in indices:
-            if not 0 <= index < len(graph.values):
-                raise InvalidPlan(f"names value {index}", where=f"graph.{where}")
-    for i, storage in enumerate(graph.storages):
-        if storage.nbytes < 0:
-            raise InvalidPlan(f"negative size {storage.nbytes}", where=f"graph.storages[{i}].nbytes")
+def _check_schedule(graph: Graph, schedule: Schedule) -> None:
+    measured = max(live_bytes(graph, schedule.order), default=0)
+    if schedule.max_live != measured:
+        raise InvalidPlan(f"says {schedule.max_live}, its order has {measured}", where="schedule.max_live")
+    if not working_set_bound(graph) <= schedule.bound <= measured:
+        raise InvalidPlan(
+            f"{schedule.bound} is not between the largest working set and max live", where="schedule.bound"
+        )

@@ -1,24 +1,45 @@
-"""Plans as JSON files: strict in what is read, whole or absent in what is written."""
+"""Plans as JSON files: strict in what is read, whole or absent in what is written.
+
+`schema_version` comes first, then `fingerprint` (of the graph) and `checksum` (of everything below it, as
+compact JSON with sorted keys): a file that was changed by accident is refused. Whoever changes it on purpose
+can mend the checksum, so nothing is believed because of it: every part is checked against the others.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from memplan.csvio import write_atomic
-from memplan.errors import InvalidPlan, UnreadableFile
-from memplan.jsonio import from_json, to_json
+from memplan.errors import InvalidPlan, MemplanError, UnreadableFile
+from memplan.jsonio import clip, from_json, show, to_json
 from memplan.plan import SCHEMA_VERSION, Plan, check_consistency
 
 _HINT = "make the plan anew: memplan.plan(model, example_inputs).save(path)"
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write `plan` to `path` as JSON in one step. Raises `UnreadableFile` when that cannot be done."""
-    data = {"schema_version": SCHEMA_VERSION, "fingerprint": plan.fingerprint, **to_json(plan)}
-    write_atomic(Path(path), json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n")
+    """Write `plan` to `path` as JSON in one step. Raises `UnreadableFile` when that cannot be done.
+
+    Equal plans give equal bytes.
+    """
+    write_atomic(Path(path), to_text(plan))
+
+
+def to_text(plan: Plan) -> str:
+    """The content of a plan file."""
+    body = to_json(plan)
+    head = {"schema_version": SCHEMA_VERSION, "fingerprint": plan.fingerprint, "checksum": checksum(body)}
+    return json.dumps({**head, **body}, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def checksum(body: dict[str, Any]) -> str:
+    """SHA-256 (hex) of a plan's JSON without its head, whatever its layout and the order of its keys."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
@@ -28,25 +49,55 @@ def load(path: str | os.PathLike[str]) -> Plan:
     fault) when its content is not a plan of this schema version, `InvalidSolution` when its offsets are bad.
     """
     where = os.fspath(path)
+    data = _parse(where)
     try:
-        data = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
-    except OSError as error:
-        raise UnreadableFile(f"cannot be read: {error}", where=str(where)) from error
-    except (ValueError, RecursionError) as error:
-        raise UnreadableFile(f"is not JSON: {error}", where=str(where), hint=_HINT) from error
-    if not isinstance(data, dict):
-        raise InvalidPlan("is not a plan: the top level is no object", where=str(where), hint=_HINT)
-    version, fingerprint = data.pop("schema_version", None), data.pop("fingerprint", None)
-    if version != SCHEMA_VERSION:
-        raise InvalidPlan(
-            f"has schema version {version!r}, this memplan reads {SCHEMA_VERSION}", where=str(where), hint=_HINT
+        return _plan(data)
+    except MemplanError as error:
+        error.where = f"{where}: {error.where}" if error.where else where
+        error.hint = error.hint or _HINT
+        raise
+
+
+def _parse(where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(
+            Path(where).read_bytes(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
         )
+    except OSError as error:
+        raise UnreadableFile(f"cannot be read: {error.strerror or error}", where=where) from error
+    except RecursionError as error:
+        raise UnreadableFile("is not a plan: nested too deeply", where=where, hint=_HINT) from error
+    except ValueError as error:
+        raise UnreadableFile(f"is not JSON: {error}", where=where, hint=_HINT) from error
+    if not isinstance(data, dict):
+        raise InvalidPlan("is not a plan: the top level is no object", where=where, hint=_HINT)
+    return data
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    """A plan from parsed JSON, believed only when all its parts agree; takes the head off `data`."""
+    version, fingerprint, said = (data.pop(key, None) for key in ("schema_version", "fingerprint", "checksum"))
+    if type(version) is not int:
+        raise InvalidPlan("is not a plan: it has no schema_version")
+    if version != SCHEMA_VERSION:
+        raise InvalidPlan(f"has schema version {show(version)}, this memplan reads {SCHEMA_VERSION}")
     plan = from_json(Plan, data, "plan")
+    if said != checksum(data):
+        raise InvalidPlan("the file was changed or damaged after it was written", where="plan.checksum")
     check_consistency(plan)
     if fingerprint != plan.fingerprint:
-        raise InvalidPlan("does not belong to the graph of this file", where="plan.fingerprint", hint=_HINT)
+        raise InvalidPlan("does not belong to the graph of this file", where="plan.fingerprint")
     return plan
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number")
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise ValueError(f"key {clip(ascii(twice))} stands twice in one object")
+    return found

@@ -1,0 +1,93 @@
+"""The command line: one file per command. Starts without torch; only planning a model imports it.
+
+Exit codes: 0 all is well, 1 a limit is not kept or no placement fits, 2 bad input (said on stderr, without
+a traceback), 3 a bug in memplan (with one).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from memplan.cli import check, report, solve
+from memplan.cli.console import Settings, error_console, show_error, tolerate_encodings
+from memplan.errors import MemplanError
+
+HELP = """Plan the memory of PyTorch models ahead of time: every tensor at a fixed address in one arena, known before
+anything runs.
+
+A MODEL is named FILE.py:FACTORY or package.module:FACTORY, where FACTORY() returns (model, example_inputs).
+A PLAN is a file written by `memplan report MODEL --save plan.json` or by plan.save("plan.json").
+"""
+
+EPILOG = """[bold]Examples[/bold]
+
+memplan report model.py:gpt2                   what a training step needs
+
+memplan report model.py:gpt2 --infer           what a forward alone needs
+
+memplan report model.py:gpt2 --save plan.json  keep the plan
+
+memplan check plan.json --max-arena 3GiB       fail a build that needs more
+
+memplan solve buffers.csv -o placed.csv        place buffers, without torch
+
+[bold]Exit codes[/bold]
+
+0 all is well; 1 over a limit, or nothing fits; 2 bad input; 3 a bug in memplan
+"""
+
+app = typer.Typer(
+    name="memplan",
+    help=HELP,
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(no_args_is_help=True)(report.report)
+app.command(no_args_is_help=True)(check.check)
+app.command(no_args_is_help=True)(solve.solve)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from memplan import __version__
+
+        typer.echo(f"memplan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the Python traceback of an error.")] = False,
+) -> None:
+    context.ensure_object(Settings).traceback = traceback
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; `argv` without the program's name."""
+    tolerate_encodings()
+    settings = Settings()
+    try:
+        app(args=None if argv is None else list(argv), prog_name="memplan", obj=settings)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except MemplanError as error:
+        if settings.traceback:
+            traceback.print_exc()
+        show_error(error)
+        return 2
+    except Exception:
+        traceback.print_exc()
+        error_console().print("this is a bug in memplan; please report it with the lines above", style="bold red")
+        return 3
+    return 0

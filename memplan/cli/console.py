@@ -1,0 +1,75 @@
+"""Where the command line writes: results to stdout, errors and progress to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memplan.errors import MemplanError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LOG_WIDTH = 120
+
+
+@dataclass(slots=True)
+class Settings:
+    """Options that stand before the command."""
+
+    traceback: bool = False
+
+
+def console() -> Console:
+    """Standard output as it is now. Where it is no terminal (a log, a pipe) lines may be `LOG_WIDTH` wide."""
+    return _console(stderr=False)
+
+
+def error_console() -> Console:
+    """Standard error."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    from rich.console import Console
+
+    made = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = LOG_WIDTH
+    return made
+
+
+@contextlib.contextmanager
+def progress(doing: str) -> Iterator[None]:
+    """Shows on a terminal that something is under way; nothing elsewhere."""
+    screen = error_console()
+    if not screen.is_terminal:
+        yield
+        return
+    from rich.text import Text
+
+    with screen.status(Text(f"{doing} ..."), spinner="line"):
+        yield
+
+
+def show_error(error: MemplanError) -> None:
+    """What, where and the next step, on stderr, unbroken so that paths can be copied."""
+    from rich.text import Text
+
+    # Whatever a file or a model put into the message, it moves no cursor and changes no colour.
+    lines = "\n".join(
+        "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in str(error).splitlines()
+    )
+    error_console().print(Text.assemble(("error: ", "bold red"), lines), soft_wrap=True)
+
+
+def tolerate_encodings() -> None:
+    """A character that the terminal's encoding lacks is written as an escape instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

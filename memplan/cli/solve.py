@@ -1,0 +1,129 @@
+"""`memplan solve`: place the buffers of a CSV file. Never imports torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memplan.cli.console import console, error_console, progress
+
+if TYPE_CHECKING:
+    from memplan.problem import Problem, Solution
+
+
+def solve(
+    buffers: Annotated[
+        Path, typer.Argument(metavar="BUFFERS.csv", help="Columns id,lower,upper,size; upper is exclusive.")
+    ],
+    *,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="OUT.csv", help="Write the buffers with their offsets.")
+    ] = None,
+    solver: Annotated[
+        str, typer.Option("--solver", metavar="NAME", help="Which solver places the buffers: auto or its name.")
+    ] = "auto",
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            "--capacity", metavar="SIZE", help="Most bytes the arena may have, as 1048576 or 1MiB; else the file's."
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float | None, typer.Option("--time-limit", metavar="SECONDS", help="How long the solver may take.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of solvers that draw numbers.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result and all offsets as JSON.")] = False,
+) -> None:
+    """Place the buffers of a CSV file, without torch.
+
+    Every buffer gets an offset, so that no two that are alive together overlap.
+
+    A capacity can stand in the file's name, as in A.1048576.csv.
+
+    Exits 1 when nothing fits the capacity, or nothing was found that does.
+    """
+    from memplan.cli.source import seconds_option, size_option
+    from memplan.csvio import read_problem, write_solution
+    from memplan.problem import Status
+    from memplan.solve import solve as solve_problem
+
+    limit, wanted = seconds_option("--time-limit", time_limit), size_option("--capacity", capacity)
+    with progress(f"Reading {buffers}"):
+        problem = read_problem(buffers)
+    capacity_bytes = problem.capacity if wanted is None else wanted
+    with progress(f"Placing {len(problem.buffers)} buffers"):
+        solution = solve_problem(problem, capacity=capacity_bytes, time_limit=limit, solver=solver, seed=seed)
+    fits = solution.status in (Status.OPTIMAL, Status.FEASIBLE)
+    if output is not None and fits:
+        write_solution(output, problem, solution)
+    if as_json:
+        typer.echo(json.dumps(_figures(problem, solution, capacity_bytes), indent=2))
+    else:
+        _print(problem, solution, capacity_bytes)
+    if not fits:
+        if output is not None:
+            error_console().print(f"{output} was not written: nothing fits", style="bold red", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _figures(problem: Problem, solution: Solution, capacity: int | None) -> dict[str, Any]:
+    proof = solution.proof
+    return {
+        "buffers": len(problem.buffers),
+        "max_live": problem.max_live,
+        "arena_size": solution.arena_size,
+        "fragmentation": _fragmentation(problem, solution),
+        "capacity": capacity,
+        "status": solution.status.name.lower(),
+        "bound": solution.bound,
+        "solver": solution.solver,
+        "seconds": round(solution.seconds, 6),
+        "proof": proof and {"step": proof.step, "needed": proof.needed, "ids": list(proof.ids)},
+        "offsets": dict(solution.offsets),
+    }
+
+
+def _fragmentation(problem: Problem, solution: Solution) -> float | None:
+    """None without a placement."""
+    if len(solution.offsets) < len(problem.buffers):
+        return None
+    return (solution.arena_size - problem.max_live) / solution.arena_size if solution.arena_size else 0.0
+
+
+def _print(problem: Problem, solution: Solution, capacity: int | None) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from memplan.report.lines import printable
+    from memplan.units import format_exact, format_share
+
+    share = _fragmentation(problem, solution)
+    lines = [
+        ("buffers", f"{len(problem.buffers):,}"),
+        ("max live", format_exact(problem.max_live)),
+        ("arena", "none" if share is None else format_exact(solution.arena_size)),
+        ("fragmentation", "-" if share is None else format_share(share)),
+        ("status", f"{solution.status.name.lower()}: {solution.status.value}"),
+        ("solver", solution.solver),
+        ("seconds", f"{solution.seconds:.3f}"),
+    ]
+    if capacity is not None:
+        lines.insert(2, ("capacity", format_exact(capacity)))
+    if solution.proof is not None:
+        shown = ", ".join(printable(name) for name in solution.proof.ids[:8])
+        more = f" and {len(solution.proof.ids) - 8} more" if len(solution.proof.ids) > 8 else ""
+        lines.append(
+            (
+                "because",
+                f"{shown}{more}, alive at step {solution.proof.step}, need {format_exact(solution.proof.needed)}",
+            )
+        )
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in lines:
+        table.add_row(label, Text(text))
+    console().print(table)

@@ -1,0 +1,107 @@
+"""From what the user named to a plan: a saved plan is loaded, a model is imported and planned."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator
+
+from memplan.cli.console import progress
+from memplan.errors import InvalidModel, InvalidSize
+from memplan.modelfile import blame, load_model, names_model
+from memplan.plan import Plan
+from memplan.units import parse_share, parse_size
+
+
+def obtain(target: str, *, infer: bool = False, solver: str = "auto", time_limit: float | None = None) -> Plan:
+    """The plan of `target`, a plan file or a model's name. torch is imported for a model only."""
+    if os.path.isfile(target) or not names_model(target):
+        if infer or solver != "auto" or time_limit is not None:
+            raise InvalidModel(
+                "is a saved plan: --infer, --solver and --time-limit are for planning a model",
+                where=target,
+                hint="leave them out, or name the model as FILE.py:FACTORY",
+            )
+        return _saved(target)
+    return _planned(target, infer=infer, solver=solver, time_limit=time_limit)
+
+
+def _saved(target: str) -> Plan:
+    from memplan.planfile import load
+
+    if target.endswith(".py"):
+        raise InvalidModel("names a file, and no factory in it", where=target, hint=f"write {target}:FACTORY")
+    if not target.endswith(".json") and not os.path.isfile(target):
+        raise InvalidModel(
+            "is neither a plan file nor the name of a model",
+            where=target,
+            hint="give plan.json, FILE.py:FACTORY or package.module:FACTORY",
+        )
+    with progress(f"Loading {target}"):
+        return load(target)
+
+
+def _planned(target: str, *, infer: bool, solver: str, time_limit: float | None) -> Plan:
+    with progress(f"Importing {target}"), contextlib.redirect_stdout(sys.stderr):
+        named = load_model(target)
+    with progress(f"Planning {target}"), _quiet():
+        from memplan.trace import plan as plan_model  # the only way from here to torch
+
+        try:
+            plan = plan_model(
+                named.model,
+                named.args,
+                dict(named.kwargs) or None,
+                train=False if infer else None,
+                solver=solver,
+                time_limit=time_limit,
+            )
+        except Exception as error:
+            raise blame(error, "planning failed", file=named.file) from error
+    return dataclasses.replace(plan, model=target)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what is printed back: shown on stderr when planning went well, dropped when an error says it all.
+
+    torch logs tracebacks and prints graphs for whatever it could not trace.
+    """
+    before, printed = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            yield
+    finally:
+        logging.disable(before)
+    sys.stderr.write(printed.getvalue())
+
+
+def size_option(name: str, text: str | None) -> int | None:
+    """Bytes from an option's text. Raises `InvalidSize` naming the option."""
+    try:
+        return None if text is None else parse_size(text)
+    except InvalidSize as error:
+        error.where = name
+        raise
+
+
+def share_option(name: str, text: str | None) -> float | None:
+    """A share between 0 and 1 from an option's text. Raises `InvalidSize` naming the option."""
+    try:
+        return None if text is None else parse_share(text)
+    except InvalidSize as error:
+        error.where = name
+        raise
+
+
+def seconds_option(name: str, seconds: float | None) -> float | None:
+    """A time limit. Raises `InvalidSize` naming the option unless it is positive and finite."""
+    if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
+        raise InvalidSize(f"{seconds} is not a number of seconds above 0", where=name, hint="leave it out for no limit")
+    return seconds

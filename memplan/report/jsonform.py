@@ -1,0 +1,15 @@
+"""The report as plain JSON types: every figure exact, in bytes, under the names of `Report`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memplan.jsonio import to_json
+from memplan.report.summary import Report
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """A dictionary of plain types; `format` names its layout, which changes only with that number."""
+    data = to_json(report)
+    data["versions"] = dict(report.versions)
+    return {"format": "memplan-report-1", **data}

@@ -1,0 +1,78 @@
+"""The lines that every readable form of the report shows, in one order and one wording."""
+
+from __future__ import annotations
+
+from memplan.holders import Holder
+from memplan.report.summary import Peak, Report
+from memplan.units import format_bytes, format_share
+
+Line = tuple[str, int | None, str]
+
+
+def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
+    """(label, bytes or None when not measured, remark), in groups whose last line adds up the group."""
+    out = report.outside
+    arena = (
+        ("peak (max live)", report.max_live, f"at step {report.peak.step}" if report.peak else "nothing is planned"),
+        ("  of it padding", report.padding, "alignment and red zones"),
+        (f"fragmentation {format_share(report.fragmentation)}", report.arena_size - report.max_live, "of the arena"),
+        ("arena", report.arena_size, "one allocation"),
+    )
+    step = (
+        ("outputs", out.outputs, "the caller's"),
+        ("gradients", out.gradients, "the caller's"),
+        ("fallbacks", out.fallbacks, "results of kernels without out=, the most at one step"),
+        ("kernels' temporaries", out.temporaries, "the most at one step" if out.temporaries is not None else ""),
+        ("allocated by the step", out.during, "the most of these together at one step"),
+    )
+    before = (
+        ("inputs", out.inputs, ""),
+        ("parameters", out.parameters, ""),
+        ("constants", out.constants, ""),
+        ("outside the arena", report.outside_total, "the step's, inputs, parameters, constants"),
+    )
+    return arena, step, before, (("total", report.total, _total(report)),)
+
+
+def _total(report: Report) -> str:
+    unknown = ", and kernels' temporaries" if report.outside.temporaries is None else ""
+    return f"arena + outside: what the device must hold{unknown}"
+
+
+def title(report: Report) -> str:
+    """What was planned: "gpt2: forward + backward, 812 steps, 530 buffers"."""
+    what = "forward + backward" if report.backward else "forward only"
+    return f"{report.model or 'model'}: {what}, {report.steps} steps, {report.buffers} buffers"
+
+
+def verdict(report: Report) -> str:
+    """How good the plan is, and how far that is proven."""
+    if report.status != "optimal":
+        return (
+            f"layout by {report.solver!r}: a smaller arena may exist, down to {format_bytes(report.bound)}; "
+            f"order {report.policy!r}"
+        )
+    order = "and no order can need less" if report.order_certified else f"in the order {report.policy!r}"
+    return f"layout by {report.solver!r}: no layout can need less {order}"
+
+
+def peak_line(peak: Peak) -> str:
+    """Where the peak is: "step 12 (forward): aten.mm in h.0.attn, model.py:12; 31 buffers alive"."""
+    module = f" in {peak.module}" if peak.module else ""
+    source = f", {peak.source}" if peak.source else ""
+    return f"step {peak.step} ({peak.phase}): {op_name(peak.target)}{module}{source}; {peak.alive} buffers alive"
+
+
+def op_name(target: str) -> str:
+    """An op as people call it: "aten.mm.default" is "aten.mm"; other overloads keep their name."""
+    return target.removesuffix(".default")
+
+
+def origin(holder: Holder) -> str:
+    """Where a buffer comes from, module path first, then what made it."""
+    return holder.module or op_name(holder.op) or holder.id
+
+
+def printable(text: str) -> str:
+    """`text` on one line, without control characters: names in a plan file may hold anything."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

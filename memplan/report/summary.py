@@ -1,0 +1,165 @@
+"""The figures of a plan, and nothing but figures: every form of the report is drawn from a `Report`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan.graph import StorageKind
+from memplan.holders import Holder, alive_at, largest
+from memplan.plan import Plan
+
+LARGEST = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """Bytes outside the arena, by who holds them; what is None has not been measured.
+
+    `outputs` and `gradients` are the caller's, written directly by the last kernel. `fallbacks` are results
+    of ops that cannot write where they are told, `temporaries` what kernels allocate beyond that for
+    themselves: each the most at any one step. `during` is the most that all four hold together at one step,
+    which is less than their sum when their peaks lie apart. `inputs`, `parameters` and `constants` exist
+    before the step.
+    """
+
+    outputs: int
+    gradients: int
+    fallbacks: int
+    temporaries: int | None
+    during: int
+    inputs: int
+    parameters: int
+    constants: int
+
+    @property
+    def total(self) -> int:
+        """All bytes outside the arena at their highest: what `Plan.total` adds to the arena."""
+        return self.during + self.inputs + self.parameters + self.constants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The first step at which max live bytes are alive, the op that runs there, and who holds the most."""
+
+    step: int
+    op: str
+    target: str
+    phase: str
+    module: str
+    source: str
+    alive: int
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Functional:
+    """Ops of one target that return fresh tensors, copied to their place: `bytes` over all its `calls`,
+    and the most of a single call, which is what lies outside the arena at a time."""
+
+    target: str
+    calls: int
+    bytes: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A plan in figures. Sizes are bytes, steps are positions in the schedule.
+
+    `status` is how good the layout is (see `problem.Status`), `bound` the proven lower bound of any arena
+    in this order; `order_certified` says that no other order needs less either. `peak` is None when
+    nothing is planned.
+    """
+
+    model: str
+    fingerprint: str
+    backward: bool
+    steps: int
+    buffers: int
+    arena_size: int
+    max_live: int
+    fragmentation: float
+    padding: int
+    status: str
+    bound: int
+    solver: str
+    policy: str
+    order_certified: bool
+    outside: Outside
+    outside_total: int
+    total: int
+    peak: Peak | None
+    largest: tuple[Holder, ...]
+    functional: tuple[Functional, ...]
+    versions: tuple[tuple[str, str], ...]
+
+
+def make_report(plan: Plan) -> Report:
+    """Read every figure off `plan`. Pure; takes milliseconds on thousands of ops."""
+    outside = _outside(plan)
+    return Report(
+        model=plan.model,
+        fingerprint=plan.fingerprint,
+        backward=plan.graph.forward_ops < len(plan.graph.ops),
+        steps=len(plan.schedule.order),
+        buffers=len(plan.problem.buffers),
+        arena_size=plan.arena_size,
+        max_live=plan.max_live,
+        fragmentation=plan.fragmentation,
+        padding=plan.padding,
+        status=plan.solution.status.name.lower(),
+        bound=plan.solution.bound,
+        solver=plan.solution.solver,
+        policy=plan.schedule.policy,
+        order_certified=plan.schedule.certified,
+        outside=outside,
+        outside_total=outside.total,
+        total=plan.total,
+        peak=_peak(plan),
+        largest=largest(plan, LARGEST),
+        functional=_functional(plan),
+        versions=tuple(sorted(plan.versions.items())),
+    )
+
+
+def _outside(plan: Plan) -> Outside:
+    return Outside(
+        outputs=plan.outside["outputs"],
+        gradients=plan.outside["gradients"],
+        fallbacks=plan.outside["fallbacks"],
+        temporaries=None if plan.temporaries is None else plan.outside["temporaries"],
+        during=max(plan.outside_profile, default=0),
+        inputs=plan.graph.bytes_of(StorageKind.INPUT),
+        parameters=plan.graph.bytes_of(StorageKind.PARAMETER),
+        constants=plan.graph.bytes_of(StorageKind.CONSTANT),
+    )
+
+
+def _peak(plan: Plan) -> Peak | None:
+    if not plan.problem.buffers:
+        return None
+    step = plan.problem.peak_step
+    op = plan.graph.ops[plan.schedule.order[step]]
+    return Peak(
+        step=step,
+        op=op.name,
+        target=op.target,
+        phase=op.phase.value,
+        module=op.origin.module,
+        source=op.origin.source,
+        alive=len(plan.problem.alive_at(step)),
+        holders=alive_at(plan, step, LARGEST),
+    )
+
+
+def _functional(plan: Plan) -> tuple[Functional, ...]:
+    """By target, the most bytes first; an op whose results the caller keeps copies nothing and does not count."""
+    calls: dict[str, list[int]] = {}
+    for op in plan.graph.ops:
+        if size := plan.graph.functional_bytes(op):
+            calls.setdefault(op.target, []).append(size)
+    rows = (
+        Functional(target=target, calls=len(sizes), bytes=sum(sizes), most=max(sizes))
+        for target, sizes in calls.items()
+    )
+    return tuple(sorted(rows, key=lambda row: (-row.bytes, row.target)))

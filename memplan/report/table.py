@@ -1,0 +1,118 @@
+"""The report as a rich renderable, for terminals of any width."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from memplan.holders import Holder
+from memplan.report.lines import memory_lines, op_name, origin, peak_line, printable, title, verdict
+from memplan.report.summary import Functional, Report
+from memplan.units import format_bytes
+
+WIDE = 100
+NARROW = 60
+
+
+class ReportTable:
+    """Draws `report`; below `WIDE` columns some are left out, below `NARROW` only what matters most stays."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield render(self._report, options.max_width)
+
+
+def render(report: Report, width: int) -> RenderableType:
+    """Title, memory, the peak, the largest buffers, the functional ops: whatever of it there is."""
+    parts: list[RenderableType] = [
+        _text(title(report), "bold"),
+        _text(verdict(report)),
+        _memory(report, width),
+    ]
+    if report.peak is not None:
+        parts += [Text.assemble(("peak", "bold"), " at ", printable(peak_line(report.peak))), Text()]
+    if report.largest:
+        parts.append(holders_table("largest buffers", report.largest, width))
+    if report.functional:
+        parts.append(_functional(report.functional, width))
+    return Group(*parts)
+
+
+def new_table() -> Table:
+    """The look of every table here: a rule below the header, no sides."""
+    return Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
+
+
+def headed(heading: str, table: Table) -> RenderableType:
+    """A heading, the table, an empty line."""
+    return Group(_text(heading, "bold"), table, Text())
+
+
+def holders_table(heading: str, holders: tuple[Holder, ...], width: int) -> RenderableType:
+    """Buffers with size, bytes, kind, steps and origin; on narrow terminals the size and the origin."""
+    table = new_table()
+    table.add_column("size", justify="right", no_wrap=True)
+    if width >= WIDE:
+        table.add_column("bytes", justify="right", no_wrap=True)
+    if width >= NARROW:
+        table.add_column("kind", no_wrap=True)
+        table.add_column("steps", no_wrap=True)
+    table.add_column("module", overflow="fold")
+    table.add_column("source", overflow="fold")
+    if width >= WIDE:
+        table.add_column("op", overflow="fold")
+    for holder in holders:
+        row = [_text(format_bytes(holder.size))]
+        if width >= WIDE:
+            row.append(_text(f"{holder.size:,}"))
+        if width >= NARROW:
+            row += [_text(holder.kind), _text(f"{holder.start}-{holder.end - 1}")]
+        row += [_text(origin(holder)), _text(holder.source)]
+        if width >= WIDE:
+            row.append(_text(op_name(holder.op)))
+        table.add_row(*row)
+    return headed(heading, table)
+
+
+def _memory(report: Report, width: int) -> RenderableType:
+    table = new_table()
+    table.add_column("memory", overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    if width >= NARROW:
+        table.add_column("bytes", justify="right", no_wrap=True)
+    if width >= WIDE:
+        table.add_column("")
+    for group in memory_lines(report):
+        for position, (label, size, remark) in enumerate(group):
+            last = position == len(group) - 1
+            row = [_text(label), _text("not measured" if size is None else format_bytes(size))]
+            if width >= NARROW:
+                row.append(_text("" if size is None else f"{size:,}"))
+            if width >= WIDE:
+                row.append(_text(remark, "dim"))
+            table.add_row(*row, style="bold" if last else "", end_section=last)
+    return Group(Text(), table, Text())
+
+
+def _functional(rows: tuple[Functional, ...], width: int) -> RenderableType:
+    table = new_table()
+    table.add_column("op", overflow="fold")
+    table.add_column("calls", justify="right", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    if width >= NARROW:
+        table.add_column("most at once", justify="right")
+    for row in rows:
+        cells = [_text(op_name(row.target)), _text(str(row.calls)), _text(format_bytes(row.bytes))]
+        if width >= NARROW:
+            cells.append(_text(format_bytes(row.most)))
+        table.add_row(*cells)
+    return headed("ops that run functionally (no out= kernel)", table)
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Literal text: names of modules hold brackets, which are no markup."""
+    return Text("\n".join(map(printable, text.split("\n"))), style=style)

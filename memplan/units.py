@@ -1,0 +1,96 @@
+"""Bytes and shares as people write them: the one place that formats and parses them.
+
+Binary units (KiB, MiB, ...) are shown, because memory comes in them; both kinds are read. No rounding may
+hide a difference: whoever shows a measured figure next to its limit uses `bytes_apart` or `shares_apart`.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from memplan.errors import InvalidSize
+
+_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{unit: 1024 ** (i + 1) for i, unit in enumerate(_BINARY)},
+    **{unit: 1000 ** (i + 1) for i, unit in enumerate(("kB", "MB", "GB", "TB", "PB"))},
+    "KB": 1000,
+}
+_SIZE = re.compile(r"([0-9]{1,19})(?:\.([0-9]{1,19}))? ?([A-Za-z]*)", re.ASCII)
+_SHARE = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?(%?)", re.ASCII)
+_HIGHEST = 2**63 - 1
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for reading, with four significant digits at most: "12.35 MiB"; exact below 1 KiB: "512 B"."""
+    size, sign = abs(count), "-" if count < 0 else ""
+    if size < 1024:
+        return f"{sign}{size} B"
+    power = min((size.bit_length() - 1) // 10, len(_BINARY))
+    return f"{sign}{size / 1024**power:.{2 if size < 100 * 1024**power else 1}f} {_BINARY[power - 1]}"
+
+
+def format_exact(count: int) -> str:
+    """Bytes for reading and to the byte: "12.35 MiB (12,949,913 B)"."""
+    return f"{count} B" if abs(count) < 1024 else f"{format_bytes(count)} ({count:,} B)"
+
+
+def format_share(share: float, digits: int = 2) -> str:
+    """A share in percent: "1.25 %". What is not zero never reads as zero."""
+    text = f"{share * 100:.{digits}f}"
+    if share and not float(text):
+        return f"< {10**-digits:.{digits}f} %" if share > 0 else f"> -{10**-digits:.{digits}f} %"
+    return f"{text} %"
+
+
+def bytes_apart(one: int, two: int) -> tuple[str, str]:
+    """Two sizes that read as different whenever they are."""
+    texts = format_bytes(one), format_bytes(two)
+    return texts if one == two or texts[0] != texts[1] else (format_exact(one), format_exact(two))
+
+
+def shares_apart(one: float, two: float) -> tuple[str, str]:
+    """Two shares in percent with as many digits as they need to read as different."""
+    for digits in range(2, 16):
+        texts = format_share(one, digits), format_share(two, digits)
+        if one == two or texts[0] != texts[1]:
+            return texts
+    return f"{one!r}", f"{two!r}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "3GiB", "512 MiB", "1.5GB" or "1048576"; a fraction of a byte is dropped.
+
+    Raises `InvalidSize` for anything else: a sign, an unknown unit (units are case-sensitive), an exponent.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    hint = "write a number of bytes or one with a unit: 1048576, 512MiB, 3GiB, 1.5GB"
+    if match is None:
+        raise InvalidSize(f"{_shown(text)} is not a size in bytes", hint=hint)
+    whole, part, unit = match.group(1), match.group(2) or "0", match.group(3)
+    if unit not in _UNITS:
+        close = next((known for known in _UNITS if known and known.lower() == unit.lower()), None)
+        raise InvalidSize(
+            f"{_shown(text)} has the unknown unit {unit!r}",
+            hint=f"write {close} with exactly these capitals" if close else hint,
+        )
+    size = int(Fraction(f"{whole}.{part}") * _UNITS[unit])
+    if size > _HIGHEST:
+        raise InvalidSize(f"{_shown(text)} is more than {_HIGHEST} bytes", hint=hint)
+    return size
+
+
+def parse_share(text: str) -> float:
+    """A share between 0 and 1 from "0.02" or "2%". Raises `InvalidSize` for anything else."""
+    match = _SHARE.fullmatch(text.strip())
+    share = Fraction(match.group(1)) / (100 if match.group(2) else 1) if match else None
+    if share is None or share > 1:
+        raise InvalidSize(f"{_shown(text)} is not a share between 0 and 1", hint="write 0.02 or 2%")
+    return float(share)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")

@@ -1,0 +1,81 @@
+"""The report's readable forms: complete, literal, and as wide as the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from memplan.plan import Plan
+from memplan.report.jsonform import report_json
+from memplan.report.lines import printable
+from memplan.report.markdown import report_markdown
+from memplan.report.table import ReportTable
+from tests.graph_strategies import plans
+from tests.samples import sample_plan
+
+
+def _drawn(plan: Plan, width: int, encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    Console(file=file, width=width).print(ReportTable(plan.report()))
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 120, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    assert max(map(len, _drawn(sample_plan(), width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_has_a_line_for_everything(width: int) -> None:
+    text = _drawn(sample_plan(), width)
+    for label in ("peak (max live)", "padding", "fragmentation", "arena", "outputs", "gradients", "fallbacks"):
+        assert label in text
+    for label in ("kernels' temporaries", "not measured", "inputs", "parameters", "constants", "total"):
+        assert label in text
+    assert "aten.native_layer_norm" in text
+    assert "step 3 (backward): aten.expand" in text
+
+
+def test_brackets_in_module_names_are_no_markup() -> None:
+    assert "layers[1].norm" in _drawn(sample_plan(), 120)
+    assert r"layers\[1\].norm" in report_markdown(sample_plan().report())
+
+
+def test_the_table_can_be_written_in_ascii() -> None:
+    assert "arena" in _drawn(sample_plan(), 80, "ascii")
+
+
+def test_measured_temporaries_are_shown() -> None:
+    plan = sample_plan(temporaries=(0, 100, 0, 0, 7))
+    assert "not measured" not in _drawn(plan, 80)
+    assert "not measured" not in report_markdown(plan.report())
+    assert "not measured" in report_markdown(sample_plan().report())
+
+
+@given(plans())
+@settings(deadline=None, max_examples=50)
+def test_every_form_exists_for_every_plan(plan: Plan) -> None:
+    report = plan.report()
+    assert _drawn(plan, 80)
+    markdown = report_markdown(report)
+    table = [line.replace("\\|", "") for line in markdown.splitlines() if line.startswith("| ")]
+    assert {line.count("|") for line in table[:14]} == {5}
+    data = json.loads(json.dumps(report_json(report), allow_nan=False))
+    assert data["format"] == "memplan-report-1"
+    assert data["arena_size"] == plan.arena_size
+    assert data["outside"]["temporaries"] is None or plan.temporaries is not None
+    assert len(data["largest"]) == len(report.largest)
+
+
+@given(st.text())
+def test_printable_text_stays_on_one_line(text: str) -> None:
+    shown = printable(text)
+    assert shown.isprintable()
+    assert printable(shown) == shown
