@@ -56,7 +56,7 @@ app.command(no_args_is_help=True)(solve.solve)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from memplan import __version__
+        from memplan.version import __version__
 
         typer.echo(f"memplan {__version__}")
         raise typer.Exit

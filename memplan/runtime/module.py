@@ -17,7 +17,6 @@ from memplan.runtime.arena import Arena
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import Structure
-from memplan.runtime.step import Ledger
 from memplan.trace import alignment_of, plan_traced, trace
 
 ON_MISMATCH = ("error", "eager", "replan")
@@ -59,7 +58,6 @@ class CompiledModule(nn.Module):
         self.__dict__["_options"] = {"solver": solver, "time_limit": time_limit}
         self.__dict__["_guard"] = guard
         self.__dict__["_on_mismatch"] = on_mismatch
-        self.__dict__["_ledger"] = Ledger()
         self.__dict__["_arena"] = None
         self.__dict__["_runners"] = {}
         given = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
@@ -130,10 +128,12 @@ class CompiledModule(nn.Module):
             require_same(given.graph, traced.graph)
             if given.redzone < redzone:
                 hint = "pass no plan, or no guard"
-                raise InputMismatch("the given plan has no red zones around its buffers", where="guard='redzone'", hint=hint)
+                raise InputMismatch(
+                    "the given plan has no red zones around its buffers", where="guard='redzone'", hint=hint
+                )
             plan = given
         arena = self._arena_for(plan, traced.device)
-        return Runner(self._structure, traced, plan, arena, self._ledger, self._guard)
+        return Runner(self._structure, traced, plan, arena, guard=self._guard)
 
     def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
         """The module's arena if the plan fits in it (programs take turns), else one of its own."""
@@ -162,7 +162,7 @@ def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")
 
 
-def compile(  # noqa: A001  (the name is the API)
+def compile(
     model: nn.Module,
     example_inputs: Any = (),
     example_kwargs: dict[str, Any] | None = None,
@@ -198,5 +198,3 @@ def compile(  # noqa: A001  (the name is the API)
         guard=guard,
         on_mismatch=on_mismatch,
     )
-
-

@@ -21,7 +21,9 @@ class Signature:
         self.requires_grad = {b.index: b.requires_grad for b in traced.bound(Source.INPUT)}
         self._simple = all(isinstance(x, torch.Tensor) for x in self.examples) and self.spec == _spec_of(self.examples)
         self._expected = [
-            (i, x.shape, x.dtype, x.device, x.stride()) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)
+            (i, x.shape, x.dtype, x.device, x.stride())
+            for i, x in enumerate(self.examples)
+            if isinstance(x, torch.Tensor)
         ]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
 
@@ -39,8 +41,8 @@ class Signature:
             if type(x) is not torch.Tensor and not isinstance(x, torch.Tensor):
                 raise _mismatch(f"input {i}", f"is a {type(x).__name__}, the plan was made for a tensor")
             if x.shape != shape or x.dtype is not dtype or x.device != device:
-                what = f"is {x.dtype} {tuple(x.shape)} on {x.device}, the plan was made for {dtype} {tuple(shape)} on {device}"
-                raise _mismatch(f"input {i}", what)
+                wanted = f"the plan was made for {dtype} {tuple(shape)} on {device}"
+                raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} on {x.device}, {wanted}")
             if x.stride() != strides:
                 leaves[i] = torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(x)
         for i, constant in self._constants:

@@ -20,12 +20,17 @@ from memplan.trace.capture import Captured, capture
 from memplan.trace.returns import own_the_gradients, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
+from memplan.version import __version__
 
 __all__ = ["Captured", "TracedGraph", "alignment_of", "capture", "plan", "plan_traced", "trace", "trace_captured"]
 
 
 def trace(
-    model: nn.Module, example_inputs: Any = (), example_kwargs: dict[str, Any] | None = None, *, train: bool | None = None
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    train: bool | None = None,
 ) -> TracedGraph:
     """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`."""
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
@@ -51,13 +56,7 @@ def plan(
     solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Plan:
-    """Plan one step of `model` from fake tensors: what it needs, to the byte, without computing anything.
-
-    `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others;
-    real, fake and meta tensors will do, and so they will as parameters. `train`: plan forward and backward
-    (None: as `model.training` says) or the forward alone. `time_limit` is the solver's, in seconds. Raises
-    `UnsupportedGraph` when the model cannot be traced as one graph.
-    """
+    """`memplan.plan`."""
     traced = trace(model, example_inputs, example_kwargs, train=train)
     return plan_traced(traced, solver=solver, time_limit=time_limit)
 
@@ -66,8 +65,6 @@ def plan_traced(
     traced: TracedGraph, *, solver: str | Solver = "auto", time_limit: float | None = None, redzone: int = 0
 ) -> Plan:
     """Order a traced step and place its storages; `redzone` is in bytes (see `lifetimes.problem`)."""
-    from memplan import __version__
-
     return make_plan(
         model=traced.model,
         graph=traced.graph,

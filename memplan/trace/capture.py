@@ -99,13 +99,17 @@ def _unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
     reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"
     details = [line for line in lines[1:] if line.startswith(("Explanation:", "from user code", "File ", "Hint:"))]
     text = " ".join(lines).lower()
-    if any(word in text for word in ("data-dependent", "unbacked", "guardondatadependent", "dynamicoutputshape", ".item()")):
+    if any(
+        word in text for word in ("data-dependent", "unbacked", "guardondatadependent", "dynamicoutputshape", ".item()")
+    ):
         hint = (
             "shapes or branches depend on tensor values; compute them outside the model or use a static variant "
             '(for mixtures of experts in transformers: model.set_experts_implementation("batched_mm"))'
         )
     elif "graph break" in text or "unsupported" in text:
-        hint = "remove what breaks the graph (print, logging, .item(), calls into C code) from forward, or compute it outside"
+        hint = (
+            "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"
+        )
     else:
         hint = "check that model(*example_inputs) runs eagerly; then trace a smaller submodule to find the culprit"
     return UnsupportedGraph(type(model).__name__, "\n  ".join([reason, *details[:4]]), hint)

@@ -32,7 +32,8 @@ def lower(graph: fx.Graph) -> None:
 def _replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
     if isinstance(new, tuple):
         for user in list(node.users):
-            user.replace_all_uses_with(new[user.args[1]])
+            index: Any = user.args[1]
+            user.replace_all_uses_with(new[index])
             graph.erase_node(user)
     else:
         node.replace_all_uses_with(new)
@@ -113,8 +114,16 @@ def _mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.No
     return rw.instead(reduce, difference, *([None] if reduction == 2 else []))
 
 
-def _batch_norm(
-    rw: Rewriter, x: fx.Node, weight: Any, bias: Any, mean: fx.Node, var: fx.Node, training: bool, momentum: float, eps: float
+def _batch_norm(  # noqa: PLR0917  (the op's own signature)
+    rw: Rewriter,
+    x: fx.Node,
+    weight: Any,
+    bias: Any,
+    mean: fx.Node,
+    var: fx.Node,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[fx.Node, ...] | None:
     """CPU: `native_batch_norm.out` updates running statistics in place; here, copies of them."""
     if value(x).device.type != "cpu" or not training:
@@ -132,8 +141,8 @@ def _batch_norm(
     return out, save_mean, save_rstd, new_mean, new_var
 
 
-def _slice_backward(rw: Rewriter, grad: fx.Node, sizes: Any, dim: int, start: int, end: int, step: int) -> fx.Node:
-    return _scatter_into_zeros(rw, grad, aten.slice.Tensor, dim, start, end, step)
+def _slice_backward(rw: Rewriter, grad: fx.Node, sizes: Any, *where: Any) -> fx.Node:
+    return _scatter_into_zeros(rw, grad, aten.slice.Tensor, *where)
 
 
 def _select_backward(rw: Rewriter, grad: fx.Node, sizes: Any, dim: int, index: int) -> fx.Node:
