@@ -65,10 +65,10 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
 
 
 def _capture_joint(stack: contextlib.ExitStack, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Try each front end in turn; the first one's complaint is the one that the user can act on."""
+    """Try each front end in turn; the clearest complaint is the one that the user can act on."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    first: Exception | None = None
+    complaints: list[Exception] = []
     for front_end in (_dynamo, _export):
         try:
             module = front_end(model, args, kwargs)
@@ -76,9 +76,10 @@ def _capture_joint(stack: contextlib.ExitStack, model: nn.Module, args: tuple[An
         except MemplanError:
             raise
         except Exception as error:  # whatever a front end raises, the next one may succeed
-            first = first or error
-    assert first is not None
-    raise _unsupported(model, first) from first
+            complaints.append(error)
+    # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
+    clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
+    raise _unsupported(model, clearest) from clearest
 
 
 def _dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
@@ -98,7 +99,7 @@ def _unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
     reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"
     details = [line for line in lines[1:] if line.startswith(("Explanation:", "from user code", "File ", "Hint:"))]
     text = " ".join(lines).lower()
-    if any(word in text for word in ("data-dependent", "unbacked", "guardondatadependent", "dynamic shape", ".item()")):
+    if any(word in text for word in ("data-dependent", "unbacked", "guardondatadependent", "dynamicoutputshape", ".item()")):
         hint = (
             "shapes or branches depend on tensor values; compute them outside the model or use a static variant "
             '(for mixtures of experts in transformers: model.set_experts_implementation("batched_mm"))'

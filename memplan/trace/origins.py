@@ -1,4 +1,4 @@
-"""Where a node came from: module path and the user's own source line, out of fx metadata."""
+"""Where a node came from: module path and the model's source line, out of fx metadata."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch import fx
 from memplan.graph import Origin
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
-_LIBRARY = ("/torch/", "/site-packages/")
 
 
 def origin_of(node: fx.Node) -> Origin:
-    """Module path ("transformer.h.0.attn"), innermost source line outside libraries if there is one, op, node."""
+    """Module path ("transformer.h.0.attn"), innermost source line outside torch, op, node."""
     return Origin(module=_module(node), source=_source(node), op=str(node.target), node=node.name)
 
 
@@ -35,11 +34,9 @@ def clean_module_path(path: str) -> str:
 
 
 def _source(node: fx.Node) -> str:
-    """The innermost frame outside installed libraries, or the innermost of all: that is where to look."""
+    """The innermost frame outside torch: the line of the model that made the tensor."""
     frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
     if not frames:
         return ""
-    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARY)]
-    models = [frame for frame in frames if "/torch/" not in frame[0]]
-    file, line = (own or models or frames)[-1]
+    file, line = next((frame for frame in reversed(frames) if "/torch/" not in frame[0]), frames[-1])
     return f"{PurePath(file).name}:{line}"

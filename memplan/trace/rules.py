@@ -158,16 +158,18 @@ def _scatter(view: Any) -> Rule:
     return rule
 
 
-def _pad(rw: Rewriter, x: fx.Node, pad: list[int], fill: float = 0) -> fx.Node | None:
-    if min(pad) < 0:
-        return None
+def _pad(rw: Rewriter, x: fx.Node, pad: list[int], fill: float = 0) -> fx.Node:
+    """Fill, then copy what is left of `x` (negative padding cuts it) to its place."""
     result = rw.memory(value(rw.node))
     rw.call(aten.fill_.Scalar, result, fill)
-    inside = result
+    source, target = x, result
     for i in range(0, len(pad), 2):
+        low, high = pad[i], pad[i + 1]
         dim = value(x).dim() - 1 - i // 2
-        inside = rw.call(aten.slice.Tensor, inside, dim, pad[i], pad[i] + value(x).shape[dim])
-    rw.call(aten.copy_.default, inside, x)
+        size = value(x).shape[dim]
+        source = rw.call(aten.slice.Tensor, source, dim, max(-low, 0), size - max(-high, 0))
+        target = rw.call(aten.slice.Tensor, target, dim, max(low, 0), max(low, 0) + value(source).shape[dim])
+    rw.call(aten.copy_.default, target, source)
     return result
 
 

@@ -1,0 +1,59 @@
+"""What is allocated while a step runs, seen from outside by torch's profiler, is what the plan says is outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.zoo import ZOO
+from memplan.runtime import compile as memplan_compile
+from memplan.runtime.measure import _quiet_kineto
+
+_TANGENT = 4  # bytes: the gradient of a float32 loss, which autograd itself makes
+
+
+def _allocations(step: Any) -> list[int]:
+    """Signed bytes of every allocation and release on the CPU during `step()`, in order."""
+    with _quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        step()
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_allocated_bytes_equal_the_plan(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    compiled = memplan_compile(model, args)
+    kept: list[torch.Tensor] = []
+
+    def step() -> None:
+        loss = compiled(*args)
+        loss.backward()
+        kept.append(loss)
+
+    step()
+    kept.clear()
+    model.zero_grad()
+    deltas = _allocations(step)
+    now = peak = 0
+    for delta in deltas:
+        now += delta
+        peak = max(peak, now)
+    plan = compiled.plan
+    owned = plan.outside["outputs"] + plan.outside["gradients"]
+    predicted = max(plan.outside_profile) + _TANGENT
+    assert now == pytest.approx(owned, rel=0.01, abs=_TANGENT), "what the caller holds after the step"
+    assert peak == pytest.approx(predicted, rel=0.01, abs=_TANGENT), "the most that was allocated during the step"
+
+
+def test_nothing_is_left_out_of_the_total() -> None:
+    model, args = ZOO["gpt2"]("nano")
+    plan = memplan_compile(model, args).plan
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert plan.outside["parameters"] >= parameters
+    parts = plan.arena_size + plan.outside["parameters"] + plan.outside["inputs"] + plan.outside["constants"]
+    assert plan.total == parts + max(plan.outside_profile)
+    assert max(plan.outside_profile) >= plan.outside["outputs"] + plan.outside["gradients"]
+    assert plan.temporaries is not None

@@ -1,0 +1,103 @@
+"""What can be traced, from real, fake and meta tensors; what cannot is refused with the node, the reason and a hint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.zoo import ZOO
+from memplan.errors import UnsupportedGraph
+from memplan.trace import plan, trace
+
+
+class Breaks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum().item() > 0:
+            x = x + 1
+        return x * 2
+
+
+class DataDependent(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].sum()
+
+
+class Raises(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the model's own complaint")
+
+
+@pytest.mark.parametrize(("model", "word"), [(Breaks(), "[Dd]ata-dependent"), (DataDependent(), "nonzero"), (Raises(), "own complaint")])
+def test_untraceable_models_are_refused_with_a_hint(model: nn.Module, word: str) -> None:
+    with pytest.raises(UnsupportedGraph, match=word) as caught:
+        plan(model, torch.randn(4), train=False)
+    assert caught.value.where
+    assert caught.value.hint
+
+
+def test_not_a_module() -> None:
+    with pytest.raises(UnsupportedGraph, match="not an nn.Module"):
+        plan(lambda x: x, torch.randn(3))  # type: ignore[arg-type]
+
+
+def test_training_without_anything_to_train() -> None:
+    with pytest.raises(UnsupportedGraph, match="requires a gradient"):
+        plan(nn.ReLU(), torch.randn(3), train=True)
+
+
+def test_training_follows_the_model_unless_told() -> None:
+    model, x = nn.Linear(3, 3), torch.randn(2, 3)
+    assert trace(model, x).training
+    assert not trace(model, x, train=False).training
+    assert not trace(model.eval(), x).training
+
+
+@pytest.mark.parametrize("name", ["vit", "resnet"])  # moving a model to meta unties its tied parameters
+def test_a_meta_model_gets_the_plan_of_the_real_one(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    real = plan(model, args)
+    meta = plan(model.to("meta"), tuple(a.to("meta") for a in args))
+    assert meta.fingerprint == real.fingerprint
+    assert meta.arena_size == real.arena_size
+
+
+def test_the_same_model_gives_the_same_plan_twice() -> None:
+    model, args = ZOO["gpt2"]("nano")
+    one, two = plan(model, args), plan(model, args)
+    assert one == two
+
+
+def test_buffers_know_where_they_come_from() -> None:
+    model, args = ZOO["gpt2"]("nano")
+    names = {name for name, _ in model.named_modules()}
+    p = plan(model, args)
+    origins = [s.origin for s in p.graph.storages if s.planned]
+    assert all(o.module in names for o in origins if o.module), {o.module for o in origins} - names
+    assert sum(bool(o.module) for o in origins) > 0.8 * len(origins)
+    assert any(o.source.startswith("modeling_gpt2.py:") for o in origins)
+
+
+def test_planning_seven_billion_parameters_allocates_next_to_nothing() -> None:
+    code = """
+import resource, torch
+from benchmarks.zoo import llama_7b
+from memplan.trace import plan
+torch.ones(2, 2) @ torch.ones(2, 2)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+import torch._dynamo, torch._functorch.aot_autograd
+before = peak()
+model, args = llama_7b()
+p = plan(model, args)
+parameters = sum(x.numel() for x in model.parameters())
+assert parameters > 6.5e9, parameters
+assert p.arena_size > 2**30
+assert p.outside["parameters"] >= 2 * parameters
+print(peak() - before)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout.split()[-1]) < 2**30
