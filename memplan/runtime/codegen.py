@@ -28,11 +28,12 @@ class Namespace:
     """The globals of generated code: `v12` is value 12, `k3` a kernel, `c4` a constant, `g5` a hook."""
 
     names: dict[str, Any] = field(default_factory=dict)
+    _known: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def add(self, prefix: str, thing: Any) -> str:
         """A name for `thing`; the same object gets the same name."""
-        name = f"{prefix}{id(thing)}"
-        self.names[name] = thing
+        name = self._known.setdefault((prefix, id(thing)), f"{prefix}{len(self._known)}")
+        self.names[name] = thing  # which keeps it alive, so that its id stays its own
         return name
 
     def define(self, source: str, function: str) -> Callable[..., Any]:
@@ -128,6 +129,8 @@ class FunctionWriter:
 
     def _view(self, base: int, index: int) -> str:
         b, v = self.layout.graph.values[base], self.layout.graph.values[index]
+        if (b.dtype, b.shape, b.strides, b.offset) == (v.dtype, v.shape, v.strides, v.offset):
+            return f"v{base}"
         source, shift = f"v{base}", v.offset - b.offset
         if b.dtype != v.dtype:
             source += f".view({self._constant(dtype_of(v))})"

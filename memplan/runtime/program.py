@@ -24,9 +24,9 @@ _STATIC_SOURCES = (Source.PARAMETER, Source.BUFFER, Source.CONSTANT)
 class Program:
     """`forward(*inputs) -> (fresh, saved)`; `backward(*saved, *tangents) -> (gradients,)`.
 
-    `inputs` are the bindings (indices) that `forward` takes, `saved` the values that must be kept for
-    `backward` (inputs and outputs: what lives in the arena needs no keeping). `used` are the bindings that
-    the backward reads besides.
+    `inputs` are the bindings (indices) that `forward` takes. `saved` are the values that must be kept for
+    `backward`: inputs, and outputs (`saved_outputs` says which); what lives in the arena needs no keeping.
+    `used_in_backward` are the bindings whose bytes the backward reads.
     """
 
     traced: TracedGraph
@@ -38,6 +38,7 @@ class Program:
     backward: Callable[..., Any] | None
     inputs: tuple[int, ...]
     saved: tuple[int, ...]
+    saved_outputs: tuple[bool, ...]
     used_in_backward: frozenset[int]
 
     def rebind(self, binding: int, tensor: torch.Tensor) -> None:
@@ -86,6 +87,7 @@ def build_program(
         backward=backward,
         inputs=inputs,
         saved=saved,
+        saved_outputs=tuple(graph.values[v].storage in layout.fresh_storages for v in saved),
         used_in_backward=_read_late(traced, order[split:]),
     )
 

@@ -18,11 +18,13 @@ class PlannedStep(torch.autograd.Function):
     def forward(ctx: Any, runner: Any, inputs: Sequence[torch.Tensor], *differentiable: torch.Tensor) -> Any:
         step = runner.arena.ledger.begin(keep=True)
         fresh, saved = runner.program.forward(*inputs)
-        ctx.runner, ctx.step, ctx.count = runner, step, len(differentiable)
+        ctx.runner, ctx.step = runner, step
         # An output saved as itself would keep its own graph alive for ever.
-        ctx.saved = [t.detach() for t in saved]
+        outputs = runner.program.saved_outputs
+        ctx.saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
         ctx.versions = [t._version for t in ctx.saved], [t._version for t in runner.watched()]
-        ctx.mark_non_differentiable(*(t for t, dual in zip(fresh, runner.tangents, strict=True) if dual is None))
+        if None in runner.tangents:
+            ctx.mark_non_differentiable(*(t for t, dual in zip(fresh, runner.tangents, strict=True) if dual is None))
         return fresh
 
     @staticmethod
