@@ -69,7 +69,8 @@ def test_report_passes_its_options_on(run: Run, tracer: FakeTracer) -> None:
 
 
 def test_check_plans_models_and_loads_plans(run: Run, tracer: FakeTracer, plan_file: Path) -> None:
-    assert run("check", "model.py:make", plan_file, "--max-arena", "1KiB", "--infer")[0] == 0
+    renamed = plan_file.rename(plan_file.with_name("odd:name"))
+    assert run("check", "model.py:make", renamed, "--max-arena", "1KiB", "--infer")[0] == 0
     assert tracer.calls[0][1]["train"] is False
 
 

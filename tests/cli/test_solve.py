@@ -94,6 +94,13 @@ def test_an_unwritable_output_is_bad_input_and_leaves_nothing(run: Run, csv_file
     assert sorted(p.name for p in tmp_path.iterdir()) == ["buffers.csv", "folder"]
 
 
+def test_an_output_below_a_file_is_bad_input(run: Run, csv_file: Path) -> None:
+    code, out, err = run("solve", csv_file, "-o", f"{csv_file}/out.csv")
+    assert (code, out) == (2, "")
+    assert "error: " in err
+    assert csv_file.read_text() == CSV
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
