@@ -146,7 +146,12 @@ def _embedding_backward(  # noqa: PLR0917  (the op's own signature)
 ) -> fx.Node | None:
     """CPU: rows are added up in the order of the indices; those of the padding index stay zero."""
     index = value(indices)
-    if value(grad).device.type != "cpu" or scale_by_frequency or not index.is_contiguous() or index.dtype != torch.int64:
+    if (
+        value(grad).device.type != "cpu"
+        or scale_by_frequency
+        or not index.is_contiguous()
+        or index.dtype != torch.int64
+    ):
         return None
     result = rw.memory(value(rw.node))
     rw.call(aten.zero_.default, result)
