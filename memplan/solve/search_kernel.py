@@ -9,13 +9,14 @@ two branches per node: place the chosen buffer at `allowed`, or skip it there.
 All offsets and sizes are in units, all lifetimes in sections (see `core.py`).
 """
 
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
 SOLVED, EXHAUSTED, LIMIT = 0, 1, 2
-MOST_UNPLACED, LEAST_SLACK, LOWEST_FLOOR, MIXED = 0, 1, 2, 3
+MOST_CONFLICTS, MOST_UNPLACED, LEAST_SLACK = 0, 1, 2  # which section is decided next
 
 _PLACED, _ALLOWED, _HOLE, _FLOOR = 0, 1, 2, 3  # kinds of trail entries
 
@@ -50,16 +51,52 @@ def _can_block(y, c, hole_c, allowed, size, maxoff):
 
 
 @njit(cache=True)
-def _find_blocker(c, hole_c, allowed, size, maxoff, placed, adj_ptr, adj):
-    for k in range(adj_ptr[c], adj_ptr[c + 1]):
-        y = adj[k]
-        if not placed[y] and _can_block(y, c, hole_c, allowed, size, maxoff):
-            return y
-    return -1
+def _consistent(
+    dirty_lo, dirty_hi, capacity, floor, unplaced, allowed, hole, reach, size, maxoff, placed, adj_ptr, adj,
+    mem_ptr, mem, buf_lo, buf_hi, weight,
+):  # fmt: skip
+    """Tighten `reach` (the lowest offset a buffer can end up at) and check every section that may have changed."""
+    n = size.shape[0]
+    for c in range(n):
+        reach[c] = allowed[c]
+    for _ in range(3):
+        changed = False
+        for c in range(n):
+            if hole[c] < 0 or placed[c]:
+                continue
+            lowest = capacity
+            for k in range(adj_ptr[c], adj_ptr[c + 1]):
+                y = adj[k]
+                if not placed[y] and reach[y] + size[y] < lowest and _can_block(y, c, hole[c], reach, size, maxoff):
+                    lowest = reach[y] + size[y]
+            if lowest > maxoff[c]:
+                for s in range(buf_lo[c], buf_hi[c]):
+                    weight[s] += 1
+                return False
+            if lowest > reach[c]:
+                changed = True
+                reach[c] = lowest
+                dirty_lo = min(dirty_lo, buf_lo[c])
+                dirty_hi = max(dirty_hi, buf_hi[c])
+        if not changed:
+            break
+    for s in range(dirty_lo, dirty_hi):
+        if unplaced[s] == 0:
+            continue
+        highest = capacity - unplaced[s]  # some unplaced buffer must still be able to lie that low
+        fits = False
+        for k in range(mem_ptr[s], mem_ptr[s + 1]):
+            if not placed[mem[k]] and reach[mem[k]] <= highest:
+                fits = True
+                break
+        if not fits:
+            weight[s] += 1
+            return False
+    return True
 
 
 @njit(cache=True)
-def _pick_section(rule, lo, hi, capacity, floor, unplaced):
+def _pick_section(rule, lo, hi, floor, unplaced, weight):
     """The section of [lo, hi) in which to decide next; -1 if none holds an unplaced buffer."""
     best, best_key, best_tie = -1, 0, 0
     for s in range(lo, hi):
@@ -70,17 +107,15 @@ def _pick_section(rule, lo, hi, capacity, floor, unplaced):
             key, tie = u, floor[s]
         elif rule == LEAST_SLACK:
             key, tie = floor[s] + u, u
-        elif rule == LOWEST_FLOOR:
-            key, tie = -floor[s], u
         else:
-            key, tie = 2 * u + floor[s], u
+            key, tie = u * (1 + weight[s]), u
         if best < 0 or key > best_key or (key == best_key and tie > best_tie):
             best, best_key, best_tie = s, key, tie
     return best
 
 
 @njit(cache=True)
-def _descend(b, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj):
+def _descend(b, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj):
     """From `b` to the buffer that must be decided before it: one that fits wholly under it, or, when it is
     skipped where it stands, one that can block it there. Returns -1 when the chain finds no end."""
     for _ in range(2 * size.shape[0]):
@@ -91,9 +126,9 @@ def _descend(b, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj):
             if placed[y]:
                 continue
             if stale:
-                if hole[y] == allowed[y] or not _can_block(y, b, hole[b], allowed, size, maxoff):
+                if hole[y] == allowed[y] or not _can_block(y, b, hole[b], reach, size, maxoff):
                     continue
-            elif allowed[y] + size[y] > allowed[b]:
+            elif reach[y] + size[y] > allowed[b]:
                 continue
             if best < 0 or allowed[y] < allowed[best] or (allowed[y] == allowed[best] and rank[y] < rank[best]):
                 best = y
@@ -104,7 +139,7 @@ def _descend(b, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj):
 
 
 @njit(cache=True)
-def _pick_buffer(section, lo, hi, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj, mem_ptr, mem, buf_lo):
+def _pick_buffer(section, lo, hi, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj, mem_ptr, mem, buf_lo):
     """The buffer to decide next, or -1 when every unplaced buffer of the piece is skipped where it stands."""
     best = -1
     for k in range(mem_ptr[section], mem_ptr[section + 1]):
@@ -113,7 +148,7 @@ def _pick_buffer(section, lo, hi, allowed, hole, size, maxoff, rank, placed, adj
             continue
         if best < 0 or allowed[b] < allowed[best] or (allowed[b] == allowed[best] and rank[b] < rank[best]):
             best = b
-    best = _descend(best, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj)
+    best = _descend(best, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj)
     if best >= 0:
         return best
     # Fallback: the lowest buffer of the piece that is not skipped; nothing unplaced can end up under it.
@@ -145,7 +180,8 @@ def search(
     n = size.shape[0]
     allowed = low.copy()
     hole = np.full(n, -1, np.int64)
-    watch = np.full(n, -1, np.int64)
+    reach = low.copy()
+    weight = np.zeros(sections, np.int64)  # how often each section proved a dead end in this call
     placed = np.zeros(n, np.bool_)
     buf_lo = np.empty(n, np.int64)
     buf_hi = np.empty(n, np.int64)
@@ -260,14 +296,14 @@ def search(
                 return LIMIT, nodes, best_area
             chosen = -1
             if table[_slot(table, key)] != key:
-                s = _pick_section(rule, c_lo[cell], c_hi[cell], capacity, floor, unplaced)
+                s = _pick_section(rule, c_lo[cell], c_hi[cell], floor, unplaced, weight)
                 lowest = capacity
                 for k in range(mem_ptr[s], mem_ptr[s + 1]):
                     if not placed[mem[k]] and allowed[mem[k]] < lowest:
                         lowest = allowed[mem[k]]
                 if lowest + unplaced[s] <= capacity:
                     chosen = _pick_buffer(
-                        s, c_lo[cell], c_hi[cell], allowed, hole, size, maxoff, rank, placed, adj_ptr, adj,
+                        s, c_lo[cell], c_hi[cell], reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj,
                         mem_ptr, mem, buf_lo,
                     )  # fmt: skip
             if chosen < 0:
@@ -301,6 +337,7 @@ def search(
                     floor[s] = top
                     if unplaced[s] > 0 and top + unplaced[s] > capacity:
                         failed = True
+                        weight[s] += 1
             for s in range(buf_lo[b], buf_hi[b] - 1):
                 cross[s] -= 1
                 if cross[s] == 0:
@@ -328,28 +365,10 @@ def search(
                         failed = True
                         break
             if not failed:
-                for s in range(dirty_lo, dirty_hi):
-                    if unplaced[s] == 0:
-                        continue
-                    lowest = capacity
-                    for k in range(mem_ptr[s], mem_ptr[s + 1]):
-                        c = mem[k]
-                        if not placed[c] and allowed[c] < lowest:
-                            lowest = allowed[c]
-                            if lowest + unplaced[s] <= capacity and lowest == floor[s]:
-                                break
-                    if lowest + unplaced[s] > capacity:
-                        failed = True
-                        break
-            if not failed:
-                for c in range(n):
-                    if hole[c] >= 0 and not placed[c]:
-                        y = watch[c]
-                        if y < 0 or placed[y] or not _can_block(y, c, hole[c], allowed, size, maxoff):
-                            watch[c] = _find_blocker(c, hole[c], allowed, size, maxoff, placed, adj_ptr, adj)
-                            if watch[c] < 0:
-                                failed = True
-                                break
+                failed = not _consistent(
+                    dirty_lo, dirty_hi, capacity, floor, unplaced, allowed, hole, reach, size, maxoff, placed,
+                    adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi, weight,
+                )  # fmt: skip
             if not failed and area < best_area:
                 best_area = area
             continue
@@ -380,16 +399,16 @@ def search(
         left, key, area, root = f_left[f], f_hash[f], f_area[f], f_root[f]
         if f_phase[f] == 0:
             f_phase[f] = 1
-            blocker = _find_blocker(b, allowed[b], allowed, size, maxoff, placed, adj_ptr, adj)
-            if blocker >= 0:
-                t_kind[tp], t_index[tp], t_old[tp] = _HOLE, b, hole[b]
-                tp += 1
-                key -= _mix(b, allowed[b], hole[b])
-                hole[b] = allowed[b]
-                key += _mix(b, allowed[b], hole[b])
-                watch[b] = blocker
-                root = False
-                failed = False
+            t_kind[tp], t_index[tp], t_old[tp] = _HOLE, b, hole[b]
+            tp += 1
+            key -= _mix(b, allowed[b], hole[b])
+            hole[b] = allowed[b]
+            key += _mix(b, allowed[b], hole[b])
+            root = False
+            failed = not _consistent(
+                buf_lo[b], buf_hi[b], capacity, floor, unplaced, allowed, hole, reach, size, maxoff, placed,
+                adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi, weight,
+            )  # fmt: skip
         if failed:
-            table[_slot(table, key)] = key
-            fp = c_owner[cell] + 1 if root else f
+            table[_slot(table, f_hash[f])] = f_hash[f]
+            fp = c_owner[cell] + 1 if f_root[f] else f
