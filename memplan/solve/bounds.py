@@ -1,4 +1,4 @@
-"""Lower bounds of any arena, and what proves that a capacity is too small.
+"""Lower bounds of any arena.
 
 Besides max live: with alignment, buffers that are alive together lie at aligned offsets, so all but the
 topmost of them take their rounded-up size; and no arena ends below a pinned buffer. The search raises the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplan.problem import Infeasibility, Problem
 from memplan.solve.core import Core, load_of
 
 
@@ -26,7 +25,9 @@ def lower_bound(core: Core) -> int:
     return max(bound, int(pins.max(initial=0)), int(core.raw.max()))
 
 
-def _largest(core: Core, value: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _largest(
+    core: Core, value: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The largest `value` among the buffers of each section: painted in ascending order, last one wins."""
     segment_of = np.repeat(np.arange(core.n), np.diff(core.seg_ptr))
     top = np.zeros(core.sections, np.int64)
@@ -36,11 +37,3 @@ def _largest(core: Core, value: np.ndarray[tuple[int], np.dtype[np.int64]]) -> n
     for k in np.argsort(value[segment_of], kind="stable"):
         top[core.seg_lo[k] : core.seg_hi[k]] = value[segment_of[k]]
     return top
-
-
-def infeasible_step(problem: Problem) -> Infeasibility | None:
-    """The step, and the buffers alive there, that need more than the capacity; None when max live fits."""
-    if problem.capacity is None or problem.max_live <= problem.capacity:
-        return None
-    alive = tuple(b for b in problem.alive_at(problem.peak_step) if b.size)
-    return Infeasibility(step=problem.peak_step, ids=tuple(b.id for b in alive), needed=problem.max_live)

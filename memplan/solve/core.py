@@ -76,6 +76,21 @@ def core_of(problem: Problem) -> Core:
     )  # fmt: skip
 
 
+def subset(core: Core, ids: Ints, base: int = 0) -> Core:
+    """The buffers `ids` alone, in sections of their own, at `base` units or above; `source` is `ids`."""
+    counts = np.diff(core.seg_ptr)[ids]
+    seg_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+    segments = np.repeat(core.seg_ptr[ids] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])
+    seg_lo, seg_hi, steps = sections_of(core.seg_lo[segments], core.seg_hi[segments])
+    align = core.align[ids]
+    return Core(
+        unit=core.unit, size=core.size[ids], raw=core.raw[ids], align=align,
+        low=np.maximum(core.low[ids], -(-base // align) * align), pinned=core.pinned[ids], seg_ptr=seg_ptr,
+        seg_lo=seg_lo, seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=core.steps[steps],
+        source=ids,
+    )  # fmt: skip
+
+
 def _ints(values: object) -> Ints:
     return np.fromiter(values, np.int64)  # type: ignore[call-overload, no-any-return]
 

@@ -10,7 +10,8 @@ import time
 from bisect import insort
 
 from memplan.problem import Buffer, Problem, Solution
-from memplan.solve.base import align_up, finish
+from memplan.solve.base import NO_LIMITS, align_up, finish
+from memplan.solve.budget import Limits
 
 
 class Greedy:
@@ -21,7 +22,7 @@ class Greedy:
     def refuses(self, problem: Problem) -> str | None:
         return None
 
-    def solve(self, problem: Problem, *, time_limit: float | None = None, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
         order = sorted(problem.buffers, key=lambda b: (b.pinned_offset is None, -b.size, b.live.start))
         placed: list[tuple[int, int, Buffer]] = []  # (offset, rank, buffer), by offset

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memplan.solve.budget import Budget
-from memplan.solve.core import Core, Ints, sections_of
+from memplan.solve.core import Core, Ints, load_of
 
 _RULES = 3
 _TABLE = 1 << 18  # remembered states
@@ -31,48 +31,25 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One piece in its own sections, with who meets whom and who is alive in each section."""
+    """Buffers with their highest offsets (units), who meets whom, and who is alive in each section."""
 
-    size: Ints
-    align: Ints
-    low: Ints
+    core: Core
     max_offset: Ints
-    seg_ptr: Ints
-    seg_lo: Ints
-    seg_hi: Ints
-    lo: Ints
-    hi: Ints
-    sections: int
-    capacity: int  # units
     adj_ptr: Ints
     adj: npt.NDArray[np.int32]
     mem_ptr: Ints
     mem: npt.NDArray[np.int32]
 
-    @property
-    def n(self) -> int:
-        return int(self.size.shape[0])
 
-
-def instance_of(core: Core, ids: Ints, base: int, max_offset: Ints) -> Instance:
-    """The buffers `ids` of `core`, at `base` units or above, each at its `max_offset` or below."""
+def instance_of(core: Core, max_offset: Ints) -> Instance:
+    """`core` ready to be searched. Time and memory in proportion to the pairs that are alive together."""
     from memplan.solve import fit_kernel
 
-    counts = np.diff(core.seg_ptr)[ids]
-    seg_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-    segments = np.repeat(core.seg_ptr[ids] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])
-    seg_lo, seg_hi, steps = sections_of(core.seg_lo[segments], core.seg_hi[segments])
-    lo, hi = seg_lo[seg_ptr[:-1]], seg_hi[seg_ptr[1:] - 1]
-    by_start = np.argsort(lo, kind="stable")
-    adj_ptr, adj = fit_kernel.neighbours(len(ids), seg_ptr, seg_lo, seg_hi, lo, hi, by_start)
-    mem_ptr, mem = fit_kernel.members(len(steps), seg_ptr, seg_lo, seg_hi)
-    align = core.align[ids]
-    return Instance(
-        size=core.size[ids], align=align, low=np.maximum(core.low[ids], -(-base // align) * align),
-        max_offset=max_offset[ids], seg_ptr=seg_ptr, seg_lo=seg_lo, seg_hi=seg_hi, lo=lo, hi=hi,
-        sections=len(steps), capacity=int((max_offset + core.size)[ids].max()), adj_ptr=adj_ptr, adj=adj,
-        mem_ptr=mem_ptr, mem=mem,
-    )  # fmt: skip
+    by_start = np.argsort(core.lo, kind="stable")
+    segments = (core.seg_ptr, core.seg_lo, core.seg_hi)
+    adj_ptr, adj = fit_kernel.neighbours(core.n, *segments, core.lo, core.hi, by_start)
+    mem_ptr, mem = fit_kernel.members(core.sections, *segments)
+    return Instance(core=core, max_offset=max_offset, adj_ptr=adj_ptr, adj=adj, mem_ptr=mem_ptr, mem=mem)
 
 
 def search(piece: Instance, budget: Budget, seed: int) -> tuple[Outcome, Ints]:
@@ -80,9 +57,9 @@ def search(piece: Instance, budget: Budget, seed: int) -> tuple[Outcome, Ints]:
 
     Returns the outcome and, if SOLVED, the offsets (units).
     """
-    n = piece.n
+    n = piece.core.n
     offsets = np.zeros(n, np.int64)
-    keys = _rankings(piece)
+    keys = _rankings(piece.core)
     arms = [(key, rule) for key in range(len(keys)) for rule in range(_RULES)]
     left = np.full(len(arms), np.inf)
     table = np.zeros(_TABLE, np.int64)
@@ -110,28 +87,26 @@ def _run(
 ) -> tuple[Outcome, int]:
     from memplan.solve import search_kernel as kernel
 
-    rank = np.empty(piece.n, np.int64)
-    rank[np.argsort(-key, kind="stable")] = np.arange(piece.n)
+    core = piece.core
+    rank = np.empty(core.n, np.int64)
+    rank[np.argsort(-key, kind="stable")] = np.arange(core.n)
+    capacity = int((piece.max_offset + core.size).max())
     status, spent, area = kernel.search(
-        piece.capacity, piece.size, piece.align, piece.low, piece.max_offset, piece.seg_ptr, piece.seg_lo,
-        piece.seg_hi, piece.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, rule,
-        budget.nodes(nodes, piece.n), table, 1, offsets,
+        capacity, core.size, core.align, core.low, piece.max_offset, core.seg_ptr, core.seg_lo, core.seg_hi,
+        core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, rule,
+        budget.nodes(nodes, core.n), table, 1, offsets,
     )  # fmt: skip
-    budget.spend(spent, piece.n)
+    budget.spend(spent, core.n)
     outcome = {kernel.SOLVED: Outcome.SOLVED, kernel.EXHAUSTED: Outcome.EXHAUSTED}.get(status, Outcome.LIMIT)
     return outcome, area
 
 
-def _rankings(piece: Instance) -> list[npt.NDArray[np.float64]]:
+def _rankings(core: Core) -> list[npt.NDArray[np.float64]]:
     """Which buffer first, at equal offsets: long-lived, in busy sections, large in area, large in bytes."""
-    change = np.zeros(piece.sections + 1, np.int64)
-    sizes = np.repeat(piece.size, np.diff(piece.seg_ptr))
-    np.add.at(change, piece.seg_lo, sizes)
-    np.subtract.at(change, piece.seg_hi, sizes)
-    load = np.concatenate((np.zeros(1), np.cumsum(np.cumsum(change)[:-1].astype(np.float64))))
-    life = (piece.hi - piece.lo).astype(np.float64)
-    size = piece.size.astype(np.float64)
-    return [life, load[piece.hi] - load[piece.lo], life * size, size, life * life * size]
+    load = np.concatenate((np.zeros(1), np.cumsum(load_of(core).astype(np.float64))))
+    life = (core.hi - core.lo).astype(np.float64)
+    size = core.size.astype(np.float64)
+    return [life, load[core.hi] - load[core.lo], life * size, size, life * life * size]
 
 
 def _luby(i: int) -> int:

@@ -45,9 +45,7 @@ def _slot(table, key):
 @njit(cache=True, inline="always")
 def _can_block(y, c, hole_c, allowed, size, maxoff):
     """Can unplaced `y` still take some of the bytes that `c` would have taken at its hole?"""
-    return (
-        allowed[y] < hole_c + size[c] and maxoff[y] + size[y] > hole_c and allowed[y] + size[y] <= maxoff[c]
-    )
+    return allowed[y] < hole_c + size[c] and maxoff[y] + size[y] > hole_c and allowed[y] + size[y] <= maxoff[c]
 
 
 @njit(cache=True)
