@@ -161,7 +161,9 @@ def _returns(function: Function, args: Any, kwargs: dict[str, Any], expected: tu
     if len(results) != len(expected):
         return False
     pairs = zip(results, expected, strict=True)
-    return all(isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and (a is b or same_bytes(a, b)) for a, b in pairs)
+    return all(
+        isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and (a is b or same_bytes(a, b)) for a, b in pairs
+    )
 
 
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:

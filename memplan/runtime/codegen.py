@@ -162,7 +162,9 @@ class FunctionWriter:
         if isinstance(thing, (list, tuple)):
             items = ", ".join(self._expression(item) for item in thing)
             return f"[{items}]" if isinstance(thing, list) else f"({items},)"
-        plain = thing is None or isinstance(thing, (bool, int, str)) or (isinstance(thing, float) and math.isfinite(thing))
+        plain = (
+            thing is None or isinstance(thing, (bool, int, str)) or (isinstance(thing, float) and math.isfinite(thing))
+        )
         return repr(thing) if plain else self._constant(thing)
 
     def _constant(self, thing: Any) -> str:

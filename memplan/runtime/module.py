@@ -130,7 +130,9 @@ class CompiledModule(nn.Module):
             require_same(given.graph, traced.graph)
             if given.redzone < redzone:
                 hint = "pass no plan, or no guard"
-                raise InputMismatch("the given plan has no red zones around its buffers", where="guard='redzone'", hint=hint)
+                raise InputMismatch(
+                    "the given plan has no red zones around its buffers", where="guard='redzone'", hint=hint
+                )
             plan = given
         arena = self._arena_for(plan, traced.device)
         return Runner(self._structure, traced, plan, arena, self._ledger, self._guard)
@@ -198,5 +200,3 @@ def compile(  # noqa: A001  (the name is the API)
         guard=guard,
         on_mismatch=on_mismatch,
     )
-
-

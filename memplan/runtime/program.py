@@ -138,7 +138,12 @@ def _over(tensor: torch.Tensor, traced: TracedGraph, binding: Binding, index: in
 
 
 def _write(
-    writer: FunctionWriter, ops: Sequence[Op], bound: Sequence[BoundOp], order: Sequence[int], first: int, guards: Guards
+    writer: FunctionWriter,
+    ops: Sequence[Op],
+    bound: Sequence[BoundOp],
+    order: Sequence[int],
+    first: int,
+    guards: Guards,
 ) -> None:
     for step, index in enumerate(order, start=first):
         for hook in guards.before(step):

@@ -65,7 +65,9 @@ class Runner:
     def __call__(self, leaves: list[Any], *, training: bool) -> Any:
         """Run the forward on checked leaves; `training`: through autograd, so that a backward can follow."""
         current = self.slots.tensors()
-        if [t.data_ptr() for t in current] != self.slots.pointers or [t.requires_grad for t in current] != self.slots.flags:
+        if [t.data_ptr() for t in current] != self.slots.pointers or [
+            t.requires_grad for t in current
+        ] != self.slots.flags:
             self._rebind(current)
         inputs = self.signature.tensors(leaves)
         if training:

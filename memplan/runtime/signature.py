@@ -21,7 +21,9 @@ class Signature:
         self.requires_grad = {b.index: b.requires_grad for b in traced.bound(Source.INPUT)}
         self._simple = all(isinstance(x, torch.Tensor) for x in self.examples) and self.spec == _spec_of(self.examples)
         self._expected = [
-            (i, x.shape, x.dtype, x.device, x.stride()) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)
+            (i, x.shape, x.dtype, x.device, x.stride())
+            for i, x in enumerate(self.examples)
+            if isinstance(x, torch.Tensor)
         ]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
 

@@ -87,7 +87,8 @@ class PlannedStep(torch.autograd.Function):
         runner, step = ctx.runner, ctx.step
         if torch.is_grad_enabled():
             raise UnsupportedCall(
-                "a planned step has no second derivative (create_graph=True)", hint="run this step on the original model"
+                "a planned step has no second derivative (create_graph=True)",
+                hint="run this step on the original model",
             )
         runner.ledger.end(step)
         saved, ctx.saved = ctx.saved, None
@@ -97,7 +98,10 @@ class PlannedStep(torch.autograd.Function):
 
 
 def _require_unchanged(
-    versions: tuple[list[int], list[int]], saved: Sequence[torch.Tensor], watched: Sequence[torch.Tensor], step: InFlight
+    versions: tuple[list[int], list[int]],
+    saved: Sequence[torch.Tensor],
+    watched: Sequence[torch.Tensor],
+    step: InFlight,
 ) -> None:
     if versions == ([t._version for t in saved], [t._version for t in watched]):
         return

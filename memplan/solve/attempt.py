@@ -72,7 +72,7 @@ def _place_large(core: Core, max_offset: Ints, budget: Budget, seed: int, known:
 
 def _alive_in(core: Core, tracked: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
     """The buffers alive in some tracked section, and the pinned ones."""
-    before = np.concatenate((np.zeros(1, np.int64), np.cumsum(tracked)))
+    before = np.concatenate((np.zeros(1, np.int64), np.cumsum(tracked, dtype=np.int64)))
     touches = np.add.reduceat(before[core.seg_hi] - before[core.seg_lo], core.seg_ptr[:-1]) > 0
     return np.flatnonzero(touches | core.pinned)
 

@@ -74,7 +74,15 @@ def search(piece: Instance, budget: Budget, seed: int) -> tuple[Outcome, Ints]:
             nodes = _SLICE_NODES * n * _luby(run - len(arms) + 1)
             noise = (0.05, 0.3)[int(random.integers(2))]
             rank_key = keys[arms[arm][0]] * np.exp(random.normal(0.0, noise, n))
-        outcome, area = _run(piece, rank_key, arms[arm][1], max(nodes, _LEAST_NODES), table, offsets, budget)
+        outcome, area = _run(
+            piece,
+            rank_key,
+            rule=arms[arm][1],
+            nodes=max(nodes, _LEAST_NODES),
+            table=table,
+            offsets=offsets,
+            budget=budget,
+        )
         left[arm] = min(left[arm], area)
         if outcome is not Outcome.LIMIT:
             return outcome, offsets
@@ -83,7 +91,14 @@ def search(piece: Instance, budget: Budget, seed: int) -> tuple[Outcome, Ints]:
 
 
 def _run(
-    piece: Instance, key: npt.NDArray[np.float64], rule: int, nodes: int, table: Ints, offsets: Ints, budget: Budget
+    piece: Instance,
+    key: npt.NDArray[np.float64],
+    *,
+    rule: int,
+    nodes: int,
+    table: Ints,
+    offsets: Ints,
+    budget: Budget,
 ) -> tuple[Outcome, int]:
     from memplan.solve import search_kernel as kernel
 

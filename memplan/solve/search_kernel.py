@@ -233,7 +233,6 @@ def search(
     nodes = 0
     failed = False
     split = True  # look for boundaries that nothing crosses
-    split_lo, split_hi = 0, sections
     while True:
         if not failed:
             if split:

@@ -25,7 +25,11 @@ __all__ = ["Captured", "TracedGraph", "alignment_of", "capture", "plan", "plan_t
 
 
 def trace(
-    model: nn.Module, example_inputs: Any = (), example_kwargs: dict[str, Any] | None = None, *, train: bool | None = None
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    train: bool | None = None,
 ) -> TracedGraph:
     """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`."""
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)

@@ -85,7 +85,9 @@ class _Builder:
                 raise self._unsupported(node, "a size that varies from call to call", "use fixed input shapes")
             return
         source, name, index, kind = self._source(node, desc)
-        storage = self._storage(val, node.name, kind, planned=False, origin=Origin(module=name, op=source.value, node=node.name))
+        storage = self._storage(
+            val, node.name, kind, planned=False, origin=Origin(module=name, op=source.value, node=node.name)
+        )
         self.value_of[node] = self._value(val, node.name, storage)
         wants = source is Source.INPUT and self.captured.inputs[index].requires_grad
         self.bindings.append(
@@ -101,12 +103,16 @@ class _Builder:
             return Source.INPUT, "", desc.idx, StorageKind.INPUT
         if isinstance(desc, TangentAOTInput):
             return Source.TANGENT, "", len([b for b in self.bindings if b.source is Source.TANGENT]), StorageKind.INPUT
-        raise self._unsupported(node, f"an input of kind {type(desc).__name__}", "pass plain, unshared tensors as inputs")
+        raise self._unsupported(
+            node, f"an input of kind {type(desc).__name__}", "pass plain, unshared tensors as inputs"
+        )
 
     def _constant(self, node: fx.Node) -> None:
         tensor = getattr(self.captured.graph_module, str(node.target), None)
         if not isinstance(tensor, torch.Tensor):
-            raise self._unsupported(node, "control flow inside the graph (a higher-order op)", "avoid torch.cond and scan")
+            raise self._unsupported(
+                node, "control flow inside the graph (a higher-order op)", "avoid torch.cond and scan"
+            )
         val = node.meta.get("val", tensor)
         origin = Origin(op="constant", node=node.name)
         storage = self._storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
@@ -125,7 +131,9 @@ class _Builder:
                 self.value_of[node] = result
             return
         if not isinstance(node.target, OpOverload):
-            raise self._unsupported(node, f"{node.target} is not an ATen op", "avoid higher-order and symbolic operations")
+            raise self._unsupported(
+                node, f"{node.target} is not an ATen op", "avoid higher-order and symbolic operations"
+            )
         results = node.meta["val"]
         results = list(results) if isinstance(results, (tuple, list)) else [results]
         before = len(self.storages)
@@ -197,7 +205,9 @@ class _Builder:
 
     def _value(self, val: torch.Tensor, name: str, storage: int) -> int:
         if val.layout is not torch.strided or val.is_conj() or val.is_neg() or val.is_quantized:
-            raise UnsupportedGraph(name, f"a tensor that is not plain strided memory ({val.layout})", "use dense real tensors")
+            raise UnsupportedGraph(
+                name, f"a tensor that is not plain strided memory ({val.layout})", "use dense real tensors"
+            )
         self.values.append(
             Value(
                 name=name,
@@ -266,7 +276,9 @@ class _Builder:
         ordered = [pair for pair in nodes if pair in fresh.values()]
         base_of = {storage: self.value_of[node] for storage, (node, _) in fresh.items()}
         base_of.update({self.values[b.value].storage: b.value for b in reversed(self.bindings)})
-        returned = tuple(self._returned(node, base_of) for node, desc in outputs if type(desc).__name__ == "PlainAOTOutput")
+        returned = tuple(
+            self._returned(node, base_of) for node, desc in outputs if type(desc).__name__ == "PlainAOTOutput"
+        )
         return ordered, returned
 
     def _returned(self, node: Any, base_of: dict[int, int]) -> Returned:

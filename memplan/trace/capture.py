@@ -99,7 +99,9 @@ def _unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
     reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"
     details = [line for line in lines[1:] if line.startswith(("Explanation:", "from user code", "File ", "Hint:"))]
     text = " ".join(lines).lower()
-    if any(word in text for word in ("data-dependent", "unbacked", "guardondatadependent", "dynamicoutputshape", ".item()")):
+    if any(
+        word in text for word in ("data-dependent", "unbacked", "guardondatadependent", "dynamicoutputshape", ".item()")
+    ):
         hint = (
             "shapes or branches depend on tensor values; compute them outside the model or use a static variant "
             '(for mixtures of experts in transformers: model.set_experts_implementation("batched_mm"))'

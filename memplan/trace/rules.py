@@ -114,7 +114,15 @@ def _mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.No
 
 
 def _batch_norm(
-    rw: Rewriter, x: fx.Node, weight: Any, bias: Any, mean: fx.Node, var: fx.Node, training: bool, momentum: float, eps: float
+    rw: Rewriter,
+    x: fx.Node,
+    weight: Any,
+    bias: Any,
+    mean: fx.Node,
+    var: fx.Node,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[fx.Node, ...] | None:
     """CPU: `native_batch_norm.out` updates running statistics in place; here, copies of them."""
     if value(x).device.type != "cpu" or not training:
