@@ -9,12 +9,30 @@ from memplan.problem import Buffer, Problem, Solution
 from memplan.solve.base import Solver
 from memplan.solve.budget import Limits, Progress
 from memplan.solve.greedy import Greedy
+from memplan.solve.hill_climb import HillClimb
 from memplan.solve.naive import Naive
+from memplan.solve.online import Online
 from memplan.solve.partition import Partition
 from memplan.solve.portfolio import Portfolio
+from memplan.solve.shared import Shared
+from memplan.solve.tlsf import TLSF
+from memplan.solve.tstack import TStack
 from memplan.validate import validate
 
-SOLVERS: Mapping[str, Solver] = {solver.name: solver for solver in (Portfolio(), Greedy(), Naive(), Partition())}
+_ALL: tuple[Solver, ...] = (
+    Portfolio(),
+    Greedy(),
+    Greedy(best_fit=True),
+    TStack(),
+    Partition(),
+    Shared(),
+    HillClimb(),
+    Online(best_fit=False),
+    Online(best_fit=True),
+    TLSF(),
+    Naive(),
+)
+SOLVERS: Mapping[str, Solver] = {solver.name: solver for solver in _ALL}
 DEFAULT = "portfolio"
 
 
