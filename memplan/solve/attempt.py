@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from memplan.solve import cpsat_model
 from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints, load_of, subset
 from memplan.solve.quick import fill, first_answers
@@ -18,8 +19,13 @@ LARGE = 2_000  # buffers: larger pieces are searched through their busiest secti
 _TRACKED, _ADDED = 16, 8  # sections searched at first, and added after every round
 
 
-def attempt(core: Core, max_offset: Ints, budget: Budget, seed: int) -> tuple[Outcome, Ints]:
-    """Place every buffer of `core` at its `max_offset` (units) or below; offsets are complete if SOLVED."""
+def attempt(
+    core: Core, max_offset: Ints, budget: Budget, seed: int, *, hint: Ints | None = None
+) -> tuple[Outcome, Ints]:
+    """Place every buffer of `core` at its `max_offset` (units) or below; offsets are complete if SOLVED.
+
+    With a `hint` (a placement that reaches too high) the pieces go to CP-SAT instead of the search.
+    """
     offsets = np.full(core.n, -1, np.int64)
     if (max_offset < core.low).any():
         return Outcome.EXHAUSTED, offsets
@@ -27,7 +33,10 @@ def attempt(core: Core, max_offset: Ints, budget: Budget, seed: int) -> tuple[Ou
     offsets[reduced.bottom] = reduced.bottom_offset
     for piece in sorted(reduced.pieces, key=lambda p: len(p.ids)):
         part = subset(core, piece.ids, piece.base)
-        outcome, placed = _place(part, max_offset[piece.ids], budget, seed)
+        if hint is None:
+            outcome, placed = _place(part, max_offset[piece.ids], budget, seed)
+        else:
+            outcome, placed = cpsat_model.decide(part, max_offset[piece.ids], hint[piece.ids], budget)
         if outcome is not Outcome.SOLVED:
             return outcome, offsets
         offsets[piece.ids] = placed

@@ -64,6 +64,10 @@ class Budget:
         """Wall time that is left; None when only work is limited."""
         return None if self._deadline is None else max(0.0, self._deadline - time.perf_counter())
 
+    def remaining_work(self) -> int | None:
+        """Units that are left; None when only time is limited."""
+        return None if self._work is None else max(0, self._work - self.spent)
+
     def nodes(self, wanted: int, buffers: int) -> int:
         """How many of `wanted` search nodes on a piece of `buffers` may run before asking again."""
         cost = max(1.0, buffers / NODE_BUFFERS)

@@ -12,6 +12,7 @@ from memplan.solve.quick import first_answers
 from memplan.solve.search import Outcome
 
 _FIRST_SHARE, _STEP_SHARE = 0.5, 0.1  # of the budget: on the bound itself, then on each capacity above it
+_SEARCH_SHARE, _EXACT = 0.7, 64  # of the budget before CP-SAT; buffers up to which CP-SAT is asked at all
 _CLOSEST = 0.98  # a capacity this close to the best arena failed too: start again in the middle
 
 
@@ -38,24 +39,37 @@ class Race:
         if self.capacity is not None and not self.limits.minimize:
             first = self.capacity
         self._try(first, self.budget.share(_FIRST_SHARE), seed)
-        self._descend(seed)
+        self._descend(self.budget.share(_SEARCH_SHARE) if self._is_small() else self.budget, seed)
+        if self._is_small():
+            self._close()
 
-    def _descend(self, seed: int) -> None:
+    def _is_small(self) -> bool:
+        return self.core.n <= _EXACT
+
+    def _close(self) -> None:
+        """Hand what is open to CP-SAT: is there anything below the best arena?"""
+        while not self._is_done() and not self.budget.is_over:
+            assert self.arena is not None
+            outcome = self._try(self.arena - 1, self.budget, 0, hint=self.offsets)
+            if outcome is Outcome.LIMIT:
+                return
+
+    def _descend(self, budget: Budget, seed: int) -> None:
         """Capacities between the bound and the best arena: the middle, and closer to the arena on failure."""
         part = 0.5
-        while not self._is_done() and not self.budget.is_over:
+        while not self._is_done() and not budget.is_over:
             assert self.arena is not None
             goal = self.bound + int((self.arena - 1 - self.bound) * part)
             seed += 1
-            outcome = self._try(goal, self.budget.share(_STEP_SHARE), seed)
+            outcome = self._try(goal, budget.share(_STEP_SHARE), seed)
             if outcome is Outcome.LIMIT:
                 part = (1 + part) / 2
                 part = 0.5 if part > _CLOSEST else part
             else:
                 part = 0.5
 
-    def _try(self, capacity: int, budget: Budget, seed: int) -> Outcome:
-        outcome, offsets = attempt(self.core, self.core.max_offset(capacity), budget, seed)
+    def _try(self, capacity: int, budget: Budget, seed: int, hint: Ints | None = None) -> Outcome:
+        outcome, offsets = attempt(self.core, self.core.max_offset(capacity), budget, seed, hint=hint)
         if outcome is Outcome.SOLVED:
             self._offer(offsets)
         elif outcome is Outcome.EXHAUSTED:

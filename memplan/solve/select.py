@@ -8,6 +8,7 @@ from memplan.errors import InvalidProblem, UnsupportedProblem
 from memplan.problem import Buffer, Problem, Solution
 from memplan.solve.base import Solver
 from memplan.solve.budget import Limits, Progress
+from memplan.solve.cpsat import CPSAT
 from memplan.solve.greedy import Greedy
 from memplan.solve.hill_climb import HillClimb
 from memplan.solve.naive import Naive
@@ -21,6 +22,7 @@ from memplan.validate import validate
 
 _ALL: tuple[Solver, ...] = (
     Portfolio(),
+    CPSAT(),
     Greedy(),
     Greedy(best_fit=True),
     TStack(),
