@@ -1,10 +1,29 @@
-"""Execution orders: `Graph -> Schedule`, one file per policy, and the lower bound over all orders."""
+"""Execution orders: `Graph -> Schedule`, one file per policy, and the lower bound over all orders.
+
+Read `legal.py` (which orders compute the same), `base.py`, `core.py` (a graph as arrays), `bound.py` (the least that
+any order needs), then `portfolio.py`, the default, and what it tries: a policy per file, `repair.py`, `search.py`.
+Loops that must be fast are in `*_kernel.py`, compiled on large graphs only.
+"""
 
 from __future__ import annotations
 
-from memplan.schedule.base import Schedule, live_bytes, make_schedule
-from memplan.schedule.bound import working_set_bound
+from memplan.schedule.base import Evidence, Schedule, live_bytes, make_schedule
+from memplan.schedule.bound import cut_bound, working_set_bound
 from memplan.schedule.legal import predecessors, require_legal
+from memplan.schedule.select import POLICIES, Policy, order
 from memplan.schedule.traced import traced
 
-__all__ = ["Schedule", "live_bytes", "make_schedule", "predecessors", "require_legal", "traced", "working_set_bound"]
+__all__ = [
+    "Evidence",
+    "POLICIES",
+    "Policy",
+    "Schedule",
+    "cut_bound",
+    "live_bytes",
+    "make_schedule",
+    "order",
+    "predecessors",
+    "require_legal",
+    "traced",
+    "working_set_bound",
+]

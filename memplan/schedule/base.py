@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from memplan.graph import Graph
 from memplan.problem import Interval
-from memplan.schedule.bound import working_set_bound
+from memplan.schedule.bound import working_set
+
+
+class Evidence(enum.Enum):
+    """What proves that no order needs less than the bound; the value is the message for the user."""
+
+    WORKING_SET = "what {op} reads and writes"
+    CUT = "the cut at {op}"
+    SEARCH = "a search through all orders"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,13 +23,16 @@ class Schedule:
     """`order` holds op indices; the step of an op is its position in it.
 
     `max_live` and `bound` are bytes of planned storages without alignment: the most that are alive at one
-    step of this order, and a proven lower bound of that over all legal orders.
+    step of this order, and a proven lower bound of that over all legal orders. `evidence` is how it is
+    proven, `proof` the name of the op at which it is ("" when it takes all of them).
     """
 
     policy: str
     order: tuple[int, ...]
     max_live: int
     bound: int
+    evidence: Evidence = Evidence.WORKING_SET
+    proof: str = ""
 
     @property
     def gap(self) -> float:
@@ -34,9 +46,10 @@ class Schedule:
 
 
 def make_schedule(graph: Graph, order: tuple[int, ...], policy: str) -> Schedule:
-    """A schedule of `order`, measured."""
+    """A schedule of `order`, measured, with the bound that costs nothing."""
     live = live_bytes(graph, order)
-    return Schedule(policy=policy, order=order, max_live=max(live, default=0), bound=working_set_bound(graph))
+    bound, op = working_set(graph)
+    return Schedule(policy=policy, order=order, max_live=max(live, default=0), bound=bound, proof=op)
 
 
 def storage_intervals(graph: Graph, order: tuple[int, ...]) -> dict[int, Interval]:

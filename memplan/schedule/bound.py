@@ -1,13 +1,68 @@
-"""Lower bounds of max live over every legal order of a graph's ops."""
+"""Lower bounds of max live over every legal order of a graph's ops.
+
+The *cut* at an op v (docs: FINDINGS 7). Whatever the order, the ops that ran before v are an ideal I: with each
+op it holds all that must run before it. What v touches is alive while v runs, and so is every storage whose
+producer is in I and whose last user is not; the sum is submodular in I, and its least value over all ideals
+that v allows is one minimum cut. No order can do with less at v.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from memplan.graph import Graph
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from memplan.schedule.core import Core
+
+
+def working_set(graph: Graph) -> tuple[int, str]:
+    """Bytes of the largest working set, and the op (its name) that touches them: all that one op touches is
+    alive while it runs, whatever the order."""
+    sizes = [sum(graph.storages[s].nbytes for s in graph.touched(op) if graph.storages[s].planned) for op in graph.ops]
+    most = max(sizes, default=0)
+    return most, graph.ops[sizes.index(most)].name if sizes else ""
 
 
 def working_set_bound(graph: Graph) -> int:
-    """Bytes of the largest working set: whatever the order, all that one op touches is alive while it runs."""
-    return max(
-        (sum(graph.storages[s].nbytes for s in graph.touched(op) if graph.storages[s].planned) for op in graph.ops),
-        default=0,
+    """Bytes of the largest working set."""
+    return working_set(graph)[0]
+
+
+def cut_bound(graph: Graph, op: int) -> int:
+    """Bytes that any legal order needs while `op` (an index into the graph's ops) runs."""
+    from memplan.schedule.core import make_core
+
+    core = make_core(graph)
+    return cut(core, op + (op >= core.barrier)).bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The least cut at `op`: with `ideal` (True for what runs before) and no other ideal does it need less
+    than `bytes`; of several the smallest. `work` is what it took, in arcs looked at."""
+
+    op: int
+    bytes: int
+    ideal: npt.NDArray[np.bool_]
+    work: int
+
+
+def cut(core: Core, op: int) -> Cut:
+    """The least bytes alive while `op` (of the core) runs, over all ideals before it."""
+    from memplan.schedule.cut_kernel import BEFORE, network, sides_of
+    from memplan.schedule.flow_kernel import max_flow
+
+    c = core
+    side = sides_of(c.n, op, c.pred_ptr, c.pred, c.succ_ptr, c.succ)
+    nodes, tail, head, capacity, fixed, node = network(
+        *(c.n, op, side, c.pred_ptr, c.pred, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size, c.kept)
+    )
+    flow, near, work = max_flow(c.n, nodes, tail, head, capacity)
+    return Cut(
+        op=op, bytes=int(fixed + flow), ideal=near[node[: c.n]] & (side >= 0) | (side == BEFORE), work=int(work) + c.n
     )

@@ -1,0 +1,75 @@
+"""`auto`: the policies in turn, each mended by cut repair, until an order is proven to be optimal.
+
+Never worse than the traced order, and the traced order itself where none is better. All limits count work,
+so that the same graph gets the same schedule on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memplan.graph import Graph
+from memplan.schedule.base import Schedule
+from memplan.schedule.compiled import COMPILED
+from memplan.schedule.core import Core, Ints, make_core, step_bytes
+from memplan.schedule.early_free import early_free_order, late_alloc_order
+from memplan.schedule.greedy import greedy_order
+from memplan.schedule.lpmf import lpmf_order
+from memplan.schedule.prover import Prover
+from memplan.schedule.repair import repair
+from memplan.schedule.reverse_greedy import reverse_greedy_order
+from memplan.schedule.search import narrow, widest
+
+_ORDERS: tuple[tuple[str, Callable[[Core], Ints]], ...] = (
+    ("traced", lambda core: core.traced),
+    ("early_free", early_free_order),
+    ("late_alloc", late_alloc_order),
+    ("lpmf", lpmf_order),
+    ("greedy", greedy_order),
+    ("reverse_greedy", reverse_greedy_order),
+)
+_WIDTHS = (8, 64, 512)
+
+
+def portfolio(graph: Graph) -> Schedule:
+    """The order that needs the least of all that the policies, repair and a bounded search find."""
+    core = make_core(graph)
+    prover = Prover(core, _cut_work(core))
+    best, name, peak = _listed(core, prover)
+    if peak > prover.bound:
+        prover.raise_bound(best)
+    work = _search_work(core)
+    for width in _WIDTHS:
+        if peak == prover.bound or work <= 0:
+            break
+        found = narrow(core, best, prover.bound, width=min(width, widest(core)), work=work)
+        prover.searched(found.bound)
+        work = found.left
+        if found.max_live < peak:
+            best, name, peak = found.order, "search", found.max_live
+    return prover.schedule(graph, best, name)
+
+
+def _listed(core: Core, prover: Prover) -> tuple[Ints, str, int]:
+    """The best of the listed orders, as they are and mended; the first of equals."""
+    best, name = core.traced, "traced"
+    peak = int(step_bytes(core, best).max(initial=0))
+    for policy, make in _ORDERS:
+        if peak == prover.bound:
+            break
+        order = make(core)
+        for called in (policy, f"{policy} + repair"):
+            needs = int(step_bytes(core, order).max())
+            if needs < peak:
+                best, name, peak = order, called, needs
+            if called == policy and needs > prover.bound:
+                order = repair(core, order, prover.cut_at)
+    return best, name, peak
+
+
+def _cut_work(core: Core) -> int:
+    return 10_000 * core.n
+
+
+def _search_work(core: Core) -> int:
+    return (4_000 if core.n < COMPILED else 20_000) * core.n

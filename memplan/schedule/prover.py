@@ -1,0 +1,60 @@
+"""What is proven about a core so far: the highest lower bound, how it was found, and every cut, once."""
+
+from __future__ import annotations
+
+from memplan.graph import Graph
+from memplan.schedule.base import Evidence, Schedule
+from memplan.schedule.bound import Cut, cut
+from memplan.schedule.core import Core, Ints, step_bytes
+
+
+class Prover:
+    """Cuts under a work limit (in arcs looked at, so that the outcome depends on the graph alone)."""
+
+    def __init__(self, core: Core, work: int) -> None:
+        self.core = core
+        self.work = work
+        self.bound = int(core.working_set.max(initial=0))
+        self.evidence = Evidence.WORKING_SET
+        self.op = int(core.working_set.argmax()) if core.n else 0
+        self._cuts: dict[int, Cut] = {}
+
+    def cut_at(self, op: int) -> Cut | None:
+        """The least cut at `op`, or None when there is no work left to find it."""
+        if op in self._cuts:
+            return self._cuts[op]
+        if self.work <= 0:
+            return None
+        found = cut(self.core, op)
+        self.work -= found.work
+        self._cuts[op] = found
+        if found.bytes > self.bound:
+            self.bound, self.evidence, self.op = found.bytes, Evidence.CUT, op
+        return found
+
+    def searched(self, bound: int) -> None:
+        """Take note that a search excluded everything below `bound`."""
+        if bound > self.bound:
+            self.bound, self.evidence = bound, Evidence.SEARCH
+
+    def raise_bound(self, order: Ints) -> None:
+        """Cut where `order` needs the most, while a cut there could still raise the bound.
+
+        A cut is at most what its op needs in any order, so that no other op can do more than those.
+        """
+        steps = step_bytes(self.core, order)
+        for step in (-steps).argsort(kind="stable"):
+            if steps[step] <= self.bound or self.cut_at(int(order[step])) is None:
+                return
+
+    def schedule(self, graph: Graph, order: Ints, policy: str) -> Schedule:
+        """The order with what is proven about all."""
+        proof = "" if self.evidence is Evidence.SEARCH or not graph.ops else graph.ops[self.core.graph_op(self.op)].name
+        return Schedule(
+            policy=policy,
+            order=self.core.graph_order(order),
+            max_live=int(step_bytes(self.core, order).max(initial=0)),
+            bound=self.bound,
+            evidence=self.evidence,
+            proof=proof,
+        )

@@ -1,0 +1,40 @@
+"""Policies by name, each imported when it is first asked for: the traced order needs neither numpy nor numba."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import MappingProxyType
+
+from memplan.errors import MemplanError
+from memplan.graph import Graph
+from memplan.schedule.base import Schedule
+
+Policy = Callable[[Graph], Schedule]
+
+# name -> module and function
+POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "auto": ("portfolio", "portfolio"),
+        "traced": ("traced", "traced"),
+        "early_free": ("early_free", "early_free"),
+        "late_alloc": ("early_free", "late_alloc"),
+        "lpmf": ("lpmf", "lpmf"),
+        "greedy": ("greedy", "greedy"),
+        "reverse_greedy": ("reverse_greedy", "reverse_greedy"),
+        "beam": ("beam", "beam"),
+        "exact": ("exact", "exact"),
+        "cpsat": ("cpsat", "cpsat"),
+    }
+)
+
+
+def order(graph: Graph, schedule: str | Policy = "auto") -> Schedule:
+    """A schedule of `graph` by a policy or its name. Raises `MemplanError` for a name that is none."""
+    if callable(schedule):
+        return schedule(graph)
+    if schedule not in POLICIES:
+        raise MemplanError(f"schedule={schedule!r}", hint=f"choose one of: {', '.join(map(repr, POLICIES))}")
+    module, name = POLICIES[schedule]
+    found: Schedule = getattr(import_module(f"memplan.schedule.{module}"), name)(graph)
+    return found

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import networkx as nx
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.graph import Graph, Phase, StorageKind
+from memplan.schedule import Evidence, cut_bound, traced, working_set_bound
+from memplan.schedule.bound import cut
+from memplan.schedule.core import make_core, reverse, step_bytes
+from memplan.schedule.flow_kernel import max_flow
+from memplan.schedule.portfolio import portfolio
+from tests.graph_strategies import GraphBuilder, graphs, schedules
+from tests.schedule.brute import least_at, optimum
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int]]]:
+    nodes = draw(st.integers(2, 8))
+    arc = st.tuples(st.integers(0, nodes - 1), st.integers(0, nodes - 1), st.integers(0, 9))
+    return nodes, draw(st.lists(arc.filter(lambda a: a[0] != a[1]), max_size=24))
+
+
+@given(networks(), st.booleans())
+@settings(deadline=None)
+def test_flow_and_cut_are_those_of_networkx(network: tuple[int, list[tuple[int, int, int]]], compiled: bool) -> None:
+    nodes, arcs = network
+    theirs = nx.DiGraph()
+    theirs.add_nodes_from(range(nodes))
+    for u, v, c in arcs:
+        theirs.add_edge(u, v, capacity=c + (theirs[u][v]["capacity"] if theirs.has_edge(u, v) else 0))
+    tail, head, capacity = (np.array([a[i] for a in arcs], np.int64) for i in range(3))
+    flow, near, _ = max_flow(10**6 if compiled else 0, nodes, tail, head, capacity)
+    assert flow == nx.maximum_flow_value(theirs, 0, 1)
+    assert near[0]
+    assert not near[1]
+    assert flow == sum(c for u, v, c in arcs if near[u] and not near[v])
+
+
+@given(graphs(max_ops=6))
+@settings(deadline=None, max_examples=60)
+def test_the_cut_at_an_op_is_the_least_that_any_order_needs_there(graph: Graph) -> None:
+    """Exactly, by brute force; an op alone is the barrier's case too, as both phases are drawn."""
+    for op in range(len(graph.ops)):
+        assert cut_bound(graph, op) == least_at(graph, op)
+
+
+@given(graphs(max_ops=9))
+@settings(deadline=None)
+def test_the_bound_is_never_above_the_optimum(graph: Graph) -> None:
+    found = portfolio(graph)
+    assert working_set_bound(graph) <= found.bound <= optimum(graph) <= found.max_live
+
+
+def test_the_cut_alone_proves_a_ladder() -> None:
+    """Where large results must outlive what follows, as in training and UNets, one cut is the optimum."""
+    for depth in range(2, 5):
+        graph = ladder(depth)
+        best = max(cut_bound(graph, op) for op in range(len(graph.ops)))
+        assert working_set_bound(graph) < best == optimum(graph)
+        assert portfolio(graph).evidence is Evidence.CUT
+
+
+def test_a_search_proves_what_no_cut_can() -> None:
+    """Each branch could be the first, at its own cut; one of them must be the last."""
+    graph = diamonds(3)
+    found = portfolio(graph)
+    assert max(cut_bound(graph, op) for op in range(len(graph.ops))) < found.bound == found.max_live == optimum(graph)
+    assert (found.evidence, found.proof) == (Evidence.SEARCH, "")
+
+
+def ladder(depth: int) -> Graph:
+    """Down a chain of results of 100 bytes, and up again through each of them, with 10 bytes on the way."""
+    b = GraphBuilder()
+    down = [b.storage(StorageKind.ACTIVATION, 100, planned=True) for _ in range(depth)]
+    for i, value in enumerate(down):
+        b.op(Phase.FORWARD, tuple(down[max(i - 1, 0) : i]), (value,))
+    up: tuple[int, ...] = ()
+    for value in reversed(down):
+        b.op(Phase.FORWARD, (value, *up), (b.storage(StorageKind.ACTIVATION, 10, planned=True),))
+        up = b.ops[-1].writes
+    return b.graph()
+
+
+def diamonds(width: int) -> Graph:
+    """One source, `width` branches that each grow and shrink again, and a sum of their small results."""
+    b = GraphBuilder()
+    source = b.storage(StorageKind.ACTIVATION, 50, planned=True)
+    b.op(Phase.FORWARD, (), (source,))
+    small = []
+    for _ in range(width):
+        large = b.storage(StorageKind.ACTIVATION, 100, planned=True)
+        b.op(Phase.FORWARD, (source,), (large,))
+        small.append(b.storage(StorageKind.ACTIVATION, 10, planned=True))
+        b.op(Phase.FORWARD, (large,), (small[-1],))
+    total = b.storage(StorageKind.OUTPUT, 10, planned=False)
+    b.op(Phase.FORWARD, tuple(small), (total,))
+    return b.graph((total,))
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_no_order_is_below_a_cut(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    order = data.draw(schedules(graph)).order
+    core = make_core(graph)
+    steps = step_bytes(core, core.core_order(order))
+    for step, op in enumerate(core.core_order(order)):
+        found = cut(core, int(op))
+        assert found.bytes <= steps[step]
+        assert not found.ideal[op]
+        for u in range(core.n):  # the ideal is one: with each op all that it needs
+            assert not found.ideal[u] or found.ideal[core.pred[core.pred_ptr[u] : core.pred_ptr[u + 1]]].all()
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_a_core_is_its_graph_and_so_is_its_reverse(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    schedule = data.draw(schedules(graph))
+    core = make_core(graph)
+    order = core.core_order(schedule.order)
+    assert core.graph_order(order) == schedule.order
+    steps = step_bytes(core, order)
+    assert steps.max(initial=0) == schedule.max_live
+    back = reverse(core)
+    assert (step_bytes(back, core.n - 1 - order[::-1]) == steps[::-1]).all()
+    assert all((getattr(reverse(back), f) == getattr(core, f)).all() for f in ("pred", "succ", "touch", "user", "size"))
+
+
+def test_an_empty_graph_needs_nothing() -> None:
+    assert portfolio(GraphBuilder().graph()) == traced(GraphBuilder().graph()).__class__(
+        policy="traced", order=(), max_live=0, bound=0
+    )
