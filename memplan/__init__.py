@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memplan.runtime import CompiledModule, compile
+    from memplan.schedule import Policy
     from memplan.solve import Solver
 
 __all__ = [
@@ -64,6 +65,7 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
+    schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Plan:
@@ -71,9 +73,13 @@ def plan(
 
     `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others;
     real, fake and meta tensors will do, and so they will as parameters. `train`: plan forward and backward
-    (None: as `model.training` says) or the forward alone. `time_limit` is the solver's, in seconds. Raises
+    (None: as `model.training` says) or the forward alone. `schedule`: which order of the ops to
+    plan, by the name of its policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own.
+    `time_limit` is the solver's, in seconds. Raises
     `UnsupportedGraph` when the model cannot be traced as one graph.
     """
     from memplan import trace
 
-    return trace.plan(model, example_inputs, example_kwargs, train=train, solver=solver, time_limit=time_limit)
+    return trace.plan(
+        model, example_inputs, example_kwargs, train=train, schedule=schedule, solver=solver, time_limit=time_limit
+    )

@@ -17,7 +17,7 @@ from memplan import lifetimes
 from memplan.errors import InvalidPlan
 from memplan.graph import Graph, StorageKind, check_graph
 from memplan.problem import Problem, Solution, Status
-from memplan.schedule import Schedule, live_bytes, require_legal, working_set_bound
+from memplan.schedule import Schedule, live_bytes, require_evidence, require_legal, working_set_bound
 from memplan.schedule.base import storage_intervals
 from memplan.solve import Solver, solve
 from memplan.validate import validate
@@ -198,3 +198,4 @@ def _check_schedule(graph: Graph, schedule: Schedule) -> None:
         raise InvalidPlan(
             f"{schedule.bound} is not between the largest working set and max live", where="schedule.bound"
         )
+    require_evidence(graph, schedule)

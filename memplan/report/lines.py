@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.holders import Holder
 from memplan.report.summary import Peak, Report
-from memplan.units import format_bytes, format_share
+from memplan.units import bytes_apart, format_bytes, format_share
 
 Line = tuple[str, int | None, str]
 
@@ -54,6 +54,17 @@ def verdict(report: Report) -> str:
         )
     order = "and no order can need less" if report.order_certified else f"in the order {report.policy!r}"
     return f"layout by {report.solver!r}: no layout can need less {order}"
+
+
+def certificate(report: Report) -> str:
+    """How good the order is, and what proves it: "optimal order 'traced': no order of these ops needs less ..."."""
+    proof = report.order_evidence.value.format(op=report.order_proof)
+    if report.order_certified:
+        least = format_bytes(report.order_bound)
+        return f"optimal order ({report.policy}): no order of these ops needs less than {least}, proven by {proof}"
+    needs, least = bytes_apart(report.order_max_live, report.order_bound)
+    most = format_share(report.order_gap)
+    return f"order {report.policy!r} needs {needs}, at most {most} more than the best: {least}, proven by {proof}"
 
 
 def peak_line(peak: Peak) -> str:

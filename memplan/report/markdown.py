@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memplan.report.lines import memory_lines, op_name, origin, peak_line, printable, title, verdict
+from memplan.report.lines import certificate, memory_lines, op_name, origin, peak_line, printable, title, verdict
 from memplan.report.summary import Report
 from memplan.units import format_bytes
 
@@ -17,7 +17,7 @@ def report_markdown(report: Report) -> str:
         for group in groups
         for label, size, remark in group
     ]
-    parts = [f"## {_cell(title(report))}", _cell(verdict(report)) + "."]
+    parts = [f"## {_cell(title(report))}", _cell(verdict(report)) + ".", _cell(certificate(report)) + "."]
     parts.append(_table(("memory", "size", "bytes", ""), memory))
     if report.peak is not None:
         parts.append(f"**Peak** at {_cell(peak_line(report.peak))}.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from memplan.graph import StorageKind
 from memplan.holders import Holder, alive_at, largest
 from memplan.plan import Plan
+from memplan.schedule import Evidence
 
 LARGEST = 10
 
@@ -67,7 +68,9 @@ class Report:
     """A plan in figures. Sizes are bytes, steps are positions in the schedule.
 
     `status` is how good the layout is (see `problem.Status`), `bound` the proven lower bound of any arena
-    in this order; `order_certified` says that no other order needs less either. `peak` is None when
+    in this order. `order_max_live` and `order_bound` are without alignment: what this order needs, and what
+    every order needs at least, as `order_evidence` proves (at the op `order_proof`, unless that is empty).
+    `order_certified`: they are equal, so that no order needs less. `peak` is None when
     nothing is planned.
     """
 
@@ -85,6 +88,11 @@ class Report:
     solver: str
     policy: str
     order_certified: bool
+    order_max_live: int
+    order_bound: int
+    order_gap: float
+    order_evidence: Evidence
+    order_proof: str
     outside: Outside
     outside_total: int
     total: int
@@ -112,6 +120,11 @@ def make_report(plan: Plan) -> Report:
         solver=plan.solution.solver,
         policy=plan.schedule.policy,
         order_certified=plan.schedule.certified,
+        order_max_live=plan.schedule.max_live,
+        order_bound=plan.schedule.bound,
+        order_gap=plan.schedule.gap,
+        order_evidence=plan.schedule.evidence,
+        order_proof=plan.schedule.proof,
         outside=outside,
         outside_total=outside.total,
         total=plan.total,

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan.holders import Holder
-from memplan.report.lines import memory_lines, op_name, origin, peak_line, printable, title, verdict
+from memplan.report.lines import certificate, memory_lines, op_name, origin, peak_line, printable, title, verdict
 from memplan.report.summary import Functional, Report
 from memplan.units import format_bytes
 
@@ -31,6 +31,7 @@ def render(report: Report, width: int) -> RenderableType:
     parts: list[RenderableType] = [
         _text(title(report), "bold"),
         _text(verdict(report)),
+        _text(certificate(report)),
         _memory(report, width),
     ]
     if report.peak is not None:

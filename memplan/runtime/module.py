@@ -42,6 +42,7 @@ class CompiledModule(nn.Module):
         *,
         train: bool | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,
+        schedule: Any = "auto",
         solver: Any = "auto",
         time_limit: float | None = None,
         in_place: bool = True,
@@ -56,7 +57,7 @@ class CompiledModule(nn.Module):
         self.training = model.training
         self.__dict__["_original"] = model
         self.__dict__["_structure"] = Structure(model)
-        self.__dict__["_options"] = {"solver": solver, "time_limit": time_limit}
+        self.__dict__["_options"] = {"schedule": schedule, "solver": solver, "time_limit": time_limit}
         self.__dict__["_in_place"] = in_place
         self.__dict__["_guard"] = guard
         self.__dict__["_on_mismatch"] = on_mismatch
@@ -171,6 +172,7 @@ def compile(
     *,
     train: bool | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    schedule: Any = "auto",
     solver: Any = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
@@ -197,6 +199,7 @@ def compile(
         example_kwargs or {},
         train=train,
         plan=plan,
+        schedule=schedule,
         solver=solver,
         time_limit=time_limit,
         in_place=in_place,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from memplan.schedule.base import Evidence, Schedule, live_bytes, make_schedule
 from memplan.schedule.bound import cut_bound, working_set_bound
+from memplan.schedule.evidence import require_evidence
 from memplan.schedule.legal import predecessors, require_legal
 from memplan.schedule.select import POLICIES, Policy, order
 from memplan.schedule.traced import traced
@@ -23,6 +24,7 @@ __all__ = [
     "make_schedule",
     "order",
     "predecessors",
+    "require_evidence",
     "require_legal",
     "traced",
     "working_set_bound",

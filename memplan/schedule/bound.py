@@ -1,6 +1,6 @@
 """Lower bounds of max live over every legal order of a graph's ops.
 
-The *cut* at an op v (docs: FINDINGS 7). Whatever the order, the ops that ran before v are an ideal I: with each
+The *cut* at an op v (FINDINGS 7). Whatever the order, the ops that ran before v are an ideal I: with each
 op it holds all that must run before it. What v touches is alive while v runs, and so is every storage whose
 producer is in I and whose last user is not; the sum is submodular in I, and its least value over all ideals
 that v allows is one minimum cut. No order can do with less at v.
@@ -33,12 +33,15 @@ def working_set_bound(graph: Graph) -> int:
     return working_set(graph)[0]
 
 
+_INTERPRETED = 5000  # ops: one cut alone is sooner found than numba imported
+
+
 def cut_bound(graph: Graph, op: int) -> int:
     """Bytes that any legal order needs while `op` (an index into the graph's ops) runs."""
     from memplan.schedule.core import make_core
 
     core = make_core(graph)
-    return cut(core, op + (op >= core.barrier)).bytes
+    return cut(core, op + (op >= core.barrier), interpreted=core.n < _INTERPRETED).bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +55,16 @@ class Cut:
     work: int
 
 
-def cut(core: Core, op: int) -> Cut:
+def cut(core: Core, op: int, *, interpreted: bool = False) -> Cut:
     """The least bytes alive while `op` (of the core) runs, over all ideals before it."""
     from memplan.schedule.cut_kernel import BEFORE, network, sides_of
     from memplan.schedule.flow_kernel import max_flow
 
-    c = core
-    side = sides_of(c.n, op, c.pred_ptr, c.pred, c.succ_ptr, c.succ)
+    c, ops = core, 0 if interpreted else core.n
+    side = sides_of(ops, op, c.pred_ptr, c.pred, c.succ_ptr, c.succ)
     nodes, tail, head, capacity, fixed, node = network(
-        *(c.n, op, side, c.pred_ptr, c.pred, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size, c.kept)
+        *(ops, op, side, c.pred_ptr, c.pred, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size, c.kept)
     )
-    flow, near, work = max_flow(c.n, nodes, tail, head, capacity)
-    return Cut(
-        op=op, bytes=int(fixed + flow), ideal=near[node[: c.n]] & (side >= 0) | (side == BEFORE), work=int(work) + c.n
-    )
+    flow, near, work = max_flow(ops, nodes, tail, head, capacity)
+    before = near[node[: c.n]] & (side >= 0) | (side == BEFORE)
+    return Cut(op=op, bytes=int(fixed + flow), ideal=before, work=int(work) + c.n)

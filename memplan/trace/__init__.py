@@ -15,7 +15,8 @@ from torch import nn
 
 from memplan.inplace import reuse_in_place
 from memplan.plan import Plan, make_plan
-from memplan.schedule import traced as traced_order
+from memplan.schedule import Policy
+from memplan.schedule import order as order_of
 from memplan.solve import Solver
 from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
@@ -60,22 +61,28 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
+    schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Plan:
     """`memplan.plan`."""
     traced = trace(model, example_inputs, example_kwargs, train=train)
-    return plan_traced(traced, solver=solver, time_limit=time_limit)
+    return plan_traced(traced, schedule=schedule, solver=solver, time_limit=time_limit)
 
 
 def plan_traced(
-    traced: TracedGraph, *, solver: str | Solver = "auto", time_limit: float | None = None, redzone: int = 0
+    traced: TracedGraph,
+    *,
+    schedule: str | Policy = "auto",
+    solver: str | Solver = "auto",
+    time_limit: float | None = None,
+    redzone: int = 0,
 ) -> Plan:
     """Order a traced step and place its storages; `redzone` is in bytes (see `lifetimes.problem`)."""
     return make_plan(
         model=traced.model,
         graph=traced.graph,
-        schedule=traced_order(traced.graph),
+        schedule=order_of(traced.graph, schedule),
         alignment=alignment_of(traced.device),
         redzone=redzone,
         versions={"memplan": __version__, "torch": torch.__version__, "python": platform.python_version()},

@@ -1,0 +1,27 @@
+"""Holding a schedule's bound against its evidence: what a plan file says about all orders is checked, not believed."""
+
+from __future__ import annotations
+
+from memplan.errors import InvalidPlan
+from memplan.graph import Graph
+from memplan.schedule.base import Evidence, Schedule
+from memplan.schedule.bound import cut_bound, working_set
+
+
+def require_evidence(graph: Graph, schedule: Schedule) -> None:
+    """Raise `InvalidPlan` unless the bound is what the cut or the working set named by `proof` gives.
+
+    A search is not repeated: its bound is taken as said, within what the caller has checked.
+    """
+    if schedule.evidence is Evidence.SEARCH:
+        if schedule.proof:
+            raise InvalidPlan("a search names no op", where="schedule.proof")
+        return
+    if not graph.ops and not schedule.proof:
+        return
+    index = next((i for i, op in enumerate(graph.ops) if op.name == schedule.proof), None)
+    if index is None:
+        raise InvalidPlan("names no op of the graph", where="schedule.proof")
+    proven = cut_bound(graph, index) if schedule.evidence is Evidence.CUT else working_set(graph)[0]
+    if proven != schedule.bound:
+        raise InvalidPlan(f"says {schedule.bound}, its evidence gives {proven}", where="schedule.bound")
