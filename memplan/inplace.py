@@ -11,22 +11,21 @@ from dataclasses import replace
 
 from memplan.graph import Graph, Op, Value
 
-# ATen ops whose CPU and CUDA kernels read index i before they write index i, and nothing else after.
-POINTWISE = frozenset(
-    f"aten.{name}"
-    for name in (
-        "abs.default add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default exp.default log.default "
-        "reciprocal.default sqrt.default rsqrt.default sin.default cos.default tanh.default sigmoid.default "
-        "silu.default gelu.default erf.default pow.Tensor_Scalar clamp.default clamp_min.default clamp_max.default "
-        "maximum.default minimum.default where.self addcmul.default lerp.Scalar bitwise_not.default "
-        "logical_not.default bitwise_and.Tensor bitwise_or.Tensor hardtanh.default leaky_relu.default elu.default "
-        "silu_backward.default gelu_backward.default tanh_backward.default sigmoid_backward.default "
-        "threshold_backward.default mse_loss_backward.grad_input mse_loss_backward.default"
-    ).split()
-)
-ROWWISE = frozenset(
-    f"aten.{name}.default" for name in ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
-)
+_POINTWISE_NAMES = """
+    abs.default add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default exp.default log.default reciprocal.default
+    sqrt.default rsqrt.default sin.default cos.default tanh.default sigmoid.default silu.default gelu.default
+    erf.default pow.Tensor_Scalar clamp.default clamp_min.default clamp_max.default maximum.default minimum.default
+    where.self addcmul.default lerp.Scalar bitwise_not.default logical_not.default bitwise_and.Tensor
+    bitwise_or.Tensor hardtanh.default leaky_relu.default elu.default silu_backward.default gelu_backward.default
+    tanh_backward.default sigmoid_backward.default threshold_backward.default mse_loss_backward.default
+"""
+_ROWWISE_NAMES = """
+    _softmax.default _log_softmax.default _softmax_backward_data.default _log_softmax_backward_data.default
+"""
+# ATen ops whose kernels read index i before they write index i, and nothing of it after.
+POINTWISE = frozenset(f"aten.{name}" for name in _POINTWISE_NAMES.split())
+# ATen ops whose CPU kernels finish reading a row before they write it.
+ROWWISE = frozenset(f"aten.{name}" for name in _ROWWISE_NAMES.split())
 _COPY = "aten.copy_.default"
 
 
@@ -51,9 +50,10 @@ def reuse_in_place(graph: Graph) -> Graph:
             born = graph.values[out].storage
             if first_touch[born] != index or born in kept or born in host:
                 continue
-            dying = _dying_input(graph, op, out, index, last_touch, kept | {root(s) for s in graph.written(op)})
-            if dying is not None:
-                host[born] = dying
+            dying = {s for s in graph.touched(op) if last_touch[s] == index} - kept - set(graph.written(op))
+            found = _dying_input(graph, op, out, dying)
+            if found is not None:
+                host[born] = found
                 break  # one input can hold one result
     values = tuple(replace(v, storage=root(v.storage)) if v.storage in host else v for v in graph.values)
     return replace(graph, values=values)
@@ -71,8 +71,8 @@ def _whole_results(graph: Graph, op: Op) -> list[int]:
     return [v for v in op.writes if _spans(graph, graph.values[v]) and graph.storages[graph.values[v].storage].planned]
 
 
-def _dying_input(graph: Graph, op: Op, out: int, index: int, last_touch: dict[int, int], taken: set[int]) -> int | None:
-    """The storage of an input that `op` is the last to touch and whose bytes can hold `out`."""
+def _dying_input(graph: Graph, op: Op, out: int, dying: set[int]) -> int | None:
+    """The storage in `dying` of an input of `op` whose bytes can hold `out`."""
     result = graph.values[out]
     for read in op.reads:
         value = graph.values[read]
@@ -80,8 +80,7 @@ def _dying_input(graph: Graph, op: Op, out: int, index: int, last_touch: dict[in
         reads = [graph.values[r] for r in op.reads if graph.values[r].storage == value.storage]
         if (
             storage.planned
-            and last_touch[value.storage] == index
-            and value.storage not in taken
+            and value.storage in dying
             and storage.nbytes == graph.storages[result.storage].nbytes
             and storage.device == graph.storages[result.storage].device
             and (not op.direct or all(_same_place(r, result) for r in reads))
