@@ -6,7 +6,7 @@ import dataclasses
 
 from memplan.graph import Graph, Origin, Phase, StorageKind
 from memplan.plan import Plan, make_plan
-from memplan.schedule import traced
+from memplan.schedule import order, traced
 from tests.graph_strategies import GraphBuilder
 
 
@@ -37,3 +37,20 @@ def sample_plan(alignment: int = 64, temporaries: tuple[int, ...] | None = None)
         model="sample", graph=graph, schedule=traced(graph), alignment=alignment, versions={"memplan": "0.1.0"}
     )
     return dataclasses.replace(plan, temporaries=temporaries)
+
+
+def branching_graph() -> Graph:
+    """a(40) -> d(50), and a -> b(100) -> c(10); c and d -> y(8, the caller's). d had better come after b."""
+    b = GraphBuilder()
+    first, side, large, small = (b.storage(StorageKind.ACTIVATION, n, planned=True) for n in (40, 50, 100, 10))
+    y = b.storage(StorageKind.OUTPUT, 8, planned=False)
+    for reads, write in (((), first), ((first,), side), ((first,), large), ((large,), small), ((small, side), y)):
+        b.op(Phase.FORWARD, reads, (write,))
+    return b.graph((y,))
+
+
+def branching_plan(policy: str) -> Plan:
+    """The branching graph ordered by a policy: traced 190 bytes, optimal 150."""
+    graph = branching_graph()
+    schedule = order(graph, policy)
+    return make_plan(model="branching", graph=graph, schedule=schedule, alignment=1, versions={"memplan": "0.1.0"})

@@ -98,10 +98,12 @@ def test_a_swap_is_named() -> None:
         require_legal(sample_graph(), (1, 0, 2, 3, 4))
 
 
-def test_random_ops_keep_their_order() -> None:
+@pytest.mark.parametrize("target", ["aten.bernoulli_.float", "_c10d_functional.all_reduce.default"])
+def test_random_ops_and_collectives_keep_their_order(target: str) -> None:
     b = GraphBuilder()
     for _ in range(2):
-        b.op(Phase.FORWARD, (), (b.storage(StorageKind.ACTIVATION, 8, planned=True),), random=True)
+        made = b.storage(StorageKind.ACTIVATION, 8, planned=True)
+        b.op(Phase.FORWARD, (), (made,), random=target.startswith("aten."), target=target)
     graph = b.graph()
     require_legal(graph, (0, 1))
     with pytest.raises(InvalidPlan):

@@ -57,14 +57,17 @@ def verdict(report: Report) -> str:
 
 
 def certificate(report: Report) -> str:
-    """How good the order is, and what proves it: "optimal order 'traced': no order of these ops needs less ..."."""
-    proof = report.order_evidence.value.format(op=report.order_proof)
-    if report.order_certified:
-        least = format_bytes(report.order_bound)
-        return f"optimal order ({report.policy}): no order of these ops needs less than {least}, proven by {proof}"
+    """How good the order is, and what proves it: "optimal: no order of these ops needs less than 826.1 MiB, ..."."""
+    proof = f"proven by {report.order_evidence.value.format(op=report.order_proof)}"
     needs, least = bytes_apart(report.order_max_live, report.order_bound)
-    most = format_share(report.order_gap)
-    return f"order {report.policy!r} needs {needs}, at most {most} more than the best: {least}, proven by {proof}"
+    if report.order_certified:
+        text = f"optimal: no order of these ops needs less than {least}, {proof}"
+    else:
+        most = format_share(report.order_gap)
+        text = f"{needs}, at most {most} more than the best order can need: {least}, {proof}"
+    if report.order_traced > report.order_max_live:
+        text += f"; traced, they need {bytes_apart(report.order_traced, report.order_max_live)[0]}"
+    return f"order by {report.policy!r}: {text}"
 
 
 def peak_line(peak: Peak) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from memplan.graph import StorageKind
 from memplan.holders import Holder, alive_at, largest
 from memplan.plan import Plan
-from memplan.schedule import Evidence
+from memplan.schedule import Evidence, live_bytes
 
 LARGEST = 10
 
@@ -69,7 +69,8 @@ class Report:
 
     `status` is how good the layout is (see `problem.Status`), `bound` the proven lower bound of any arena
     in this order. `order_max_live` and `order_bound` are without alignment: what this order needs, and what
-    every order needs at least, as `order_evidence` proves (at the op `order_proof`, unless that is empty).
+    every order needs at least, as `order_evidence` proves (at the op `order_proof`, unless that is empty);
+    `order_traced` is what the traced order needs.
     `order_certified`: they are equal, so that no order needs less. `peak` is None when
     nothing is planned.
     """
@@ -89,6 +90,7 @@ class Report:
     policy: str
     order_certified: bool
     order_max_live: int
+    order_traced: int
     order_bound: int
     order_gap: float
     order_evidence: Evidence
@@ -121,6 +123,7 @@ def make_report(plan: Plan) -> Report:
         policy=plan.schedule.policy,
         order_certified=plan.schedule.certified,
         order_max_live=plan.schedule.max_live,
+        order_traced=max(live_bytes(plan.graph, tuple(range(len(plan.graph.ops)))), default=0),
         order_bound=plan.schedule.bound,
         order_gap=plan.schedule.gap,
         order_evidence=plan.schedule.evidence,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from memplan.errors import InvalidPlan
-from memplan.graph import Graph, Phase
+from memplan.graph import Graph, Op, Phase
 
 
 def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
     """For each op (by index) the ops that must run before it, directly.
 
-    Ops that touch one storage keep their traced order when one of them writes it; random ops keep theirs
-    among each other, so that a seed gives the same numbers.
+    Ops that touch one storage keep their traced order when one of them writes it. Random ops keep theirs
+    among each other, so that a seed gives the same numbers; so do collectives, which all ranks must start in
+    one order.
     """
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
-    last_random: int | None = None
+    last: dict[str, int] = {}  # of the ops that keep their order among each other
     found: list[frozenset[int]] = []
     for index, op in enumerate(graph.ops):
         before: set[int] = set()
@@ -27,12 +30,19 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
                 writer[storage], readers[storage] = index, []
             else:
                 readers.setdefault(storage, []).append(index)
-        if op.random:
-            if last_random is not None:
-                before.add(last_random)
-            last_random = index
+        for chain in _chains(op):
+            if chain in last:
+                before.add(last[chain])
+            last[chain] = index
         found.append(frozenset(before))
     return tuple(found)
+
+
+def _chains(op: Op) -> Iterator[str]:
+    if op.random:
+        yield "random"
+    if op.target.startswith(("_c10d_functional.", "c10d.")):
+        yield "collective"
 
 
 def require_legal(graph: Graph, order: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ from memplan.report.lines import printable
 from memplan.report.markdown import report_markdown
 from memplan.report.table import ReportTable
 from tests.graph_strategies import plans
-from tests.samples import sample_plan
+from tests.samples import branching_plan, sample_plan
 
 
 def _drawn(plan: Plan, width: int, encoding: str = "utf-8") -> str:
@@ -30,6 +30,27 @@ def _drawn(plan: Plan, width: int, encoding: str = "utf-8") -> str:
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 120, 200])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, _drawn(sample_plan(), width).splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("auto", "'reverse_greedy': optimal: no order of these ops needs less than 150 B, proven by the cut at op3"),
+        ("exact", "'exact': optimal: no order of these ops needs less than 150 B, proven by a search"),
+        ("reverse_greedy", "150 B, at most 7.14 % more than the best order can need: 140 B, proven by what op2 reads"),
+        ("traced", "order by 'traced': 190 B, at most 35.71 % more"),
+    ],
+)
+def test_the_certificate_stands_in_every_form(policy: str, says: str) -> None:
+    plan = branching_plan(policy)
+    for text in (_drawn(plan, 200), report_markdown(plan.report()).replace("\\_", "_")):
+        assert says in text
+        assert ("traced, they need 190 B" in text) == (policy != "traced")
+    figures = report_json(plan.report())
+    assert figures["order_max_live"] == plan.schedule.max_live
+    assert figures["order_bound"] == plan.schedule.bound
+    assert figures["order_proof"] == plan.schedule.proof
+    assert figures["order_traced"] == 190
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -93,7 +93,7 @@ def test_the_arena_is_max_live(name: str) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_greedy_is_close_to_max_live_without_reuse(name: str) -> None:
-    p = plan_traced(trace(*ZOO[name]("nano"), in_place=False), solver="greedy")
+    p = plan_traced(trace(*ZOO[name]("nano"), in_place=False), schedule="traced", solver="greedy")
     assert p.max_live <= p.arena_size <= (1.10 if name == "t5" else 1.02) * p.max_live
 
 

@@ -1,0 +1,51 @@
+"""A plan's claim about all orders is held against its evidence when it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from memplan.errors import InvalidPlan
+from memplan.graph import Graph
+from memplan.plan import check_consistency
+from memplan.planfile import load
+from memplan.schedule import Evidence, order, require_evidence
+from tests.graph_strategies import graphs
+from tests.samples import branching_graph, branching_plan
+
+
+@given(graphs())
+@settings(deadline=None)
+def test_what_a_policy_says_holds(graph: Graph) -> None:
+    for policy in ("auto", "exact", "traced"):
+        require_evidence(graph, order(graph, policy))
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"bound": 149}, "bound"),
+        ({"proof": "op0"}, "bound"),
+        ({"proof": "op9"}, "proof"),
+        ({"proof": ""}, "proof"),
+        ({"evidence": Evidence.WORKING_SET}, "bound"),
+        ({"evidence": Evidence.SEARCH}, "proof"),
+    ],
+)
+def test_a_false_certificate_is_refused(changes: dict[str, object], where: str) -> None:
+    schedule = order(branching_graph())
+    assert (schedule.bound, schedule.evidence, schedule.proof) == (150, Evidence.CUT, "op3")
+    plan = branching_plan("auto")
+    false = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, **changes))  # type: ignore[arg-type]
+    with pytest.raises(InvalidPlan, match=rf"schedule\.{where}"):
+        check_consistency(false)
+
+
+def test_the_certificate_is_saved_and_loaded(tmp_path: Path) -> None:
+    for policy in ("auto", "exact", "traced"):
+        plan = branching_plan(policy)
+        plan.save(tmp_path / "plan.json")
+        assert load(tmp_path / "plan.json").schedule == plan.schedule

@@ -1,0 +1,86 @@
+"""Whatever the legal order, the numbers are the same: bitwise, with dropout, and with buffers that change."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.zoo import ZOO
+from memplan.graph import Graph, Phase
+from memplan.runtime import compile as memplan_compile
+from memplan.schedule import Schedule, make_schedule, predecessors, require_legal, traced
+from memplan.trace import trace
+
+
+def shuffled(seed: int) -> Any:
+    """A policy: a random legal order."""
+
+    def policy(graph: Graph) -> Schedule:
+        draw, before = random.Random(seed), predecessors(graph)
+        order: list[int] = []
+        for phase in Phase:
+            left = [i for i, op in enumerate(graph.ops) if op.phase is phase]
+            done = set(order)
+            while left:
+                order.append(draw.choice([i for i in left if before[i] <= done]))
+                left.remove(order[-1])
+                done.add(order[-1])
+        return make_schedule(graph, tuple(order), "shuffled")
+
+    return policy
+
+
+def results(
+    model: nn.Module, args: tuple[Any, ...], schedule: Any
+) -> tuple[dict[str, torch.Tensor], tuple[int, ...], Graph]:
+    """Loss, gradients and buffers after two compiled steps of a copy of `model`, with poisoned free memory."""
+    own = copy.deepcopy(model)
+    compiled = memplan_compile(own, args, schedule=schedule, guard="poison")
+    found: dict[str, torch.Tensor] = {}
+    for seed in range(2):
+        own.zero_grad()
+        torch.manual_seed(seed)
+        loss = compiled(*args)
+        loss.backward()
+        found[f"loss {seed}"] = loss.detach()
+        found |= {f"{key} {seed}": p.grad for key, p in own.named_parameters() if p.grad is not None}
+    return found | dict(own.named_buffers()), compiled.plan.schedule.order, compiled.plan.graph
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "bert", "vit", "resnet", "unet"])
+def test_random_legal_orders_give_the_same_bits(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    expected, _, _ = results(model, args, "traced")
+    for seed in range(2 if name == "mlp" else 1):
+        found, order, graph = results(model, args, shuffled(seed))
+        require_legal(graph, order)
+        assert order != traced(graph).order
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert"])
+def test_the_default_order_lowers_the_arena_and_gives_the_same_bits(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    expected, old, graph = results(model, args, "traced")
+    found, order, _ = results(model, args, "auto")
+    assert make_schedule(graph, order, "").max_live < make_schedule(graph, old, "").max_live
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+
+
+def test_random_and_mutating_ops_keep_their_order_in_every_policy() -> None:
+    graph = trace(*ZOO["bert"]("nano")).graph
+    draws = [i for i, op in enumerate(graph.ops) if op.random]
+    assert len(draws) > 1
+    order = shuffled(5)(graph).order
+    assert [i for i in order if i in draws] == draws
+    for storage in range(len(graph.storages)):
+        writes = [i for i, op in enumerate(graph.ops) if storage in graph.written(op)]
+        assert [i for i in order if i in set(writes)] == writes
