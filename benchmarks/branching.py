@@ -237,17 +237,17 @@ class RandomStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         results: list[Tensor] = []
-        for node, sources, weights in zip(self.nodes, self.sources, self.weights, strict=True):
+        for number, sources in enumerate(self.sources):
             gathered = x
             if sources:
-                shares = weights.sigmoid()
+                shares = self.weights[number].sigmoid()
                 gathered = results[sources[0]] * shares[0]
                 for i, source in enumerate(sources[1:], 1):
                     gathered = gathered + results[source] * shares[i]
-            results.append(node(gathered))
+            results.append(self.nodes[number](gathered))
         total = results[self.last[0]]
-        for node in self.last[1:]:
-            total = total + results[node]
+        for number in self.last[1:]:
+            total = total + results[number]
         return total / len(self.last)
 
 

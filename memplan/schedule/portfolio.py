@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from memplan.graph import Graph
 from memplan.schedule.base import Schedule
-from memplan.schedule.compiled import COMPILED
 from memplan.schedule.core import Core, Ints, make_core, step_bytes
 from memplan.schedule.early_free import early_free_order, late_alloc_order
 from memplan.schedule.greedy import greedy_order
@@ -28,7 +27,7 @@ _ORDERS: tuple[tuple[str, Callable[[Core], Ints]], ...] = (
     ("greedy", greedy_order),
     ("reverse_greedy", reverse_greedy_order),
 )
-_WIDTHS = (8, 64, 512)
+_WIDTHS = (8, 64, 512, 4096)
 
 
 def portfolio(graph: Graph) -> Schedule:
@@ -68,8 +67,8 @@ def _listed(core: Core, prover: Prover) -> tuple[Ints, str, int]:
 
 
 def _cut_work(core: Core) -> int:
-    return 10_000 * core.n
+    return 10_000 * core.n  # 2 to 5 ns each
 
 
 def _search_work(core: Core) -> int:
-    return (4_000 if core.n < COMPILED else 20_000) * core.n
+    return max(30_000_000, 10_000 * core.n)  # 2 to 20 ns each

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from memplan.schedule.core import Core, Ints, reverse, step_bytes
 from memplan.schedule.search_kernel import EXHAUSTED, FOUND, levels
+
+
+_USUAL = 64  # states: a search of this width costs the interpreter about as much as the other kernels
 
 
 class Outcome(enum.Enum):
@@ -36,7 +39,7 @@ def search(core: Core, target: int, *, width: int, limit: int, backwards: bool =
     c = reverse(core) if backwards else core
     keys = np.random.default_rng(0).integers(1, 2**62, c.n)
     outcome, order, work = levels(
-        *(c.n, target, width, limit, keys, c.pred_ptr, c.succ_ptr, c.succ, c.touch_ptr, c.touch, c.user_ptr),
+        *(max(c.n, c.n * width // _USUAL), target, width, limit, keys, c.pred_ptr, c.succ_ptr, c.succ, c.touch_ptr, c.touch, c.user_ptr),
         *(c.size, c.given, c.kept),
     )
     kind = {FOUND: Outcome.FOUND, EXHAUSTED: Outcome.EXHAUSTED}.get(int(outcome), Outcome.GAVE_UP)
@@ -46,6 +49,9 @@ def search(core: Core, target: int, *, width: int, limit: int, backwards: bool =
 def widest(core: Core, memory: int = 2**26) -> int:
     """The most states that a search may hold so that its tables stay within `memory` bytes."""
     return max(1, memory // (24 * core.n + 8 * core.m + 1))
+
+
+_BETWEEN = (1, 2, 4, 6)  # eighths of the way from the bound to the best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +67,33 @@ class Narrowed:
 def narrow(core: Core, order: Ints, bound: int, *, width: int, work: int) -> Narrowed:
     """Search for ever better orders between `bound` and what `order` needs, until they meet or `work` is spent.
 
-    First at the bound, which ends it if it succeeds; then halfway between what failed and what is known to
-    do; at last one byte below the best. A search that tried all raises the bound.
+    First at the bound, which ends it if it succeeds; then one byte below the best as long as that succeeds,
+    which ends it if all orders are excluded; at last, where states were dropped, at some targets in between
+    (a lower target leaves fewer states to drop).
     """
-    best, peak, low = order, int(step_bytes(core, order).max(initial=0)), bound
-    target = low
-    while low < peak and work > 0:
-        for backwards in (True, False):
-            found = search(core, target, width=width, limit=work, backwards=backwards)
-            work -= found.work
-            if found.outcome is not Outcome.GAVE_UP:
-                break
+    best = Narrowed(order=order, max_live=int(step_bytes(core, order).max(initial=0)), bound=bound, left=work)
+    if best.max_live > bound:
+        best = _attempt(core, best, bound, width)
+    before = best.max_live + 1
+    while best.bound < best.max_live < before and best.left > 0:
+        before = best.max_live
+        best = _attempt(core, best, best.max_live - 1, width)
+    for eighths in _BETWEEN:
+        target = best.bound + (best.max_live - best.bound) * eighths // 8
+        if best.bound < target < best.max_live - 1 and best.left > 0:
+            best = _attempt(core, best, target, width)
+    return best
+
+
+def _attempt(core: Core, best: Narrowed, target: int, width: int) -> Narrowed:
+    """Search for `target`, forwards and then backwards in time."""
+    left = best.left
+    for backwards in (False, True):
+        found = search(core, target, width=width, limit=left, backwards=backwards)
+        left -= found.work
         if found.outcome is Outcome.FOUND:
-            best, peak = found.order, int(step_bytes(core, found.order).max())
-        else:
-            low = target + 1
-            if found.outcome is Outcome.EXHAUSTED:
-                bound = max(bound, low)
-        target = (low + peak - 1) // 2
-    return Narrowed(order=best, max_live=peak, bound=bound, left=work)
+            peak = int(step_bytes(core, found.order).max())
+            return Narrowed(order=found.order, max_live=peak, bound=best.bound, left=left)
+        if found.outcome is Outcome.EXHAUSTED:
+            return replace(best, bound=max(best.bound, target + 1), left=left)
+    return replace(best, left=left)

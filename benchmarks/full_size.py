@@ -1,0 +1,150 @@
+"""Models in the sizes in which they are trained, on the meta device: traced for planning, never run.
+
+Each entry gives the inference model and inputs, and the training model (`model(*inputs)` is a loss) and inputs, at
+batch 1 and at a usual batch. Parameters and activations are bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import zoo
+from benchmarks.branching import BRANCHING, CLASSES, Images, images
+
+Example = tuple[nn.Module, tuple[Any, ...]]
+
+
+class Result(nn.Module):
+    """What a model of transformers or diffusers computes: its first result alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> Tensor:
+        out: Tensor = self.model(*args, return_dict=False)[0]
+        return out
+
+
+class Inference(nn.Module):
+    """A language model's logits, without a cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+class Encoder(nn.Module):
+    """The logits of a masked language model or an image classifier."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.model(inputs).logits
+        return logits
+
+
+def gpt2(batch: int) -> tuple[Example, Example]:
+    """GPT-2 small: 128 tokens at batch 1, 1024 otherwise."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokens = torch.zeros(batch, 128 if batch == 1 else 1024, dtype=torch.long)
+    model = GPT2LMHeadModel(GPT2Config(use_cache=False))
+    return (Inference(model), (tokens,)), (zoo.NextToken(model), (tokens,))
+
+
+def llama(batch: int) -> tuple[Example, Example]:
+    """Llama 3.2 1B: 256 tokens at batch 1, 2048 otherwise."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=16, hidden_size=2048, intermediate_size=8192, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    tokens = torch.zeros(batch, 256 if batch == 1 else 2048, dtype=torch.long)
+    model = LlamaForCausalLM(config)
+    return (Inference(model), (tokens,)), (zoo.NextToken(model), (tokens,))
+
+
+def bert(batch: int) -> tuple[Example, Example]:
+    """BERT base: 128 tokens at batch 1, 512 otherwise."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    tokens = torch.zeros(batch, 128 if batch == 1 else 512, dtype=torch.long)
+    model = BertForMaskedLM(BertConfig())
+    return (Encoder(model), (tokens,)), (zoo.MaskedToken(model), (tokens, tokens))
+
+
+def vit(batch: int) -> tuple[Example, Example]:
+    """ViT base, 16 x 16 patches."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    model = ViTForImageClassification(ViTConfig(num_labels=CLASSES))
+    return (Encoder(model), (images(batch),)), (zoo.Classification(model), (images(batch), _labels(batch)))
+
+
+def resnet(batch: int) -> tuple[Example, Example]:
+    """ResNet-50."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    model = ResNetForImageClassification(ResNetConfig(num_labels=CLASSES))
+    return (Encoder(model), (images(batch),)), (zoo.Classification(model), (images(batch), _labels(batch)))
+
+
+def unet(batch: int) -> tuple[Example, Example]:
+    """A diffusion UNet with cross-attention, 64 x 64."""
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=64, in_channels=4, out_channels=4, layers_per_block=2, block_out_channels=(128, 256, 512, 512),
+        cross_attention_dim=512, attention_head_dim=8,
+    )  # fmt: skip
+    noisy, context = torch.randn(batch, 4, 64, 64), torch.randn(batch, 77, 512)
+    steps = torch.zeros(batch, dtype=torch.long)
+    return (Result(model), (noisy, steps, context)), (zoo.Denoising(model), (noisy, steps, context, noisy.clone()))
+
+
+def _branching(name: str) -> Callable[[int], tuple[Example, Example]]:
+    def make(batch: int) -> tuple[Example, Example]:
+        model = BRANCHING[name]()
+        return (model, (images(batch),)), (Images(model), (images(batch), _labels(batch)))
+
+    return make
+
+
+def _labels(batch: int) -> Tensor:
+    return torch.zeros(batch, dtype=torch.long)
+
+
+FULL_SIZE: Mapping[str, tuple[Callable[[int], tuple[Example, Example]], int]] = MappingProxyType(
+    {
+        "gpt2": (gpt2, 8),
+        "llama": (llama, 4),
+        "bert": (bert, 32),
+        "vit": (vit, 64),
+        "resnet": (resnet, 64),
+        "unet": (unet, 16),
+        **{name: (_branching(name), 32) for name in BRANCHING},
+    }
+)  # name -> factory, usual batch
+
+
+def example(name: str, *, training: bool, real_batch: bool) -> Example:
+    """A model on the meta device in bfloat16 and its inputs; in training mode, or in evaluation mode."""
+    make, usual = FULL_SIZE[name]
+    with torch.device("meta"):
+        inference, train = make(usual if real_batch else 1)
+        model, inputs = train if training else inference
+        model = model.to(torch.bfloat16).train(training)
+        return model, tuple(x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs)
