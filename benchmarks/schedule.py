@@ -3,7 +3,7 @@
     python -m benchmarks.schedule --models all --steps inference,training,whole
 
 Figures are max live: bytes of planned storages at the worst step, which the arena reaches. Models are full-size,
-in bfloat16, traced on fake tensors; nothing is run.
+traced on fake tensors; nothing is run.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         title=f"Orders: max live by policy, {certified} of {len(rows)} certified optimal",
         columns=COLUMNS,
         rows=rows,
-        settings={"in_place": options.in_place, "dtype": "bfloat16"},
+        settings={"in_place": options.in_place, "dtype": "float32"},
         notes=NOTES,
     )
     print(to_markdown(table))

@@ -55,16 +55,20 @@ class Cut:
     work: int
 
 
-def cut(core: Core, op: int, *, interpreted: bool = False) -> Cut:
-    """The least bytes alive while `op` (of the core) runs, over all ideals before it."""
+def cut(core: Core, op: int, *, before: int = -1, after: int = -1, interpreted: bool = False) -> Cut:
+    """The least bytes alive while `op` (of the core) runs, over all ideals before it.
+
+    With `before` (`after`), an op that may run on either side: over those ideals in which it has run (has not).
+    """
     from memplan.schedule.cut_kernel import BEFORE, network, sides_of
     from memplan.schedule.flow_kernel import max_flow
 
     c, ops = core, 0 if interpreted else core.n
-    side = sides_of(ops, op, c.pred_ptr, c.pred, c.succ_ptr, c.succ)
+    side = sides_of(ops, op, before, after, c.pred_ptr, c.pred, c.succ_ptr, c.succ)
     nodes, tail, head, capacity, fixed, node = network(
         *(ops, op, side, c.pred_ptr, c.pred, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size, c.kept)
     )
     flow, near, work = max_flow(ops, nodes, tail, head, capacity)
-    before = near[node[: c.n]] & (side >= 0) | (side == BEFORE)
-    return Cut(op=op, bytes=int(fixed + flow), ideal=before, work=int(work) + c.n)
+    ideal = near[node[: c.n]] & (side >= 0) | (side == BEFORE)
+    looked_at = int(work) + 2 * (c.n + len(c.pred) + len(c.user))
+    return Cut(op=op, bytes=int(fixed + flow), ideal=ideal, work=looked_at)

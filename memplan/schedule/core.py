@@ -8,7 +8,7 @@ topological order of these ops is a legal order of the graph, and the other way 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -139,6 +139,17 @@ def _flat(rows: Iterable[Sequence[int]]) -> tuple[Ints, Ints]:
     listed = list(rows)
     ptr = np.array([0, *accumulate(map(len, listed))], np.int64)
     return ptr, np.array([item for row in listed for item in row], np.int64)
+
+
+def with_edge(core: Core, first: int, then: int) -> Core:
+    """The core in which `first` must run before `then`; they must be free to."""
+    return replace(
+        core,
+        pred_ptr=core.pred_ptr + (np.arange(core.n + 1) > then),
+        pred=np.insert(core.pred, core.pred_ptr[then], first),
+        succ_ptr=core.succ_ptr + (np.arange(core.n + 1) > first),
+        succ=np.insert(core.succ, core.succ_ptr[first], then),
+    )
 
 
 def reverse(core: Core) -> Core:

@@ -11,13 +11,19 @@ BEFORE, FREE, AFTER = 1, 0, -1
 
 
 @Kernel
-def sides_of(v, pred_ptr, pred, succ_ptr, succ):
-    """For each op: BEFORE if it must run before `v`, AFTER if it is `v` or must run after it, else FREE."""
+def sides_of(v, before, after, pred_ptr, pred, succ_ptr, succ):
+    """For each op: BEFORE if it must run before `v`, AFTER if it is `v` or must run after it, else FREE.
+
+    `before` and `after` are ops that are taken to run before and after `v`, with all that must; -1: none.
+    """
     n = pred_ptr.shape[0] - 1
     side = np.zeros(n, np.int64)
+    stack = np.empty(n + 2, np.int64)
     side[v] = AFTER
-    stack = np.empty(n, np.int64)
     stack[0], count = v, 1
+    if before >= 0:
+        side[before] = BEFORE
+        stack[1], count = before, 2
     while count:
         count -= 1
         u = stack[count]
@@ -28,6 +34,9 @@ def sides_of(v, pred_ptr, pred, succ_ptr, succ):
                 stack[count] = w
                 count += 1
     stack[0], count = v, 1
+    if after >= 0:
+        side[after] = AFTER
+        stack[1], count = after, 2
     while count:
         count -= 1
         u = stack[count]

@@ -14,6 +14,7 @@ from memplan.schedule.core import Core, Ints, make_core, step_bytes
 from memplan.schedule.early_free import early_free_order, late_alloc_order
 from memplan.schedule.greedy import greedy_order
 from memplan.schedule.lpmf import lpmf_order
+from memplan.schedule.propagate import propagate
 from memplan.schedule.prover import Prover
 from memplan.schedule.repair import repair
 from memplan.schedule.reverse_greedy import reverse_greedy_order
@@ -37,15 +38,8 @@ def portfolio(graph: Graph) -> Schedule:
     best, name, peak = _listed(core, prover)
     if peak > prover.bound:
         prover.raise_bound(best)
-    work = _search_work(core)
-    for width in _WIDTHS:
-        if peak == prover.bound or work <= 0:
-            break
-        found = narrow(core, best, prover.bound, width=min(width, widest(core)), work=work)
-        prover.searched(found.bound)
-        work = found.left
-        if found.max_live < peak:
-            best, name, peak = found.order, "search", found.max_live
+    if peak > prover.bound:
+        best, peak, name = _searched(core, prover, best, peak, name)
     return prover.schedule(graph, best, name)
 
 
@@ -64,6 +58,31 @@ def _listed(core: Core, prover: Prover) -> tuple[Ints, str, int]:
             if called == policy and needs > prover.bound:
                 order = repair(core, order, prover.cut_at)
     return best, name, peak
+
+
+def _searched(core: Core, prover: Prover, best: Ints, peak: int, name: str) -> tuple[Ints, int, str]:
+    """The best order after propagation and ever wider searches, and what they prove."""
+    work, cut_work = _search_work(core), _cut_work(core)
+    narrower, target = core, 0
+    for width in _WIDTHS:
+        if peak - 1 != target:
+            target = peak - 1
+            found = propagate(narrower, best, target, cut_work)
+            cut_work = found.left
+            if found.core is None:
+                prover.searched(peak)
+                break
+            narrower = found.core
+        if work <= 0:
+            break
+        result = narrow(narrower, best, prover.bound, width=min(width, widest(core)), work=work)
+        prover.searched(result.bound)
+        work = result.left
+        if result.max_live < peak:
+            best, name, peak = result.order, "search", result.max_live
+        if peak == prover.bound:
+            break
+    return best, peak, name
 
 
 def _cut_work(core: Core) -> int:

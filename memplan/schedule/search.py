@@ -10,7 +10,6 @@ import numpy as np
 from memplan.schedule.core import Core, Ints, reverse, step_bytes
 from memplan.schedule.search_kernel import EXHAUSTED, FOUND, levels
 
-
 _USUAL = 64  # states: a search of this width costs the interpreter about as much as the other kernels
 
 
@@ -39,7 +38,19 @@ def search(core: Core, target: int, *, width: int, limit: int, backwards: bool =
     c = reverse(core) if backwards else core
     keys = np.random.default_rng(0).integers(1, 2**62, c.n)
     outcome, order, work = levels(
-        *(max(c.n, c.n * width // _USUAL), target, width, limit, keys, c.pred_ptr, c.succ_ptr, c.succ, c.touch_ptr, c.touch, c.user_ptr),
+        *(
+            max(c.n, c.n * width // _USUAL),
+            target,
+            width,
+            limit,
+            keys,
+            c.pred_ptr,
+            c.succ_ptr,
+            c.succ,
+            c.touch_ptr,
+            c.touch,
+            c.user_ptr,
+        ),
         *(c.size, c.given, c.kept),
     )
     kind = {FOUND: Outcome.FOUND, EXHAUSTED: Outcome.EXHAUSTED}.get(int(outcome), Outcome.GAVE_UP)
