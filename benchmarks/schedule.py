@@ -62,8 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for step, batch, graph in graphs(name, options.steps, options.batches, in_place=options.in_place):
             print(f"{name} {step} {batch}: {len(graph.ops)} ops", file=sys.stderr, flush=True)
             rows.append({"model": name, "step": step, "batch": batch, **measure(graph)})
+        write(table_of(rows, options), options.directory)  # after each model: the large ones take minutes to trace
+    print(to_markdown(table_of(rows, options)))
+    return 0
+
+
+def table_of(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Table:
+    """The rows so far."""
     certified = sum(row["certified"] is True for row in rows)
-    table = Table(
+    return Table(
         name=options.output,
         title=f"Orders: max live by policy, {certified} of {len(rows)} certified optimal",
         columns=COLUMNS,
@@ -71,9 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings={"in_place": options.in_place, "dtype": "float32"},
         notes=NOTES,
     )
-    print(to_markdown(table))
-    write(table, options.directory)
-    return 0
 
 
 def graphs(

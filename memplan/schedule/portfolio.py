@@ -86,8 +86,8 @@ def _searched(core: Core, prover: Prover, best: Ints, peak: int, name: str) -> t
 
 
 def _cut_work(core: Core) -> int:
-    return 10_000 * core.n  # 2 to 5 ns each
+    return 6_000 * core.n  # 2 to 10 ns each
 
 
 def _search_work(core: Core) -> int:
-    return max(30_000_000, 10_000 * core.n)  # 2 to 20 ns each
+    return max(25_000_000, 8_000 * core.n)  # 2 to 20 ns each
