@@ -200,7 +200,8 @@ def compile(
     `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others: real
     tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
-    of making one; it must have been made for this very graph. `in_place`: let results take the
+    of making one; it must have been made for this very graph. `schedule`, `solver`, `time_limit`: as in
+    `memplan.plan`. `in_place`: let results take the
     bytes of inputs that die there, where the kernel allows it. `guard`: "poison" or "redzone" checks every
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
     model ("eager"), or gets a plan of its own ("replan").

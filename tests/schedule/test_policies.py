@@ -10,10 +10,13 @@ from memplan.schedule import POLICIES, cut_bound, live_bytes, make_schedule, ord
 from memplan.schedule.base import Evidence
 from memplan.schedule.compiled import Kernel
 from memplan.schedule.core import make_core
+from memplan.schedule.propagate import propagate
 from memplan.schedule.repair import repair
 from memplan.schedule.search import Outcome, search
 from tests.graph_strategies import graphs
+from tests.samples import sample_graph
 from tests.schedule.brute import optimum
+from tests.schedule.test_bound import diamonds
 
 FAST = [name for name in POLICIES if name != "cpsat"]
 
@@ -85,6 +88,24 @@ def test_a_search_is_right_about_every_target(graph: Graph) -> None:
             assert narrow.outcome in (found.outcome, Outcome.GAVE_UP)
 
 
+@given(graphs(max_ops=9))
+@settings(deadline=None)
+def test_edges_that_are_propagated_keep_the_best_order(graph: Graph) -> None:
+    core, best = make_core(graph), optimum(graph)
+    for target in (best, best + 17):
+        narrower = propagate(core, core.traced, target, 10**9).core
+        assert narrower is not None
+        assert search(narrower, target, width=1000, limit=10**9).outcome is Outcome.FOUND
+
+
+def test_two_cuts_exclude_what_one_cannot() -> None:
+    """Of two branches either may come last; the other's result is alive then."""
+    core = make_core(diamonds(2))
+    best = optimum(diamonds(2))
+    assert propagate(core, core.traced, best - 1, 10**9).core is None
+    assert propagate(core, core.traced, best - 1, 0).core is core, "without work, nothing is claimed"
+
+
 @given(graphs())
 @settings(deadline=None)
 def test_compiled_and_interpreted_kernels_agree(graph: Graph) -> None:
@@ -97,8 +118,6 @@ def test_compiled_and_interpreted_kernels_agree(graph: Graph) -> None:
 
 
 def test_repair_without_work_keeps_the_order() -> None:
-    from tests.schedule.test_bound import diamonds
-
     core = make_core(diamonds(3))
     late = np.array([0, 1, 3, 5, 2, 4, 6, 7, 8])
     assert (repair(core, late, lambda _: None) == late).all()
@@ -106,14 +125,8 @@ def test_repair_without_work_keeps_the_order() -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(MemplanError, match="fastest"):
-        order(traced_graph(), "fastest")
-
-
-def traced_graph() -> Graph:
-    from tests.samples import sample_graph
-
-    return sample_graph()
+        order(sample_graph(), "fastest")
 
 
 def test_a_policy_may_be_a_function() -> None:
-    assert order(traced_graph(), traced) == traced(traced_graph())
+    assert order(sample_graph(), traced) == traced(sample_graph())
