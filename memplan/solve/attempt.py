@@ -31,15 +31,20 @@ def attempt(
         return Outcome.EXHAUSTED, offsets
     reduced = reduce(core, max_offset)
     offsets[reduced.bottom] = reduced.bottom_offset
+    solved: dict[bytes, Ints] = {}
     for piece in sorted(reduced.pieces, key=lambda p: len(p.ids)):
         part = subset(core, piece.ids, piece.base)
+        content = part.content + max_offset[piece.ids].tobytes()
+        if content in solved:  # repeated layers
+            offsets[piece.ids] = solved[content]
+            continue
         if hint is None:
             outcome, placed = _place(part, max_offset[piece.ids], budget, seed)
         else:
             outcome, placed = cpsat_model.decide(part, max_offset[piece.ids], hint[piece.ids], budget)
         if outcome is not Outcome.SOLVED:
             return outcome, offsets
-        offsets[piece.ids] = placed
+        offsets[piece.ids] = solved[content] = placed
     fill(core, reduced.fill, max_offset, offsets)
     if (offsets > max_offset).any():
         return Outcome.LIMIT, offsets

@@ -48,6 +48,12 @@ class Core:
     def sections(self) -> int:
         return int(self.steps.shape[0])
 
+    @property
+    def content(self) -> bytes:
+        """Everything that decides a placement: equal for repeated layers, wherever they lie in time."""
+        columns = (self.size, self.raw, self.align, self.low, self.pinned, self.seg_ptr, self.seg_lo, self.seg_hi)
+        return b"".join(column.tobytes() for column in columns)
+
     def max_offset(self, capacity: int) -> Ints:
         """Highest offset (units) at which each buffer ends within `capacity` bytes; negative if it cannot."""
         highest = (capacity - self.raw) // self.unit
