@@ -16,6 +16,7 @@ from memplan.solve.reduce import reduce
 from memplan.solve.search import Outcome, instance_of, search
 
 LARGE = 2_000  # buffers: larger pieces are searched through their busiest sections
+_OVERHEAD = 300  # units of work that an attempt costs besides three per buffer
 _TRACKED, _ADDED = 16, 8  # sections searched at first, and added after every round
 
 
@@ -26,6 +27,7 @@ def attempt(
 
     With a `hint` (a placement that reaches too high) the pieces go to CP-SAT instead of the search.
     """
+    budget.spend(_OVERHEAD + 3 * core.n, 1)  # so that attempts that never reach the search come to an end too
     offsets = np.full(core.n, -1, np.int64)
     if (max_offset < core.low).any():
         return Outcome.EXHAUSTED, offsets

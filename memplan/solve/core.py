@@ -37,7 +37,8 @@ class Core:
     seg_hi: Ints
     lo: Ints
     hi: Ints
-    steps: Ints  # the first step of each section
+    steps: Ints  # a step of each section at which all of its buffers are alive
+    start: Ints  # the first step of each buffer
     source: Ints  # the place of each buffer in Problem.buffers
 
     @property
@@ -78,7 +79,8 @@ def core_of(problem: Problem) -> Core:
     seg_lo, seg_hi, steps = sections_of(start, end)
     return Core(
         unit=unit, size=size, raw=raw, align=align, low=low // unit, pinned=pinned, seg_ptr=seg_ptr, seg_lo=seg_lo,
-        seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=steps, source=source,
+        seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=steps, start=start[seg_ptr[:-1]],
+        source=source,
     )  # fmt: skip
 
 
@@ -93,7 +95,7 @@ def subset(core: Core, ids: Ints, base: int = 0) -> Core:
         unit=core.unit, size=core.size[ids], raw=core.raw[ids], align=align,
         low=np.maximum(core.low[ids], -(-base // align) * align), pinned=core.pinned[ids], seg_ptr=seg_ptr,
         seg_lo=seg_lo, seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=core.steps[steps],
-        source=ids,
+        start=core.start[ids], source=ids,
     )  # fmt: skip
 
 
