@@ -67,8 +67,7 @@ def torch_compile(backend: str, model: nn.Module, inputs: tuple[Any, ...]) -> St
 
 def planned(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
     """`memplan.compile`: every intermediate at its planned address."""
-    api: Any = memplan
-    compiled = api.compile(model, inputs)
+    compiled = memplan.compile(model, inputs)
     return _step(model, compiled, inputs, standing=compiled.plan.arena_size, planned=compiled.plan.total)
 
 

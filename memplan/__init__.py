@@ -1,25 +1,79 @@
 """memplan: ahead-of-time static memory planning for PyTorch graphs.
 
-`plan`, `compile`, `solve` and `load` are all that most users need. Importing this package imports no torch
-and patches nothing: what needs torch is imported on first use.
+    plan(model, example_inputs)      what a step needs, to the byte, from fake tensors
+    compile(model, example_inputs)   a module that runs it in one preallocated arena
+    solve(problem)                   offset assignment on its own, for compilers and embedded systems
+    load(path)                       a saved plan, validated
+
+Importing this package imports no torch and patches nothing: what needs torch is imported on first use.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from memplan import csvio
 from memplan.errors import MemplanError
+from memplan.plan import Plan
+from memplan.planfile import load
 from memplan.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.solve import solve
 from memplan.validate import validate
+from memplan.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memplan.runtime import CompiledModule, compile
+    from memplan.solve import Solver
 
 __all__ = [
     "Buffer",
+    "CompiledModule",
     "Interval",
     "MemplanError",
+    "Plan",
     "Problem",
     "Solution",
     "Status",
+    "__version__",
+    "compile",
+    "csvio",
+    "load",
+    "plan",
     "solve",
     "validate",
 ]
+
+_NEEDS_TORCH = {"compile": "memplan.runtime", "CompiledModule": "memplan.runtime"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for."""
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_NEEDS_TORCH[name]), name)
+
+
+# A function of its own, because importing the submodule memplan.plan sets an attribute of the same name.
+def plan(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    train: bool | None = None,
+    solver: str | Solver = "auto",
+    time_limit: float | None = None,
+) -> Plan:
+    """Plan one step of `model` from fake tensors: what it needs, to the byte, without computing anything.
+
+    `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others;
+    real, fake and meta tensors will do, and so they will as parameters. `train`: plan forward and backward
+    (None: as `model.training` says) or the forward alone. `time_limit` is the solver's, in seconds. Raises
+    `UnsupportedGraph` when the model cannot be traced as one graph.
+    """
+    from memplan import trace
+
+    return trace.plan(model, example_inputs, example_kwargs, train=train, solver=solver, time_limit=time_limit)

@@ -37,7 +37,7 @@ memplan solve buffers.csv -o placed.csv        place buffers, without torch
 
 [bold]Exit codes[/bold]
 
-0 all is well; 1 over a limit, or nothing fits; 2 bad input; 3 a bug in memplan
+0 well, 1 over a limit or nothing fits, 2 bad input, 3 a bug in memplan
 """
 
 app = typer.Typer(
@@ -56,7 +56,7 @@ app.command(no_args_is_help=True)(solve.solve)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from memplan import __version__
+        from memplan.version import __version__
 
         typer.echo(f"memplan {__version__}")
         raise typer.Exit
@@ -85,6 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if settings.traceback:
             traceback.print_exc()
         show_error(error)
+        return 2
+    except OSError as error:  # a full disk, a folder that vanished: the machine's fault, not ours
+        if settings.traceback:
+            traceback.print_exc()
+        show_error(MemplanError(str(error), hint="check that the paths exist and can be written"))
         return 2
     except Exception:
         traceback.print_exc()

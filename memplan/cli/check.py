@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def check(
     targets: Annotated[
-        list[str], typer.Argument(metavar="PLAN|MODEL...", help="plan.json, FILE.py:FACTORY or package.module:FACTORY.")
+        list[str], typer.Argument(metavar="PLAN|MODEL", help="plan.json, FILE.py:FACTORY or package.module:FACTORY.")
     ],
     *,
     max_arena: Annotated[
@@ -42,7 +42,7 @@ def check(
     """
     from memplan.check import Limits
     from memplan.check import check as check_plan
-    from memplan.cli.source import obtain, share_option, size_option
+    from memplan.cli.source import is_model, obtain, share_option, size_option
     from memplan.errors import InvalidSize
 
     limits = Limits(
@@ -52,15 +52,12 @@ def check(
     )
     if limits.is_empty:
         raise InvalidSize("no limit is given", hint="add --max-arena, --max-fragmentation or --max-outside")
-    verdicts = [(target, check_plan(obtain(target, infer=infer and _is_model(target)), limits)) for target in targets]
+    # --infer is for the models among the targets; saved plans are what they are.
+    plans = ((target, obtain(target, infer=infer and is_model(target))) for target in targets)
+    verdicts = [(target, check_plan(plan, limits)) for target, plan in plans]
     _print(verdicts)
     if not all(verdict.ok for _, verdict in verdicts):
         raise typer.Exit(1)
-
-
-def _is_model(target: str) -> bool:
-    """--infer means the models among the targets; saved plans are what they are."""
-    return not target.endswith(".json")
 
 
 def _print(verdicts: list[tuple[str, Verdict]]) -> None:

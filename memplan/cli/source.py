@@ -18,9 +18,14 @@ from memplan.plan import Plan
 from memplan.units import parse_share, parse_size
 
 
+def is_model(target: str) -> bool:
+    """Whether `target` is to be planned; a file that exists is a saved plan, whatever it is called."""
+    return names_model(target) and not os.path.isfile(target)
+
+
 def obtain(target: str, *, infer: bool = False, solver: str = "auto", time_limit: float | None = None) -> Plan:
     """The plan of `target`, a plan file or a model's name. torch is imported for a model only."""
-    if os.path.isfile(target) or not names_model(target):
+    if not is_model(target):
         if infer or solver != "auto" or time_limit is not None:
             raise InvalidModel(
                 "is a saved plan: --infer, --solver and --time-limit are for planning a model",

@@ -7,6 +7,6 @@ In the order in which data flows: `arena.py`, `bind.py` and `trial.py` (which ca
 
 from __future__ import annotations
 
-from memplan.runtime.module import CompiledModule, compile  # noqa: A004
+from memplan.runtime.module import CompiledModule, compile
 
 __all__ = ["CompiledModule", "compile"]

@@ -6,9 +6,12 @@ counter, would move under `as_strided`'s absolute offsets, and would let a kerne
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from memplan.graph import Value
+from memplan.runtime.ledger import Ledger
 
 
 class Arena:
@@ -17,20 +20,21 @@ class Arena:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes = nbytes
+        self.ledger = Ledger()
         self.device = self.memory.device
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """A non-resizable storage of `nbytes` bytes at `offset`."""
         assert 0 <= offset <= offset + nbytes <= self.nbytes
         pointer = self.memory.data_ptr() + offset
-        made: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(pointer, self.device, nbytes)
-        return made
+        made: Any = torch._C._construct_storage_from_data_pointer(pointer, self.device, nbytes)
+        return made  # type: ignore[no-any-return]
 
 
 def view_of(storage: torch.UntypedStorage, value: Value, shift: int = 0) -> torch.Tensor:
     """The tensor that `value` describes, over `storage`; `shift` (elements) is added to its storage offset."""
     empty = torch.empty(0, dtype=dtype_of(value), device=storage.device)
-    return empty.set_(storage, value.offset + shift, value.shape, value.strides)  # type: ignore[call-overload, no-any-return]
+    return empty.set_(storage, value.offset + shift, value.shape, value.strides)
 
 
 def dtype_of(value: Value) -> torch.dtype:

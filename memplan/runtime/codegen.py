@@ -28,11 +28,12 @@ class Namespace:
     """The globals of generated code: `v12` is value 12, `k3` a kernel, `c4` a constant, `g5` a hook."""
 
     names: dict[str, Any] = field(default_factory=dict)
+    _known: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def add(self, prefix: str, thing: Any) -> str:
         """A name for `thing`; the same object gets the same name."""
-        name = f"{prefix}{id(thing)}"
-        self.names[name] = thing
+        name = self._known.setdefault((prefix, id(thing)), f"{prefix}{len(self._known)}")
+        self.names[name] = thing  # which keeps it alive, so that its id stays its own
         return name
 
     def define(self, source: str, function: str) -> Callable[..., Any]:
@@ -66,6 +67,8 @@ class FunctionWriter:
     def op(self, bound: BoundOp) -> None:
         """Call one op; its results land where their values live."""
         graph = self.layout.graph
+        if _copies_onto_itself(graph, bound):
+            return
         if bound.form is not Form.FUNCTIONAL:
             for ref in _refs((bound.args, bound.kwargs)):
                 self._use(ref)
@@ -128,6 +131,8 @@ class FunctionWriter:
 
     def _view(self, base: int, index: int) -> str:
         b, v = self.layout.graph.values[base], self.layout.graph.values[index]
+        if (b.dtype, b.shape, b.strides, b.offset) == (v.dtype, v.shape, v.strides, v.offset):
+            return f"v{base}"
         source, shift = f"v{base}", v.offset - b.offset
         if b.dtype != v.dtype:
             source += f".view({self._constant(dtype_of(v))})"
@@ -176,6 +181,16 @@ class FunctionWriter:
 
 def _refs(tree: Any) -> list[int]:
     return [leaf.value for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
+
+
+def _copies_onto_itself(graph: Graph, bound: BoundOp) -> bool:
+    """A copy whose source gave its bytes to the result (see `memplan.inplace`)."""
+    if bound.function is not torch.Tensor.copy_:
+        return False
+    one, two = (graph.values[ref] for ref in _refs(bound.args))
+    return (one.storage, one.dtype, one.shape, one.strides, one.offset) == (
+        *(two.storage, two.dtype, two.shape, two.strides, two.offset),
+    )
 
 
 def _adopt(result: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

@@ -57,7 +57,7 @@ def make_poison(traced: TracedGraph, plan: Plan, arena: Arena) -> Guards:
         dtype: torch.dtype = dtype_of[buffer.id]
         storage = arena.storage(plan.solution.offsets[buffer.id] + plan.redzone, nbytes[buffer.id])
         count = nbytes[buffer.id] // dtype.itemsize
-        view = torch.empty(0, dtype=dtype, device=arena.device).set_(storage, 0, (count,), (1,))  # type: ignore[call-overload]
+        view = torch.empty(0, dtype=dtype, device=arena.device).set_(storage, 0, (count,), (1,))
         before[buffer.live.start].append(_poison(view))
         after[buffer.live.end - 1].append(_poison(view))
     return Guards(tuple(map(tuple, before)), tuple(map(tuple, after)))

@@ -17,7 +17,6 @@ from memplan.runtime.arena import Arena
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import Structure
-from memplan.runtime.step import Ledger
 from memplan.trace import alignment_of, plan_traced, trace
 
 ON_MISMATCH = ("error", "eager", "replan")
@@ -45,6 +44,7 @@ class CompiledModule(nn.Module):
         plan: Plan | str | os.PathLike[str] | None = None,
         solver: Any = "auto",
         time_limit: float | None = None,
+        in_place: bool = True,
         guard: str | None = None,
         on_mismatch: str = "error",
     ) -> None:
@@ -57,9 +57,9 @@ class CompiledModule(nn.Module):
         self.__dict__["_original"] = model
         self.__dict__["_structure"] = Structure(model)
         self.__dict__["_options"] = {"solver": solver, "time_limit": time_limit}
+        self.__dict__["_in_place"] = in_place
         self.__dict__["_guard"] = guard
         self.__dict__["_on_mismatch"] = on_mismatch
-        self.__dict__["_ledger"] = Ledger()
         self.__dict__["_arena"] = None
         self.__dict__["_runners"] = {}
         given = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
@@ -122,7 +122,7 @@ class CompiledModule(nn.Module):
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
         """Trace, plan and build; everything that can be refused is refused before the arena is allocated."""
-        traced = trace(self._original, args, kwargs, train=train)
+        traced = trace(self._original, args, kwargs, train=train, in_place=self._in_place)
         redzone = redzone_of(self._guard, alignment_of(traced.device))
         if given is None:
             plan = plan_traced(traced, redzone=redzone, **self._options)
@@ -135,7 +135,7 @@ class CompiledModule(nn.Module):
                 )
             plan = given
         arena = self._arena_for(plan, traced.device)
-        return Runner(self._structure, traced, plan, arena, self._ledger, self._guard)
+        return Runner(self._structure, traced, plan, arena, guard=self._guard)
 
     def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
         """The module's arena if the plan fits in it (programs take turns), else one of its own."""
@@ -164,7 +164,7 @@ def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")
 
 
-def compile(  # noqa: A001  (the name is the API)
+def compile(
     model: nn.Module,
     example_inputs: Any = (),
     example_kwargs: dict[str, Any] | None = None,
@@ -173,6 +173,7 @@ def compile(  # noqa: A001  (the name is the API)
     plan: Plan | str | os.PathLike[str] | None = None,
     solver: Any = "auto",
     time_limit: float | None = None,
+    in_place: bool = True,
     guard: str | None = None,
     on_mismatch: str = "error",
 ) -> CompiledModule:
@@ -181,7 +182,8 @@ def compile(  # noqa: A001  (the name is the API)
     `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others: real
     tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
-    of making one; it must have been made for this very graph. `guard`: "poison" or "redzone" checks every
+    of making one; it must have been made for this very graph. `in_place`: let results take the
+    bytes of inputs that die there, where the kernel allows it. `guard`: "poison" or "redzone" checks every
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
     model ("eager"), or gets a plan of its own ("replan").
 
@@ -197,6 +199,7 @@ def compile(  # noqa: A001  (the name is the API)
         plan=plan,
         solver=solver,
         time_limit=time_limit,
+        in_place=in_place,
         guard=guard,
         on_mismatch=on_mismatch,
     )

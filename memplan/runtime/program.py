@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from memplan.graph import Op, Phase
+from memplan.graph import Phase
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, dtype_of, view_of
 from memplan.runtime.bind import BoundOp
@@ -24,9 +24,9 @@ _STATIC_SOURCES = (Source.PARAMETER, Source.BUFFER, Source.CONSTANT)
 class Program:
     """`forward(*inputs) -> (fresh, saved)`; `backward(*saved, *tangents) -> (gradients,)`.
 
-    `inputs` are the bindings (indices) that `forward` takes, `saved` the values that must be kept for
-    `backward` (inputs and outputs: what lives in the arena needs no keeping). `used` are the bindings that
-    the backward reads besides.
+    `inputs` are the bindings (indices) that `forward` takes. `saved` are the values that must be kept for
+    `backward`: inputs, and outputs (`saved_outputs` says which); what lives in the arena needs no keeping.
+    `used_in_backward` are the bindings whose bytes the backward reads.
     """
 
     traced: TracedGraph
@@ -38,6 +38,7 @@ class Program:
     backward: Callable[..., Any] | None
     inputs: tuple[int, ...]
     saved: tuple[int, ...]
+    saved_outputs: tuple[bool, ...]
     used_in_backward: frozenset[int]
 
     def rebind(self, binding: int, tensor: torch.Tensor) -> None:
@@ -62,18 +63,19 @@ def build_program(
     graph, order = traced.graph, plan.schedule.order
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
     inputs = tuple(i for i, b in enumerate(traced.bindings) if b.source is Source.INPUT)
-    dynamic_bases = {b.value for b in traced.bindings if b.source is Source.INPUT} | set(traced.fresh)
+    dynamic_bases = {b.value for b in traced.bindings if b.source is Source.INPUT} | set(traced.results.fresh)
     touched_late = {layout.base_of.get(s, -1) for i in order[split:] for s in graph.touched(graph.ops[i])}
     gradient_bases = {layout.base_of.get(graph.values[v].storage, -1) for v in graph.gradients}
-    fresh_bases = {layout.base_of[graph.values[v].storage] for v in traced.fresh}
+    fresh_bases = {layout.base_of[graph.values[v].storage] for v in traced.results.fresh}
     saved = tuple(sorted((touched_late | gradient_bases) & (dynamic_bases | fresh_bases)))
     forward = FunctionWriter("forward", layout, namespace, [traced.bindings[i].value for i in inputs])
-    _write(forward, graph.ops, bound, order[:split], 0, guards)
+    steps = list(enumerate(order))
+    _write(forward, bound, steps[:split], guards)
     backward = None
     if traced.training:
         tangents = [b.value for b in traced.bound(Source.TANGENT)]
         writer = FunctionWriter("backward", layout, namespace, [*saved, *tangents])
-        _write(writer, graph.ops, bound, order[split:], split, guards)
+        _write(writer, bound, steps[split:], guards)
         backward = writer.finish([graph.gradients])
     return Program(
         traced=traced,
@@ -81,10 +83,11 @@ def build_program(
         arena=arena,
         bound=bound,
         namespace=namespace,
-        forward=forward.finish([traced.fresh, saved]),
+        forward=forward.finish([traced.results.fresh, saved]),
         backward=backward,
         inputs=inputs,
         saved=saved,
+        saved_outputs=tuple(graph.values[v].storage in layout.fresh_storages for v in saved),
         used_in_backward=_read_late(traced, order[split:]),
     )
 
@@ -137,18 +140,11 @@ def _over(tensor: torch.Tensor, traced: TracedGraph, binding: Binding, index: in
     return view_of(tensor.untyped_storage(), value, start)
 
 
-def _write(
-    writer: FunctionWriter,
-    ops: Sequence[Op],
-    bound: Sequence[BoundOp],
-    order: Sequence[int],
-    first: int,
-    guards: Guards,
-) -> None:
-    for step, index in enumerate(order, start=first):
+def _write(writer: FunctionWriter, bound: Sequence[BoundOp], steps: Iterable[tuple[int, int]], guards: Guards) -> None:
+    for step, op in steps:
         for hook in guards.before(step):
             writer.hook(hook)
-        writer.op(bound[index])
+        writer.op(bound[op])
         for hook in guards.after(step):
             writer.hook(hook)
 

@@ -15,7 +15,7 @@ from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
 from memplan.runtime.program import build_program
 from memplan.runtime.signature import Signature
 from memplan.runtime.slots import Slots, Structure
-from memplan.runtime.step import Ledger, PlannedStep
+from memplan.runtime.step import PlannedStep
 from memplan.trace.traced import ReturnKind, Source, TracedGraph
 
 
@@ -23,10 +23,10 @@ class Runner:
     """Calls a program as the model would be called: leaves in, the model's result out."""
 
     def __init__(
-        self, structure: Structure, traced: TracedGraph, plan: Plan, arena: Arena, ledger: Ledger, guard: str | None
+        self, structure: Structure, traced: TracedGraph, plan: Plan, arena: Arena, *, guard: str | None
     ) -> None:
         self.traced = traced
-        self.ledger = ledger
+        self.arena = arena
         self.slots = Slots(structure, traced)
         self.signature = Signature(traced)
         tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))
@@ -44,21 +44,18 @@ class Runner:
         """Work out once what each call needs: whose gradients, which tangents, what is watched, what is returned."""
         t = self.traced
         slot_of = {binding: i for i, binding in enumerate(self.slots.bindings)}
-        wanted = [i for i, b in enumerate(t.bindings) if i in t.gradients]
-        self._wanted_slots = [slot_of[i] for i in wanted if i in slot_of]
-        self._wanted_inputs = [t.bindings[i].index for i in wanted if i not in slot_of]
-        ordered = [i for i in wanted if i in slot_of] + [i for i in wanted if i not in slot_of]
-        position = {binding: i for i, binding in enumerate(t.gradients)}
-        self._gradient_order = [position[i] for i in ordered]
+        of = t.results.gradient_of
+        ordered = sorted(range(len(of)), key=lambda i: of[i] not in slot_of)  # parameters first, then inputs
+        self._gradient_order = ordered
+        self._wanted_slots = [slot_of[of[i]] for i in ordered if of[i] in slot_of]
+        self._wanted_inputs = [t.bindings[of[i]].index for i in ordered if of[i] not in slot_of]
         self._watched_slots = [slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of]
-        self.tangents = t.tangents
-        values = t.graph.values
-        self._tangent_layouts = [
-            None if v is None else (values[v].shape, values[v].strides, dtype_of(values[v])) for v in t.tangents
-        ]
-        fresh_at = {value: i for i, value in enumerate(t.fresh)}
-        self._single = fresh_at.get(t.returned[0].value) if len(t.returned) == 1 and t.out_spec.is_leaf() else None
-        self._fresh_at = fresh_at
+        self.tangents = t.results.tangents
+        # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
+        self._tangents = [(t.results.tangents.index(b.value), t.graph.values[b.value]) for b in t.bound(Source.TANGENT)]
+        self._fresh_at = {value: i for i, value in enumerate(t.results.fresh)}
+        returned = t.results.returned
+        self._single = self._fresh_at.get(returned[0].value) if len(returned) == 1 and t.out_spec.is_leaf() else None
 
     # -- a call ------------------------------------------------------------------------------------------
 
@@ -75,7 +72,7 @@ class Runner:
             differentiable = [current[i] for i in self._wanted_slots] + [leaves[i] for i in self._wanted_inputs]
             fresh = PlannedStep.apply(self, inputs, *differentiable)  # type: ignore[no-untyped-call]
         else:
-            self.ledger.begin(keep=False)
+            self.arena.ledger.begin(keep=False)
             with torch.no_grad():
                 fresh = self.program.forward(*inputs)[0]
         if self._single is not None:
@@ -91,7 +88,7 @@ class Runner:
         """The model's result: fresh tensors, and views of them, of inputs or of parameters that autograd knows."""
         t = self.traced
         base: dict[int, Any] = {value: fresh[i] for value, i in self._fresh_at.items()}
-        for i, b in enumerate(t.bindings):
+        for b in t.bindings:
             if b.source is Source.INPUT:
                 base[b.value] = leaves[b.index]
             elif b.tensor is not None:
@@ -99,7 +96,7 @@ class Runner:
         for position, i in enumerate(self.slots.bindings):
             base[t.bindings[i].value] = current[position]
         results = []
-        for r in t.returned:
+        for r in t.results.returned:
             if r.kind is ReturnKind.CONSTANT:
                 results.append(r.constant)
             else:
@@ -124,12 +121,10 @@ class Runner:
     def tangents_from(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The incoming gradients of differentiable outputs, laid out as traced."""
         made = []
-        for grad, layout in zip(grads, self._tangent_layouts, strict=True):
-            if layout is None:
-                continue
-            shape, strides, dtype = layout
-            if grad.stride() != strides:
-                grad = torch.empty_strided(shape, strides, dtype=dtype, device=grad.device).copy_(grad)  # noqa: PLW2901
+        for i, v in self._tangents:
+            grad = grads[i]
+            if grad.stride() != v.strides:
+                grad = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=grad.device).copy_(grad)
             made.append(grad)
         return made
 

@@ -41,8 +41,8 @@ class Signature:
             if type(x) is not torch.Tensor and not isinstance(x, torch.Tensor):
                 raise _mismatch(f"input {i}", f"is a {type(x).__name__}, the plan was made for a tensor")
             if x.shape != shape or x.dtype is not dtype or x.device != device:
-                what = f"is {x.dtype} {tuple(x.shape)} on {x.device}, the plan was made for {dtype} {tuple(shape)} on {device}"
-                raise _mismatch(f"input {i}", what)
+                wanted = f"the plan was made for {dtype} {tuple(shape)} on {device}"
+                raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} on {x.device}, {wanted}")
             if x.stride() != strides:
                 leaves[i] = torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(x)
         for i, constant in self._constants:

@@ -37,7 +37,7 @@ class Structure:
 
     def name_of(self, index: int) -> str:
         """Qualified name of a submodule ("h.0.attn"), by its index in `modes()`."""
-        return next(name for name, m in self.model.named_modules() if m is self.modules[index])
+        return next(str(name) for name, m in self.model.named_modules() if m is self.modules[index])
 
 
 class Slots:

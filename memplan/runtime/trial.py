@@ -90,7 +90,7 @@ def _fill_dynamic(
         value = graph.values[b.value]
         if b.source is Source.INPUT:
             owner[value.storage] = tensors[i].untyped_storage()
-            start[value.storage] = tensors[i].storage_offset() - value.offset
+            start[value.storage] = int(tensors[i].storage_offset()) - value.offset
         elif b.source is Source.TANGENT:
             ones = torch.empty_strided(value.shape, value.strides, dtype=dtype_of(value), device=traced.device)
             owner[value.storage] = ones.fill_(1).untyped_storage()

@@ -7,11 +7,13 @@ graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is c
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from memplan.inplace import reuse_in_place
 from memplan.plan import Plan, make_plan
 from memplan.schedule import traced as traced_order
 from memplan.solve import Solver
@@ -20,6 +22,7 @@ from memplan.trace.capture import Captured, capture
 from memplan.trace.returns import own_the_gradients, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
+from memplan.version import __version__
 
 __all__ = ["Captured", "TracedGraph", "alignment_of", "capture", "plan", "plan_traced", "trace", "trace_captured"]
 
@@ -30,11 +33,16 @@ def trace(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
+    in_place: bool = True,
 ) -> TracedGraph:
-    """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`."""
+    """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`.
+
+    `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`).
+    """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
-    return trace_captured(capture(model, args, example_kwargs or {}, train=train), type(model).__name__)
+    traced = trace_captured(capture(model, args, example_kwargs or {}, train=train), type(model).__name__)
+    return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
 
 
 def trace_captured(captured: Captured, model: str) -> TracedGraph:
@@ -55,13 +63,7 @@ def plan(
     solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Plan:
-    """Plan one step of `model` from fake tensors: what it needs, to the byte, without computing anything.
-
-    `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others;
-    real, fake and meta tensors will do, and so they will as parameters. `train`: plan forward and backward
-    (None: as `model.training` says) or the forward alone. `time_limit` is the solver's, in seconds. Raises
-    `UnsupportedGraph` when the model cannot be traced as one graph.
-    """
+    """`memplan.plan`."""
     traced = trace(model, example_inputs, example_kwargs, train=train)
     return plan_traced(traced, solver=solver, time_limit=time_limit)
 
@@ -70,8 +72,6 @@ def plan_traced(
     traced: TracedGraph, *, solver: str | Solver = "auto", time_limit: float | None = None, redzone: int = 0
 ) -> Plan:
     """Order a traced step and place its storages; `redzone` is in bytes (see `lifetimes.problem`)."""
-    from memplan import __version__
-
     return make_plan(
         model=traced.model,
         graph=traced.graph,

@@ -25,9 +25,10 @@ from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.trace.capture import Captured
 from memplan.trace.origins import origin_of
 from memplan.trace.outvariants import out_variant, written_names
-from memplan.trace.returns import is_backward, output_of
+from memplan.trace.results import read_results
+from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import aten, storage_key
-from memplan.trace.traced import Binding, Kernel, Ref, Returned, ReturnKind, Source, TracedGraph
+from memplan.trace.traced import Binding, Kernel, Ref, Source, TracedGraph
 
 _MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 _OVERWRITES = {"copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_"}
@@ -68,9 +69,9 @@ class _Builder:
 
     def _caller_owned(self) -> dict[int, StorageKind]:
         """Storage key -> OUTPUT or GRADIENT for everything that the caller holds after the step."""
-        output, descs = output_of(self.graph)
+        _, results, descs = returned_by(self.graph)
         owned: dict[int, StorageKind] = {}
-        for node, desc in zip(output.args[0], descs, strict=True):
+        for node, desc in zip(results, descs, strict=True):
             if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor):
                 kind = StorageKind.GRADIENT if isinstance(desc, GradAOTOutput) else StorageKind.OUTPUT
                 owned.setdefault(storage_key(node.meta["val"]), kind)
@@ -166,7 +167,7 @@ class _Builder:
         reads = [self.value_of[n] for n in dict.fromkeys(read_nodes)]
         if written:
             names = [a.name for a in node.target._schema.arguments]
-            given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+            given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
             writes = [self.value_of[given[name]] for name in written]
             if any(a.is_out for a in node.target._schema.arguments) or node.target._opname in _OVERWRITES:
                 reads = [r for r in reads if r not in writes]
@@ -225,32 +226,22 @@ class _Builder:
         where = " in ".join(part for part in (node.name, origin.module, origin.source) if part)
         return UnsupportedGraph(where, reason, hint)
 
-    # -- what is returned --------------------------------------------------------------------------------
-
     def _finish(self) -> TracedGraph:
-        output, descs = output_of(self.graph)
-        pairs = list(zip(output.args[0], descs, strict=True))
-        outputs = [(n, d) for n, d in pairs if not isinstance(d, GradAOTOutput)]
-        gradients = [(n, d) for n, d in pairs if isinstance(d, GradAOTOutput) and isinstance(n, fx.Node)]
-        tangents = {n.meta["desc"].output: self.value_of[n] for n in self.graph.nodes if _is_tangent(n)}
-        fresh, aliases = self._fresh_outputs(outputs, set(tangents))
-        bound = {self._binding_key(b): i for i, b in enumerate(self.bindings)}
         order = sorted(range(len(self.ops)), key=lambda i: self.ops[i].phase is Phase.BACKWARD)  # stable
+        made = {self.values[v].storage for op in self.ops for v in op.writes}
+        results = read_results(self.graph, self.value_of, self.values, self.bindings, made)
         return TracedGraph(
             model=self.model,
             graph=Graph(
                 ops=tuple(self.ops[i] for i in order),
                 values=tuple(self.values),
                 storages=tuple(self.storages),
-                outputs=tuple(self.value_of[node] for node, _ in fresh),
-                gradients=tuple(self.value_of[node] for node, _ in gradients),
+                outputs=results.fresh,
+                gradients=results.gradients,
             ),
             kernels=tuple(self.kernels[i] for i in order),
             bindings=tuple(self.bindings),
-            returned=aliases,
-            fresh=tuple(self.value_of[node] for node, _ in fresh),
-            tangents=tuple(tangents.get(desc) for _, desc in fresh),
-            gradients=tuple(bound[self._desc_key(desc.grad_of)] for _, desc in gradients),
+            results=results,
             in_spec=self.captured.in_spec,
             out_spec=self.captured.out_spec,
             example_inputs=self.captured.inputs,
@@ -258,56 +249,9 @@ class _Builder:
             device=self._device(),
         )
 
-    def _fresh_outputs(
-        self, outputs: list[tuple[Any, Any]], differentiable: set[Any]
-    ) -> tuple[list[tuple[fx.Node, Any]], tuple[Returned, ...]]:
-        """Split the outputs: those that the step writes, and those that are views of them or of inputs.
-
-        Of outputs that share bytes, the one with a tangent is fresh; the others are made from it outside, as
-        autograd-aware views, so that gradients through them arrive.
-        """
-        fresh: dict[int, tuple[fx.Node, Any]] = {}
-        nodes = [(n, d) for n, d in outputs if isinstance(n, fx.Node) and n in self.value_of]
-        made = {self.values[v].storage for op in self.ops for v in op.writes}
-        for node, desc in sorted(nodes, key=lambda pair: pair[1] not in differentiable):
-            storage = self.values[self.value_of[node]].storage
-            if storage in made and not self._is_bound(storage):
-                fresh.setdefault(storage, (node, desc))
-        ordered = [pair for pair in nodes if pair in fresh.values()]
-        base_of = {storage: self.value_of[node] for storage, (node, _) in fresh.items()}
-        base_of.update({self.values[b.value].storage: b.value for b in reversed(self.bindings)})
-        returned = tuple(
-            self._returned(node, base_of) for node, desc in outputs if type(desc).__name__ == "PlainAOTOutput"
-        )
-        return ordered, returned
-
-    def _returned(self, node: Any, base_of: dict[int, int]) -> Returned:
-        if not isinstance(node, fx.Node):
-            return Returned(kind=ReturnKind.CONSTANT, constant=node)
-        value = self.value_of[node]
-        base = base_of[self.values[value].storage]
-        return Returned(kind=ReturnKind.FRESH if base == value else ReturnKind.ALIAS, value=value, of=base)
-
-    def _is_bound(self, storage: int) -> bool:
-        return any(self.values[b.value].storage == storage for b in self.bindings)
-
-    def _binding_key(self, b: Binding) -> tuple[Source, str, int]:
-        return b.source, b.name, b.index
-
-    def _desc_key(self, desc: Any) -> tuple[Source, str, int]:
-        if isinstance(desc, ParamAOTInput):
-            return Source.PARAMETER, desc.target, 0
-        if isinstance(desc, BufferAOTInput):
-            return Source.BUFFER, desc.target, 0
-        return Source.INPUT, "", desc.idx
-
     def _device(self) -> torch.device:
         planned = sorted({s.device for s in self.storages if s.planned})
         if len(planned) > 1:
             hint = "move the model and its inputs to one device"
             raise UnsupportedGraph(self.model, f"computes on several devices: {', '.join(planned)}", hint)
         return torch.device(planned[0] if planned else "cpu")
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    return node.op == "placeholder" and isinstance(node.meta["desc"], TangentAOTInput)

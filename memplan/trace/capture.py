@@ -107,7 +107,9 @@ def _unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
             '(for mixtures of experts in transformers: model.set_experts_implementation("batched_mm"))'
         )
     elif "graph break" in text or "unsupported" in text:
-        hint = "remove what breaks the graph (print, logging, .item(), calls into C code) from forward, or compute it outside"
+        hint = (
+            "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"
+        )
     else:
         hint = "check that model(*example_inputs) runs eagerly; then trace a smaller submodule to find the culprit"
     return UnsupportedGraph(type(model).__name__, "\n  ".join([reason, *details[:4]]), hint)

@@ -25,7 +25,7 @@ def out_variant(op: OpOverload) -> OpOverload | None:
     wanted = [_argument(a) for a in op._schema.arguments]
     packet = op.overloadpacket
     for name in packet.overloads():
-        candidate = getattr(packet, name)
+        candidate: OpOverload = getattr(packet, name)
         if torch.Tag.generated in candidate.tags:
             continue
         arguments = candidate._schema.arguments

@@ -20,9 +20,8 @@ from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, val
 
 def own_the_gradients(graph: fx.Graph) -> None:
     """Insert copies so that no returned gradient shares bytes with anything else that outlives the step."""
-    output, descs = output_of(graph)
+    output, results, descs = returned_by(graph)
     taken = {storage_key(value(n)) for n in graph.nodes if n.op in ("placeholder", "get_attr") and _is_tensor(n)}
-    results = list(output.args[0])
     for node, desc in zip(results, descs, strict=True):
         if isinstance(node, fx.Node) and not isinstance(desc, GradAOTOutput) and _is_tensor(node):
             taken.add(storage_key(value(node)))
@@ -38,19 +37,19 @@ def own_the_gradients(graph: fx.Graph) -> None:
             copy = rewriter.call(aten.copy_.default, results[i], node)
             copy.meta["partitioner_tag"] = results[i].meta["partitioner_tag"] = "is_backward"
         taken.add(storage_key(value(results[i])))
-    output.args = (type(output.args[0])(results),)
+    output.args = (tuple(results),)
 
 
 def write_back_mutations(graph: fx.Graph) -> None:
     """Turn returned new values of mutated inputs into `copy_` ops at the end of the forward."""
-    output, descs = output_of(graph)
+    output, results, descs = returned_by(graph)
     inputs = {n.meta["desc"]: n for n in graph.nodes if n.op == "placeholder"}
     mutations = [
         (inputs[desc.mutated_input], node)
-        for node, desc in zip(output.args[0], descs, strict=True)
+        for node, desc in zip(results, descs, strict=True)
         if isinstance(desc, InputMutationAOTOutput)
     ]
-    kept = [(n, d) for n, d in zip(output.args[0], descs, strict=True) if not isinstance(d, InputMutationAOTOutput)]
+    kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, InputMutationAOTOutput)]
     output.args = (tuple(n for n, _ in kept),)
     output.meta["desc"] = [d for _, d in kept]
     boundary = _first_backward(graph) or output
@@ -75,10 +74,11 @@ def _refuse_old_value(graph: fx.Graph, target: fx.Node, boundary: fx.Node) -> No
         raise UnsupportedGraph(target.name, reason, "change a copy, or do it after the backward")
 
 
-def output_of(graph: fx.Graph) -> tuple[fx.Node, list[Any]]:
-    """The output node and the descriptors of what it returns."""
+def returned_by(graph: fx.Graph) -> tuple[fx.Node, list[Any], list[Any]]:
+    """The output node, what it returns, and a descriptor for each of these."""
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    return output, list(output.meta["desc"])
+    results: Any = output.args[0]
+    return output, list(results), list(output.meta["desc"])
 
 
 def is_backward(node: fx.Node) -> bool:

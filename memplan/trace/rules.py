@@ -32,7 +32,8 @@ def lower(graph: fx.Graph) -> None:
 def _replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
     if isinstance(new, tuple):
         for user in list(node.users):
-            user.replace_all_uses_with(new[user.args[1]])
+            index: Any = user.args[1]
+            user.replace_all_uses_with(new[index])
             graph.erase_node(user)
     else:
         node.replace_all_uses_with(new)
@@ -113,7 +114,7 @@ def _mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.No
     return rw.instead(reduce, difference, *([None] if reduction == 2 else []))
 
 
-def _batch_norm(
+def _batch_norm(  # noqa: PLR0917  (the op's own signature)
     rw: Rewriter,
     x: fx.Node,
     weight: Any,
@@ -140,8 +141,30 @@ def _batch_norm(
     return out, save_mean, save_rstd, new_mean, new_var
 
 
-def _slice_backward(rw: Rewriter, grad: fx.Node, sizes: Any, dim: int, start: int, end: int, step: int) -> fx.Node:
-    return _scatter_into_zeros(rw, grad, aten.slice.Tensor, dim, start, end, step)
+def _embedding_backward(  # noqa: PLR0917  (the op's own signature)
+    rw: Rewriter, grad: fx.Node, indices: fx.Node, rows: int, padding: int, scale_by_frequency: bool
+) -> fx.Node | None:
+    """CPU: rows are added up in the order of the indices; those of the padding index stay zero."""
+    index = value(indices)
+    if (
+        value(grad).device.type != "cpu"
+        or scale_by_frequency
+        or not index.is_contiguous()
+        or index.dtype != torch.int64
+    ):
+        return None
+    result = rw.memory(value(rw.node))
+    rw.call(aten.zero_.default, result)
+    flat = rw.call(aten.view.default, indices, [index.numel()])
+    source = rw.call(aten.view.default, grad, [index.numel(), value(grad).shape[-1]])
+    rw.call(aten.index_add_.default, result, 0, flat, source)
+    if padding >= 0:
+        rw.call(aten.zero_.default, rw.call(aten.select.int, result, 0, padding))
+    return result
+
+
+def _slice_backward(rw: Rewriter, grad: fx.Node, sizes: Any, *where: Any) -> fx.Node:
+    return _scatter_into_zeros(rw, grad, aten.slice.Tensor, *where)
 
 
 def _select_backward(rw: Rewriter, grad: fx.Node, sizes: Any, dim: int, index: int) -> fx.Node:
@@ -211,6 +234,13 @@ def _new_full(rw: Rewriter, _: Any, __: Any, fill: Any, **___: Any) -> fx.Node:
     return _filled_with(fill)(rw)  # type: ignore[no-any-return]
 
 
+def _arange(rw: Rewriter, *bounds: float, **_: Any) -> fx.Node:
+    start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
+    result = rw.memory(value(rw.node))
+    rw.call(aten.arange.start_out, start, end, step, out=result)
+    return result
+
+
 def _scalar_tensor(rw: Rewriter, fill: Any, **_: Any) -> fx.Node:
     return _filled_with(fill)(rw)  # type: ignore[no-any-return]
 
@@ -225,6 +255,7 @@ RULES: dict[Any, Rule] = {
     aten.relu.default: _relu,
     aten.sum.default: _sum,
     aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
     aten.native_dropout.default: _dropout,
     aten.native_dropout_backward.default: _dropout_backward,
     aten.mse_loss.default: _mse_loss,
@@ -247,6 +278,9 @@ RULES: dict[Any, Rule] = {
     aten.full.default: _full,
     aten.full_like.default: _full,
     aten.new_full.default: _new_full,
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
     aten.scalar_tensor.default: _scalar_tensor,
     aten.lift_fresh_copy.default: _copy,
 }

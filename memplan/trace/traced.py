@@ -76,20 +76,33 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What leaves a step; all numbers are value indices but those of `gradient_of`.
+
+    `returned`: the leaves of the module's result, in order. `fresh`: what the forward hands to autograd, and
+    `tangents[i]`: the gradient that comes back for `fresh[i]` (None: not differentiable). `gradients`: what
+    the backward hands to autograd, `gradient_of[i]`: the binding (index) whose gradient `gradients[i]` is.
+    """
+
+    returned: tuple[Returned, ...]
+    fresh: tuple[int, ...]
+    tangents: tuple[int | None, ...]
+    gradients: tuple[int, ...]
+    gradient_of: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TracedGraph:
-    """`kernels[i]` runs `graph.ops[i]`. `fresh` are the values that the forward hands to autograd, with
-    `tangents[i]` the value of the gradient that comes back for `fresh[i]` (None: not differentiable);
-    `gradients` says for which binding (index) each of `graph.gradients` is.
+    """A graph, `kernels[i]` that runs `graph.ops[i]`, and how the step is fed and what it returns.
+
+    `training`: it has a backward. `device` is where all planned storages are.
     """
 
     model: str
     graph: Graph
     kernels: tuple[Kernel, ...]
     bindings: tuple[Binding, ...]
-    returned: tuple[Returned, ...]
-    fresh: tuple[int, ...]
-    tangents: tuple[int | None, ...]
-    gradients: tuple[int, ...]
+    results: Results
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     example_inputs: tuple[Any, ...]

@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 
 from memplan.trace.capture import capture
-from memplan.trace.returns import output_of
+from memplan.trace.returns import returned_by
 
 
 class Interpreted:
@@ -34,7 +34,7 @@ class Interpreted:
         outputs: list[Any] = []
         gradients: dict[str, torch.Tensor] = {}
         mutated: dict[str, torch.Tensor] = {}
-        for result, desc in zip(results, output_of(graph)[1], strict=True):
+        for result, desc in zip(results, returned_by(graph)[2], strict=True):
             if isinstance(desc, GradAOTOutput):
                 if isinstance(desc.grad_of, ParamAOTInput) and result is not None:
                     gradients[desc.grad_of.target] = result

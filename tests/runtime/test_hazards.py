@@ -87,13 +87,15 @@ def test_no_two_gradients_share_bytes() -> None:
 
 def test_two_forwards_before_a_backward_raise(compiled: CompiledModule, x: torch.Tensor) -> None:
     first = compiled(x)
-    with pytest.raises(StaleActivationsError, match="forward 2 .* forward 1"):
+    with pytest.raises(StaleActivationsError, match=r"forward 2 .* forward 1"):
         compiled(x)
     first.sum().backward()  # the step in flight is unharmed
     compiled(x).sum().backward()
 
 
-def test_a_forward_whose_graph_was_dropped_blocks_nothing(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+def test_a_forward_whose_graph_was_dropped_blocks_nothing(
+    model: Net, compiled: CompiledModule, x: torch.Tensor
+) -> None:
     out = compiled(x)
     del out
     gc.collect()

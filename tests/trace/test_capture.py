@@ -31,7 +31,9 @@ class Raises(nn.Module):
         raise RuntimeError("the model's own complaint")
 
 
-@pytest.mark.parametrize(("model", "word"), [(Breaks(), "[Dd]ata-dependent"), (DataDependent(), "nonzero"), (Raises(), "own complaint")])
+@pytest.mark.parametrize(
+    ("model", "word"), [(Breaks(), "[Dd]ata-dependent"), (DataDependent(), "nonzero"), (Raises(), "own complaint")]
+)
 def test_untraceable_models_are_refused_with_a_hint(model: nn.Module, word: str) -> None:
     with pytest.raises(UnsupportedGraph, match=word) as caught:
         plan(model, torch.randn(4), train=False)
@@ -40,7 +42,7 @@ def test_untraceable_models_are_refused_with_a_hint(model: nn.Module, word: str)
 
 
 def test_not_a_module() -> None:
-    with pytest.raises(UnsupportedGraph, match="not an nn.Module"):
+    with pytest.raises(UnsupportedGraph, match=r"not an nn\.Module"):
         plan(lambda x: x, torch.randn(3))  # type: ignore[arg-type]
 
 

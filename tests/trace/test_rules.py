@@ -30,6 +30,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "relu": (lambda w, x: torch.relu(x * w), (torch.tensor([-0.0, 0.0, float("nan"), -1.0]),)),
     "sum": (lambda w, x: (x * w).sum(), (X,)),
     "embedding": (lambda w, i: F.embedding(i, w * torch.ones(5, 4)), (INDEX,)),
+    "embedding_dense_backward": (lambda w, i: F.embedding(i, w * torch.ones(5, 4), padding_idx=2).sin(), (INDEX,)),
+    "arange": (lambda w, x: x * w * torch.arange(4) + torch.arange(1, 5) + torch.arange(0, 8, 2), (X,)),
     "native_dropout": (lambda w, x: F.dropout(x * w, 0.3), (X,)),
     "batch_norm": (lambda w, x: F.batch_norm(x * w, torch.zeros(3), torch.ones(3), training=True), (X,)),
     "slice_backward": (lambda w, x: (x * w)[:, 1:3, ::2] * 2, (X,)),

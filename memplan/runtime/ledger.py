@@ -1,0 +1,65 @@
+"""Who owns the arena's bytes right now: the rules that keep a step in flight honest.
+
+An arena holds one step's activations. So a forward may not start while another one's backward is still to
+come, and a backward runs once. Each breach raises instead of being silently wrong.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from memplan.errors import StaleActivationsError
+
+
+class InFlight:
+    """The activations of one forward. Lives as long as its autograd graph; `done` after its backward."""
+
+    __slots__ = ("__weakref__", "done", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.done = False
+
+
+class Ledger:
+    """Which step owns an arena; programs that share the arena share the ledger."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._current: Callable[[], InFlight | None] = lambda: None
+
+    def begin(self, *, keep: bool) -> InFlight:
+        """Start a step, or raise `StaleActivationsError` when one is in flight; `keep`: a backward will follow."""
+        pending = self.pending
+        self.steps += 1
+        if pending is not None:
+            raise StaleActivationsError(
+                f"forward {self.steps} would overwrite the activations of forward {pending.number}, "
+                "whose backward has not run",
+                hint="call backward first, or run forwards that need none under torch.no_grad(), "
+                "or drop the outputs of the earlier forward",
+            )
+        step = InFlight(self.steps)
+        self._current = weakref.ref(step) if keep else lambda: None
+        return step
+
+    @property
+    def pending(self) -> InFlight | None:
+        """The step whose backward is still to come, if its autograd graph is still alive."""
+        step = self._current()
+        return None if step is None or step.done else step
+
+    def end(self, step: InFlight) -> None:
+        """The backward of `step` begins; raise unless the arena still holds what it needs."""
+        if step.done:
+            raise StaleActivationsError(
+                f"backward ran twice for forward {step.number}; its activations were given up by the first",
+                hint="run the forward again, or add the losses before one backward",
+            )
+        if self._current() is not step:
+            raise StaleActivationsError(
+                f"the activations of forward {step.number} were overwritten by forward {self.steps}",
+                hint="call backward before the next forward",
+            )
+        step.done = True

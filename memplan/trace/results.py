@@ -1,0 +1,93 @@
+"""What leaves the step, and how the module's result is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+
+from memplan.errors import UnsupportedGraph
+from memplan.graph import Value
+from memplan.trace.returns import returned_by
+from memplan.trace.traced import Binding, Results, Returned, ReturnKind, Source
+
+_Output = tuple[Any, Any]  # what the graph returns (a node or a constant), and its descriptor
+
+
+def read_results(
+    graph: fx.Graph,
+    value_of: Mapping[fx.Node, int],
+    values: Sequence[Value],
+    bindings: Sequence[Binding],
+    made: set[int],
+) -> Results:
+    """Sort what the graph returns; `made` are the storages that its ops write. Raises `UnsupportedGraph`."""
+    _, results, descs = returned_by(graph)
+    pairs: list[_Output] = list(zip(results, descs, strict=True))
+    outputs = [(n, d) for n, d in pairs if not isinstance(d, GradAOTOutput)]
+    gradients = [(n, d) for n, d in pairs if isinstance(d, GradAOTOutput) and isinstance(n, fx.Node)]
+    tangents = {n.meta["desc"].output: value_of[n] for n in graph.nodes if _is_tangent(n)}
+    base_of = {values[b.value].storage: b.value for b in reversed(bindings)}
+    fresh = _fresh_outputs(outputs, set(tangents), value_of, values, made - set(base_of))
+    unused = [output for output in tangents if output not in {d for _, d in fresh}]
+    if unused:
+        what = f"its outputs need gradients in a way that is not supported ({unused[0]!r})"
+        raise UnsupportedGraph("output", what, "return copies instead of several views of one tensor")
+    base_of.update({values[value_of[node]].storage: value_of[node] for node, _ in fresh})
+    bound = {(b.source, b.name, b.index): i for i, b in enumerate(bindings)}
+    return Results(
+        returned=tuple(_returned(n, value_of, values, base_of) for n, d in outputs if isinstance(d, PlainAOTOutput)),
+        fresh=tuple(value_of[node] for node, _ in fresh),
+        tangents=tuple(tangents.get(desc) for _, desc in fresh),
+        gradients=tuple(value_of[node] for node, _ in gradients),
+        gradient_of=tuple(bound[_key(desc.grad_of)] for _, desc in gradients),
+    )
+
+
+def _fresh_outputs(
+    outputs: list[_Output],
+    differentiable: set[Any],
+    value_of: Mapping[fx.Node, int],
+    values: Sequence[Value],
+    made: set[int],
+) -> list[_Output]:
+    """The outputs that the step itself writes: one for each storage, in order.
+
+    Of outputs that share bytes, the one with a tangent is fresh; the others are made from it outside, as
+    views that autograd knows, so that gradients through them arrive.
+    """
+    fresh: dict[int, _Output] = {}
+    nodes = [(n, d) for n, d in outputs if isinstance(n, fx.Node) and n in value_of]
+    for node, desc in sorted(nodes, key=lambda pair: pair[1] not in differentiable):
+        storage = values[value_of[node]].storage
+        if storage in made:
+            fresh.setdefault(storage, (node, desc))
+    return [pair for pair in nodes if pair in fresh.values()]
+
+
+def _returned(node: Any, value_of: Mapping[fx.Node, int], values: Sequence[Value], base_of: dict[int, int]) -> Returned:
+    if not isinstance(node, fx.Node):
+        return Returned(kind=ReturnKind.CONSTANT, constant=node)
+    value = value_of[node]
+    base = base_of[values[value].storage]
+    return Returned(kind=ReturnKind.FRESH if base == value else ReturnKind.ALIAS, value=value, of=base)
+
+
+def _key(desc: Any) -> tuple[Source, str, int]:
+    if isinstance(desc, ParamAOTInput):
+        return Source.PARAMETER, desc.target, 0
+    if isinstance(desc, BufferAOTInput):
+        return Source.BUFFER, desc.target, 0
+    return Source.INPUT, "", desc.idx
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return node.op == "placeholder" and isinstance(node.meta["desc"], TangentAOTInput)

@@ -1,0 +1,24 @@
+"""What several of the command line's tests use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+Run = Callable[..., tuple[int, str, str]]
+
+CSV = "id,lower,upper,size\na,0,4,16\nb,2,6,16\nc,4,8,32\n"
+
+
+def python(code: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a Python of its own."""
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        env={**os.environ, **path, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )

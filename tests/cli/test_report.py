@@ -1,0 +1,47 @@
+"""`memplan report` on saved plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memplan import planfile
+from tests.cli.helpers import Run
+from tests.samples import sample_plan
+
+
+def test_report_shows_a_saved_plan(run: Run, plan_file: Path) -> None:
+    code, out, err = run("report", plan_file)
+    assert (code, err) == (0, "")
+    for text in ("sample", "peak (max live)", "arena", "fragmentation", "outside the arena", "h.0.attn", "model.py:12"):
+        assert text in out
+
+
+def test_report_writes_json_and_the_plan(run: Run, plan_file: Path, tmp_path: Path) -> None:
+    code, out, _ = run("report", plan_file, "--json", "figures.json", "--save", "copy.json", "--format", "markdown")
+    assert code == 0
+    assert out.startswith("## sample")
+    assert json.loads((tmp_path / "figures.json").read_text())["arena_size"] == 320
+    assert planfile.load(tmp_path / "copy.json") == sample_plan()
+
+
+def test_report_prints_json(run: Run, plan_file: Path) -> None:
+    code, out, _ = run("report", plan_file, "--format", "json")
+    assert code == 0
+    assert json.loads(out)["total"] == sample_plan().total
+
+
+@pytest.mark.parametrize("option", ["--json", "--save"])
+def test_report_into_nowhere_is_bad_input(run: Run, plan_file: Path, option: str) -> None:
+    code, out, err = run("report", plan_file, option, "no/folder/x.json")
+    assert (code, out) == (2, "")
+    assert "cannot be written" in err
+
+
+@pytest.mark.parametrize("args", [["--infer"], ["--solver", "naive"], ["--time-limit", "3"]])
+def test_options_of_planning_do_not_fit_a_saved_plan(run: Run, plan_file: Path, args: list[str]) -> None:
+    code, _, err = run("report", plan_file, *args)
+    assert code == 2
+    assert "is a saved plan" in err

@@ -1,0 +1,118 @@
+"""`memplan solve`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import CSV, Run
+
+
+def test_solve_prints_the_figures(run: Run, csv_file: Path) -> None:
+    code, out, err = run("solve", csv_file)
+    assert (code, err) == (0, "")
+    for label in ("buffers", "max live", "arena", "fragmentation", "optimal", "solver", "seconds"):
+        assert label in out
+    assert "48 B" in out
+
+
+def test_solve_writes_offsets(run: Run, csv_file: Path, tmp_path: Path) -> None:
+    out_file = tmp_path / "placed.csv"
+    assert run("solve", csv_file, "-o", out_file)[0] == 0
+    rows = [line.split(",") for line in out_file.read_text().splitlines()]
+    assert rows[0] == ["id", "lower", "upper", "size", "offset"]
+    assert [row[0] for row in rows[1:]] == ["a", "b", "c"]
+    assert run("solve", out_file)[0] == 0  # its own output is an input
+
+
+@pytest.mark.parametrize("solver", ["auto", "greedy", "naive", "partition"])
+def test_solve_as_json_with_every_solver(run: Run, csv_file: Path, solver: str) -> None:
+    code, out, _ = run("solve", csv_file, "--solver", solver, "--json", "--seed", 3, "--time-limit", 5)
+    data = json.loads(out)
+    assert code == 0
+    assert data["max_live"] == 48
+    assert data["arena_size"] >= 48
+    assert sorted(data["offsets"]) == ["a", "b", "c"]
+    assert data["fragmentation"] == pytest.approx(1 - 48 / data["arena_size"])
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_solve_exits_1_when_nothing_fits(run: Run, csv_file: Path, tmp_path: Path, form: list[str]) -> None:
+    code, out, err = run("solve", csv_file, "--capacity", "40", "-o", tmp_path / "out.csv", *form)
+    assert code == 1
+    assert re.search("infeasible|unknown", out)
+    assert "out.csv was not written" in err
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_solve_takes_the_capacity_from_the_files_name(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "x.40.csv").write_text(CSV)
+    assert run("solve", "x.40.csv")[0] == 1
+    assert run("solve", "x.40.csv", "--capacity", "1KiB")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", ":1"),
+        ("name,from,to,bytes\n", ":1"),
+        ("id,lower,upper\na,0,1\n", ":1"),
+        ("id,lower,upper,size\na,0,1,-5\n", ":2"),
+        ("id,lower,upper,size\na,0,1,5\nb,3,1,5\n", ":3"),
+        ("id,lower,upper,size\na,0,1,5\na,0,1,5\n", "'a'"),
+        ("id,lower,upper,size\na,0,1\n", ":2"),
+        ("id,lower,upper,size\na,0,1,x\n", ":2"),
+        ("\x00\x01\x02", "buffers.csv"),
+        (b"\xff\xfe\x00\xd8", "buffers.csv"),
+    ],
+)
+def test_a_bad_csv_is_bad_input(run: Run, tmp_path: Path, content: str | bytes, message: str) -> None:
+    (tmp_path / "buffers.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, out, err = run("solve", "buffers.csv", "-o", "out.csv")
+    assert (code, out) == (2, "")
+    assert "buffers.csv" in err
+    assert message in err
+    assert [p.name for p in tmp_path.iterdir()] == ["buffers.csv"]
+
+
+def test_a_missing_file_and_a_folder_are_bad_input(run: Run, tmp_path: Path) -> None:
+    for path in ("missing.csv", tmp_path):
+        code, out, err = run("solve", path)
+        assert (code, out) == (2, "")
+        assert "cannot be read" in err
+
+
+def test_an_unwritable_output_is_bad_input_and_leaves_nothing(run: Run, csv_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for target in ("no/such/folder/out.csv", "folder"):
+        code, out, err = run("solve", csv_file, "-o", target)
+        assert (code, out) == (2, "")
+        assert "cannot be written" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["buffers.csv", "folder"]
+
+
+def test_an_output_below_a_file_is_bad_input(run: Run, csv_file: Path) -> None:
+    code, out, err = run("solve", csv_file, "-o", f"{csv_file}/out.csv")
+    assert (code, out) == (2, "")
+    assert "error: " in err
+    assert csv_file.read_text() == CSV
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--capacity", "3gib"], "--capacity"),
+        (["--capacity", "-1"], "--capacity"),
+        (["--time-limit", "nan"], "--time-limit"),
+        (["--time-limit", "0"], "--time-limit"),
+        (["--time-limit", "-1"], "--time-limit"),
+        (["--solver", "magic"], "greedy"),
+    ],
+)
+def test_bad_options_name_themselves(run: Run, csv_file: Path, args: list[str], message: str) -> None:
+    code, out, err = run("solve", csv_file, *args)
+    assert (code, out) == (2, "")
+    assert message in err

@@ -1,0 +1,78 @@
+"""Colours, widths, encodings: what a terminal, a log and a pipe get."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from memplan import planfile
+from tests.cli.helpers import CSV, Run
+from tests.samples import sample_plan
+
+
+def _on_a_terminal(args: list[str], **env: str) -> str:
+    """What `memplan ARGS` writes to a pseudo-terminal."""
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "memplan", *args],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm-256color", **env},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    text = b""
+    try:
+        while block := os.read(ours, 65536):
+            text += block
+    except OSError:  # how Linux says that the other end was closed
+        pass
+    os.close(ours)
+    child.wait()
+    return text.decode()
+
+
+def test_colours_are_for_terminals_that_want_them(plan_file: Path) -> None:
+    args = ["check", str(plan_file), "--max-arena", "1"]
+    assert "\x1b[1;31m" in _on_a_terminal(args)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", _on_a_terminal(args, NO_COLOR="1"))
+
+
+def test_narrow_terminals_are_not_overrun(plan_file: Path) -> None:
+    text = _on_a_terminal(["report", str(plan_file)], COLUMNS="40", NO_COLOR="1")
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= 40
+
+
+def test_what_is_no_terminal_gets_no_escapes(run: Run, plan_file: Path) -> None:
+    for args in (["report", plan_file], ["check", plan_file, "--max-arena", "1"], ["--help"]):
+        assert "\x1b" not in run(*args)[1]
+
+
+def test_an_ascii_terminal_gets_ascii(tmp_path: Path) -> None:
+    (tmp_path / "é.csv").write_text(CSV)
+    sample_plan().save(tmp_path / "é.json")
+    for args in (["report", "é.json"], ["solve", "é.csv"], ["solve", "ü.csv"], ["check", "é.json", "--max-arena", "1"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "memplan", *args],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            check=False,
+        )
+        done.stdout.decode("ascii")
+        assert b"Traceback" not in done.stderr
+
+
+def test_names_in_a_plan_move_no_cursor(run: Run, tmp_path: Path) -> None:
+    data = json.loads(planfile.to_text(sample_plan()))
+    data["model"] = "evil\x1b[2J\rmodel[bold]"
+    body = {k: v for k, v in data.items() if k not in ("schema_version", "fingerprint", "checksum")}
+    (tmp_path / "evil.json").write_text(json.dumps({**data, "checksum": planfile.checksum(body)}))
+    out = run("report", "evil.json")[1]
+    assert "\x1b" not in out
+    assert "evil\\x1b[2J\\rmodel[bold]" in out
