@@ -161,21 +161,21 @@ def _minimalloc(case: Case, binary: str, bound: int) -> dict[str, Cell]:
 
 
 def _idealloc(case: Case, binary: str, bound: int) -> dict[str, Cell]:
-    """idealloc's `idealloc` binary reads minimalloc's CSV and prints the makespan as the last number."""
+    """idealloc (`coreba`, binary `idealloc`) reads minimalloc's CSV and prints `Makespan:` and its bytes."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "in.csv"
         _write_input(source, case.problem)
         began = time.perf_counter()
         try:
             run = subprocess.run(
-                [binary, str(source), "--format", "minimalloc"],
+                [binary, "--input", str(source), "ex-csv"],
                 capture_output=True, text=True, check=True, timeout=_EXTERNAL_SECONDS,
             )  # fmt: skip
         except (subprocess.SubprocessError, OSError):
             return {"idealloc_s": None, "idealloc_ratio": None}
         seconds = time.perf_counter() - began
-    numbers = [int(word) for word in run.stdout.split() if word.isdigit()]
-    return {"idealloc_s": seconds, "idealloc_ratio": numbers[-1] / bound if numbers else None}
+    _, _, after = run.stdout.rpartition("Makespan:")
+    return {"idealloc_s": seconds, "idealloc_ratio": int(after.split()[0]) / bound if after else None}
 
 
 def _timed(command: Sequence[str], limit: float) -> float | None:
