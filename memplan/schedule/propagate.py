@@ -16,6 +16,7 @@ from memplan.schedule.bound import cut
 from memplan.schedule.core import Core, Ints, step_bytes, with_edge
 
 _LARGEST = 32  # ops that touch the most: others hardly matter to each other
+_NEAR = 32  # steps before and after a peak step whose ops might as well be on the other side of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +64,15 @@ def _excluded(core: Core, first: int, then: int, target: int, work: int) -> tupl
 
 
 def _pairs(core: Core, order: Ints, target: int) -> Iterator[tuple[int, int]]:
-    """Pairs that may run either way: an op at the peak and a large one, then two large ones."""
+    """Pairs that might run either way: an op at the peak with those around it and with large ones; two large ones."""
     large = np.argsort(-core.working_set, kind="stable")[:_LARGEST].tolist()
-    peak = order[step_bytes(core, order) > target][:_LARGEST].tolist()
     seen: set[tuple[int, int]] = set()
-    for one in [*peak, *large]:
-        for two in large:
-            pair = (min(one, two), max(one, two))
+    near = np.flatnonzero(step_bytes(core, order) > target)[:_LARGEST]
+    groups = [(order[at], [*order[max(at - _NEAR, 0) : at + _NEAR].tolist(), *large]) for at in near]
+    groups += [(one, large) for one in large]
+    for one, others in groups:
+        for two in others:
+            pair = (min(int(one), two), max(int(one), two))
             if one != two and pair not in seen:
                 seen.add(pair)
                 yield pair
