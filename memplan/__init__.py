@@ -2,6 +2,7 @@
 
     plan(model, example_inputs)      what a step needs, to the byte, from fake tensors
     compile(model, example_inputs)   a module that runs it in one preallocated arena
+    compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     load(path)                       a saved plan, validated
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Buffer",
     "CompiledModule",
+    "CompiledStep",
     "Interval",
     "MemplanError",
     "Plan",
@@ -38,6 +40,7 @@ __all__ = [
     "Status",
     "__version__",
     "compile",
+    "compile_step",
     "csvio",
     "load",
     "plan",
@@ -45,7 +48,7 @@ __all__ = [
     "validate",
 ]
 
-_NEEDS_TORCH = {"compile": "memplan.runtime", "CompiledModule": "memplan.runtime"}
+_NEEDS_TORCH = dict.fromkeys(("compile", "compile_step", "CompiledModule", "CompiledStep"), "memplan.runtime")
 
 
 def __getattr__(name: str) -> Any:

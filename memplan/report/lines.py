@@ -29,6 +29,7 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("inputs", out.inputs, ""),
         ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
         ("parameters", out.parameters, ""),
+        ("optimizer state", out.optimizer_state, ""),
         ("constants", out.constants, ""),
         ("outside the arena", report.outside_total, "all of these"),
     )
