@@ -50,7 +50,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(no_args_is_help=True)(report.report)
-app.command(no_args_is_help=True)(check.check)
+app.command()(check.check)
 app.command(no_args_is_help=True)(solve.solve)
 
 
