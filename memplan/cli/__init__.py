@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from memplan.cli import check, report, solve
+from memplan.cli import check, compare, report, solve
 from memplan.cli.console import Settings, error_console, show_error, tolerate_encodings
 from memplan.errors import MemplanError
 
@@ -51,6 +51,8 @@ app = typer.Typer(
 )
 app.command(no_args_is_help=True)(report.report)
 app.command()(check.check)
+app.command(no_args_is_help=True)(compare.diff)
+app.command(no_args_is_help=True)(compare.explain)
 app.command(no_args_is_help=True)(solve.solve)
 
 
