@@ -12,6 +12,7 @@ import typer
 from memplan.cli.console import console
 
 if TYPE_CHECKING:
+    from memplan.plan import Plan
     from memplan.report.summary import Report
 
 
@@ -36,6 +37,18 @@ def report(
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the plan itself to FILE, for check.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Draw the arena: one page, zoom, hover, no network.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Draw the arena as a still picture.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write trace events, for ui.perfetto.dev.")
+    ] = None,
+    snapshot: Annotated[
+        Path | None, typer.Option("--snapshot", metavar="FILE", help="Write a pickle for PyTorch's memory_viz.")
+    ] = None,
     solver: Annotated[
         str, typer.Option("--solver", metavar="NAME", help="Which solver places the buffers: auto or its name.")
     ] = "auto",
@@ -59,7 +72,25 @@ def report(
         plan.save(save)
     if json_file is not None:
         write_atomic(json_file, json.dumps(report_json(figures), indent=2, allow_nan=False) + "\n")
+    if html or svg or trace or snapshot:
+        _draw(plan, html, svg, trace, snapshot)
     _print(figures, form)
+
+
+def _draw(plan: Plan, html: Path | None, svg: Path | None, trace: Path | None, snapshot: Path | None) -> None:
+    """Write the pictures that are asked for, all from the same `Picture`."""
+    from memplan.cli import pictures
+    from memplan.report.picture import picture_of_plan
+
+    picture = picture_of_plan(plan)
+    for path, write in (
+        (html, pictures.write_html),
+        (svg, pictures.write_svg),
+        (trace, pictures.write_trace),
+        (snapshot, pictures.write_snapshot),
+    ):
+        if path is not None:
+            write(path, picture)
 
 
 def _print(figures: Report, form: Format) -> None:
