@@ -67,6 +67,8 @@ class FunctionWriter:
     def op(self, bound: BoundOp) -> None:
         """Call one op; its results land where their values live."""
         graph = self.layout.graph
+        if _copies_onto_itself(graph, bound):
+            return
         if bound.form is not Form.FUNCTIONAL:
             for ref in _refs((bound.args, bound.kwargs)):
                 self._use(ref)
@@ -179,6 +181,16 @@ class FunctionWriter:
 
 def _refs(tree: Any) -> list[int]:
     return [leaf.value for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
+
+
+def _copies_onto_itself(graph: Graph, bound: BoundOp) -> bool:
+    """A copy whose source gave its bytes to the result (see `memplan.inplace`)."""
+    if bound.function is not torch.Tensor.copy_:
+        return False
+    one, two = (graph.values[ref] for ref in _refs(bound.args))
+    return (one.storage, one.dtype, one.shape, one.strides, one.offset) == (
+        *(two.storage, two.dtype, two.shape, two.strides, two.offset),
+    )
 
 
 def _adopt(result: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

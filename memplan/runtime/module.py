@@ -44,6 +44,7 @@ class CompiledModule(nn.Module):
         plan: Plan | str | os.PathLike[str] | None = None,
         solver: Any = "auto",
         time_limit: float | None = None,
+        in_place: bool = True,
         guard: str | None = None,
         on_mismatch: str = "error",
     ) -> None:
@@ -56,6 +57,7 @@ class CompiledModule(nn.Module):
         self.__dict__["_original"] = model
         self.__dict__["_structure"] = Structure(model)
         self.__dict__["_options"] = {"solver": solver, "time_limit": time_limit}
+        self.__dict__["_in_place"] = in_place
         self.__dict__["_guard"] = guard
         self.__dict__["_on_mismatch"] = on_mismatch
         self.__dict__["_arena"] = None
@@ -120,7 +122,7 @@ class CompiledModule(nn.Module):
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
         """Trace, plan and build; everything that can be refused is refused before the arena is allocated."""
-        traced = trace(self._original, args, kwargs, train=train)
+        traced = trace(self._original, args, kwargs, train=train, in_place=self._in_place)
         redzone = redzone_of(self._guard, alignment_of(traced.device))
         if given is None:
             plan = plan_traced(traced, redzone=redzone, **self._options)
@@ -171,6 +173,7 @@ def compile(
     plan: Plan | str | os.PathLike[str] | None = None,
     solver: Any = "auto",
     time_limit: float | None = None,
+    in_place: bool = True,
     guard: str | None = None,
     on_mismatch: str = "error",
 ) -> CompiledModule:
@@ -179,7 +182,8 @@ def compile(
     `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others: real
     tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
-    of making one; it must have been made for this very graph. `guard`: "poison" or "redzone" checks every
+    of making one; it must have been made for this very graph. `in_place`: let results take the
+    bytes of inputs that die there, where the kernel allows it. `guard`: "poison" or "redzone" checks every
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
     model ("eager"), or gets a plan of its own ("replan").
 
@@ -195,6 +199,7 @@ def compile(
         plan=plan,
         solver=solver,
         time_limit=time_limit,
+        in_place=in_place,
         guard=guard,
         on_mismatch=on_mismatch,
     )

@@ -7,6 +7,7 @@ code; whoever asks for a solution (`solve` here) validates it.
 from __future__ import annotations
 
 from memplan.solve.base import Solver
+from memplan.solve.budget import Limits, Progress
 from memplan.solve.select import SOLVERS, select_solver, solve
 
-__all__ = ["SOLVERS", "Solver", "select_solver", "solve"]
+__all__ = ["SOLVERS", "Limits", "Progress", "Solver", "select_solver", "solve"]

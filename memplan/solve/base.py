@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from memplan.problem import Problem, Solution, Status
+from memplan.problem import Infeasibility, Problem, Solution, Status
+from memplan.solve.budget import Limits
 
 
 class Solver(Protocol):
@@ -20,23 +21,42 @@ class Solver(Protocol):
         """Why this solver does not take `problem` (pinned offsets, gaps, ...), or None when it does."""
         ...
 
-    def solve(self, problem: Problem, *, time_limit: float | None, seed: int) -> Solution:
-        """Place every buffer. `time_limit` is in seconds; a heuristic that needs none ignores it."""
+    def solve(self, problem: Problem, *, limits: Limits = ..., seed: int = ...) -> Solution:
+        """Place every buffer. A heuristic that needs no limits ignores them; `seed` is for random choices."""
         ...
 
 
-def finish(problem: Problem, offsets: Mapping[str, int], *, solver: str, seconds: float) -> Solution:
-    """A solution from offsets: the arena is measured, the bound is max live, the status follows from both."""
+NO_LIMITS = Limits()
+
+
+def finish(problem: Problem, offsets: Mapping[str, int], *, solver: str, seconds: float, bound: int = 0) -> Solution:
+    """A solution from offsets: the arena is measured, the status follows from it, the capacity and the bound.
+
+    `bound` is a proven lower bound in bytes if the solver knows a better one than max live. Above the
+    capacity, a bound makes the problem INFEASIBLE, and max live names the step and the buffers.
+    """
+    bound = max(bound, problem.max_live)
     arena = max((offsets[b.id] + b.size for b in problem.buffers), default=0)
-    if problem.capacity is not None and arena > problem.capacity:
+    proof = None
+    if problem.capacity is not None and bound > problem.capacity:
+        status, proof = Status.INFEASIBLE, infeasible_step(problem)
+    elif problem.capacity is not None and arena > problem.capacity:
         status = Status.UNKNOWN
-    elif arena == problem.max_live:
+    elif arena == bound:
         status = Status.OPTIMAL
     else:
         status = Status.FEASIBLE
     return Solution(
-        offsets=offsets, arena_size=arena, status=status, bound=problem.max_live, solver=solver, seconds=seconds
+        offsets=offsets, arena_size=arena, status=status, bound=bound, solver=solver, seconds=seconds, proof=proof
     )
+
+
+def infeasible_step(problem: Problem) -> Infeasibility | None:
+    """The step, and the buffers alive there, that need more than the capacity; None when max live fits."""
+    if problem.capacity is None or problem.max_live <= problem.capacity:
+        return None
+    alive = tuple(b.id for b in problem.alive_at(problem.peak_step) if b.size)
+    return Infeasibility(step=problem.peak_step, ids=alive, needed=problem.max_live)
 
 
 def align_up(offset: int, alignment: int) -> int:

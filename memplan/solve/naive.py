@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from memplan.problem import Problem, Solution
-from memplan.solve.base import align_up, finish
+from memplan.solve.base import NO_LIMITS, align_up, finish
+from memplan.solve.budget import Limits
 
 
 class Naive:
@@ -16,7 +17,7 @@ class Naive:
     def refuses(self, problem: Problem) -> str | None:
         return None
 
-    def solve(self, problem: Problem, *, time_limit: float | None = None, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
         offsets = {b.id: b.pinned_offset for b in problem.buffers if b.pinned_offset is not None}
         top = max((b.pinned_offset + b.size for b in problem.buffers if b.pinned_offset is not None), default=0)

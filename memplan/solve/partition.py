@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 
 from memplan.problem import Buffer, Problem, Solution
-from memplan.solve.base import align_up, finish
+from memplan.solve.base import NO_LIMITS, align_up, finish
+from memplan.solve.budget import Limits
 
 
 class Partition:
@@ -23,7 +24,7 @@ class Partition:
             return "a partition has no fixed address, so a buffer cannot be pinned to one"
         return None
 
-    def solve(self, problem: Problem, *, time_limit: float | None = None, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
         offsets: dict[str, int] = {}
         top = 0

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from memplan.errors import UnsupportedProblem
+from memplan.errors import InvalidProblem, UnsupportedProblem
 from memplan.problem import Buffer, Problem, Solution
 from memplan.solve.base import Solver
+from memplan.solve.budget import Limits, Progress
+from memplan.solve.cpsat import CPSAT
 from memplan.solve.greedy import Greedy
+from memplan.solve.hill_climb import HillClimb
 from memplan.solve.naive import Naive
+from memplan.solve.online import Online
 from memplan.solve.partition import Partition
+from memplan.solve.portfolio import Portfolio
+from memplan.solve.shared import Shared
+from memplan.solve.tlsf import TLSF
+from memplan.solve.tstack import TStack
 from memplan.validate import validate
 
-SOLVERS: Mapping[str, Solver] = {solver.name: solver for solver in (Greedy(), Naive(), Partition())}
-DEFAULT = "greedy"
+_ALL: tuple[Solver, ...] = (
+    Portfolio(),
+    CPSAT(),
+    Greedy(),
+    Greedy(best_fit=True),
+    TStack(),
+    Partition(),
+    Shared(),
+    HillClimb(),
+    Online(best_fit=False),
+    Online(best_fit=True),
+    TLSF(),
+    Naive(),
+)
+SOLVERS: Mapping[str, Solver] = {solver.name: solver for solver in _ALL}
+DEFAULT = "portfolio"
 
 
 def select_solver(problem: Problem, solver: str | Solver = "auto") -> Solver:
@@ -39,19 +61,46 @@ def solve(
     *,
     capacity: int | None = None,
     time_limit: float | None = None,
+    work_limit: int | None = None,
+    minimize: bool | None = None,
     solver: str | Solver = "auto",
     seed: int = 0,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """Assign an offset (bytes) to every buffer; the result has passed the independent validator.
 
-    `problem` is a `Problem` or buffers; `capacity` (bytes) overrides the problem's; `time_limit` is in
-    seconds. Raises `UnsupportedProblem` for a solver that is unknown or does not take the problem, and
-    `InvalidSolution` if a solver returned nonsense (a bug; never silently accepted).
+    `problem` is a `Problem` or buffers; `capacity` (bytes) overrides the problem's. `time_limit` is in
+    seconds, `work_limit` in machine-independent units (see `budget.py`: with it, or with neither, the same
+    input and seed give the same plan byte for byte). With a capacity the first placement that fits is
+    returned, unless `minimize` asks for the smallest arena. `on_progress` hears of every better arena or
+    bound. Raises `UnsupportedProblem` for a solver that is unknown or does not take the problem,
+    `InvalidProblem` when two pinned buffers collide, and `InvalidSolution` if a solver returned nonsense (a
+    bug; never silently accepted).
     """
     if not isinstance(problem, Problem):
         problem = Problem(buffers=tuple(problem), capacity=capacity)
     elif capacity is not None:
         problem = Problem(buffers=problem.buffers, capacity=capacity)
-    solution = select_solver(problem, solver).solve(problem, time_limit=time_limit, seed=seed)
+    check_pins(problem)
+    if minimize is None:
+        minimize = problem.capacity is None
+    limits = Limits(seconds=time_limit, work=work_limit, minimize=minimize, on_progress=on_progress)
+    solution = select_solver(problem, solver).solve(problem, limits=limits, seed=seed)
     validate(problem, solution)
     return solution
+
+
+def check_pins(problem: Problem) -> None:
+    """Raise `InvalidProblem` naming two pinned buffers that are alive together on the same bytes."""
+    pinned = [(b.pinned_offset, b) for b in problem.buffers if b.pinned_offset is not None and b.size]
+    pinned.sort(key=lambda entry: entry[0])
+    for place, (low, one) in enumerate(pinned):
+        for other_low, other in pinned[place + 1 :]:
+            if other_low >= low + one.size:
+                break
+            if any(not a.is_disjoint(b) for a in one.segments for b in other.segments):
+                raise InvalidProblem(
+                    f"is pinned to {other_low}, inside the bytes pinned for {one.id!r}",
+                    where=f"buffer {other.id!r}",
+                    hint="buffers that are alive together need pinned ranges that do not overlap",
+                )

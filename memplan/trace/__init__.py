@@ -7,11 +7,13 @@ graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is c
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from memplan.inplace import reuse_in_place
 from memplan.plan import Plan, make_plan
 from memplan.schedule import traced as traced_order
 from memplan.solve import Solver
@@ -31,11 +33,16 @@ def trace(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
+    in_place: bool = True,
 ) -> TracedGraph:
-    """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`."""
+    """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`.
+
+    `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`).
+    """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
-    return trace_captured(capture(model, args, example_kwargs or {}, train=train), type(model).__name__)
+    traced = trace_captured(capture(model, args, example_kwargs or {}, train=train), type(model).__name__)
+    return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
 
 
 def trace_captured(captured: Captured, model: str) -> TracedGraph:

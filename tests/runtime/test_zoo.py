@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import ZOO
+from memplan.problem import Status
 from memplan.runtime import compile as memplan_compile
+from memplan.trace import plan_traced, trace
 from tests.runtime.reference import Interpreted
 
 
@@ -82,8 +84,28 @@ def test_no_kernel_writes_outside_its_buffer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_the_arena_is_close_to_max_live(name: str) -> None:
-    from memplan.trace import plan
+def test_the_arena_is_max_live(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    best = plan_traced(trace(model, args))
+    assert best.arena_size == best.max_live
+    assert best.solution.status is Status.OPTIMAL
 
-    p = plan(*ZOO[name]("nano"), solver="greedy")
+
+@pytest.mark.parametrize("name", ZOO)
+def test_greedy_is_close_to_max_live_without_reuse(name: str) -> None:
+    p = plan_traced(trace(*ZOO[name]("nano"), in_place=False), solver="greedy")
     assert p.max_live <= p.arena_size <= (1.10 if name == "t5" else 1.02) * p.max_live
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_reuse_in_place_never_needs_more(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    with_reuse, without = (plan_traced(trace(model, args, in_place=choice)) for choice in (True, False))
+    assert with_reuse.max_live <= without.max_live
+
+
+@pytest.mark.parametrize(("name", "share"), [("gpt2", 0.89), ("bert", 0.87)])
+def test_reuse_in_place_lowers_the_peak_at_the_logits(name: str, share: float) -> None:
+    model, args = ZOO[name]("medium")
+    with_reuse, without = (plan_traced(trace(model, args, in_place=choice)) for choice in (True, False))
+    assert with_reuse.max_live <= share * without.max_live

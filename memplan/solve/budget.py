@@ -1,0 +1,98 @@
+"""How long a solver may go on, and what it says on the way.
+
+Work is counted in *units* that do not depend on the machine: one node of the search on up to 200 buffers (a
+node of a larger piece counts in proportion). A run that is limited by work alone is reproduced exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+NODE_BUFFERS = 200
+DEFAULT_WORK = 500_000  # units when neither time nor work is limited: about two seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The best arena so far (bytes; None before the first), a proven bound, and the seconds since the start."""
+
+    incumbent: int | None
+    bound: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`seconds` of wall time, `work` in units; None for both means `DEFAULT_WORK`. Zero: heuristics only.
+
+    With `minimize` off, a solver stops at the first placement within the problem's capacity.
+    """
+
+    seconds: float | None = None
+    work: int | None = None
+    minimize: bool = True
+    on_progress: Callable[[Progress], None] | None = None
+
+
+class Budget:
+    """Counts work and seconds down. `share` opens an inner budget over part of what is left."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.began = time.perf_counter()
+        self._deadline = None if limits.seconds is None else self.began + limits.seconds
+        self._timed = limits.seconds is not None
+        self._work = DEFAULT_WORK if limits.work is None and limits.seconds is None else limits.work
+        self._parent: Budget | None = None
+        self.spent = 0
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the start."""
+        return time.perf_counter() - self.began
+
+    @property
+    def is_over(self) -> bool:
+        if self._work is not None and self.spent >= self._work:
+            return True
+        if self._deadline is not None and time.perf_counter() >= self._deadline:
+            return True
+        return self._parent is not None and self._parent.is_over
+
+    def remaining_seconds(self) -> float | None:
+        """Wall time that is left; None when only work is limited."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.perf_counter())
+
+    def remaining_work(self) -> int | None:
+        """Units that are left; None when only time is limited."""
+        return None if self._work is None else max(0, self._work - self.spent)
+
+    def nodes(self, wanted: int, buffers: int) -> int:
+        """How many of `wanted` search nodes on a piece of `buffers` may run before asking again."""
+        cost = max(1.0, buffers / NODE_BUFFERS)
+        if self._timed:
+            wanted = min(wanted, int(20_000 / cost) + 1)
+        budget: Budget | None = self
+        while budget is not None:
+            if budget._work is not None:
+                wanted = min(wanted, int((budget._work - budget.spent) / cost) + 1)
+            budget = budget._parent
+        return max(1, wanted)
+
+    def spend(self, nodes: int, buffers: int) -> None:
+        """Count `nodes` of the search on a piece of `buffers`."""
+        units = int(nodes * max(1.0, buffers / NODE_BUFFERS)) + 1
+        budget: Budget | None = self
+        while budget is not None:
+            budget.spent += units
+            budget = budget._parent
+
+    def share(self, part: float) -> Budget:
+        """A budget over `part` (0 to 1) of what is left here; what it spends is spent here too."""
+        inner = object.__new__(Budget)
+        now = time.perf_counter()
+        inner.began, inner.spent, inner._parent, inner._timed = now, 0, self, self._timed
+        inner._deadline = None if self._deadline is None else now + part * max(0.0, self._deadline - now)
+        inner._work = None if self._work is None else int(part * max(0, self._work - self.spent))
+        return inner

@@ -1,0 +1,84 @@
+"""Heuristics over arrays: the first answers of the portfolio, and the filling-in after a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from memplan.solve.core import Core, Ints
+
+_PAIRS = 2_000_000  # above as many pairs of buffers alive together, fitting one by one takes longer than 0.3 s
+
+
+def unplaced(core: Core) -> Ints:
+    """Offsets (units) with only the pinned buffers in place; -1 elsewhere."""
+    return np.where(core.pinned, core.low, -1)
+
+
+def pairs_alive_together(core: Core) -> int:
+    """How many pairs of lifetimes (hulls) meet. n log n."""
+    born_before_end = np.searchsorted(np.sort(core.lo), core.hi)
+    dead_at_start = np.searchsorted(np.sort(core.hi), core.lo, side="right")
+    return int((born_before_end - dead_at_start - 1).sum()) // 2
+
+
+def first_fit(core: Core, order: Ints, offsets: Ints, *, best: bool = False) -> None:
+    """Place `order` one by one, each at its lowest (`best`: tightest) free offset, into `offsets`."""
+    from memplan.solve import fit_kernel
+
+    fit_kernel.fit(
+        order, fit_kernel.BEST if best else fit_kernel.FIRST, core.size, core.align, core.low, core.seg_ptr,
+        core.seg_lo, core.seg_hi, core.sections, offsets,
+    )  # fmt: skip
+
+
+def on_skyline(core: Core, order: Ints, max_offset: Ints, offsets: Ints) -> bool:
+    """Put `order` on top of what is placed, where it ends in time; returns whether all of it did. n log n."""
+    from memplan.solve import skyline_kernel
+
+    refused = skyline_kernel.on_skyline(
+        order, core.size, core.align, core.low, max_offset, core.seg_ptr, core.seg_lo, core.seg_hi, core.sections,
+        offsets,
+    )  # fmt: skip
+    return bool(refused == 0)
+
+
+def online(core: Core, *, best: bool) -> Ints:
+    """Offsets (units) as an allocator hands them out in order of time; not for pinned buffers."""
+    from memplan.solve import skyline_kernel
+
+    offsets = np.full(core.n, -1, np.int64)
+    births, deaths = np.lexsort((-core.size, core.lo)), np.argsort(core.hi, kind="stable")
+    skyline_kernel.online(births, deaths, core.lo, core.hi, core.size, core.align, best, offsets)
+    return offsets
+
+
+def first_answers(core: Core) -> Iterator[Ints]:
+    """Complete placements (offsets in units), quick ones first, each valid."""
+    free = np.flatnonzero(~core.pinned)
+    if pairs_alive_together(core) <= _PAIRS or core.pinned.any():
+        life = core.hi - core.lo
+        for key in (core.size, core.size * life, life):
+            for best in (False, True):
+                offsets = unplaced(core)
+                first_fit(core, free[np.lexsort((core.lo[free], -key[free]))], offsets, best=best)
+                yield offsets
+    else:
+        for best in (True, False):
+            yield online(core, best=best)
+
+
+def fill(core: Core, order: Ints, max_offset: Ints, offsets: Ints) -> Ints:
+    """Complete `offsets` with the buffers of `order`; returns those that end too high (none, after peeling)."""
+    on_top = offsets.copy()
+    on_skyline(core, order, max_offset, on_top)
+    refused = order[on_top[order] < 0]
+    first_fit(core, refused, on_top)
+    if (on_top <= max_offset).all():
+        offsets[:] = on_top
+        return refused[:0]
+    first_fit(core, order, offsets)
+    if (on_top > max_offset).sum() < (offsets > max_offset).sum():
+        offsets[:] = on_top
+    return np.flatnonzero(offsets > max_offset)

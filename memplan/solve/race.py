@@ -1,0 +1,97 @@
+"""The race of the portfolio: the best arena so far and the proven bound, brought together."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memplan.solve.attempt import attempt
+from memplan.solve.bounds import lower_bound
+from memplan.solve.budget import Budget, Limits, Progress
+from memplan.solve.core import Core, Ints
+from memplan.solve.quick import first_answers
+from memplan.solve.search import Outcome
+
+_FIRST_SHARE, _STEP_SHARE = 0.5, 0.1  # of the budget: on the bound itself, then on each capacity above it
+_SEARCH_SHARE, _EXACT = 0.7, 64  # of the budget before CP-SAT; buffers up to which CP-SAT is asked at all
+_CLOSEST = 0.98  # a capacity this close to the best arena failed too: start again in the middle
+
+
+class Race:
+    """The best placement so far and the bound, which `run` brings together as far as the budget goes."""
+
+    def __init__(self, core: Core, capacity: int | None, budget: Budget, limits: Limits) -> None:
+        self.core, self.budget, self.limits, self.capacity = core, budget, limits, capacity
+        self.offsets: Ints = np.zeros(core.n, np.int64)
+        self.arena: int | None = None
+        self.bound = lower_bound(core)
+
+    def run(self, seed: int) -> None:
+        """Heuristics, then capacities from the bound upwards."""
+        if not self.core.n:
+            return
+        for offsets in first_answers(self.core):
+            self._offer(offsets)
+            if self._is_done():
+                return
+        if self.capacity is not None and self.capacity < self.bound:
+            return
+        first = self.bound
+        if self.capacity is not None and not self.limits.minimize:
+            first = self.capacity
+        self._try(first, self.budget.share(_FIRST_SHARE), seed)
+        self._descend(self.budget.share(_SEARCH_SHARE) if self._is_small() else self.budget, seed)
+        if self._is_small():
+            self._close()
+
+    def _is_small(self) -> bool:
+        return self.core.n <= _EXACT
+
+    def _close(self) -> None:
+        """Hand what is open to CP-SAT: is there anything below the best arena?"""
+        while not self._is_done() and not self.budget.is_over:
+            assert self.arena is not None
+            outcome = self._try(self.arena - 1, self.budget, 0, hint=self.offsets)
+            if outcome is Outcome.LIMIT:
+                return
+
+    def _descend(self, budget: Budget, seed: int) -> None:
+        """Capacities between the bound and the best arena: the middle, and closer to the arena on failure."""
+        part = 0.5
+        while not self._is_done() and not budget.is_over:
+            assert self.arena is not None
+            goal = self.bound + int((self.arena - 1 - self.bound) * part)
+            seed += 1
+            outcome = self._try(goal, budget.share(_STEP_SHARE), seed)
+            if outcome is Outcome.LIMIT:
+                part = (1 + part) / 2
+                part = 0.5 if part > _CLOSEST else part
+            else:
+                part = 0.5
+
+    def _try(self, capacity: int, budget: Budget, seed: int, hint: Ints | None = None) -> Outcome:
+        outcome, offsets = attempt(self.core, self.core.max_offset(capacity), budget, seed, hint=hint)
+        if outcome is Outcome.SOLVED:
+            self._offer(offsets)
+        elif outcome is Outcome.EXHAUSTED:
+            exact = bool((self.core.raw % self.core.unit == 0).all())
+            above = (capacity // self.core.unit + 1) * self.core.unit if exact else capacity + 1
+            self.bound = max(self.bound, above)
+            self._report()
+        return outcome
+
+    def _offer(self, offsets: Ints) -> None:
+        arena = int((offsets * self.core.unit + self.core.raw).max())
+        if self.arena is None or arena < self.arena:
+            self.arena, self.offsets = arena, offsets.copy()
+            self._report()
+
+    def _is_done(self) -> bool:
+        if self.arena is None:
+            return False
+        if not self.limits.minimize and self.capacity is not None and self.arena <= self.capacity:
+            return True
+        return self.arena <= self.bound or (self.capacity is not None and self.capacity < self.bound)
+
+    def _report(self) -> None:
+        if self.limits.on_progress is not None:
+            self.limits.on_progress(Progress(incumbent=self.arena, bound=self.bound, seconds=self.budget.seconds))

@@ -1,0 +1,411 @@
+"""The place-or-skip search itself, compiled by numba. `search.py` feeds it; read that first.
+
+State: for every unplaced buffer the lowest offset still open to it (`allowed`, the highest top of its placed
+neighbours) and the offset at which it was skipped (`hole`). If a placement exists, one exists in which no
+buffer can sink to any lower free offset; so a skipped buffer's hole must end up blocked by a neighbour that
+is still unplaced, and a buffer that nothing can block is never skipped. That makes the search complete with
+two branches per node: place the chosen buffer at `allowed`, or skip it there.
+
+All offsets and sizes are in units, all lifetimes in sections (see `core.py`).
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+SOLVED, EXHAUSTED, LIMIT = 0, 1, 2
+MOST_CONFLICTS, MOST_UNPLACED, LEAST_SLACK = 0, 1, 2  # which section is decided next
+
+_PLACED, _ALLOWED, _HOLE, _FLOOR = 0, 1, 2, 3  # kinds of trail entries
+
+
+@njit(cache=True, inline="always")
+def _mix(b, allowed, hole):
+    """Zobrist key of one unplaced buffer's state; wrapping 64-bit integers on purpose."""
+    x = (b + 1) * -7046029254386353131 ^ (allowed + 1) * -4417276706812531889 ^ (hole + 2) * 1609587929392839161
+    x = (x ^ ((x >> 31) & 0x1FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@njit(cache=True, inline="always")
+def _slot(table, key):
+    """Where `key` is, or would go, in the open-addressing table (four probes; then the first is replaced)."""
+    mask = table.shape[0] - 1
+    first = key & mask
+    for probe in range(4):
+        at = (first + probe) & mask
+        if table[at] == key or table[at] == 0:
+            return at
+    return first
+
+
+@njit(cache=True, inline="always")
+def _can_block(y, c, hole_c, allowed, size, maxoff):
+    """Can unplaced `y` still take some of the bytes that `c` would have taken at its hole?"""
+    return allowed[y] < hole_c + size[c] and maxoff[y] + size[y] > hole_c and allowed[y] + size[y] <= maxoff[c]
+
+
+@njit(cache=True)
+def _consistent(
+    dirty_lo, dirty_hi, capacity, floor, unplaced, allowed, hole, reach, size, maxoff, placed, adj_ptr, adj,
+    mem_ptr, mem, buf_lo, buf_hi, weight,
+):  # fmt: skip
+    """Tighten `reach` (the lowest offset a buffer can end up at) and check every section that may have changed."""
+    n = size.shape[0]
+    for c in range(n):
+        reach[c] = allowed[c]
+    for _ in range(3):
+        changed = False
+        for c in range(n):
+            if hole[c] < 0 or placed[c]:
+                continue
+            lowest = capacity
+            for k in range(adj_ptr[c], adj_ptr[c + 1]):
+                y = adj[k]
+                if not placed[y] and reach[y] + size[y] < lowest and _can_block(y, c, hole[c], reach, size, maxoff):
+                    lowest = reach[y] + size[y]
+            if lowest > maxoff[c]:
+                for s in range(buf_lo[c], buf_hi[c]):
+                    weight[s] += 1
+                return False
+            if lowest > reach[c]:
+                changed = True
+                reach[c] = lowest
+                dirty_lo = min(dirty_lo, buf_lo[c])
+                dirty_hi = max(dirty_hi, buf_hi[c])
+        if not changed:
+            break
+    for s in range(dirty_lo, dirty_hi):
+        if unplaced[s] == 0:
+            continue
+        highest = capacity - unplaced[s]  # some unplaced buffer must still be able to lie that low
+        fits = False
+        for k in range(mem_ptr[s], mem_ptr[s + 1]):
+            if not placed[mem[k]] and reach[mem[k]] <= highest:
+                fits = True
+                break
+        if not fits:
+            weight[s] += 1
+            return False
+    return True
+
+
+@njit(cache=True)
+def _pick_section(rule, lo, hi, floor, unplaced, weight):
+    """The section of [lo, hi) in which to decide next; -1 if none holds an unplaced buffer."""
+    best, best_key, best_tie = -1, 0, 0
+    for s in range(lo, hi):
+        u = unplaced[s]
+        if u == 0:
+            continue
+        if rule == MOST_UNPLACED:
+            key, tie = u, floor[s]
+        elif rule == LEAST_SLACK:
+            key, tie = floor[s] + u, u
+        else:
+            key, tie = u * (1 + weight[s]), u
+        if best < 0 or key > best_key or (key == best_key and tie > best_tie):
+            best, best_key, best_tie = s, key, tie
+    return best
+
+
+@njit(cache=True)
+def _descend(b, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj):
+    """From `b` to the buffer that must be decided before it: one that fits wholly under it, or, when it is
+    skipped where it stands, one that can block it there. Returns -1 when the chain finds no end."""
+    for _ in range(2 * size.shape[0]):
+        stale = hole[b] == allowed[b]
+        best = -1
+        for k in range(adj_ptr[b], adj_ptr[b + 1]):
+            y = adj[k]
+            if placed[y]:
+                continue
+            if stale:
+                if hole[y] == allowed[y] or not _can_block(y, b, hole[b], reach, size, maxoff):
+                    continue
+            elif reach[y] + size[y] > allowed[b]:
+                continue
+            if best < 0 or allowed[y] < allowed[best] or (allowed[y] == allowed[best] and rank[y] < rank[best]):
+                best = y
+        if best < 0:
+            return -1 if stale else b
+        b = best
+    return -1
+
+
+@njit(cache=True)
+def _pick_buffer(section, lo, hi, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj, mem_ptr, mem, buf_lo):
+    """The buffer to decide next, or -1 when every unplaced buffer of the piece is skipped where it stands."""
+    best = -1
+    for k in range(mem_ptr[section], mem_ptr[section + 1]):
+        b = mem[k]
+        if placed[b]:
+            continue
+        if best < 0 or allowed[b] < allowed[best] or (allowed[b] == allowed[best] and rank[b] < rank[best]):
+            best = b
+    best = _descend(best, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj)
+    if best >= 0:
+        return best
+    # Fallback: the lowest buffer of the piece that is not skipped; nothing unplaced can end up under it.
+    for b in range(size.shape[0]):
+        if placed[b] or hole[b] == allowed[b] or buf_lo[b] < lo or buf_lo[b] >= hi:
+            continue
+        if best < 0 or allowed[b] < allowed[best] or (allowed[b] == allowed[best] and rank[b] < rank[best]):
+            best = b
+    return best
+
+
+@njit(cache=True)
+def _grow(array):
+    bigger = np.empty(2 * array.shape[0], array.dtype)
+    bigger[: array.shape[0]] = array
+    return bigger
+
+
+@njit(cache=True, nogil=True)
+def search(
+    capacity, size, align, low, maxoff, seg_ptr, seg_lo, seg_hi, sections, adj_ptr, adj, mem_ptr, mem, rank, rule,
+    node_limit, table, salt, offsets,
+):  # fmt: skip
+    """Place everything under `capacity`, or prove that it cannot be done, or give up after `node_limit` nodes.
+
+    Returns (SOLVED | EXHAUSTED | LIMIT, nodes, smallest area that was left unplaced, in units x sections).
+    `offsets` receives the placement; `table` remembers failed states between calls with the same `salt`.
+    """
+    n = size.shape[0]
+    allowed = low.copy()
+    hole = np.full(n, -1, np.int64)
+    reach = low.copy()
+    weight = np.zeros(sections, np.int64)  # how often each section proved a dead end in this call
+    placed = np.zeros(n, np.bool_)
+    buf_lo = np.empty(n, np.int64)
+    buf_hi = np.empty(n, np.int64)
+    area_of = np.zeros(n, np.int64)
+    floor = np.zeros(sections, np.int64)
+    unplaced = np.zeros(sections, np.int64)
+    cross = np.zeros(sections, np.int64)
+    area = 0
+    for b in range(n):
+        buf_lo[b], buf_hi[b] = seg_lo[seg_ptr[b]], seg_hi[seg_ptr[b + 1] - 1]
+        for k in range(seg_ptr[b], seg_ptr[b + 1]):
+            area_of[b] += size[b] * (seg_hi[k] - seg_lo[k])
+            for s in range(seg_lo[k], seg_hi[k]):
+                unplaced[s] += size[b]
+        for s in range(buf_lo[b], buf_hi[b] - 1):
+            cross[s] += 1
+        area += area_of[b]
+    best_area = area
+
+    depth = 6 * n + 64
+    f_buffer = np.empty(depth, np.int64)
+    f_phase = np.empty(depth, np.int64)
+    f_mark = np.empty(depth, np.int64)
+    f_cell = np.empty(depth, np.int64)
+    f_cells = np.empty(depth, np.int64)
+    f_left = np.empty(depth, np.int64)
+    f_hash = np.empty(depth, np.int64)
+    f_area = np.empty(depth, np.int64)
+    f_root = np.empty(depth, np.bool_)
+    fp = 0
+    c_lo = np.empty(sections + n + 2, np.int64)
+    c_hi = np.empty(sections + n + 2, np.int64)
+    c_next = np.empty(sections + n + 2, np.int64)
+    c_owner = np.empty(sections + n + 2, np.int64)
+    c_count = np.empty(sections + n + 2, np.int64)
+    t_kind = np.empty(64 * (n + 16), np.int8)
+    t_index = np.empty(64 * (n + 16), np.int32)
+    t_old = np.empty(64 * (n + 16), np.int64)
+    tp = 0
+
+    c_lo[0], c_hi[0], c_next[0], c_owner[0], c_count[0] = 0, sections, -1, -1, n
+    cells, cell, left, root = 1, 0, n, True
+    key = np.int64(salt)
+    for b in range(n):
+        key += _mix(b, allowed[b], hole[b])
+        if allowed[b] > maxoff[b]:
+            return EXHAUSTED, 0, area
+    for s in range(sections):
+        if unplaced[s] > capacity:
+            return EXHAUSTED, 0, area
+    nodes = 0
+    failed = False
+    split = True  # look for boundaries that nothing crosses
+    while True:
+        if not failed:
+            if split:
+                # Pieces that nothing unplaced connects are solved one after another, smallest first.
+                split = False
+                old = cell
+                begin = cells
+                start = c_lo[old]
+                for s in range(c_lo[old], c_hi[old]):
+                    if s == c_hi[old] - 1 or cross[s] == 0:
+                        c_lo[cells], c_hi[cells], c_count[cells], c_owner[cells] = start, s + 1, 0, fp - 1
+                        cells += 1
+                        start = s + 1
+                if cells - begin > 1:
+                    for b in range(n):
+                        if not placed[b] and c_lo[old] <= buf_lo[b] < c_hi[old]:
+                            for q in range(begin, cells):
+                                if buf_lo[b] < c_hi[q]:
+                                    c_count[q] += 1
+                                    break
+                    kept = begin
+                    for q in range(begin, cells):
+                        if c_count[q] > 0:
+                            c_lo[kept], c_hi[kept], c_count[kept] = c_lo[q], c_hi[q], c_count[q]
+                            kept += 1
+                    cells = kept
+                    if cells - begin > 1:
+                        for i in range(begin + 1, cells):  # insertion sort by count
+                            a0, a1, a2 = c_lo[i], c_hi[i], c_count[i]
+                            j = i - 1
+                            while j >= begin and c_count[j] > a2:
+                                c_lo[j + 1], c_hi[j + 1], c_count[j + 1] = c_lo[j], c_hi[j], c_count[j]
+                                j -= 1
+                            c_lo[j + 1], c_hi[j + 1], c_count[j + 1] = a0, a1, a2
+                        for q in range(begin, cells):
+                            c_next[q] = q + 1
+                        c_next[cells - 1] = c_next[old]
+                        cell, left, root = begin, c_count[begin], True
+                        key = np.int64(salt)
+                        for b in range(n):
+                            if not placed[b] and c_lo[cell] <= buf_lo[b] < c_hi[cell]:
+                                key += _mix(b, allowed[b], hole[b])
+                    else:
+                        cells = begin
+                else:
+                    cells = begin
+            while left == 0:
+                cell = c_next[cell]
+                if cell < 0:
+                    return SOLVED, nodes, 0
+                left, root = c_count[cell], True
+                key = np.int64(salt)
+                for b in range(n):
+                    if not placed[b] and c_lo[cell] <= buf_lo[b] < c_hi[cell]:
+                        key += _mix(b, allowed[b], hole[b])
+            nodes += 1
+            if nodes > node_limit or fp >= depth - 1:
+                return LIMIT, nodes, best_area
+            chosen = -1
+            if table[_slot(table, key)] != key:
+                s = _pick_section(rule, c_lo[cell], c_hi[cell], floor, unplaced, weight)
+                lowest = capacity
+                for k in range(mem_ptr[s], mem_ptr[s + 1]):
+                    if not placed[mem[k]] and allowed[mem[k]] < lowest:
+                        lowest = allowed[mem[k]]
+                if lowest + unplaced[s] <= capacity:
+                    chosen = _pick_buffer(
+                        s, c_lo[cell], c_hi[cell], reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj,
+                        mem_ptr, mem, buf_lo,
+                    )  # fmt: skip
+            if chosen < 0:
+                if root:
+                    fp = c_owner[cell] + 1
+                failed = True
+                continue
+            b = chosen
+            f_buffer[fp], f_phase[fp], f_mark[fp], f_cell[fp], f_cells[fp] = b, 0, tp, cell, cells
+            f_left[fp], f_hash[fp], f_area[fp], f_root[fp] = left, key, area, root
+            fp += 1
+            root = False
+            # Left branch: place b at its lowest open offset.
+            offset = allowed[b]
+            top = offset + size[b]
+            placed[b] = True
+            offsets[b] = offset
+            need = adj_ptr[b + 1] - adj_ptr[b] + buf_hi[b] - buf_lo[b] + 4
+            while tp + 2 * need + n > t_kind.shape[0]:
+                t_kind, t_index, t_old = _grow(t_kind), _grow(t_index), _grow(t_old)
+            t_kind[tp], t_index[tp], t_old[tp] = _PLACED, b, 0
+            tp += 1
+            left -= 1
+            area -= area_of[b]
+            key -= _mix(b, allowed[b], hole[b])
+            for k in range(seg_ptr[b], seg_ptr[b + 1]):
+                for s in range(seg_lo[k], seg_hi[k]):
+                    unplaced[s] -= size[b]
+                    t_kind[tp], t_index[tp], t_old[tp] = _FLOOR, s, floor[s]
+                    tp += 1
+                    floor[s] = top
+                    if unplaced[s] > 0 and top + unplaced[s] > capacity:
+                        failed = True
+                        weight[s] += 1
+            for s in range(buf_lo[b], buf_hi[b] - 1):
+                cross[s] -= 1
+                if cross[s] == 0:
+                    split = True
+            dirty_lo, dirty_hi = sections, 0
+            if not failed:
+                for k in range(adj_ptr[b], adj_ptr[b + 1]):
+                    c = adj[k]
+                    if placed[c] or allowed[c] >= top:
+                        continue
+                    t_kind[tp], t_index[tp], t_old[tp] = _ALLOWED, c, allowed[c]
+                    tp += 1
+                    key -= _mix(c, allowed[c], hole[c])
+                    if hole[c] >= 0 and offset < hole[c] + size[c]:
+                        t_kind[tp], t_index[tp], t_old[tp] = _HOLE, c, hole[c]
+                        tp += 1
+                        hole[c] = -1
+                    allowed[c] = top if align[c] == 1 else -(-top // align[c]) * align[c]
+                    if buf_lo[c] < dirty_lo:
+                        dirty_lo = buf_lo[c]
+                    if buf_hi[c] > dirty_hi:
+                        dirty_hi = buf_hi[c]
+                    key += _mix(c, allowed[c], hole[c])
+                    if allowed[c] > maxoff[c]:
+                        failed = True
+                        break
+            if not failed:
+                failed = not _consistent(
+                    dirty_lo, dirty_hi, capacity, floor, unplaced, allowed, hole, reach, size, maxoff, placed,
+                    adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi, weight,
+                )  # fmt: skip
+            if not failed and area < best_area:
+                best_area = area
+            continue
+        # Failed: undo to the newest frame and try its other branch.
+        split = False
+        if fp == 0:
+            return EXHAUSTED, nodes, best_area
+        f = fp - 1
+        mark = f_mark[f]
+        while tp > mark:
+            tp -= 1
+            i = t_index[tp]
+            kind = t_kind[tp]
+            if kind == _ALLOWED:
+                allowed[i] = t_old[tp]
+            elif kind == _FLOOR:
+                floor[i] = t_old[tp]
+            elif kind == _HOLE:
+                hole[i] = t_old[tp]
+            else:
+                placed[i] = False
+                for k in range(seg_ptr[i], seg_ptr[i + 1]):
+                    for s in range(seg_lo[k], seg_hi[k]):
+                        unplaced[s] += size[i]
+                for s in range(buf_lo[i], buf_hi[i] - 1):
+                    cross[s] += 1
+        b, cell, cells = f_buffer[f], f_cell[f], f_cells[f]
+        left, key, area, root = f_left[f], f_hash[f], f_area[f], f_root[f]
+        if f_phase[f] == 0:
+            f_phase[f] = 1
+            t_kind[tp], t_index[tp], t_old[tp] = _HOLE, b, hole[b]
+            tp += 1
+            key -= _mix(b, allowed[b], hole[b])
+            hole[b] = allowed[b]
+            key += _mix(b, allowed[b], hole[b])
+            root = False
+            failed = not _consistent(
+                buf_lo[b], buf_hi[b], capacity, floor, unplaced, allowed, hole, reach, size, maxoff, placed,
+                adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi, weight,
+            )  # fmt: skip
+        if failed:
+            table[_slot(table, f_hash[f])] = f_hash[f]
+            fp = c_owner[cell] + 1 if f_root[f] else f
