@@ -20,6 +20,8 @@ def report_markdown(report: Report) -> str:
     parts.append(table(("memory", "size", "bytes", ""), memory))
     if report.peak is not None:
         parts.append(f"**Peak** at {cell(peak_line(report.peak))}.")
+    if report.advice:
+        parts.append("### What would shrink it\n\n" + "\n".join(f"- {cell(lever.text)}" for lever in report.advice))
     if report.largest:
         rows = [
             (*_size(h.size), h.kind, f"{h.start}-{h.end - 1}", origin(h), h.source, op_name(h.op))

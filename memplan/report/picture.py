@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from memplan.advice import levers
 from memplan.errors import InvalidSolution
 from memplan.graph import Phase
 from memplan.holders import Holder, largest
@@ -76,7 +75,7 @@ def picture_of_plan(plan: Plan) -> Picture:
             ("outside the arena", format_bytes(report.outside_total), "parameters, inputs, gradients, the caller's"),
             ("total", format_bytes(report.total), "what the device must hold"),
         ),
-        notes=(verdict(report), *(lever.text for lever in levers(plan))),
+        notes=(verdict(report), *(lever.text for lever in report.advice)),
     )
 
 
