@@ -25,6 +25,7 @@ class StorageKind(enum.StrEnum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
     OUTPUT = "output"
+    TANGENT = "tangent"
 
 
 class Phase(enum.StrEnum):
@@ -138,7 +139,7 @@ class Graph:
         for op in self.ops:
             reads = ", ".join(self._describe(v) for v in op.reads)
             writes = ", ".join(self._describe(v) for v in op.writes)
-            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}"
+            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{' random' if op.random else ''}"
         yield f"outputs: {', '.join(self._describe(v) for v in self.outputs)}"
         yield f"gradients: {', '.join(self._describe(v) for v in self.gradients)}"
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memplan.report.summary import Report
 
 SCHEMA_VERSION = 1
-_MODEL_KINDS = (StorageKind.PARAMETER, StorageKind.CONSTANT, StorageKind.INPUT)
+_MODEL_KINDS = (StorageKind.PARAMETER, StorageKind.CONSTANT, StorageKind.INPUT, StorageKind.TANGENT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,7 @@ class Plan:
             {
                 "parameters": g.bytes_of(StorageKind.PARAMETER),
                 "inputs": g.bytes_of(StorageKind.INPUT),
+                "tangents": g.bytes_of(StorageKind.TANGENT),
                 "constants": g.bytes_of(StorageKind.CONSTANT),
                 "outputs": g.bytes_of(StorageKind.OUTPUT),
                 "gradients": g.bytes_of(StorageKind.GRADIENT),

@@ -27,9 +27,10 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
     )
     before = (
         ("inputs", out.inputs, ""),
+        ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
         ("parameters", out.parameters, ""),
         ("constants", out.constants, ""),
-        ("outside the arena", report.outside_total, "the step's, inputs, parameters, constants"),
+        ("outside the arena", report.outside_total, "all of these"),
     )
     return arena, step, before, (("total", report.total, _total(report)),)
 

@@ -29,13 +29,14 @@ class Outside:
     temporaries: int | None
     during: int
     inputs: int
+    tangents: int
     parameters: int
     constants: int
 
     @property
     def total(self) -> int:
         """All bytes outside the arena at their highest: what `Plan.total` adds to the arena."""
-        return self.during + self.inputs + self.parameters + self.constants
+        return self.during + self.inputs + self.tangents + self.parameters + self.constants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,7 @@ def _outside(plan: Plan) -> Outside:
         temporaries=None if plan.temporaries is None else plan.outside["temporaries"],
         during=max(plan.outside_profile, default=0),
         inputs=plan.graph.bytes_of(StorageKind.INPUT),
+        tangents=plan.graph.bytes_of(StorageKind.TANGENT),
         parameters=plan.graph.bytes_of(StorageKind.PARAMETER),
         constants=plan.graph.bytes_of(StorageKind.CONSTANT),
     )

@@ -31,10 +31,23 @@ class Arena:
         return made  # type: ignore[no-any-return]
 
 
-def view_of(storage: torch.UntypedStorage, value: Value, shift: int = 0) -> torch.Tensor:
-    """The tensor that `value` describes, over `storage`; `shift` (elements) is added to its storage offset."""
+def view_of(storage: torch.UntypedStorage, value: Value, offset: int | None = None) -> torch.Tensor:
+    """The tensor that `value` describes, over `storage`, at `offset` (elements; default: its own)."""
     empty = torch.empty(0, dtype=dtype_of(value), device=storage.device)
-    return empty.set_(storage, value.offset + shift, value.shape, value.strides)
+    return empty.set_(storage, value.offset if offset is None else offset, value.shape, value.strides)
+
+
+def view_within(base: Value, value: Value, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of `value`, which is a view of `base`, when `tensor` is the one of `base`."""
+    return view_of(tensor.untyped_storage(), value, offset_within(base, value, int(tensor.storage_offset())))
+
+
+def offset_within(base: Value, value: Value, start: int) -> int:
+    """Storage offset (elements of `value`) when `base` starts at `start` (elements of `base`) in its storage.
+
+    Both describe the same bytes as traced; at run time the base may lie elsewhere in a larger storage.
+    """
+    return value.offset + (start - base.offset) * dtype_of(base).itemsize // dtype_of(value).itemsize
 
 
 def dtype_of(value: Value) -> torch.dtype:

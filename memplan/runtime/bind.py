@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph
 from memplan.runtime.arena import Arena, view_of
 from memplan.trace.outvariants import out_names, out_variant
@@ -35,21 +36,26 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundOp:
-    """What one op calls: `function(*args, **kwargs)`, with `Ref`s for tensors; `outs` as in `Kernel`."""
+    """What one op calls: `function(*args, **kwargs)`, with `Ref`s for tensors; `outs`, `several` as in `Kernel`."""
 
     form: Form
     function: Function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
+    several: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A callable for a kernel; `names` are its out arguments (None: it returns fresh tensors)."""
+    """A callable for a kernel; `names` are its out arguments (None: it returns fresh tensors).
+
+    `absent` are the results (by position) that are None although the trace has a tensor (oneDNN's LSTM).
+    """
 
     function: Function
     names: tuple[str, ...] | None = None
+    absent: frozenset[int] = frozenset()
 
     def out_kwargs(self, outs: Sequence[Any]) -> dict[str, Any]:
         """`outs` under the names of the out arguments; a single name takes several as a tuple."""
@@ -81,7 +87,8 @@ class Binder:
             function=choice.function,
             args=kernel.args,
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
-            outs=kernel.outs,
+            outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
+            several=kernel.several,
         )
 
     def _choose(self, kernel: Kernel, tensors: Sequence[torch.Tensor | None]) -> _Choice:
@@ -89,6 +96,13 @@ class Binder:
             return _Choice(kernel.target._op)  # trying it would draw numbers
         args, kwargs = materialise((kernel.args, kernel.kwargs), tensors)
         expected = _as_tuple(kernel.target(*args, **kwargs))
+        absent = frozenset(i for i, result in enumerate(expected) if result is None)
+        if absent:
+            read = {v for op in self.graph.ops for v in op.reads}
+            if any(kernel.outs[i] in read for i in absent):
+                reason = "returns nothing where its trace has a tensor that is read later"
+                raise UnsupportedGraph(str(kernel.target), reason, "keep this layer out of the compiled module")
+            return _Choice(kernel.target._op, absent=absent)
         for choice in _out_choices(kernel):
             scratch = [_scratch(self.graph, out) for out in kernel.outs if out is not None]
             if _writes(choice, args, kwargs, scratch, expected):

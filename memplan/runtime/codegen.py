@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from memplan.graph import Graph
-from memplan.runtime.arena import dtype_of
+from memplan.runtime.arena import dtype_of, view_within
 from memplan.runtime.bind import BoundOp, Form
 from memplan.trace.traced import Ref
 
@@ -51,6 +52,7 @@ class Layout:
     static: frozenset[int]
     base_of: Mapping[int, int]
     fresh_storages: frozenset[int]
+    autocast: bool
 
 
 class FunctionWriter:
@@ -66,34 +68,31 @@ class FunctionWriter:
 
     def op(self, bound: BoundOp) -> None:
         """Call one op; its results land where their values live."""
-        graph = self.layout.graph
-        if _copies_onto_itself(graph, bound):
-            return
-        if bound.form is not Form.FUNCTIONAL:
-            for ref in _refs((bound.args, bound.kwargs)):
-                self._use(ref)
-            self.lines.append(self._call(bound))
+        if _copies_onto_itself(self.layout.graph, bound):
             return
         for ref in _refs((bound.args, bound.kwargs)):
             self._use(ref)
-        outs = [(i, out) for i, out in enumerate(bound.outs) if out is not None]
-        results = "r" if len(bound.outs) == 1 else ", ".join(f"r{i}" for i in range(len(bound.outs)))
-        single = len(bound.outs) == 1
-        if single and bound.outs[0] in self.layout.static:
+        if bound.form is not Form.FUNCTIONAL:
+            self.lines.append(self._call(bound))
+        elif not bound.several and bound.outs[0] in self.layout.static:
             copy = self.namespace.add("k", self.namespace.names[f"v{bound.outs[0]}"].copy_)
             self.lines.append(f"{copy}({self._call(bound)})")
-            return
-        self.lines.append(f"{results} = {self._call(bound)}")
-        for i, out in outs:
-            result = "r" if single else f"r{i}"
-            if out in self.layout.static:
-                self.lines.append(f"v{out}.copy_({result})")
-            elif graph.values[out].offset == 0 and self.layout.base_of[graph.values[out].storage] == out:
-                self._adopt(out, result)
+        else:
+            self._land(bound)
+
+    def _land(self, bound: BoundOp) -> None:
+        """Copy fresh results to their place, or make them the caller's where they have none."""
+        names = [f"r{i}" for i in range(len(bound.outs))]
+        self.lines.append(f"{''.join(f'{n}, ' for n in names) if bound.several else names[0]} = {self._call(bound)}")
+        for name, out in zip(names, bound.outs, strict=True):
+            if out is None:
+                continue
+            if out not in self.layout.static and self.layout.base_of[self.layout.graph.values[out].storage] == out:
+                self._adopt(out, name)
             else:
                 self._use(out)
-                self.lines.append(f"v{out}.copy_({result})")
-        self.lines.append("del " + results)
+                self.lines.append(f"v{out}.copy_({name})")
+        self.lines.append("del " + ", ".join(names))
 
     def hook(self, function: Hook) -> None:
         """Call `function()` here (guards)."""
@@ -106,7 +105,7 @@ class FunctionWriter:
             for value in group:
                 self._use(value)
             parts.append("(" + "".join(f"v{value}, " for value in group) + ")")
-        body = [f"def {self.name}({', '.join(self.arguments)}):", f"    with {self._below_autograd()}:"]
+        body = [f"def {self.name}({', '.join(self.arguments)}):", f"    with {self._guards()}:"]
         body += [f"        {line}" for line in self.lines] or ["        pass"]
         body.append(f"    return {', '.join(parts) if parts else '()'}")
         return self.namespace.define("\n".join(body), self.name)
@@ -120,12 +119,13 @@ class FunctionWriter:
         value = self.layout.graph.values[index]
         base = self.layout.base_of[value.storage]
         if base not in self.local:
+            assert value.storage in self.layout.fresh_storages, f"value {index} is neither given nor the caller's"
             b = self.layout.graph.values[base]
             empty = self.namespace.add("k", torch.empty_strided)
             dtype, device = self._constant(dtype_of(b)), self._constant(self._device(b.storage))
             self.lines.append(f"v{base} = {empty}({b.shape!r}, {b.strides!r}, dtype={dtype}, device={device})")
             self.local.add(base)
-        if index not in self.local:
+        if index != base:
             self.lines.append(f"v{index} = {self._view(base, index)}")
             self.local.add(index)
 
@@ -133,13 +133,11 @@ class FunctionWriter:
         b, v = self.layout.graph.values[base], self.layout.graph.values[index]
         if (b.dtype, b.shape, b.strides, b.offset) == (v.dtype, v.shape, v.strides, v.offset):
             return f"v{base}"
-        source, shift = f"v{base}", v.offset - b.offset
         if b.dtype != v.dtype:
-            source += f".view({self._constant(dtype_of(v))})"
-            shift = v.offset - b.offset * dtype_of(b).itemsize // dtype_of(v).itemsize
-        if v.storage in self.layout.fresh_storages:
-            return f"{source}.as_strided({v.shape!r}, {v.strides!r}, {shift})"
-        return f"{source}.as_strided({v.shape!r}, {v.strides!r}, {source}.storage_offset() + {shift})"
+            view = self.namespace.add("k", partial(view_within, b, v))
+            return f"{view}(v{base})"
+        start = "" if v.storage in self.layout.fresh_storages else f"v{base}.storage_offset() + "
+        return f"v{base}.as_strided({v.shape!r}, {v.strides!r}, {start}{v.offset - b.offset})"
 
     def _adopt(self, index: int, result: str) -> None:
         """A fresh result becomes the caller's tensor itself, when it is laid out as planned."""
@@ -175,8 +173,11 @@ class FunctionWriter:
     def _constant(self, thing: Any) -> str:
         return self.namespace.add("c", thing)
 
-    def _below_autograd(self) -> str:
-        return f"{self.namespace.add('k', torch._C._AutoDispatchBelowAutograd)}()"
+    def _guards(self) -> str:
+        """Below autograd, views and version counters; and no second cast where autocast was traced."""
+        guards: list[type] = [torch._C._AutoDispatchBelowADInplaceOrView]
+        guards += [torch._C._DisableAutocast] if self.layout.autocast else []
+        return ", ".join(f"{self.namespace.add('k', guard)}()" for guard in guards)
 
 
 def _refs(tree: Any) -> list[int]:

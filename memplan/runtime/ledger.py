@@ -6,6 +6,7 @@ come, and a backward runs once. Each breach raises instead of being silently wro
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -26,8 +27,21 @@ class Ledger:
     """Which step owns an arena; programs that share the arena share the ledger."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self.steps = 0
         self._current: Callable[[], InFlight | None] = lambda: None
+
+    def __enter__(self) -> Ledger:
+        """Hold the arena while a program runs; raise when another thread holds it."""
+        if not self._lock.acquire(blocking=False):
+            raise StaleActivationsError(
+                "another thread is running a step in this arena",
+                hint="let one thread at a time call a compiled module, or compile one for each thread",
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `StaleActivationsError` when one is in flight; `keep`: a backward will follow."""
@@ -38,7 +52,7 @@ class Ledger:
                 f"forward {self.steps} would overwrite the activations of forward {pending.number}, "
                 "whose backward has not run",
                 hint="call backward first, or run forwards that need none under torch.no_grad(), "
-                "or drop the outputs of the earlier forward",
+                "or drop the earlier forward's outputs (and exceptions that hold them)",
             )
         step = InFlight(self.steps)
         self._current = weakref.ref(step) if keep else lambda: None

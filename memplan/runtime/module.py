@@ -7,20 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.errors import InputMismatch, MemplanError
+from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.graph import require_same
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.arena import Arena
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.runtime.runner import Runner
+from memplan.runtime.select import Selector
 from memplan.runtime.slots import Structure
+from memplan.schedule.legal import require_legal
 from memplan.trace import alignment_of, plan_traced, trace
 
 ON_MISMATCH = ("error", "eager", "replan")
-_MAX_REPLANNED = 8
 
 
 class CompiledModule(nn.Module):
@@ -28,8 +30,9 @@ class CompiledModule(nn.Module):
 
     It shares the parameters, buffers and submodules of the original under the same names: optimizers,
     `state_dict`, `.train()`, `.eval()` and hooks on parameters work on both alike. Calls under
-    `torch.no_grad()` and in `eval()` mode run a forward-only plan, made at the first such call, in the same
-    arena. `plan` is the plan that training (or, compiled with `train=False`, every call) runs.
+    `torch.no_grad()` and in `eval()` mode run plans of their own, made at the first such call, in the same
+    arena. Python attributes (constants, dropout rates) are read when it is compiled. `plan` is the plan that
+    training (or, compiled with `train=False`, every call) runs.
     """
 
     plan: Plan
@@ -48,86 +51,57 @@ class CompiledModule(nn.Module):
         guard: str | None = None,
         on_mismatch: str = "error",
     ) -> None:
-        super().__init__()
         _check_choice("guard", guard, (None, *GUARDS))
         _check_choice("on_mismatch", on_mismatch, ON_MISMATCH)
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_backward_hooks"):
-            self.__dict__[name] = model.__dict__[name]
-        self.training = model.training
         self.__dict__["_original"] = model
+        super().__init__()
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = model.__dict__[name]
         self.__dict__["_structure"] = Structure(model)
         self.__dict__["_options"] = {"solver": solver, "time_limit": time_limit}
         self.__dict__["_in_place"] = in_place
         self.__dict__["_guard"] = guard
         self.__dict__["_on_mismatch"] = on_mismatch
         self.__dict__["_arena"] = None
-        self.__dict__["_runners"] = {}
         given = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         main = self._build(args, kwargs, model.training if train is None else train, given)
-        self.__dict__["_main"] = main
-        self.__dict__["_grad"] = main.traced.training
-        self.__dict__["_modes"] = self._structure.modes()
+        self.__dict__["_selector"] = Selector(self._structure, main, self._build)
         self.__dict__["plan"] = main.plan
 
     # -- calling -----------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step. Raises `InputMismatch` or `StaleActivationsError` rather than be silently wrong."""
-        training = self._grad and torch.is_grad_enabled()
         try:
-            runner, leaves = self._select(args, kwargs, training)
+            runner, leaves = self._selector.select(args, kwargs)
         except InputMismatch:
             if self._on_mismatch == "error":
                 raise
             if self._on_mismatch == "eager":
                 return self._original(*args, **kwargs)
-            runner, leaves = self._replan(args, kwargs, training)
+            runner, leaves = self._selector.replan(args, kwargs)
         return runner(leaves, training=runner.traced.training)
-
-    def _select(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> tuple[Runner, list[Any]]:
-        """The runner for the current mode, and the leaves of the call as it takes them."""
-        main: Runner = self._main
-        leaves = main.signature.flatten(args, kwargs)
-        modes = self._structure.modes()
-        if modes == self._modes and training == self._grad:
-            return main, leaves
-        if any(modes) and modes != self._modes:
-            pairs = zip(modes, self._modes, strict=False)
-            i = next((i for i, (now, then) in enumerate(pairs) if now != then), 0)
-            raise InputMismatch(
-                f"training={modes[i]}, the plan was made for training={self._modes[i]}",
-                where=self._structure.name_of(i) or "the model",
-                hint="switch the whole model with .train() or .eval(), or compile again in this mode",
-            )
-        return self._runner_for(("inference", *modes), args, kwargs, train=False), leaves
-
-    def _replan(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> tuple[Runner, list[Any]]:
-        import torch.utils._pytree as pytree
-
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        shapes = tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in flat)
-        modes = tuple(self._structure.modes())
-        runner = self._runner_for(("replan", training, str(spec), shapes, modes), args, kwargs, train=training)
-        return runner, runner.signature.flatten(args, kwargs)
-
-    def _runner_for(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
-        runners: dict[Any, Runner] = self._runners
-        if key not in runners:
-            if len(runners) >= _MAX_REPLANNED:
-                del runners[next(iter(runners))]
-            runners[key] = self._build(args, kwargs, train, None)
-        return runners[key]
 
     # -- building ----------------------------------------------------------------------------------------
 
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
         """Trace, plan and build; everything that can be refused is refused before the arena is allocated."""
+        with torch.inference_mode(False):
+            return self._build_normally(args, kwargs, train, given)
+
+    def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
+        _require_real(self._original, args, kwargs)
         traced = trace(self._original, args, kwargs, train=train, in_place=self._in_place)
         redzone = redzone_of(self._guard, alignment_of(traced.device))
         if given is None:
             plan = plan_traced(traced, redzone=redzone, **self._options)
         else:
             require_same(given.graph, traced.graph)
+            require_legal(traced.graph, given.schedule.order)
+            if given.alignment % alignment_of(traced.device):
+                needed = alignment_of(traced.device)
+                what = f"the given plan aligns to {given.alignment} bytes, {traced.device} needs {needed}"
+                raise PlanMismatch(what, hint="make the plan anew on this kind of device")
             if given.redzone < redzone:
                 hint = "pass no plan, or no guard"
                 raise InputMismatch(
@@ -146,17 +120,59 @@ class CompiledModule(nn.Module):
 
     # -- being the model ---------------------------------------------------------------------------------
 
+    @property
+    def training(self) -> bool:
+        """The mode of the original: both share everything."""
+        return bool(self._original.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Set by `nn.Module.__init__` and `train`; the original has its own."""
+
     def train(self, mode: bool = True) -> CompiledModule:
-        """Set the mode of the original too: both share everything."""
+        """Set the mode of the original."""
         self._original.train(mode)
-        self.training = mode
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's, with its own hooks and extra state."""
+        return self._original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the original, which is to load into this."""
+        return self._original.load_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        raise _uncopyable(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _uncopyable(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_original"], name)
+
+
+def _require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    inputs = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *inputs):
+        if isinstance(tensor, torch.Tensor) and (tensor.is_meta or isinstance(tensor, FakeTensor)):
+            hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"
+            raise InputMismatch(
+                f"a fake or {tensor.device} tensor holds no numbers to compute with", where=name, hint=hint
+            )
+
+
+def _uncopyable(module: CompiledModule) -> UnsupportedCall:
+    return UnsupportedCall(
+        "a compiled module is addresses in its arena, and cannot be copied or pickled",
+        where=type(module._original).__name__,
+        hint="copy or save the original model (its state_dict is this one's), then compile the copy",
+    )
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

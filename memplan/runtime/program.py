@@ -10,7 +10,7 @@ import torch
 
 from memplan.graph import Phase
 from memplan.plan import Plan
-from memplan.runtime.arena import Arena, dtype_of, view_of
+from memplan.runtime.arena import Arena, view_of, view_within
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
 from memplan.runtime.guards import Guards
@@ -107,6 +107,7 @@ def _layout(traced: TracedGraph) -> Layout:
         static=frozenset(i for i, v in enumerate(graph.values) if v.storage in static_storages),
         base_of=base_of,
         fresh_storages=frozenset(base_of) - bound_storages,
+        autocast=traced.autocast,
     )
 
 
@@ -117,9 +118,9 @@ def _static_tensors(
     graph = traced.graph
     offsets = plan.solution.offsets
     planned = {
-        index: arena.storage(offsets.get(s.name, 0) + (plan.redzone if s.name in offsets else 0), s.nbytes)
+        index: arena.storage(offsets[s.name] + plan.redzone if s.nbytes else 0, s.nbytes)
         for index, s in enumerate(graph.storages)
-        if s.planned
+        if s.planned and (s.name in offsets or not s.nbytes)  # the rest no op touches
     }
     binding_of = {graph.values[b.value].storage: i for i, b in reversed(list(enumerate(traced.bindings)))}
     made: dict[int, torch.Tensor] = {}
@@ -127,7 +128,7 @@ def _static_tensors(
         storage = graph.values[index].storage
         if storage in planned:
             made[index] = view_of(planned[storage], graph.values[index])
-        else:
+        elif storage in binding_of:
             i = binding_of[storage]
             made[index] = _over(tensors[i], traced, traced.bindings[i], index)
     return made
@@ -135,9 +136,7 @@ def _static_tensors(
 
 def _over(tensor: torch.Tensor, traced: TracedGraph, binding: Binding, index: int) -> torch.Tensor:
     """Value `index` as a view of the bytes of a bound tensor, wherever that one starts in its own storage."""
-    value, base = traced.graph.values[index], traced.graph.values[binding.value]
-    start = (tensor.storage_offset() - base.offset) * tensor.dtype.itemsize // dtype_of(value).itemsize
-    return view_of(tensor.untyped_storage(), value, start)
+    return view_within(traced.graph.values[binding.value], traced.graph.values[index], tensor)
 
 
 def _write(writer: FunctionWriter, bound: Sequence[BoundOp], steps: Iterable[tuple[int, int]], guards: Guards) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from memplan.errors import InputMismatch
 from memplan.plan import Plan
-from memplan.runtime.arena import Arena, dtype_of
+from memplan.runtime.arena import Arena, dtype_of, view_within
 from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
 from memplan.runtime.program import build_program
 from memplan.runtime.signature import Signature
@@ -28,14 +27,14 @@ class Runner:
         self.traced = traced
         self.arena = arena
         self.slots = Slots(structure, traced)
-        self.signature = Signature(traced)
+        self._written_buffers = [b.name for b in traced.bindings if b.written and b.source is not Source.INPUT]
+        self.signature = Signature(traced, self._written_buffers)
         tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))
         for i, b in enumerate(traced.bindings):
             if b.source is Source.INPUT:
                 tensors[i] = traced.example_inputs[b.index].detach()
             elif b.tensor is not None:
                 tensors[i] = b.tensor
-        _require_real(traced, tensors)
         self.program = build_program(traced, plan, arena, tensors, _guards(guard, traced, plan, arena))
         self.plan = self.program.plan
         self._wire()
@@ -50,6 +49,8 @@ class Runner:
         self._wanted_slots = [slot_of[of[i]] for i in ordered if of[i] in slot_of]
         self._wanted_inputs = [t.bindings[of[i]].index for i in ordered if of[i] not in slot_of]
         self._watched_slots = [slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of]
+        self._written_slots = [slot_of[i] for i, b in enumerate(t.bindings) if b.written and i in slot_of]
+        self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
         self.tangents = t.results.tangents
         # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
         self._tangents = [(t.results.tangents.index(b.value), t.graph.values[b.value]) for b in t.bound(Source.TANGENT)]
@@ -62,19 +63,19 @@ class Runner:
     def __call__(self, leaves: list[Any], *, training: bool) -> Any:
         """Run the forward on checked leaves; `training`: through autograd, so that a backward can follow."""
         current = self.slots.tensors()
-        if [t.data_ptr() for t in current] != self.slots.pointers or [
-            t.requires_grad for t in current
-        ] != self.slots.flags:
+        if self.slots.state(current) != self.slots.noted:
             self._rebind(current)
+        if self._written_buffers:
+            self.signature.check_buffers(leaves, dict(zip(self.slots.names, current, strict=True)))
         inputs = self.signature.tensors(leaves)
         if training:
-            self.signature.check_gradients(leaves)
             differentiable = [current[i] for i in self._wanted_slots] + [leaves[i] for i in self._wanted_inputs]
             fresh = PlannedStep.apply(self, inputs, *differentiable)  # type: ignore[no-untyped-call]
         else:
-            self.arena.ledger.begin(keep=False)
-            with torch.no_grad():
+            with self.arena.ledger as ledger, torch.no_grad():
+                ledger.begin(keep=False)
                 fresh = self.program.forward(*inputs)[0]
+            self.count_writes(inputs)
         if self._single is not None:
             return fresh[self._single]
         return self._assemble(fresh, current, leaves)
@@ -82,7 +83,6 @@ class Runner:
     def _rebind(self, current: list[torch.Tensor]) -> None:
         for i in self.slots.moved(current):
             self.program.rebind(self.slots.bindings[i], current[i])
-        self.slots.note(current)
 
     def _assemble(self, fresh: Sequence[torch.Tensor], current: list[torch.Tensor], leaves: list[Any]) -> Any:
         """The model's result: fresh tensors, and views of them, of inputs or of parameters that autograd knows."""
@@ -100,15 +100,16 @@ class Runner:
             if r.kind is ReturnKind.CONSTANT:
                 results.append(r.constant)
             else:
-                results.append(base[r.of] if r.value == r.of else self._alias(base[r.of], r.of, r.value))
+                alias = base[r.of] if r.value == r.of else self._alias(base[r.of], r.of, r.value)
+                results.append(alias if r.differentiable or not alias.requires_grad else alias.detach())
         return pytree.tree_unflatten(results, t.out_spec)
 
     def _alias(self, tensor: torch.Tensor, of: int, value: int) -> torch.Tensor:
         one, two = self.traced.graph.values[of], self.traced.graph.values[value]
-        if one.dtype == two.dtype and (one.shape, one.strides, one.offset) == (two.shape, two.strides, two.offset):
-            return tensor
         if one.dtype != two.dtype:
-            tensor = tensor.view(dtype_of(two))
+            return view_within(one, two, tensor.detach())
+        if (one.shape, one.strides, one.offset) == (two.shape, two.strides, two.offset):
+            return tensor
         return tensor.as_strided(two.shape, two.strides, tensor.storage_offset() + two.offset - one.offset)
 
     # -- what autograd asks for --------------------------------------------------------------------------
@@ -118,19 +119,36 @@ class Runner:
         current = self.slots.tensors()
         return [current[i] for i in self._watched_slots]
 
-    def tangents_from(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The incoming gradients of differentiable outputs, laid out as traced."""
+    def count_writes(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Tell autograd that the step changed buffers and inputs, as an in-place op of eager's would."""
+        if self._written_slots or self._written_inputs:
+            current = self.slots.tensors()
+            written = [current[i] for i in self._written_slots] + [inputs[i] for i in self._written_inputs]
+            torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+
+    def tangents_from(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The incoming gradients of differentiable outputs, laid out as traced; zeros where none came."""
         made = []
         for i, v in self._tangents:
             grad = grads[i]
-            if grad.stride() != v.strides:
-                grad = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=grad.device).copy_(grad)
+            if grad is None or grad.stride() != v.strides:
+                laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=self.traced.device)
+                grad = laid_out.zero_() if grad is None else laid_out.copy_(grad)
             made.append(grad)
         return made
 
-    def in_order(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The program's gradients in the order in which `PlannedStep` took its differentiable inputs."""
-        return [gradients[i] for i in self._gradient_order]
+    def in_order(
+        self, gradients: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The program's gradients in the order in which `PlannedStep` took its differentiable inputs.
+
+        None for those that depend only on outputs whose gradients did not come (`grads`).
+        """
+        missing = {j for j, (i, _) in enumerate(self._tangents) if grads[i] is None}
+        if not missing:
+            return [gradients[i] for i in self._gradient_order]
+        needs = self.traced.results.needs
+        return [None if needs[i] and needs[i] <= missing else gradients[i] for i in self._gradient_order]
 
 
 def _guards(guard: str | None, traced: TracedGraph, plan: Plan, arena: Arena) -> Guards:
@@ -139,13 +157,3 @@ def _guards(guard: str | None, traced: TracedGraph, plan: Plan, arena: Arena) ->
     if guard == "redzone":
         return make_redzone(traced, plan, arena)
     return NO_GUARDS
-
-
-def _require_real(traced: TracedGraph, tensors: dict[int, torch.Tensor]) -> None:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    for i, tensor in tensors.items():
-        if tensor.is_meta or isinstance(tensor, FakeTensor):
-            name = traced.bindings[i].name or f"input {traced.bindings[i].index}"
-            hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"
-            raise InputMismatch(f"{traced.model} cannot run on {tensor.device} tensors", where=name, hint=hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,18 +15,19 @@ from memplan.trace.traced import Source, TracedGraph
 class Signature:
     """Checks a call against the traced one and turns it into the tensors that `forward` takes."""
 
-    def __init__(self, traced: TracedGraph) -> None:
+    def __init__(self, traced: TracedGraph, written_buffers: Sequence[str]) -> None:
         self.spec = traced.in_spec
         self.examples = traced.example_inputs
-        self.bound = [(b.index, traced.graph.values[b.value]) for b in traced.bound(Source.INPUT)]
-        self.requires_grad = {b.index: b.requires_grad for b in traced.bound(Source.INPUT)}
-        self._simple = all(isinstance(x, torch.Tensor) for x in self.examples) and self.spec == _spec_of(self.examples)
-        self._expected = [
-            (i, x.shape, x.dtype, x.device, x.stride())
-            for i, x in enumerate(self.examples)
-            if isinstance(x, torch.Tensor)
-        ]
+        self.bound = [b.index for b in traced.bound(Source.INPUT)]
+        self._unplanned = [b.index for b in traced.bound(Source.INPUT) if traced.training and not b.requires_grad]
+        self._written = {b.index for b in traced.bound(Source.INPUT) if b.written}
+        self._written_buffers = written_buffers
+        tensors = [(i, x) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)]
+        self._simple = len(tensors) == len(self.examples) and self.spec == _spec_of(self.examples)
+        self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
+        self._ties = _ties(self.examples)
+        self._check_ties = bool(self._written or written_buffers) or len(set(self._ties.values())) < len(self._ties)
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of a call. Raises `InputMismatch` naming the first difference from the traced call."""
@@ -36,29 +38,58 @@ class Signature:
             if spec != self.spec:
                 what = f"the call has {_shape_of_call(spec)}, the plan was made for {_shape_of_call(self.spec)}"
                 raise _mismatch("arguments", what)
+        given = leaves if not self._check_ties else list(leaves)
         for i, shape, dtype, device, strides in self._expected:
             x = leaves[i]
-            if type(x) is not torch.Tensor and not isinstance(x, torch.Tensor):
+            if not isinstance(x, torch.Tensor):
                 raise _mismatch(f"input {i}", f"is a {type(x).__name__}, the plan was made for a tensor")
-            if x.shape != shape or x.dtype is not dtype or x.device != device:
+            if x.shape != shape or x.dtype is not dtype or x.device != device or x.layout is not torch.strided:
                 wanted = f"the plan was made for {dtype} {tuple(shape)} on {device}"
-                raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} on {x.device}, {wanted}")
+                raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} ({x.layout}) on {x.device}, {wanted}")
             if x.stride() != strides:
-                leaves[i] = torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(x)
+                leaves[i] = self._laid_out(i, x, strides)
         for i, constant in self._constants:
-            if type(leaves[i]) is not type(constant) or leaves[i] != constant:
+            if type(leaves[i]) is not type(constant) or not _same_constant(leaves[i], constant):
                 raise _mismatch(f"input {i}", f"is {leaves[i]!r}, the plan was made for {constant!r}")
+        if self._check_ties and _ties(given) != self._ties:
+            what = "tensors share memory in another way than those that the plan was made for"
+            raise _mismatch("inputs", what)
         return leaves
+
+    def _laid_out(self, i: int, x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        if i in self._written:
+            what = f"has strides {x.stride()}, the plan was made for {strides}, and the model changes it in place"
+            raise _mismatch(f"input {i}", what)
+        return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
     def check_gradients(self, leaves: list[Any]) -> None:
         """Raise when an input wants a gradient that was not traced (it would silently get none)."""
-        for i, wanted in self.requires_grad.items():
-            if leaves[i].requires_grad and not wanted:
+        for i in self._unplanned:
+            if leaves[i].requires_grad:
                 raise _mismatch(f"input {i}", "requires a gradient, the plan was made for one that does not")
+
+    def check_buffers(self, leaves: list[Any], buffers: Mapping[str, torch.Tensor]) -> None:
+        """Raise when an input shares its memory with a buffer that the step changes."""
+        mine = {buffers[name].untyped_storage().data_ptr(): name for name in self._written_buffers}
+        for i in self.bound:
+            name = mine.get(leaves[i].untyped_storage().data_ptr())
+            if name is not None:
+                raise _mismatch(f"input {i}", f"shares its memory with the buffer {name!r}, which the model changes")
 
     def tensors(self, leaves: list[Any]) -> list[torch.Tensor]:
         """The leaves that `forward` takes, in the order of its arguments."""
-        return [leaves[i] for i, _ in self.bound]
+        return [leaves[i] for i in self.bound]
+
+
+def _ties(leaves: Sequence[Any]) -> dict[int, int]:
+    """For each tensor (by position) the position of the first that shares its memory."""
+    first: dict[int, int] = {}
+    tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    return {i: first.setdefault(x.untyped_storage().data_ptr() or -i, i) for i, x in tensors}
+
+
+def _same_constant(one: Any, two: Any) -> bool:
+    return one is two or bool(one == two) or bool(one != one and two != two)  # NaN is NaN  # noqa: PLR0124
 
 
 def _mismatch(where: str, what: str) -> InputMismatch:

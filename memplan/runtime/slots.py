@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from memplan.errors import InputMismatch
 from memplan.trace.traced import Source, TracedGraph
+
+_COMPILE_AGAIN = "compile the model again after changing it"
 
 
 class Structure:
@@ -27,13 +30,33 @@ class Structure:
         self.modules = list(self.model.modules())
         self._links = [(m._modules, key) for m in self.modules for key in m._modules]
         self._children = [holder[key] for holder, key in self._links]
+        self._types = [(name, type(m)) for name, m in self.model.named_modules()]
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self._hooks = [getattr(m, kind) for m in self.modules for kind in kinds]
+        self._hook_count = sum(map(len, self._hooks))
 
     def modes(self) -> list[bool]:
-        """The training flag of every submodule, after a look at whether they are still the same ones."""
+        """The training flag of every submodule, after a look at whether they are still the same ones.
+
+        Raises `InputMismatch` when a submodule was replaced by one of another type, or hooks came or went.
+        """
         if [holder.get(key) for holder, key in self._links] != self._children:
-            self._look()
-            self.version += 1
+            self._look_again()
+        if sum(map(len, self._hooks)) != self._hook_count:
+            raise InputMismatch("module hooks were added or removed", where="the model", hint=_COMPILE_AGAIN)
         return [m.training for m in self.modules]
+
+    def _look_again(self) -> None:
+        before, count = self._types, self._hook_count
+        self._look()
+        self._hook_count = count
+        self.version += 1
+        if self._types != before:
+            pairs = zip_longest(before, self._types, fillvalue=("", None))
+            (name, old), (other, new) = next(pair for pair in pairs if pair[0] != pair[1])
+            was, now = (t.__name__ if t else "nothing" for t in (old, new))
+            what = f"was a {was}, is a {now}" if name == other else f"the submodules changed ({name!r}, {other!r})"
+            raise InputMismatch(what, where=name or other or "the model", hint=_COMPILE_AGAIN)
 
     def name_of(self, index: int) -> str:
         """Qualified name of a submodule ("h.0.attn"), by its index in `modes()`."""
@@ -51,12 +74,10 @@ class Slots:
         self.bindings = [i for i, b in enumerate(traced.bindings) if b.source in (Source.PARAMETER, Source.BUFFER)]
         self.names = [traced.bindings[i].name for i in self.bindings]
         self._look()
-        self.pointers: list[int] = []
-        self.flags: list[bool] = []
         tensors = self.tensors()
-        self._layouts = [_layout(t) for t in tensors]
+        self._devices = [t.device for t in tensors]
         self._ties = _ties(tensors)
-        self.note(tensors)
+        self.noted = self.state(tensors)
 
     def _look(self) -> None:
         self._slots = [_slot(self._structure.model, name) for name in self.names]
@@ -68,34 +89,32 @@ class Slots:
             self._look()
         return [holder[key] for holder, key in self._slots]
 
-    def note(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remember where these tensors live."""
-        self.pointers = [t.data_ptr() for t in tensors]
-        self.flags = [t.requires_grad for t in tensors]
+    def state(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+        """Where each tensor lives, and how it is laid out. Raises `InputMismatch` for one that is gone."""
+        try:
+            return [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors]
+        except AttributeError as error:
+            name = next(name for name, t in zip(self.names, tensors, strict=True) if t is None)
+            raise InputMismatch("is None, the plan was made for a tensor", where=name, hint=_COMPILE_AGAIN) from error
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Positions whose tensor lives elsewhere than noted.
+        """Positions whose tensor lives elsewhere than noted; notes where they live now.
 
         Raises `InputMismatch` for a tensor that is not what was traced (shape, dtype, device, strides,
         requires_grad), and when tensors are no longer tied as they were.
         """
-        moved = []
-        for i, tensor in enumerate(tensors):
-            if _layout(tensor) != self._layouts[i] or tensor.requires_grad != self.flags[i]:
-                raise InputMismatch(
-                    f"is {_describe(_layout(tensor), tensor.requires_grad)}, "
-                    f"the plan was made for {_describe(self._layouts[i], self.flags[i])}",
-                    where=self.names[i],
-                    hint="compile the model again after changing it",
+        state = self.state(tensors)
+        for i, (now, then) in enumerate(zip(state, self.noted, strict=True)):
+            if now[1:] != then[1:] or tensors[i].device != self._devices[i]:
+                what = (
+                    f"is {_describe(now, tensors[i].device)}, the plan was made for {_describe(then, self._devices[i])}"
                 )
-            if tensor.data_ptr() != self.pointers[i]:
-                moved.append(i)
+                raise InputMismatch(what, where=self.names[i], hint=_COMPILE_AGAIN)
+        moved = [i for i, (now, then) in enumerate(zip(state, self.noted, strict=True)) if now[0] != then[0]]
         if _ties(tensors) != self._ties:
-            raise InputMismatch(
-                "parameters that shared their memory no longer do, or the other way round",
-                where=self.names[moved[0]] if moved else None,
-                hint="compile the model again after changing it",
-            )
+            what = "parameters that shared their memory no longer do, or the other way round"
+            raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=_COMPILE_AGAIN)
+        self.noted = state
         return moved
 
 
@@ -105,16 +124,16 @@ def _slot(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     return (owner._parameters if key in owner._parameters else owner._buffers), key
 
 
-def _layout(t: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(t.shape), t.stride(), t.dtype, t.device
+def _describe(state: tuple[Any, ...], device: torch.device) -> str:
+    _, shape, strides, dtype, requires_grad = state
+    return f"{dtype} {tuple(shape)} with strides {strides} on {device}, requires_grad={requires_grad}"
 
 
-def _describe(layout: tuple[Any, ...], requires_grad: bool) -> str:
-    shape, strides, dtype, device = layout
-    return f"{dtype} {shape} with strides {strides} on {device}, requires_grad={requires_grad}"
-
-
-def _ties(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """For each tensor the position of the first that shares its memory."""
+def _ties(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """For each tensor the position of the first that shares its memory, and how far behind that it starts."""
     first: dict[int, int] = {}
-    return [first.setdefault(t.untyped_storage().data_ptr(), i) for i, t in enumerate(tensors)]
+    found = []
+    for i, t in enumerate(tensors):
+        j = first.setdefault(t.untyped_storage().data_ptr(), i)
+        found.append((j, t.data_ptr() - tensors[j].data_ptr()))
+    return found

@@ -16,13 +16,21 @@ class PlannedStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Any, inputs: Sequence[torch.Tensor], *differentiable: torch.Tensor) -> Any:
-        step = runner.arena.ledger.begin(keep=True)
-        fresh, saved = runner.program.forward(*inputs)
-        ctx.runner, ctx.step = runner, step
+        with runner.arena.ledger as ledger:
+            step = ledger.begin(keep=True)
+            try:
+                fresh, saved = runner.program.forward(*inputs)
+            except BaseException:
+                step.done = True  # no backward can follow; a kept exception must not block the arena
+                raise
+        runner.count_writes(inputs)
         # An output saved as itself would keep its own graph alive for ever.
         outputs = runner.program.saved_outputs
         ctx.saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
-        ctx.versions = [t._version for t in ctx.saved], [t._version for t in runner.watched()]
+        ctx.watched = [*ctx.saved, *runner.watched()]
+        ctx.versions = [t._version for t in ctx.watched]
+        ctx.runner, ctx.step = runner, step
+        ctx.set_materialize_grads(False)
         if None in runner.tangents:
             ctx.mark_non_differentiable(*(t for t, dual in zip(fresh, runner.tangents, strict=True) if dual is None))
         return fresh
@@ -35,25 +43,19 @@ class PlannedStep(torch.autograd.Function):
                 "a planned step has no second derivative (create_graph=True)",
                 hint="run this step on the original model",
             )
-        runner.arena.ledger.end(step)
-        saved, ctx.saved = ctx.saved, None
-        _require_unchanged(ctx.versions, saved, runner.watched(), step)
-        gradients = runner.program.backward(*saved, *runner.tangents_from(grads))
-        return (None, None, *runner.in_order(gradients))
+        with runner.arena.ledger as ledger:
+            ledger.end(step)
+            saved, watched, ctx.saved, ctx.watched = ctx.saved, ctx.watched, None, None
+            if [t._version for t in watched] != ctx.versions:
+                raise _changed(watched, ctx.versions, step)
+            gradients = runner.program.backward(*saved, *runner.tangents_from(grads))
+        return (None, None, *runner.in_order(gradients, grads))
 
 
-def _require_unchanged(
-    versions: tuple[list[int], list[int]],
-    saved: Sequence[torch.Tensor],
-    watched: Sequence[torch.Tensor],
-    step: InFlight,
-) -> None:
-    if versions == ([t._version for t in saved], [t._version for t in watched]):
-        return
-    pairs = zip((*saved, *watched), (*versions[0], *versions[1]), strict=True)
-    changed = next(t for t, version in pairs if t._version != version)
-    raise StaleActivationsError(
-        f"a tensor of shape {tuple(changed.shape)} (an input, an output or a parameter) that the backward of "
+def _changed(watched: Sequence[torch.Tensor], versions: Sequence[int], step: InFlight) -> StaleActivationsError:
+    tensor = next(t for t, version in zip(watched, versions, strict=True) if t._version != version)
+    return StaleActivationsError(
+        f"a tensor of shape {tuple(tensor.shape)} (an input, an output or a parameter) that the backward of "
         f"forward {step.number} needs was changed in place after the forward",
         hint="change it after the backward, or change a copy",
     )

@@ -13,12 +13,18 @@ from functools import partial
 
 import torch
 
+from memplan.graph import Value
 from memplan.plan import Plan
-from memplan.runtime.arena import dtype_of, view_of
+from memplan.runtime.arena import dtype_of, offset_within, view_of
 from memplan.runtime.bind import Binder, BoundOp, Form, materialise
 from memplan.runtime.codegen import Layout
 from memplan.runtime.measure import peak_bytes
 from memplan.trace.traced import Source, TracedGraph
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """Casts were traced; a kernel must not be cast again."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def run_trial(
@@ -32,9 +38,11 @@ def run_trial(
     env: list[torch.Tensor | None] = [static.get(index) for index in range(len(traced.graph.values))]
     _fill_dynamic(env, traced, layout, tensors)
     devices = [traced.device] if traced.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast(traced.device):
         bound = _bind_by_running(traced, plan, layout, env)
-        temporaries = _measure(traced, plan, layout, bound, env)
+        temporaries = None
+        if not torch.autograd.profiler._is_profiler_enabled:  # a session of the user's would be ended
+            temporaries = _measure(traced, plan, layout, bound, env)
     ops = zip(plan.graph.ops, bound, strict=True)
     measured = tuple(replace(op, direct=b.form is not Form.FUNCTIONAL) for op, b in ops)
     return replace(plan, graph=replace(plan.graph, ops=measured), temporaries=temporaries), bound
@@ -85,12 +93,12 @@ def _fill_dynamic(
     """Stand-ins for what moves: the example inputs, ones for tangents, memory for what the caller will own."""
     graph = traced.graph
     owner: dict[int, torch.UntypedStorage] = {}
-    start: dict[int, int] = {}
+    base: dict[int, tuple[Value, int]] = {}
     for i, b in enumerate(traced.bindings):
         value = graph.values[b.value]
         if b.source is Source.INPUT:
             owner[value.storage] = tensors[i].untyped_storage()
-            start[value.storage] = int(tensors[i].storage_offset()) - value.offset
+            base[value.storage] = value, int(tensors[i].storage_offset())
         elif b.source is Source.TANGENT:
             ones = torch.empty_strided(value.shape, value.strides, dtype=dtype_of(value), device=traced.device)
             owner[value.storage] = ones.fill_(1).untyped_storage()
@@ -98,8 +106,10 @@ def _fill_dynamic(
         s = graph.storages[storage]
         owner[storage] = torch.empty(s.nbytes, dtype=torch.uint8, device=s.device).untyped_storage()
     for index, value in enumerate(graph.values):
-        if env[index] is None:
-            env[index] = view_of(owner[value.storage], value, start.get(value.storage, 0))
+        if env[index] is None and value.storage in owner:
+            within = base.get(value.storage)
+            offset = None if within is None else offset_within(within[0], value, within[1])
+            env[index] = view_of(owner[value.storage], value, offset)
 
 
 def _run(bound: BoundOp, env: Sequence[torch.Tensor | None]) -> None:
@@ -107,7 +117,7 @@ def _run(bound: BoundOp, env: Sequence[torch.Tensor | None]) -> None:
     args, kwargs = materialise((bound.args, bound.kwargs), env)
     results = bound.function(*args, **kwargs)
     if bound.form is Form.FUNCTIONAL:
-        for out, result in zip(bound.outs, results if isinstance(results, (tuple, list)) else (results,), strict=True):
+        for out, result in zip(bound.outs, results if bound.several else (results,), strict=True):
             if out is not None:
                 destination = env[out]
                 assert destination is not None

@@ -19,7 +19,7 @@ from memplan.schedule import traced as traced_order
 from memplan.solve import Solver
 from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
-from memplan.trace.returns import own_the_gradients, write_back_mutations
+from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
 from memplan.version import __version__
@@ -48,10 +48,11 @@ def trace(
 def trace_captured(captured: Captured, model: str) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it."""
     graph = captured.graph_module.graph
+    needs = tangents_needed(graph)
     write_back_mutations(graph)
     lower(graph)
-    own_the_gradients(graph)
-    return build(captured, model)
+    own_the_results(graph)
+    return build(captured, model, needs)
 
 
 def plan(

@@ -7,6 +7,8 @@ is a view: it becomes a value, never an op. A node that only makes uninitialised
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,18 +32,23 @@ from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import aten, storage_key
 from memplan.trace.traced import Binding, Kernel, Ref, Source, TracedGraph
 
+_MADE = (StorageKind.ACTIVATION, StorageKind.GRADIENT, StorageKind.OUTPUT)
 _MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 _OVERWRITES = {"copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_"}
 
 
-def build(captured: Captured, model: str) -> TracedGraph:
-    """Read the fx graph once, in order. Raises `UnsupportedGraph` naming the node that cannot be planned."""
-    return _Builder(captured, model).build()
+def build(captured: Captured, model: str, needs: Mapping[Any, frozenset[int]]) -> TracedGraph:
+    """Read the fx graph once, in order; `needs` as in `Results`, by descriptor.
+
+    Raises `UnsupportedGraph` naming the node that cannot be planned.
+    """
+    return _Builder(captured, model, needs).build()
 
 
 class _Builder:
-    def __init__(self, captured: Captured, model: str) -> None:
+    def __init__(self, captured: Captured, model: str, needs: Mapping[Any, frozenset[int]]) -> None:
         self.captured = captured
+        self.needs = needs
         self.model = model
         self.graph = captured.graph_module.graph
         self.ops: list[Op] = []
@@ -52,6 +59,7 @@ class _Builder:
         self.value_of: dict[fx.Node, int] = {}
         self.results_of: dict[fx.Node, tuple[int | None, ...]] = {}
         self.storage_of: dict[int, int] = {}
+        self.start_of: list[int] = []
         self.alive: list[torch.Tensor] = []  # a storage key is an address: keep its tensor, or it is reused
 
     def build(self) -> TracedGraph:
@@ -91,8 +99,16 @@ class _Builder:
         )
         self.value_of[node] = self._value(val, node.name, storage)
         wants = source is Source.INPUT and self.captured.inputs[index].requires_grad
+        written = any(user.target is aten.copy_.default and user.args[0] is node for user in node.users)
         self.bindings.append(
-            Binding(source=source, value=self.value_of[node], name=name, index=index, requires_grad=wants)
+            Binding(
+                source=source,
+                value=self.value_of[node],
+                name=name,
+                index=index,
+                requires_grad=wants,
+                written=written,
+            )
         )
 
     def _source(self, node: fx.Node, desc: Any) -> tuple[Source, str, int, StorageKind]:
@@ -103,7 +119,8 @@ class _Builder:
         if isinstance(desc, PlainAOTInput):
             return Source.INPUT, "", desc.idx, StorageKind.INPUT
         if isinstance(desc, TangentAOTInput):
-            return Source.TANGENT, "", len([b for b in self.bindings if b.source is Source.TANGENT]), StorageKind.INPUT
+            index = sum(b.source is Source.TANGENT for b in self.bindings)
+            return Source.TANGENT, "", index, StorageKind.TANGENT
         raise self._unsupported(
             node, f"an input of kind {type(desc).__name__}", "pass plain, unshared tensors as inputs"
         )
@@ -187,7 +204,10 @@ class _Builder:
             )
         )
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: Ref(self.value_of[n]))  # type: ignore[arg-type, return-value]
-        self.kernels.append(Kernel(target=node.target, args=tuple(args), kwargs=dict(kwargs), outs=outs))
+        several = isinstance(node.meta["val"], (tuple, list))
+        self.kernels.append(
+            Kernel(target=node.target, args=tuple(args), kwargs=dict(kwargs), outs=outs, several=several)
+        )
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -195,12 +215,11 @@ class _Builder:
         key = storage_key(val)
         if key not in self.storage_of:
             self.storage_of[key] = len(self.storages)
+            # A fake result may start behind its storage's beginning, depending on what was traced before.
+            self.start_of.append(int(val.storage_offset()) if kind in _MADE else 0)
             self.alive.append(val)
-            nbytes = val.untyped_storage().nbytes()
-            if not isinstance(nbytes, int):
-                raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
             self.storages.append(
-                Storage(name=name, nbytes=nbytes, device=str(val.device), kind=kind, planned=planned, origin=origin)
+                Storage(name=name, nbytes=0, device=str(val.device), kind=kind, planned=planned, origin=origin)
             )
         return self.storage_of[key]
 
@@ -209,6 +228,8 @@ class _Builder:
             raise UnsupportedGraph(
                 name, f"a tensor that is not plain strided memory ({val.layout})", "use dense real tensors"
             )
+        if any(not isinstance(n, int) for n in (*val.shape, *val.stride(), val.storage_offset())):
+            raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
         self.values.append(
             Value(
                 name=name,
@@ -216,7 +237,7 @@ class _Builder:
                 dtype=str(val.dtype).removeprefix("torch."),
                 shape=tuple(int(n) for n in val.shape),
                 strides=tuple(int(n) for n in val.stride()),
-                offset=int(val.storage_offset()),
+                offset=int(val.storage_offset()) - self.start_of[storage],
             )
         )
         return len(self.values) - 1
@@ -229,13 +250,15 @@ class _Builder:
     def _finish(self) -> TracedGraph:
         order = sorted(range(len(self.ops)), key=lambda i: self.ops[i].phase is Phase.BACKWARD)  # stable
         made = {self.values[v].storage for op in self.ops for v in op.writes}
-        results = read_results(self.graph, self.value_of, self.values, self.bindings, made)
+        results = read_results(
+            self.graph, self.value_of, self.values, self.bindings, made, self.captured.differentiable, self.needs
+        )
         return TracedGraph(
             model=self.model,
             graph=Graph(
                 ops=tuple(self.ops[i] for i in order),
                 values=tuple(self.values),
-                storages=tuple(self.storages),
+                storages=self._sized_storages(),
                 outputs=results.fresh,
                 gradients=results.gradients,
             ),
@@ -246,8 +269,21 @@ class _Builder:
             out_spec=self.captured.out_spec,
             example_inputs=self.captured.inputs,
             training=self.captured.training,
+            autocast=self.captured.autocast,
             device=self._device(),
         )
+
+    def _sized_storages(self) -> tuple[Storage, ...]:
+        """The storages with the bytes that their values span.
+
+        A fake storage may be larger than its tensor, and how much depends on what was traced before.
+        """
+        spans = [0] * len(self.storages)
+        for v in self.values:
+            last = sum((n - 1) * s for n, s in zip(v.shape, v.strides, strict=True))
+            elements = 0 if 0 in v.shape else v.offset + last + 1
+            spans[v.storage] = max(spans[v.storage], elements * getattr(torch, v.dtype).itemsize)
+        return tuple(replace(s, nbytes=nbytes) for s, nbytes in zip(self.storages, spans, strict=True))
 
     def _device(self) -> torch.device:
         planned = sorted({s.device for s in self.storages if s.planned})

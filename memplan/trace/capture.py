@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,14 +28,17 @@ class Captured:
     """A joint graph with AOTAutograd's descriptors on its placeholders and outputs.
 
     `in_spec` is the pytree of (args, kwargs), `out_spec` that of the module's result; `inputs` are the
-    flattened example inputs. `training`: the graph contains the backward.
+    flattened example inputs, `differentiable` says of each leaf of the result whether eager's requires a
+    gradient. `training`: the graph contains the backward. `autocast`: it was traced under autocast.
     """
 
     graph_module: fx.GraphModule
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     inputs: tuple[Any, ...]
+    differentiable: tuple[bool, ...]
     training: bool
+    autocast: bool
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Captured:
@@ -43,15 +48,21 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedGraph(type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs")
+    _refuse_backward_hooks(model)
     flat, in_spec = pytree.tree_flatten((args, kwargs))
     if _any_meta(model, flat):
         model, flat = _off_meta(model, flat)
         args, kwargs = pytree.tree_unflatten(flat, in_spec)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(train))
+        # oneDNN's LSTM hands its backward a workspace whose size its fake does not know.
+        recurrent = train and any(isinstance(m, nn.RNNBase) for m in model.modules())
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=not recurrent))
         joint = _capture_joint(stack, model, args, kwargs)
         graph_module, out_spec = joint.graph_module, joint.out_spec
+        differentiable = tuple(info.requires_grad for info in joint._aot_state.fw_metadata.output_info)
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
     if train and not has_backward:
         raise UnsupportedGraph(
@@ -60,7 +71,13 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
             "pass train=False, or give the model parameters that require gradients",
         )
     return Captured(
-        graph_module=graph_module, in_spec=in_spec, out_spec=out_spec, inputs=tuple(flat), training=has_backward
+        graph_module=graph_module,
+        in_spec=in_spec,
+        out_spec=out_spec,
+        inputs=tuple(flat),
+        differentiable=differentiable,
+        training=has_backward,
+        autocast=any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
     )
 
 
@@ -86,10 +103,40 @@ def _dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
-    return front(*args, **kwargs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = front(*args, **kwargs)
+    for warning in caught:
+        _refuse_side_effects(model, str(warning.message))
+    return module
+
+
+def _refuse_side_effects(model: nn.Module, message: str) -> None:
+    """Dynamo reports what forward changes beside tensors; a compiled step would silently not change it."""
+    if "side effects happened" not in message:
+        return
+    changed = [source for source in re.findall(r'"(L\[[^"]+)"', message) if "_active_collector" not in source]
+    if changed:
+        reason = f"forward changes Python state that a compiled step would leave unchanged: {', '.join(changed)}"
+        hint = "return the value instead, or keep it in a registered buffer and change that in place (copy_, add_)"
+        raise UnsupportedGraph(type(model).__name__, reason, hint)
+
+
+def _refuse_backward_hooks(model: nn.Module) -> None:
+    """They run where autograd passes a module's border, and a traced backward has none."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            reason = f"{name or 'the model'} has backward hooks, which a compiled step would not call"
+            raise UnsupportedGraph(type(model).__name__, reason, "remove them, or use hooks on parameters or outputs")
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    for name, module in model.named_modules():
+        # torch 2.13 traces a multi-layer RNN without the dropout between its layers.
+        if isinstance(module, nn.RNNBase) and module.dropout and module.training and module.num_layers > 1:
+            reason = f"{name or 'the model'} is a {type(module).__name__} with dropout, which tracing loses"
+            hint = "use dropout=0 there and nn.Dropout between single-layer modules"
+            raise UnsupportedGraph(type(model).__name__, reason, hint)
     return torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
 
 
@@ -147,7 +194,12 @@ def _is_tangent(node: fx.Node) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Tracing warns about its own internals, which is noise to a user of memplan."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Tracing warns and logs about its own internals, which is noise to a user of memplan."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

@@ -22,12 +22,14 @@ from memplan.trace.traced import Binding, Results, Returned, ReturnKind, Source
 _Output = tuple[Any, Any]  # what the graph returns (a node or a constant), and its descriptor
 
 
-def read_results(
+def read_results(  # noqa: PLR0917
     graph: fx.Graph,
     value_of: Mapping[fx.Node, int],
     values: Sequence[Value],
     bindings: Sequence[Binding],
     made: set[int],
+    differentiable: Sequence[bool],
+    needs: Mapping[Any, frozenset[int]],
 ) -> Results:
     """Sort what the graph returns; `made` are the storages that its ops write. Raises `UnsupportedGraph`."""
     _, results, descs = returned_by(graph)
@@ -44,11 +46,16 @@ def read_results(
     base_of.update({values[value_of[node]].storage: value_of[node] for node, _ in fresh})
     bound = {(b.source, b.name, b.index): i for i, b in enumerate(bindings)}
     return Results(
-        returned=tuple(_returned(n, value_of, values, base_of) for n, d in outputs if isinstance(d, PlainAOTOutput)),
+        returned=tuple(
+            _returned(n, differentiable[d.idx], value_of, values, base_of)
+            for n, d in outputs
+            if isinstance(d, PlainAOTOutput)
+        ),
         fresh=tuple(value_of[node] for node, _ in fresh),
         tangents=tuple(tangents.get(desc) for _, desc in fresh),
         gradients=tuple(value_of[node] for node, _ in gradients),
         gradient_of=tuple(bound[_key(desc.grad_of)] for _, desc in gradients),
+        needs=tuple(needs[desc] for _, desc in gradients),
     )
 
 
@@ -73,12 +80,18 @@ def _fresh_outputs(
     return [pair for pair in nodes if pair in fresh.values()]
 
 
-def _returned(node: Any, value_of: Mapping[fx.Node, int], values: Sequence[Value], base_of: dict[int, int]) -> Returned:
+def _returned(
+    node: Any, differentiable: bool, value_of: Mapping[fx.Node, int], values: Sequence[Value], base_of: dict[int, int]
+) -> Returned:
     if not isinstance(node, fx.Node):
         return Returned(kind=ReturnKind.CONSTANT, constant=node)
     value = value_of[node]
     base = base_of[values[value].storage]
-    return Returned(kind=ReturnKind.FRESH if base == value else ReturnKind.ALIAS, value=value, of=base)
+    if differentiable and values[value].dtype != values[base].dtype:
+        what = f"it returns a {values[value].dtype} view of a {values[base].dtype} tensor that requires a gradient"
+        raise UnsupportedGraph(node.name, what, "return a copy of it (.clone())")
+    kind = ReturnKind.FRESH if base == value and differentiable else ReturnKind.ALIAS
+    return Returned(kind=kind, value=value, of=base, differentiable=differentiable)
 
 
 def _key(desc: Any) -> tuple[Source, str, int]:

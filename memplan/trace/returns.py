@@ -18,26 +18,58 @@ from memplan.errors import UnsupportedGraph
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
 
 
-def own_the_gradients(graph: fx.Graph) -> None:
-    """Insert copies so that no returned gradient shares bytes with anything else that outlives the step."""
+def own_the_results(graph: fx.Graph) -> None:
+    """Insert copies so that what is returned shares no bytes with anything else that outlives the step.
+
+    A gradient gets a copy when it aliases an input, an output, another gradient, or was made in the forward;
+    an output with a tangent gets one when it aliases another output with a tangent.
+    """
     output, results, descs = returned_by(graph)
-    taken = {storage_key(value(n)) for n in graph.nodes if n.op in ("placeholder", "get_attr") and _is_tensor(n)}
-    for node, desc in zip(results, descs, strict=True):
-        if isinstance(node, fx.Node) and not isinstance(desc, GradAOTOutput) and _is_tensor(node):
-            taken.add(storage_key(value(node)))
     mode = fake_mode_of(graph)
+    tangents = {n.meta["desc"].output for n in graph.nodes if n.op == "placeholder" and n.meta["desc"].is_tangent()}
+    boundary = _first_backward(graph) or output
+    seen: set[int] = set()
     for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
-        if not isinstance(desc, GradAOTOutput) or not isinstance(node, fx.Node):
-            continue
-        if storage_key(value(node)) in taken:
-            rewriter = Rewriter(graph, mode, node, before=output)
-            with mode:
-                dense = torch.empty_like(value(node))  # of an expanded tensor, a contiguous one
-            results[i] = rewriter.scratch(dense)
-            copy = rewriter.call(aten.copy_.default, results[i], node)
-            copy.meta["partitioner_tag"] = results[i].meta["partitioner_tag"] = "is_backward"
-        taken.add(storage_key(value(results[i])))
+        if desc in tangents:
+            if storage_key(value(node)) in seen:
+                results[i] = _copied(Rewriter(graph, mode, node, before=boundary), "is_forward")
+            seen.add(storage_key(value(results[i])))
+    lasting = [n for n in graph.nodes if _is_tensor(n) and (n.op != "call_function" or not is_backward(n))]
+    taken = {storage_key(value(n)) for n in lasting}
+    for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
+        if isinstance(desc, GradAOTOutput) and isinstance(node, fx.Node):
+            if storage_key(value(node)) in taken:
+                results[i] = _copied(Rewriter(graph, mode, node, before=output), "is_backward")
+            taken.add(storage_key(value(results[i])))
     output.args = (tuple(results),)
+
+
+def _copied(rewriter: Rewriter, phase: str) -> fx.Node:
+    """A copy of the rewriter's node in dense memory of its own."""
+    with rewriter.mode:
+        dense = torch.empty_like(value(rewriter.node))  # of an expanded tensor, a contiguous one
+    copy = rewriter.scratch(dense)
+    write = rewriter.call(aten.copy_.default, copy, rewriter.node)
+    copy.meta["partitioner_tag"] = write.meta["partitioner_tag"] = phase
+    return copy
+
+
+def tangents_needed(graph: fx.Graph) -> dict[Any, frozenset[int]]:
+    """For each gradient (by descriptor) the tangents (numbered in order) that it depends on.
+
+    Read off the functional graph, before any pass: when none of them arrives, the gradient is None.
+    """
+    needs: dict[fx.Node, frozenset[int]] = {}
+    count = 0
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta["desc"].is_tangent():
+            needs[node] = frozenset({count})
+            count += 1
+        else:
+            needs[node] = frozenset().union(*(needs[n] for n in node.all_input_nodes))
+    _, results, descs = returned_by(graph)
+    pairs = zip(results, descs, strict=True)
+    return {d: needs[n] for n, d in pairs if isinstance(d, GradAOTOutput) and isinstance(n, fx.Node)}
 
 
 def write_back_mutations(graph: fx.Graph) -> None:

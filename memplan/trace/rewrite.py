@@ -8,6 +8,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from memplan.errors import UnsupportedGraph
+
 _INHERITED = ("stack_trace", "nn_module_stack", "partitioner_tag", "fwd_nn_module_stack", "autograd_backward")
 aten = torch.ops.aten
 
@@ -22,8 +24,15 @@ class Rewriter:
         self.before = before or node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new call of `target`; its value is computed on the fake values of its arguments."""
+        """A new call of `target`; its value is computed on the fake values of its arguments.
+
+        What an out overload returns is what it was given to write: it is not run (some have no fake kernel).
+        """
         new = self._node(target, args, kwargs)
+        outs = [value(kwargs[a.name]) for a in target._schema.arguments if a.is_out]
+        if outs:
+            new.meta["val"] = outs[0] if len(outs) == 1 else tuple(outs)
+            return new
         fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), value)
         with self.mode, torch.no_grad():
             new.meta["val"] = target(*fake_args, **fake_kwargs)
@@ -41,6 +50,10 @@ class Rewriter:
         It keeps the fake tensor, so that views made of it elsewhere in the graph are views of this memory.
         """
         layout = {"dtype": result.dtype, "device": result.device}
+        taken = [
+            storage_key(value(n)) for n in self.node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)
+        ]
+        assert storage_key(result) not in taken, f"{self.node} returns an alias of an argument"
         new = self._node(aten.empty_strided.default, (list(result.shape), list(result.stride())), layout, "out")
         new.meta["val"] = result
         return new
@@ -73,6 +86,8 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a fake tensor's storage: equal keys, aliased bytes."""
+    """Identity of a fake tensor's storage: equal keys, aliased bytes. Raises `UnsupportedGraph` where there is none."""
+    if tensor.layout is not torch.strided:
+        raise UnsupportedGraph(f"a {tensor.layout} tensor", "is not plain strided memory", "use dense tensors")
     key: int = tensor.untyped_storage()._cdata
     return key

@@ -55,8 +55,8 @@ def _copied(rw: Rewriter, source: fx.Node) -> fx.Node:
 def _as_tensor_op(target: Any) -> Rule:
     """X.Scalar wraps its scalar and calls X.Tensor; so do we."""
 
-    def rule(rw: Rewriter, *args: Any, **kwargs: Any) -> fx.Node:
-        return rw.instead(target, *args, **kwargs)
+    def rule(rw: Rewriter, x: fx.Node, other: Any, *alpha: Any, **kwargs: Any) -> fx.Node:
+        return rw.instead(target, x, other, **kwargs, **({"alpha": alpha[0]} if alpha else {}))
 
     return rule
 
@@ -82,7 +82,7 @@ def _embedding(rw: Rewriter, weight: fx.Node, indices: fx.Node, *_: Any, **__: A
 
 def _dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx.Node, fx.Node] | None:
     """CPU only: the CUDA kernel is fused and draws its numbers in another order (native/Dropout.cpp)."""
-    if value(x).device.type != "cpu" or train is False or not 0.0 < p < 1.0:
+    if value(x).device.type != "cpu" or train is not True or not 0.0 < p < 1.0:
         return None
     out, mask = value(rw.node)
     keep = rw.memory(mask)
@@ -126,7 +126,8 @@ def _batch_norm(  # noqa: PLR0917  (the op's own signature)
     eps: float,
 ) -> tuple[fx.Node, ...] | None:
     """CPU: `native_batch_norm.out` updates running statistics in place; here, copies of them."""
-    if value(x).device.type != "cpu" or not training:
+    given = [value(n) for n in (x, weight, bias, mean, var) if n is not None]
+    if value(x).device.type != "cpu" or not training or any(t.dtype != torch.float32 for t in given):
         return None
     out, save_mean, save_rstd, new_mean, new_var = (rw.memory(result) for result in value(rw.node))
     rw.call(aten.copy_.default, new_mean, mean)
@@ -144,14 +145,14 @@ def _batch_norm(  # noqa: PLR0917  (the op's own signature)
 def _embedding_backward(  # noqa: PLR0917  (the op's own signature)
     rw: Rewriter, grad: fx.Node, indices: fx.Node, rows: int, padding: int, scale_by_frequency: bool
 ) -> fx.Node | None:
-    """CPU: rows are added up in the order of the indices; those of the padding index stay zero."""
-    index = value(indices)
-    if (
-        value(grad).device.type != "cpu"
-        or scale_by_frequency
-        or not index.is_contiguous()
-        or index.dtype != torch.int64
-    ):
+    """CPU: rows are added up in the order of the indices; those of the padding index stay zero.
+
+    In half precision the two kernels round differently, so only full precision is rewritten.
+    """
+    index, full = value(indices), (torch.float32, torch.float64)
+    if value(grad).device.type != "cpu" or scale_by_frequency or value(grad).dtype not in full:
+        return None
+    if not index.is_contiguous() or index.dtype != torch.int64:
         return None
     result = rw.memory(value(rw.node))
     rw.call(aten.zero_.default, result)

@@ -23,13 +23,14 @@ class Ref:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """What an op of the graph calls. `outs` are the values of its results (None where it returns none);
-    empty for an op that only changes its arguments.
+    empty for an op that only changes its arguments. `several`: it returns a sequence, even if of one.
     """
 
     target: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
+    several: bool = False
 
 
 class Source(enum.Enum):
@@ -46,7 +47,7 @@ class Source(enum.Enum):
 class Binding:
     """Value `value` is this tensor: a parameter or buffer by `name`, an input or tangent by `index`, a constant.
 
-    `requires_grad` is an input's: it was traced with a gradient of its own.
+    `requires_grad` is an input's: it was traced with a gradient of its own. `written`: the step changes it.
     """
 
     source: Source
@@ -55,6 +56,7 @@ class Binding:
     index: int = 0
     tensor: torch.Tensor | None = None
     requires_grad: bool = False
+    written: bool = False
 
 
 class ReturnKind(enum.Enum):
@@ -67,9 +69,13 @@ class ReturnKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """One leaf of the result. FRESH: `value`. ALIAS: the view `value` of `of` (a value index). CONSTANT: `constant`."""
+    """One leaf of the result. FRESH: `value`. ALIAS: the view `value` of `of` (a value index). CONSTANT: `constant`.
+
+    An ALIAS that is not `differentiable` is detached, as eager's is.
+    """
 
     kind: ReturnKind
+    differentiable: bool = False
     value: int = -1
     of: int = -1
     constant: Any = None
@@ -81,7 +87,8 @@ class Results:
 
     `returned`: the leaves of the module's result, in order. `fresh`: what the forward hands to autograd, and
     `tangents[i]`: the gradient that comes back for `fresh[i]` (None: not differentiable). `gradients`: what
-    the backward hands to autograd, `gradient_of[i]`: the binding (index) whose gradient `gradients[i]` is.
+    the backward hands to autograd, `gradient_of[i]`: the binding (index) whose gradient `gradients[i]` is,
+    `needs[i]`: the tangents (by index) without all of which it is None.
     """
 
     returned: tuple[Returned, ...]
@@ -89,13 +96,14 @@ class Results:
     tangents: tuple[int | None, ...]
     gradients: tuple[int, ...]
     gradient_of: tuple[int, ...]
+    needs: tuple[frozenset[int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedGraph:
     """A graph, `kernels[i]` that runs `graph.ops[i]`, and how the step is fed and what it returns.
 
-    `training`: it has a backward. `device` is where all planned storages are.
+    `training`: it has a backward. `autocast`: it was traced under autocast. `device` is where all planned storages are.
     """
 
     model: str
@@ -107,6 +115,7 @@ class TracedGraph:
     out_spec: pytree.TreeSpec
     example_inputs: tuple[Any, ...]
     training: bool
+    autocast: bool
     device: torch.device
 
     def bound(self, source: Source) -> tuple[Binding, ...]:

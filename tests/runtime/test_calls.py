@@ -278,5 +278,5 @@ def test_a_plan_for_another_graph_names_the_first_difference(tmp_path: Path) -> 
 def test_fake_and_meta_models_cannot_be_compiled() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.randn(3, 4)
-    with pytest.raises(InputMismatch, match="real tensors"):
+    with pytest.raises(InputMismatch, match="no numbers"):
         memplan_compile(model, x)

@@ -54,6 +54,7 @@ def test_nothing_is_left_out_of_the_total() -> None:
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     assert plan.outside["parameters"] >= parameters
     parts = plan.arena_size + plan.outside["parameters"] + plan.outside["inputs"] + plan.outside["constants"]
+    parts += plan.outside["tangents"]
     assert plan.total == parts + max(plan.outside_profile)
     assert max(plan.outside_profile) >= plan.outside["outputs"] + plan.outside["gradients"]
     assert plan.temporaries is not None

@@ -1,0 +1,99 @@
+"""Which program a call runs: one for each state (modes, gradients) in which the module is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from memplan.errors import InputMismatch
+from memplan.runtime.runner import Runner
+from memplan.runtime.slots import Structure
+
+_MAX_RUNNERS = 8
+Build = Callable[[tuple[Any, ...], dict[str, Any], bool], Runner]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """In which state a call is made: does autograd record, and the training flag of every submodule."""
+
+    grad: bool
+    modes: tuple[bool, ...]
+
+
+class Selector:
+    """Finds the runner for a call, or has one built for a state that comes up for the first time.
+
+    `main` runs calls in the state in which the module was compiled. Under `no_grad` and in eval mode, others
+    take its arena in turns. `build(args, kwargs, train)` traces and plans.
+    """
+
+    def __init__(self, structure: Structure, main: Runner, build: Build) -> None:
+        self._structure = structure
+        self._main = main
+        self._build = build
+        self._main_modes = structure.modes()
+        self._runners: dict[Any, Runner] = {}
+
+    def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
+        """The runner for the current state, and the leaves of the call as it takes them.
+
+        Raises `InputMismatch` naming the first difference from what the module was compiled for.
+        """
+        main = self._main
+        modes = self._structure.modes()
+        grad = main.traced.training and torch.is_grad_enabled()
+        self._check_autocast()
+        runner = main
+        if modes != self._main_modes or grad is not main.traced.training:
+            self._check_modes(modes)
+            leaves = main.signature.flatten(args, kwargs)
+            example = pytree.tree_unflatten(leaves, main.signature.spec)
+            runner = self._cached(State(grad, tuple(modes)), *example, train=grad)
+        leaves = runner.signature.flatten(args, kwargs)
+        if grad:
+            runner.signature.check_gradients(leaves)
+        return runner, leaves
+
+    def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
+        """The runner for a call that differs from the example: planned on its own, kept for the next like it."""
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        layouts = tuple(
+            (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x)
+            for x in flat
+        )
+        grad = self._main.traced.training and torch.is_grad_enabled()
+        autocast = torch.is_autocast_enabled(self._main.traced.device.type)
+        state = State(grad, tuple(self._structure.modes()))
+        runner = self._cached((state, autocast, str(spec), layouts), args, kwargs, train=grad)
+        return runner, runner.signature.flatten(args, kwargs)
+
+    def _cached(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
+        if key not in self._runners:
+            if len(self._runners) >= _MAX_RUNNERS:
+                del self._runners[next(iter(self._runners))]
+            self._runners[key] = self._build(args, kwargs, train)
+        return self._runners[key]
+
+    def _check_modes(self, modes: list[bool]) -> None:
+        """All modes as compiled, or the whole module in eval mode; anything between is likely a mistake."""
+        if modes == self._main_modes or not any(modes):
+            return
+        i = next(i for i, (now, then) in enumerate(zip(modes, self._main_modes, strict=True)) if now != then)
+        raise InputMismatch(
+            f"training={modes[i]}, the plan was made for training={self._main_modes[i]}",
+            where=self._structure.name_of(i) or "the model",
+            hint="switch the whole model with .train() or .eval(), or compile again in this mode",
+        )
+
+    def _check_autocast(self) -> None:
+        traced = self._main.traced
+        now = torch.is_autocast_enabled(traced.device.type)
+        if now is not traced.autocast:
+            here, there = ("under autocast" if on else "without autocast" for on in (now, traced.autocast))
+            hint = "compile and call in the same autocast state"
+            raise InputMismatch(f"called {here}, the plan was made {there}", where="the call", hint=hint)
