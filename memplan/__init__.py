@@ -4,6 +4,7 @@
     compile(model, example_inputs)   a module that runs it in one preallocated arena
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     load(path)                       a saved plan, validated
+    explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
 
 Importing this package imports no torch and patches nothing: what needs torch is imported on first use.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan import csvio
+from memplan.diff import diff
 from memplan.errors import MemplanError
+from memplan.explain import explain
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.problem import Buffer, Interval, Problem, Solution, Status
@@ -39,6 +42,8 @@ __all__ = [
     "__version__",
     "compile",
     "csvio",
+    "diff",
+    "explain",
     "load",
     "plan",
     "solve",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,6 +241,7 @@ def _mention_strangers(before: Mapping[str, Figures], entries: tuple[Entry, ...]
 
 
 def _show(judged: list[Judged], form: Format) -> None:
+    from memplan.cli.github import add_summary
     from memplan.report import verdicts
 
     if form is Format.JSON:
@@ -257,6 +257,4 @@ def _show(judged: list[Judged], form: Format) -> None:
     if form is Format.GITHUB:
         for line in verdicts.github_lines(judged):
             typer.echo(line)
-        if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-            with open(summary, "a", encoding="utf-8") as file:
-                file.write(verdicts.verdicts_markdown(judged))
+        add_summary(verdicts.verdicts_markdown(judged))

@@ -22,6 +22,7 @@ class Format(enum.StrEnum):
     TABLE = "table"
     MARKDOWN = "markdown"
     JSON = "json"
+    GITHUB = "github"
 
 
 def report(
@@ -30,7 +31,7 @@ def report(
     ],
     *,
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward alone, without gradients.")] = False,
-    form: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TABLE,
+    form: Annotated[Format, typer.Option("--format", help="What to print; github: also a job summary.")] = Format.TABLE,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write every figure to FILE, exact, as JSON.")
     ] = None,
@@ -106,3 +107,11 @@ def _print(figures: Report, form: Format) -> None:
         from memplan.report.table import ReportTable
 
         console().print(ReportTable(figures))
+    if form is Format.GITHUB:
+        from memplan.cli.github import add_summary, notice
+        from memplan.report.lines import title, verdict
+        from memplan.report.markdown import report_markdown
+        from memplan.units import format_exact
+
+        typer.echo(notice(title(figures), f"arena {format_exact(figures.arena_size)}; {verdict(figures)}"))
+        add_summary(report_markdown(figures))

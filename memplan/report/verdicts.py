@@ -165,7 +165,7 @@ def github_lines(judged: Sequence[Judged]) -> Iterator[str]:
             if not finding.ok:
                 yield _failure(j, finding)
     if gains := gain_lines(judged):
-        yield f"::notice title=memplan: the baseline can shrink::{_message('; '.join(gains))}"
+        yield f"::notice title=memplan: the baseline can shrink::{escape_message('; '.join(gains))}"
 
 
 def _failure(judged: Judged, finding: Finding) -> str:
@@ -173,8 +173,8 @@ def _failure(judged: Judged, finding: Finding) -> str:
     why += [f"{format_bytes(h.size)} {h.module or h.id} {h.source}" for h in finding.because]
     why += [f"{name} {format_exact(size)}" for name, size in finding.parts]
     text = "\n".join((sentence(judged.name, finding), *why))
-    title = _property(f"memplan: {finding.name} of {judged.name}")
-    return f"::error {_location(judged, finding)}title={title}::{_message(text)}"
+    title = escape_property(f"memplan: {finding.name} of {judged.name}")
+    return f"::error {_location(judged, finding)}title={title}::{escape_message(text)}"
 
 
 def _location(judged: Judged, finding: Finding) -> str:
@@ -184,13 +184,15 @@ def _location(judged: Judged, finding: Finding) -> str:
     if not file:
         return ""
     lines = [line for name, _, line in (s.rpartition(":") for s in sources) if name == file.rpartition("/")[2]]
-    return f"file={_property(file)},line={lines[0]}," if lines else f"file={_property(file)},"
+    return f"file={escape_property(file)},line={lines[0]}," if lines else f"file={escape_property(file)},"
 
 
-def _message(text: str) -> str:
+def escape_message(text: str) -> str:
+    """The text of a workflow command."""
     lines = "\n".join(map(printable, text.split("\n")))
     return lines.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _property(text: str) -> str:
-    return _message(text).replace(":", "%3A").replace(",", "%2C")
+def escape_property(text: str) -> str:
+    """A property of a workflow command, such as its title."""
+    return escape_message(text).replace(":", "%3A").replace(",", "%2C")
