@@ -1,7 +1,14 @@
 """Solvers: `Problem -> Solution`, one file each behind the protocol in `base.py`.
 
-Read `base.py` (the protocol), then any solver. Solvers never import torch and never call the validator's
-code; whoever asks for a solution (`solve` here) validates it.
+    from memplan import Buffer, Interval, solve
+    plan = solve([Buffer(id="a", size=4096, live=Interval(0, 3)), Buffer(id="b", size=512, live=Interval(2, 9))])
+    plan.offsets["b"], plan.arena_size, plan.status
+
+The default, in the order in which it works: `portfolio.py` (a valid placement at once) -> `race.py` (which
+capacity to try next) -> `attempt.py` (one capacity) -> `core.py` (normalise), `reduce.py` (what need not be
+searched), `quick.py` (heuristics), `search.py` and `search_kernel.py` (place or skip), `cpsat_model.py`.
+`*_kernel.py` are numba's and imported only when they run. Solvers never import torch and never call the
+validator's code; whoever asks for a solution (`solve` here) validates it.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from memplan.solve.reduce import reduce
 from memplan.solve.search import Outcome, instance_of, search
 
 LARGE = 2_000  # buffers: larger pieces are searched through their busiest sections
+_OVERHEAD = 300  # units of work that an attempt costs besides three per buffer
 _TRACKED, _ADDED = 16, 8  # sections searched at first, and added after every round
 
 
@@ -26,20 +27,26 @@ def attempt(
 
     With a `hint` (a placement that reaches too high) the pieces go to CP-SAT instead of the search.
     """
+    budget.spend(_OVERHEAD + 3 * core.n, 1)  # so that attempts that never reach the search come to an end too
     offsets = np.full(core.n, -1, np.int64)
     if (max_offset < core.low).any():
         return Outcome.EXHAUSTED, offsets
     reduced = reduce(core, max_offset)
     offsets[reduced.bottom] = reduced.bottom_offset
+    solved: dict[bytes, Ints] = {}
     for piece in sorted(reduced.pieces, key=lambda p: len(p.ids)):
         part = subset(core, piece.ids, piece.base)
+        content = part.content + max_offset[piece.ids].tobytes()
+        if content in solved:  # repeated layers
+            offsets[piece.ids] = solved[content]
+            continue
         if hint is None:
             outcome, placed = _place(part, max_offset[piece.ids], budget, seed)
         else:
             outcome, placed = cpsat_model.decide(part, max_offset[piece.ids], hint[piece.ids], budget)
         if outcome is not Outcome.SOLVED:
             return outcome, offsets
-        offsets[piece.ids] = placed
+        offsets[piece.ids] = solved[content] = placed
     fill(core, reduced.fill, max_offset, offsets)
     if (offsets > max_offset).any():
         return Outcome.LIMIT, offsets

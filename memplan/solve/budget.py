@@ -88,6 +88,12 @@ class Budget:
             budget.spent += units
             budget = budget._parent
 
+    def slice(self, work: int) -> Budget:
+        """A budget over `work` units, or what is left here if that is less; what it spends is spent here too."""
+        inner = self.share(1.0)
+        inner._work = work if inner._work is None else min(work, inner._work)
+        return inner
+
     def share(self, part: float) -> Budget:
         """A budget over `part` (0 to 1) of what is left here; what it spends is spent here too."""
         inner = object.__new__(Budget)

@@ -37,7 +37,8 @@ class Core:
     seg_hi: Ints
     lo: Ints
     hi: Ints
-    steps: Ints  # the first step of each section
+    steps: Ints  # a step of each section at which all of its buffers are alive
+    start: Ints  # the first step of each buffer
     source: Ints  # the place of each buffer in Problem.buffers
 
     @property
@@ -47,6 +48,12 @@ class Core:
     @property
     def sections(self) -> int:
         return int(self.steps.shape[0])
+
+    @property
+    def content(self) -> bytes:
+        """Everything that decides a placement: equal for repeated layers, wherever they lie in time."""
+        columns = (self.size, self.raw, self.align, self.low, self.pinned, self.seg_ptr, self.seg_lo, self.seg_hi)
+        return b"".join(column.tobytes() for column in columns)
 
     def max_offset(self, capacity: int) -> Ints:
         """Highest offset (units) at which each buffer ends within `capacity` bytes; negative if it cannot."""
@@ -72,7 +79,8 @@ def core_of(problem: Problem) -> Core:
     seg_lo, seg_hi, steps = sections_of(start, end)
     return Core(
         unit=unit, size=size, raw=raw, align=align, low=low // unit, pinned=pinned, seg_ptr=seg_ptr, seg_lo=seg_lo,
-        seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=steps, source=source,
+        seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=steps, start=start[seg_ptr[:-1]],
+        source=source,
     )  # fmt: skip
 
 
@@ -87,7 +95,7 @@ def subset(core: Core, ids: Ints, base: int = 0) -> Core:
         unit=core.unit, size=core.size[ids], raw=core.raw[ids], align=align,
         low=np.maximum(core.low[ids], -(-base // align) * align), pinned=core.pinned[ids], seg_ptr=seg_ptr,
         seg_lo=seg_lo, seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=core.steps[steps],
-        source=ids,
+        start=core.start[ids], source=ids,
     )  # fmt: skip
 
 

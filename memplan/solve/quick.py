@@ -49,7 +49,7 @@ def online(core: Core, *, best: bool) -> Ints:
     from memplan.solve import skyline_kernel
 
     offsets = np.full(core.n, -1, np.int64)
-    births, deaths = np.lexsort((-core.size, core.lo)), np.argsort(core.hi, kind="stable")
+    births, deaths = np.lexsort((-core.size, core.start)), np.argsort(core.hi, kind="stable")
     skyline_kernel.online(births, deaths, core.lo, core.hi, core.size, core.align, best, offsets)
     return offsets
 

@@ -11,9 +11,10 @@ from memplan.solve.core import Core, Ints
 from memplan.solve.quick import first_answers
 from memplan.solve.search import Outcome
 
-_FIRST_SHARE, _STEP_SHARE = 0.5, 0.1  # of the budget: on the bound itself, then on each capacity above it
+_FIT_SHARE, _FIRST_SHARE = 0.95, 0.1  # of the budget: on the capacity if that is enough, else on the bound itself
+_EFFORT = 20_000  # units of work at first, on each capacity above the bound
+_STEPS = (0.85, 0.7, 0.5, 0.25, 0.0)  # the next capacity, between the bound (0) and the best arena (1)
 _SEARCH_SHARE, _EXACT = 0.7, 64  # of the budget before CP-SAT; buffers up to which CP-SAT is asked at all
-_CLOSEST = 0.98  # a capacity this close to the best arena failed too: start again in the middle
 
 
 class Race:
@@ -35,10 +36,10 @@ class Race:
                 return
         if self.capacity is not None and self.capacity < self.bound:
             return
-        first = self.bound
         if self.capacity is not None and not self.limits.minimize:
-            first = self.capacity
-        self._try(first, self.budget.share(_FIRST_SHARE), seed)
+            self._try(self.capacity, self.budget.share(_FIT_SHARE), seed)
+        else:
+            self._try(self.bound, self.budget.share(_FIRST_SHARE), seed)
         self._descend(self.budget.share(_SEARCH_SHARE) if self._is_small() else self.budget, seed)
         if self._is_small():
             self._close()
@@ -55,20 +56,23 @@ class Race:
                 return
 
     def _descend(self, budget: Budget, seed: int) -> None:
-        """Capacities between the bound and the best arena: the middle, and closer to the arena on failure."""
-        part = 0.5
+        """Capacities between the bound and the best arena. Small steps first, larger ones after success.
+
+        Small steps under little effort soon reach the region where the effort must be doubled again and again.
+        """
+        effort, step = _EFFORT, 0
         while not self._is_done() and not budget.is_over:
             assert self.arena is not None
-            goal = self.bound + int((self.arena - 1 - self.bound) * part)
+            goal = self.bound + int((self.arena - 1 - self.bound) * _STEPS[step])
             seed += 1
-            outcome = self._try(goal, budget.share(_STEP_SHARE), seed)
-            if outcome is Outcome.LIMIT:
-                part = (1 + part) / 2
-                part = 0.5 if part > _CLOSEST else part
+            if self._try(goal, budget.slice(effort), seed) is not Outcome.LIMIT:
+                step = min(step + 1, len(_STEPS) - 1)
+            elif step:
+                step = 0
             else:
-                part = 0.5
+                effort *= 2
 
-    def _try(self, capacity: int, budget: Budget, seed: int, hint: Ints | None = None) -> Outcome:
+    def _try(self, capacity: int, budget: Budget, seed: int, *, hint: Ints | None = None) -> Outcome:
         outcome, offsets = attempt(self.core, self.core.max_offset(capacity), budget, seed, hint=hint)
         if outcome is Outcome.SOLVED:
             self._offer(offsets)

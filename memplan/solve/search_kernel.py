@@ -159,6 +159,80 @@ def _pick_buffer(section, lo, hi, reach, allowed, hole, size, maxoff, rank, plac
 
 
 @njit(cache=True)
+def _key_of(lo, hi, salt, buf_lo, placed, allowed, hole):
+    """The table's key of a piece: the sum over its unplaced buffers."""
+    key = np.int64(salt)
+    for b in range(buf_lo.shape[0]):
+        if not placed[b] and lo <= buf_lo[b] < hi:
+            key += _mix(b, allowed[b], hole[b])
+    return key
+
+
+@njit(cache=True)
+def _split(old, cells, owner, cross, placed, buf_lo, c_lo, c_hi, c_next, c_owner, c_count):
+    """Cut cell `old` where nothing unplaced crosses; the parts, smallest first, take its place in the agenda.
+
+    Returns the new number of cells; unchanged when nothing comes apart. `owner` is the decision that split it.
+    """
+    begin, end = cells, cells
+    start = c_lo[old]
+    for s in range(c_lo[old], c_hi[old]):
+        if s == c_hi[old] - 1 or cross[s] == 0:
+            c_lo[end], c_hi[end], c_count[end] = start, s + 1, 0
+            end += 1
+            start = s + 1
+    if end - begin <= 1:
+        return cells
+    for b in range(buf_lo.shape[0]):
+        if not placed[b] and c_lo[old] <= buf_lo[b] < c_hi[old]:
+            for q in range(begin, end):
+                if buf_lo[b] < c_hi[q]:
+                    c_count[q] += 1
+                    break
+    kept = begin
+    for q in range(begin, end):  # insertion sort by count, without the empty ones
+        lo, hi, count = c_lo[q], c_hi[q], c_count[q]
+        if count == 0:
+            continue
+        at = kept
+        while at > begin and c_count[at - 1] > count:
+            c_lo[at], c_hi[at], c_count[at] = c_lo[at - 1], c_hi[at - 1], c_count[at - 1]
+            at -= 1
+        c_lo[at], c_hi[at], c_count[at] = lo, hi, count
+        kept += 1
+    if kept - begin <= 1:
+        return cells
+    for q in range(begin, kept):
+        c_next[q], c_owner[q] = q + 1, owner
+    c_next[kept - 1] = c_next[old]
+    return kept
+
+
+@njit(cache=True)
+def _undo(
+    mark, tp, t_kind, t_index, t_old, allowed, hole, floor, placed, unplaced, cross, size, seg_ptr, seg_lo, seg_hi,
+    buf_lo, buf_hi,
+):  # fmt: skip
+    """Take back what the trail holds from `mark` to `tp`, newest first."""
+    while tp > mark:
+        tp -= 1
+        i, kind = t_index[tp], t_kind[tp]
+        if kind == _ALLOWED:
+            allowed[i] = t_old[tp]
+        elif kind == _FLOOR:
+            floor[i] = t_old[tp]
+        elif kind == _HOLE:
+            hole[i] = t_old[tp]
+        else:
+            placed[i] = False
+            for k in range(seg_ptr[i], seg_ptr[i + 1]):
+                for s in range(seg_lo[k], seg_hi[k]):
+                    unplaced[s] += size[i]
+            for s in range(buf_lo[i], buf_hi[i] - 1):
+                cross[s] += 1
+
+
+@njit(cache=True)
 def _grow(array):
     bigger = np.empty(2 * array.shape[0], array.dtype)
     bigger[: array.shape[0]] = array
@@ -222,9 +296,8 @@ def search(
 
     c_lo[0], c_hi[0], c_next[0], c_owner[0], c_count[0] = 0, sections, -1, -1, n
     cells, cell, left, root = 1, 0, n, True
-    key = np.int64(salt)
+    key = _key_of(0, sections, salt, buf_lo, placed, allowed, hole)
     for b in range(n):
-        key += _mix(b, allowed[b], hole[b])
         if allowed[b] > maxoff[b]:
             return EXHAUSTED, 0, area
     for s in range(sections):
@@ -236,58 +309,18 @@ def search(
     while True:
         if not failed:
             if split:
-                # Pieces that nothing unplaced connects are solved one after another, smallest first.
                 split = False
-                old = cell
                 begin = cells
-                start = c_lo[old]
-                for s in range(c_lo[old], c_hi[old]):
-                    if s == c_hi[old] - 1 or cross[s] == 0:
-                        c_lo[cells], c_hi[cells], c_count[cells], c_owner[cells] = start, s + 1, 0, fp - 1
-                        cells += 1
-                        start = s + 1
-                if cells - begin > 1:
-                    for b in range(n):
-                        if not placed[b] and c_lo[old] <= buf_lo[b] < c_hi[old]:
-                            for q in range(begin, cells):
-                                if buf_lo[b] < c_hi[q]:
-                                    c_count[q] += 1
-                                    break
-                    kept = begin
-                    for q in range(begin, cells):
-                        if c_count[q] > 0:
-                            c_lo[kept], c_hi[kept], c_count[kept] = c_lo[q], c_hi[q], c_count[q]
-                            kept += 1
-                    cells = kept
-                    if cells - begin > 1:
-                        for i in range(begin + 1, cells):  # insertion sort by count
-                            a0, a1, a2 = c_lo[i], c_hi[i], c_count[i]
-                            j = i - 1
-                            while j >= begin and c_count[j] > a2:
-                                c_lo[j + 1], c_hi[j + 1], c_count[j + 1] = c_lo[j], c_hi[j], c_count[j]
-                                j -= 1
-                            c_lo[j + 1], c_hi[j + 1], c_count[j + 1] = a0, a1, a2
-                        for q in range(begin, cells):
-                            c_next[q] = q + 1
-                        c_next[cells - 1] = c_next[old]
-                        cell, left, root = begin, c_count[begin], True
-                        key = np.int64(salt)
-                        for b in range(n):
-                            if not placed[b] and c_lo[cell] <= buf_lo[b] < c_hi[cell]:
-                                key += _mix(b, allowed[b], hole[b])
-                    else:
-                        cells = begin
-                else:
-                    cells = begin
+                cells = _split(cell, cells, fp - 1, cross, placed, buf_lo, c_lo, c_hi, c_next, c_owner, c_count)
+                if cells > begin:
+                    cell, left, root = begin, c_count[begin], True
+                    key = _key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
             while left == 0:
                 cell = c_next[cell]
                 if cell < 0:
                     return SOLVED, nodes, 0
                 left, root = c_count[cell], True
-                key = np.int64(salt)
-                for b in range(n):
-                    if not placed[b] and c_lo[cell] <= buf_lo[b] < c_hi[cell]:
-                        key += _mix(b, allowed[b], hole[b])
+                key = _key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
             nodes += 1
             if nodes > node_limit or fp >= depth - 1:
                 return LIMIT, nodes, best_area
@@ -353,10 +386,7 @@ def search(
                         tp += 1
                         hole[c] = -1
                     allowed[c] = top if align[c] == 1 else -(-top // align[c]) * align[c]
-                    if buf_lo[c] < dirty_lo:
-                        dirty_lo = buf_lo[c]
-                    if buf_hi[c] > dirty_hi:
-                        dirty_hi = buf_hi[c]
+                    dirty_lo, dirty_hi = min(dirty_lo, buf_lo[c]), max(dirty_hi, buf_hi[c])
                     key += _mix(c, allowed[c], hole[c])
                     if allowed[c] > maxoff[c]:
                         failed = True
@@ -374,24 +404,11 @@ def search(
         if fp == 0:
             return EXHAUSTED, nodes, best_area
         f = fp - 1
-        mark = f_mark[f]
-        while tp > mark:
-            tp -= 1
-            i = t_index[tp]
-            kind = t_kind[tp]
-            if kind == _ALLOWED:
-                allowed[i] = t_old[tp]
-            elif kind == _FLOOR:
-                floor[i] = t_old[tp]
-            elif kind == _HOLE:
-                hole[i] = t_old[tp]
-            else:
-                placed[i] = False
-                for k in range(seg_ptr[i], seg_ptr[i + 1]):
-                    for s in range(seg_lo[k], seg_hi[k]):
-                        unplaced[s] += size[i]
-                for s in range(buf_lo[i], buf_hi[i] - 1):
-                    cross[s] += 1
+        _undo(
+            f_mark[f], tp, t_kind, t_index, t_old, allowed, hole, floor, placed, unplaced, cross, size, seg_ptr, seg_lo,
+            seg_hi, buf_lo, buf_hi,
+        )  # fmt: skip
+        tp = f_mark[f]
         b, cell, cells = f_buffer[f], f_cell[f], f_cells[f]
         left, key, area, root = f_left[f], f_hash[f], f_area[f], f_root[f]
         if f_phase[f] == 0:

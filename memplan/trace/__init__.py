@@ -49,7 +49,7 @@ def trace_captured(captured: Captured, model: str) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it."""
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
-    write_back_mutations(graph)
+    write_back_mutations(graph, captured.alias_of)
     lower(graph)
     own_the_results(graph)
     return build(captured, model, needs)

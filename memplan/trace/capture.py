@@ -22,14 +22,17 @@ from torch import fx, nn
 
 from memplan.errors import MemplanError, UnsupportedGraph
 
+_OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """A joint graph with AOTAutograd's descriptors on its placeholders and outputs.
 
     `in_spec` is the pytree of (args, kwargs), `out_spec` that of the module's result; `inputs` are the
-    flattened example inputs, `differentiable` says of each leaf of the result whether eager's requires a
-    gradient. `training`: the graph contains the backward. `autocast`: it was traced under autocast.
+    flattened example inputs. Of each leaf of the result, `differentiable` says whether eager's requires a
+    gradient, and `alias_of` of which placeholder (by position) it is a view, if of one. `training`: the graph
+    contains the backward. `autocast`: it was traced under autocast.
     """
 
     graph_module: fx.GraphModule
@@ -37,6 +40,7 @@ class Captured:
     out_spec: pytree.TreeSpec
     inputs: tuple[Any, ...]
     differentiable: tuple[bool, ...]
+    alias_of: tuple[int | None, ...]
     training: bool
     autocast: bool
 
@@ -62,7 +66,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         stack.enter_context(torch.backends.mkldnn.flags(enabled=not recurrent))
         joint = _capture_joint(stack, model, args, kwargs)
         graph_module, out_spec = joint.graph_module, joint.out_spec
-        differentiable = tuple(info.requires_grad for info in joint._aot_state.fw_metadata.output_info)
+        leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
     if train and not has_backward:
         raise UnsupportedGraph(
@@ -75,7 +79,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         in_spec=in_spec,
         out_spec=out_spec,
         inputs=tuple(flat),
-        differentiable=differentiable,
+        differentiable=tuple(leaf.requires_grad for leaf in leaves),
+        alias_of=tuple(leaf.base_idx if leaf.output_type.name in _OF_INPUT else None for leaf in leaves),
         training=has_backward,
         autocast=any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
     )

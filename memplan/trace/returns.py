@@ -8,11 +8,12 @@ input an explicit `copy_` at the end of the forward: ordinary ops, planned like 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTOutput
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
@@ -72,8 +73,12 @@ def tangents_needed(graph: fx.Graph) -> dict[Any, frozenset[int]]:
     return {d: needs[n] for n, d in pairs if isinstance(d, GradAOTOutput) and isinstance(n, fx.Node)}
 
 
-def write_back_mutations(graph: fx.Graph) -> None:
-    """Turn returned new values of mutated inputs into `copy_` ops at the end of the forward."""
+def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None]) -> None:
+    """Turn returned new values of mutated inputs into `copy_` ops at the end of the forward.
+
+    A result that eager returns as (a view of) a mutated input is returned as that again: `alias_of` gives,
+    for each leaf of the result, the position of the placeholder that it is a view of.
+    """
     output, results, descs = returned_by(graph)
     inputs = {n.meta["desc"]: n for n in graph.nodes if n.op == "placeholder"}
     mutations = [
@@ -92,6 +97,21 @@ def write_back_mutations(graph: fx.Graph) -> None:
         rewriter = Rewriter(graph, fake_mode_of(graph), new, before=boundary)
         write = rewriter.call(aten.copy_.default, target, new)
         write.meta["partitioner_tag"] = "is_forward"
+    _return_the_inputs(graph, [target for target, _ in mutations], alias_of)
+
+
+def _return_the_inputs(graph: fx.Graph, mutated: Sequence[fx.Node], alias_of: Sequence[int | None]) -> None:
+    """Return mutated inputs, and views of them, as what they are instead of as their new values."""
+    output, results, descs = returned_by(graph)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
+        base = alias_of[desc.idx] if isinstance(desc, PlainAOTOutput) else None
+        if base is not None and placeholders[base] in mutated:
+            v = value(node)
+            rewriter = Rewriter(graph, fake_mode_of(graph), node, before=output)
+            where = (list(v.shape), list(v.stride()), v.storage_offset())
+            results[i] = rewriter.call(aten.as_strided.default, placeholders[base], *where)
+    output.args = (tuple(results),)
 
 
 def _refuse_old_value(graph: fx.Graph, target: fx.Node, boundary: fx.Node) -> None:

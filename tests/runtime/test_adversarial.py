@@ -314,6 +314,25 @@ def test_autocast_is_part_of_the_call() -> None:
         cast(_x())
 
 
+def _change_and_return(s: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    s.n.add_(1)
+    y.mul_(2)
+    return x * s.w, s.n, y, s.n.view(2, 2), s.n * 1
+
+
+def test_what_was_changed_in_place_is_returned_itself() -> None:
+    model = Fn(_change_and_return)
+    compiled = memplan_compile(model, (_x(), torch.ones(3)))
+    y = torch.ones(3)
+    out, n, same, view, product = compiled(_x(), y)
+    assert same is y
+    assert n is model.n
+    assert view.data_ptr() == model.n.data_ptr()
+    assert n.tolist() == view.flatten().tolist() == product.tolist() == [2] * 4
+    assert y.tolist() == [2, 2, 2]
+    out.sum().backward()
+
+
 def test_two_threads_in_one_arena_are_never_silently_wrong() -> None:
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))).eval()
     compiled = memplan_compile(model, _x(64, 128), train=False)

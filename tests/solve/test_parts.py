@@ -1,0 +1,108 @@
+"""The pieces that the portfolio is made of, each against its own definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.instances import network, planted
+from memplan.problem import Buffer, Interval, Problem
+from memplan.solve import Limits, solve
+from memplan.solve.bounds import lower_bound
+from memplan.solve.budget import Budget
+from memplan.solve.core import core_of, load_of, subset
+from memplan.solve.quick import fill, first_fit, online, pairs_alive_together, unplaced
+from memplan.solve.reduce import Piece, _peel, reduce
+from memplan.solve.tlsf import class_of_request, size_class
+from tests.strategies import problems
+
+
+@given(problem=problems(aligned=False))
+@settings(max_examples=100, deadline=None)
+def test_sections_keep_who_is_alive_together(problem: Problem) -> None:
+    core = core_of(problem)
+    alive = [problem.buffers[i] for i in core.source.tolist()]
+    assert (load_of(core).max(initial=0)) * core.unit == problem.max_live
+    for section, step in enumerate(core.steps.tolist()):
+        inside = {alive[b].id for b in range(core.n) if _is_in(core.seg_ptr, core.seg_lo, core.seg_hi, b, section)}
+        assert inside == {b.id for b in problem.alive_at(step) if b.size}
+
+
+def _is_in(ptr: np.ndarray, lo: np.ndarray, hi: np.ndarray, b: int, section: int) -> bool:
+    return any(lo[k] <= section < hi[k] for k in range(ptr[b], ptr[b + 1]))
+
+
+@given(problem=problems())
+@settings(max_examples=100, deadline=None)
+def test_the_bound_is_never_above_a_placement(problem: Problem) -> None:
+    core = core_of(problem)
+    assert problem.max_live <= max(lower_bound(core), problem.max_live) <= solve(problem, solver="greedy").arena_size
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_peeled_buffers_find_room_wherever_the_others_lie(seed: int) -> None:
+    problem = network(8, seed=seed)
+    core = core_of(problem)
+    greedy = unplaced(core)
+    first_fit(core, np.lexsort((core.lo, -core.size)), greedy)
+    capacity = int((greedy * core.unit + core.raw).max())
+    max_offset = core.max_offset(capacity)
+    peeled: list[np.ndarray] = []
+    kept = _peel(core, Piece(ids=np.arange(core.n), base=0), max_offset, peeled)
+    assert peeled
+    offsets = np.full(core.n, -1, np.int64)
+    offsets[kept] = greedy[kept]
+    first_fit(core, np.concatenate(peeled[::-1]), offsets)
+    assert (offsets <= max_offset).all()
+
+
+def test_reduce_keeps_every_buffer_once() -> None:
+    core = core_of(planted(200, seed=3, density=0.9))
+    reduced = reduce(core, core.max_offset(1024))
+    parts = [p.ids for p in reduced.pieces]
+    assert sorted(np.concatenate([*parts, reduced.bottom, reduced.fill]).tolist()) == list(range(core.n))
+
+
+def test_fill_reports_what_finds_no_room() -> None:
+    made = tuple(Buffer(id=str(i), size=4, live=Interval(0, 2)) for i in range(3))
+    core = core_of(Problem(buffers=made))
+    offsets = np.full(3, -1, np.int64)
+    assert len(fill(core, np.arange(3), core.max_offset(8), offsets)) == 1
+
+
+def test_subsets_have_sections_of_their_own() -> None:
+    core = core_of(planted(100, seed=1))
+    part = subset(core, np.arange(0, 100, 10), base=7)
+    assert part.n == 10
+    assert part.sections < core.sections
+    assert part.low.tolist() == [7] * 10
+
+
+def test_the_allocator_gives_back_and_joins() -> None:
+    made = [("a", 4, 0, 2), ("b", 4, 0, 2), ("c", 8, 2, 4), ("d", 2, 3, 5)]
+    problem = Problem(buffers=tuple(Buffer(id=n, size=s, live=Interval(x, y)) for n, s, x, y in made))
+    core = core_of(problem)
+    for best in (False, True):
+        assert (online(core, best=best) * core.unit).tolist() == [0, 4, 0, 8]
+    assert pairs_alive_together(core) == 2
+
+
+@given(size=st.integers(1, 1 << 40))
+def test_a_tlsf_class_holds_every_request_that_is_sent_there(size: int) -> None:
+    number = class_of_request(size)
+    assert number >= size_class(size)
+    assert size_class(size - 1) <= size_class(size)
+    if size > 1:  # the smallest block of the class below could be too small, or the class is the request's own
+        assert number - size_class(size) <= 1
+
+
+def test_budgets_count_inner_work_too() -> None:
+    outer = Budget(Limits(work=1000))
+    inner = outer.share(0.5)
+    inner.spend(499, 10)
+    assert inner.is_over
+    assert outer.remaining_work() == 500
+    assert outer.slice(10_000).nodes(10_000, 100) == 501
+    assert Budget(Limits(seconds=0.0)).is_over

@@ -1,0 +1,66 @@
+"""CSV in and out, in minimalloc's format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from memplan.csvio import read_problem, write_solution
+from memplan.errors import UnreadableFile
+from memplan.problem import Buffer, Interval, Problem
+from memplan.solve import solve
+from tests.strategies import problems
+
+
+def test_reads_the_capacity_from_the_name_and_the_columns_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "x.4096.csv"
+    path.write_text("size,id,upper,lower,alignment\n10,a,5,1,64\n\n20,b,3,0,1\n")
+    assert read_problem(path) == Problem(
+        buffers=(
+            Buffer(id="a", size=10, live=Interval(1, 5), alignment=64),
+            Buffer(id="b", size=20, live=Interval(0, 3)),
+        ),
+        capacity=4096,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "1"),
+        ("id,lower,size\na,0,1\n", "1"),
+        ("id,lower,upper,size\na,0,1\n", "2"),
+        ("id,lower,upper,size\na,0,1,ten\n", "2"),
+        ("id,lower,upper,size\na,0,1,10\nb,5,5,10\n", "3"),
+        ("id,lower,upper,size\na,0,1,-10\n", "2"),
+    ],
+)
+def test_errors_name_the_line(tmp_path: Path, text: str, line: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(UnreadableFile) as caught:
+        read_problem(path)
+    assert caught.value.where == f"{path}:{line}"
+
+
+def test_duplicate_ids_and_missing_files(tmp_path: Path) -> None:
+    path = tmp_path / "twice.csv"
+    path.write_text("id,lower,upper,size\na,0,1,1\na,0,1,1\n")
+    with pytest.raises(UnreadableFile, match="not unique"):
+        read_problem(path)
+    with pytest.raises(UnreadableFile, match="cannot be read"):
+        read_problem(tmp_path / "absent.csv")
+
+
+@given(problem=problems(aligned=False, gaps=False))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_written_reads_back_with_its_offsets(tmp_path: Path, problem: Problem) -> None:
+    path = tmp_path / "out.csv"
+    solution = solve(problem)
+    write_solution(path, problem, solution)
+    assert read_problem(path).buffers == problem.buffers
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    assert rows[0] == ["id", "lower", "upper", "size", "offset"]
+    assert {row[0]: int(row[4]) for row in rows[1:]} == dict(solution.offsets)
