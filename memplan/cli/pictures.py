@@ -33,19 +33,31 @@ def write_trace(path: Path, picture: Picture) -> None:
 
 
 def write_snapshot(path: Path, picture: Picture) -> None:
-    """A pickle for memory_viz, whole or not at all."""
+    """A pickle for memory_viz."""
     from memplan.report.snapshot import snapshot_bytes
 
+    _write_bytes(path, snapshot_bytes(picture))
+
+
+def write_png(path: Path, picture: Picture) -> None:
+    """A still picture in pixels; needs Pillow."""
+    from memplan.report.png import picture_png
+
+    _write_bytes(path, picture_png(picture))
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
     scratch = path.with_name(f".{path.name}.tmp")
     try:
-        scratch.write_bytes(snapshot_bytes(picture))
+        scratch.write_bytes(data)
         scratch.replace(path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
         raise UnreadableFile(f"cannot be written: {error}", where=str(path)) from error
 
 
-WRITERS: dict[str, Callable[[Path, Picture], None]] = {".html": write_html, ".svg": write_svg}
+WRITERS: dict[str, Callable[[Path, Picture], None]] = {".html": write_html, ".svg": write_svg, ".png": write_png}
 
 
 def writer_for(option: str, path: Path) -> Callable[[Path, Picture], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,17 @@ class Format(enum.StrEnum):
     GITHUB = "github"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pictures:
+    """The files to draw the arena into."""
+
+    html: Path | None = None
+    svg: Path | None = None
+    png: Path | None = None
+    trace: Path | None = None
+    snapshot: Path | None = None
+
+
 def report(
     target: Annotated[
         str, typer.Argument(metavar="MODEL|PLAN", help="FILE.py:FACTORY, package.module:FACTORY or plan.json.")
@@ -43,6 +55,9 @@ def report(
     ] = None,
     svg: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Draw the arena as a still picture.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="The same in pixels; needs memplan\\[png].")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write trace events, for ui.perfetto.dev.")
@@ -73,22 +88,24 @@ def report(
         plan.save(save)
     if json_file is not None:
         write_atomic(json_file, json.dumps(report_json(figures), indent=2, allow_nan=False) + "\n")
-    if html or svg or trace or snapshot:
-        _draw(plan, html, svg, trace, snapshot)
+    wanted = Pictures(html=html, svg=svg, png=png, trace=trace, snapshot=snapshot)
+    if wanted != Pictures():
+        _draw(plan, wanted)
     _print(figures, form)
 
 
-def _draw(plan: Plan, html: Path | None, svg: Path | None, trace: Path | None, snapshot: Path | None) -> None:
+def _draw(plan: Plan, wanted: Pictures) -> None:
     """Write the pictures that are asked for, all from the same `Picture`."""
     from memplan.cli import pictures
     from memplan.report.picture import picture_of_plan
 
     picture = picture_of_plan(plan)
     for path, write in (
-        (html, pictures.write_html),
-        (svg, pictures.write_svg),
-        (trace, pictures.write_trace),
-        (snapshot, pictures.write_snapshot),
+        (wanted.html, pictures.write_html),
+        (wanted.svg, pictures.write_svg),
+        (wanted.png, pictures.write_png),
+        (wanted.trace, pictures.write_trace),
+        (wanted.snapshot, pictures.write_snapshot),
     ):
         if path is not None:
             write(path, picture)

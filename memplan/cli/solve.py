@@ -36,7 +36,7 @@ def solve(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of solvers that draw numbers.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg|html", help="Draw the arena, still or to zoom into.")
+        Path | None, typer.Option("--plot", metavar="FILE.html|svg|png", help="Draw the arena, still or to zoom into.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result and all offsets as JSON.")] = False,
 ) -> None:

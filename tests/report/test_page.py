@@ -135,7 +135,9 @@ def test_a_click_on_a_step_lists_who_is_alive_there(sample: Page) -> None:
     assert "320 B live" in _tip(sample)
     assert "backward aten.expand" in _tip(sample)
     sample.point(spot[0] + step, spot[1] + 60, press=True)
-    assert sample.run("return document.getElementById('listed').textContent").startswith("Alive at step 3: 3, 320 B")
+    assert sample.run("return document.getElementById('listed').textContent").startswith(
+        "Alive at step 3: 3 buffers, 320 B"
+    )
 
 
 def test_find_narrows_the_list_and_a_row_shows_its_block(sample: Page) -> None:

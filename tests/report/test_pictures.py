@@ -6,19 +6,22 @@ import io
 import json
 import pickle
 import pickletools
+import sys
 import xml.etree.ElementTree as ET
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from memplan.errors import InvalidSolution
+from memplan.errors import InvalidSolution, MemplanError
 from memplan.plan import Plan
 from memplan.problem import Buffer, Interval, Problem
+from memplan.report.frame import ticks
 from memplan.report.html import picture_html
 from memplan.report.picture import Picture, picture_of, picture_of_plan
+from memplan.report.png import picture_png
 from memplan.report.snapshot import snapshot, snapshot_bytes
-from memplan.report.svg import picture_svg, ticks
+from memplan.report.svg import picture_svg
 from memplan.report.trace_events import trace_events
 from memplan.solve import solve
 from tests.graph_strategies import plans
@@ -135,3 +138,18 @@ def test_torchs_own_viewer_replays_the_snapshot() -> None:
     text = viewer.trace(data)
     assert text.count("= a[") == 3
     assert "segments: 1" in viewer.segsum(data)
+
+
+def test_png_shows_every_colour_of_the_picture() -> None:
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(picture_png(picture_of_plan(sample_plan()))))
+    assert image.size == (2560, 1640)
+    counts = {color: count for count, color in image.getcolors(1 << 20) or []}
+    assert counts[(0x4C, 0x82, 0xD8)] > 100_000
+
+
+def test_png_without_pillow_names_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MemplanError, match=r"memplan\[png\]"):
+        picture_png(_evicted())
