@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
-import shutil
 import sys
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -76,6 +73,10 @@ def _memory() -> str:
 
 
 def _packages() -> list[Line]:
+    import importlib.metadata
+    import importlib.util
+    import shutil
+
     lines = []
     for name, use, needed in _PARTS:
         there = importlib.util.find_spec(name) is not None
@@ -93,6 +94,7 @@ def _packages() -> list[Line]:
 
 def _devices() -> list[Line]:
     """Asked of torch in a process of its own: importing it here would take seconds of every later command."""
+    import importlib.util
     import subprocess
 
     code = (
