@@ -132,7 +132,7 @@ def _copies(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
         name="copies",
         saves=size,
         text=f"{_times(len(same), size * len(same))} are alive at {at} ({names}): "
-        f"each one less saves {format_bytes(size)}",
+        f"each one less can save {format_bytes(size)}",
     )
 
 

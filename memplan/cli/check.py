@@ -184,6 +184,10 @@ def _entries(targets: list[str], infer: bool, project: Project | None) -> tuple[
     if targets:
         # --infer is for the models among the targets; saved plans are what they are.
         return tuple(Entry(name=t, target=t, infer=infer and is_model(t)) for t in dict.fromkeys(targets)), False
+    if infer:
+        raise InvalidModel(
+            "--infer is for models named on the command line", hint="in pyproject.toml write infer = true for a model"
+        )
     if not known:
         raise InvalidModel(
             "nothing to check",

@@ -164,6 +164,7 @@ def test_what_the_project_no_longer_lists_is_mentioned(run: Run, plan_file: Path
 
 
 def test_nothing_to_check_is_bad_input(run: Run) -> None:
-    code, _, err = run("check")
-    assert code == 2
-    assert "[tool.memplan]" in err
+    for args, message in ((["check"], "[tool.memplan]"), (["check", "--infer"], "infer = true")):
+        code, _, err = run(*args)
+        assert code == 2
+        assert message in err
