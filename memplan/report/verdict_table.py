@@ -18,7 +18,7 @@ def verdicts_table(judged: Sequence[Judged], width: int) -> RenderableType:
     """One line per finding, then who holds what exceeds a limit, then what became better."""
     compared = any(f.before is not None for j in judged for f in j.verdict.findings)
     table = new_table()
-    names = ["", "plan", "of", "measured", "limit", "too much", *(["against the baseline"] if compared else [])]
+    names = ["", "plan", "of", "measured", "limit", "too much", *(["change"] if compared else [])]
     for name in names:
         table.add_column(name, overflow="fold", justify="left" if name in ("", "plan", "of") else "right")
     for j in judged:
