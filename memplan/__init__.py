@@ -5,6 +5,7 @@
     compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     load(path)                       a saved plan, validated
+    explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
 
 Importing this package imports no torch and patches nothing: what needs torch is imported on first use.
 """
@@ -14,7 +15,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan import csvio
+from memplan.diff import diff
 from memplan.errors import MemplanError
+from memplan.explain import explain
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.problem import Buffer, Interval, Problem, Solution, Status
@@ -42,6 +45,8 @@ __all__ = [
     "compile",
     "compile_step",
     "csvio",
+    "diff",
+    "explain",
     "load",
     "plan",
     "solve",

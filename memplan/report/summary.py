@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memplan.advice import Lever, levers
 from memplan.graph import StorageKind
 from memplan.holders import Holder, alive_at, largest
 from memplan.plan import Plan
@@ -70,7 +71,7 @@ class Report:
 
     `status` is how good the layout is (see `problem.Status`), `bound` the proven lower bound of any arena
     in this order; `order_certified` says that no other order needs less either. `peak` is None when
-    nothing is planned.
+    nothing is planned. `advice` are levers that follow from the plan, each with the most that it saves.
     """
 
     model: str
@@ -93,6 +94,7 @@ class Report:
     peak: Peak | None
     largest: tuple[Holder, ...]
     functional: tuple[Functional, ...]
+    advice: tuple[Lever, ...]
     versions: tuple[tuple[str, str], ...]
 
 
@@ -120,6 +122,7 @@ def make_report(plan: Plan) -> Report:
         peak=_peak(plan),
         largest=largest(plan, LARGEST),
         functional=_functional(plan),
+        advice=levers(plan),
         versions=tuple(sorted(plan.versions.items())),
     )
 
