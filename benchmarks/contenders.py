@@ -71,10 +71,38 @@ def planned(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
     return _step(model, compiled, inputs, standing=compiled.plan.arena_size, planned=compiled.plan.total)
 
 
+def eager_step(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
+    """PyTorch as it is, with the fused optimizer: forward, backward, update."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def run() -> object:
+        optimizer.zero_grad()
+        loss = model(*inputs)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Step(run=run, clear=optimizer.zero_grad)
+
+
+def planned_step(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
+    """`memplan.compile_step` with the same optimizer: forward, backward and updates in one arena."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = memplan.compile_step(model, optimizer, _loss_itself, inputs)
+    planned = step.plan.total - step.plan.outside["optimizer state"]  # which no contender counts
+    return Step(run=partial(step, *inputs), clear=optimizer.zero_grad, standing=step.plan.arena_size, planned=planned)
+
+
+def _loss_itself(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
         "eager": eager,
         "memplan": planned,
+        "eager-step": eager_step,
+        "memplan-step": planned_step,
         "aot_eager": partial(torch_compile, "aot_eager"),
         "inductor": partial(torch_compile, "inductor"),
     }

@@ -2,8 +2,10 @@
 
     plan(model, example_inputs)      what a step needs, to the byte, from fake tensors
     compile(model, example_inputs)   a module that runs it in one preallocated arena
+    compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     load(path)                       a saved plan, validated
+    explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
 
 Importing this package imports no torch and patches nothing: what needs torch is imported on first use.
 """
@@ -13,7 +15,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from memplan import csvio
+from memplan.diff import diff
 from memplan.errors import MemplanError
+from memplan.explain import explain
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.problem import Buffer, Interval, Problem, Solution, Status
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Buffer",
     "CompiledModule",
+    "CompiledStep",
     "Interval",
     "MemplanError",
     "Plan",
@@ -39,14 +44,17 @@ __all__ = [
     "Status",
     "__version__",
     "compile",
+    "compile_step",
     "csvio",
+    "diff",
+    "explain",
     "load",
     "plan",
     "solve",
     "validate",
 ]
 
-_NEEDS_TORCH = {"compile": "memplan.runtime", "CompiledModule": "memplan.runtime"}
+_NEEDS_TORCH = dict.fromkeys(("compile", "compile_step", "CompiledModule", "CompiledStep"), "memplan.runtime")
 
 
 def __getattr__(name: str) -> Any:

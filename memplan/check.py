@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
 from memplan.errors import InvalidSize
+from memplan.figures import Figures, figures_of
+from memplan.groups import Growth, growths
 from memplan.holders import Holder, alive_at
 from memplan.plan import Plan
+from memplan.rules import Against, Metric, Rule
 from memplan.units import bytes_apart, format_exact, format_share, shares_apart
 
 EXPLAINED = 5
@@ -36,93 +40,141 @@ class Limits:
 
     @property
     def is_empty(self) -> bool:
-        return self.max_arena is None and self.max_fragmentation is None and self.max_outside is None
+        return not self.rules
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The limits as rules, in the order of the fields."""
+        # 0.02 as it was written, not as the nearest binary fraction: 98 of 100 bytes keep a limit of 2 %.
+        share = None if self.max_fragmentation is None else Fraction(repr(float(self.max_fragmentation)))
+        given = ((Metric.ARENA, self.max_arena), (Metric.FRAGMENTATION, share), (Metric.OUTSIDE, self.max_outside))
+        return tuple(
+            Rule(metric=metric, against=Against.ZERO, amount=Fraction(most), text=f"{metric}:{most}")
+            for metric, most in given
+            if most is not None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One limit and what was measured. `is_share`: both are shares of one, otherwise bytes.
+    """One limit and what was measured, exactly. `is_share`: both are shares of one, otherwise bytes.
 
-    `because` are the buffers alive at the peak that explain an exceeded limit, largest first; `parts` the
-    bytes by kind that explain what lies outside.
+    What explains an exceeded limit, largest first: `grown` are the rows that differ from the baseline, which
+    add up to the difference; without a baseline `because` are the buffers alive at the peak, or `parts` the
+    bytes by kind that lie outside. `before` is the baseline's value.
     """
 
     name: str
-    measured: float
-    limit: float
+    measured: Fraction
+    limit: Fraction
     is_share: bool
     ok: bool
+    rule: str = ""
+    before: Fraction | None = None
     because: tuple[Holder, ...] = ()
     parts: tuple[tuple[str, int], ...] = ()
+    grown: tuple[Growth, ...] = ()
 
     @property
-    def excess(self) -> float:
+    def excess(self) -> Fraction:
         """How much above the limit, in its unit; 0 when the limit is kept."""
-        return 0 if self.ok else self.measured - self.limit
+        return Fraction(0) if self.ok else self.measured - self.limit
 
     def texts(self) -> tuple[str, str, str]:
         """Measured, limit and excess for reading: exact bytes, shares with the digits that tell them apart."""
         if self.is_share:
-            measured, limit = shares_apart(self.measured, self.limit)
-            return measured, limit, "" if self.ok else format_share(self.excess)
+            measured, limit = shares_apart(float(self.measured), float(self.limit))
+            return measured, limit, "" if self.ok else format_share(float(self.excess))
+        # Bytes come whole: a limit of 100.5 bytes is one of 100.
+        figure, most = int(self.measured), int(self.limit)
         if self.ok:
-            return *bytes_apart(int(self.measured), int(self.limit)), ""
-        return format_exact(int(self.measured)), format_exact(int(self.limit)), format_exact(int(self.excess))
+            return *bytes_apart(figure, most), ""
+        return format_exact(figure), format_exact(most), format_exact(figure - most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The findings of a plan, one per limit given, in the order of `Limits`."""
+    """The findings of a plan, one per rule, in the order of the rules."""
 
     model: str
     findings: tuple[Finding, ...]
+    figures: Figures
+    baseline: Figures | None = None
 
     @property
     def ok(self) -> bool:
         """Every limit is kept."""
         return all(finding.ok for finding in self.findings)
 
-
-def check(plan: Plan, limits: Limits) -> Verdict:
-    """Compare exactly (no float comes between a figure and its limit); never raises on a valid plan."""
-    findings = []
-    if limits.max_arena is not None:
-        findings.append(_arena(plan, limits.max_arena))
-    if limits.max_fragmentation is not None:
-        findings.append(_fragmentation(plan, limits.max_fragmentation))
-    if limits.max_outside is not None:
-        findings.append(_outside(plan, limits.max_outside))
-    return Verdict(model=plan.model, findings=tuple(findings))
+    @property
+    def gains(self) -> tuple[tuple[Metric, int, int], ...]:
+        """(figure, bytes in the baseline, fewer bytes now): what the baseline can be lowered to."""
+        if self.baseline is None:
+            return ()
+        pairs = ((m, int(m.of(self.baseline)), int(m.of(self.figures))) for m in (Metric.ARENA, Metric.OUTSIDE))
+        return tuple((metric, before, now) for metric, before, now in pairs if now < before)
 
 
-def _arena(plan: Plan, limit: int) -> Finding:
-    ok = plan.arena_size <= limit
-    return Finding(
-        name="arena", measured=plan.arena_size, limit=limit, is_share=False, ok=ok, because=_because(plan, ok)
-    )
+def check(plan: Plan, limits: Limits | Iterable[Rule], baseline: Figures | None = None) -> Verdict:
+    """Compare exactly (no float comes between a figure and its limit).
+
+    Raises `InvalidSize` for a rule that counts from a baseline when none is given.
+    """
+    rules = limits.rules if isinstance(limits, Limits) else tuple(limits)
+    for rule in rules:
+        if rule.needs_baseline and baseline is None:
+            raise InvalidSize(
+                f"{rule.text!r} counts from a baseline, and {plan.model or 'the plan'} has none",
+                hint="give --baseline FILE, and write it once with --update-baseline",
+            )
+    figures = figures_of(plan)
+    findings = tuple(_finding(plan, figures, baseline, rule) for rule in rules)
+    return Verdict(model=plan.model, findings=findings, figures=figures, baseline=baseline)
 
 
-def _fragmentation(plan: Plan, limit: float) -> Finding:
-    # 0.02 as it was written, not as the nearest binary fraction: 98 of 100 bytes keep a limit of 2 %.
-    ok = plan.arena_size - plan.max_live <= Fraction(repr(float(limit))) * plan.arena_size
-    return Finding(
-        name="fragmentation",
-        measured=plan.fragmentation,
-        limit=limit,
-        is_share=True,
-        ok=ok,
-        because=_because(plan, ok),
-    )
-
-
-def _outside(plan: Plan, limit: int) -> Finding:
-    measured = plan.total - plan.arena_size
+def _finding(plan: Plan, figures: Figures, baseline: Figures | None, rule: Rule) -> Finding:
+    metric, measured, limit = rule.metric, rule.metric.of(figures), rule.limit(baseline)
     ok = measured <= limit
-    parts = sorted(((name, size) for name, size in plan.outside.items() if size), key=lambda part: -part[1])
+    before = metric.of(baseline) if baseline is not None else None
+    grown: tuple[Growth, ...] = ()
+    if not ok and baseline is not None and before is not None and measured > before:
+        grown = tuple(_grown(metric, baseline, figures))
+    explain = not ok and not grown
     return Finding(
-        name="outside", measured=measured, limit=limit, is_share=False, ok=ok, parts=() if ok else tuple(parts)
+        name=metric.value,
+        measured=measured,
+        limit=limit,
+        is_share=metric.is_share,
+        ok=ok,
+        rule=rule.text,
+        before=before,
+        because=alive_at(plan, plan.problem.peak_step, EXPLAINED) if explain and metric is not Metric.OUTSIDE else (),
+        parts=_parts(figures) if explain and metric is Metric.OUTSIDE else (),
+        grown=grown,
     )
 
 
-def _because(plan: Plan, ok: bool) -> tuple[Holder, ...]:
-    return () if ok else alive_at(plan, plan.problem.peak_step, EXPLAINED)
+def _parts(figures: Figures) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(figures.parts.items(), key=lambda part: -part[1]))
+
+
+def _grown(metric: Metric, before: Figures, after: Figures) -> Iterator[Growth]:
+    """What explains the growth of a figure, largest first."""
+    rows: list[Growth] = []
+    if metric is not Metric.OUTSIDE:
+        rows += growths(before.peak, after.peak)
+    if metric in (Metric.ARENA, Metric.TOTAL, Metric.FRAGMENTATION) and before.lost != after.lost:
+        rows.append(_row("fragmentation", before.lost, after.lost))
+    if metric in (Metric.OUTSIDE, Metric.TOTAL):
+        for kind in {**after.parts, **before.parts}:
+            old, new = before.parts.get(kind, 0), after.parts.get(kind, 0)
+            if old != new:
+                rows.append(_row(kind, old, new))
+    yield from sorted(rows, key=lambda row: -row.delta)
+
+
+def _row(kind: str, before: int, after: int) -> Growth:
+    """A row that stands for no buffers of the arena."""
+    return Growth(
+        module="", op="", kind=kind, source="", count_before=0, count_after=0, bytes_before=before, bytes_after=after
+    )

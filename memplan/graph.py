@@ -26,6 +26,7 @@ class StorageKind(enum.StrEnum):
     GRADIENT = "gradient"
     OUTPUT = "output"
     TANGENT = "tangent"
+    OPTIMIZER_STATE = "optimizer state"
 
 
 class Phase(enum.StrEnum):

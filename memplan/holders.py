@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from memplan.graph import Origin
 from memplan.plan import Plan
 from memplan.problem import Buffer
+
+_UNKNOWN = Origin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +17,8 @@ class Holder:
     """A buffer and where it comes from.
 
     `size` is in bytes, as planned (alignment and red zones included); alive during steps [start, end).
-    `module` is a module path ("h.0.attn"), `source` the user's line ("model.py:12"), `op` what made it; any
-    of them is empty when the trace did not know it.
+    `module` is a module path ("h.0.attn"), `source` the user's line ("model.py:12"), `op` what made it
+    ("aten.mm"); any of them is empty when the trace did not know it.
     """
 
     id: str
@@ -38,18 +41,31 @@ def alive_at(plan: Plan, step: int, count: int | None = None) -> tuple[Holder, .
     return _holders(plan, plan.problem.alive_at(step), count)
 
 
+def _makers(plan: Plan) -> dict[str, str]:
+    """Storage -> the first op that writes it: for an allocation with `out=`, more telling than the allocation."""
+    graph, makers = plan.graph, dict[str, str]()
+    for index in plan.schedule.order:
+        for storage in graph.written(graph.ops[index]):
+            makers.setdefault(graph.storages[storage].name, graph.ops[index].target)
+    return makers
+
+
 def _holders(plan: Plan, buffers: Iterable[Buffer], count: int | None) -> tuple[Holder, ...]:
-    origins = {storage.name: storage.origin for storage in plan.graph.storages}
+    origins, makers = {storage.name: storage.origin for storage in plan.graph.storages}, _makers(plan)
     return tuple(
-        Holder(
-            id=buffer.id,
-            size=buffer.size,
-            kind=buffer.kind,
-            start=buffer.live.start,
-            end=buffer.live.end,
-            module=origins[buffer.id].module,
-            source=origins[buffer.id].source,
-            op=origins[buffer.id].op,
-        )
+        _holder(buffer, origins.get(buffer.id, _UNKNOWN), makers)
         for buffer in sorted(buffers, key=lambda b: -b.size)[:count]
+    )
+
+
+def _holder(buffer: Buffer, origin: Origin, makers: dict[str, str]) -> Holder:
+    return Holder(
+        id=buffer.id,
+        size=buffer.size,
+        kind=buffer.kind,
+        start=buffer.live.start,
+        end=buffer.live.end,
+        module=origin.module,
+        source=origin.source,
+        op=makers.get(buffer.id, origin.op),
     )

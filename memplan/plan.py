@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     from memplan.report.summary import Report
 
 SCHEMA_VERSION = 1
-_MODEL_KINDS = (StorageKind.PARAMETER, StorageKind.CONSTANT, StorageKind.INPUT, StorageKind.TANGENT)
+_MODEL_KINDS = (
+    StorageKind.PARAMETER,
+    StorageKind.OPTIMIZER_STATE,
+    StorageKind.CONSTANT,
+    StorageKind.INPUT,
+    StorageKind.TANGENT,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +117,7 @@ class Plan:
         return MappingProxyType(
             {
                 "parameters": g.bytes_of(StorageKind.PARAMETER),
+                "optimizer state": g.bytes_of(StorageKind.OPTIMIZER_STATE),
                 "inputs": g.bytes_of(StorageKind.INPUT),
                 "tangents": g.bytes_of(StorageKind.TANGENT),
                 "constants": g.bytes_of(StorageKind.CONSTANT),

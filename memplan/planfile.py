@@ -17,6 +17,7 @@ from memplan.csvio import write_atomic
 from memplan.errors import InvalidPlan, MemplanError, UnreadableFile
 from memplan.jsonio import clip, from_json, show, to_json
 from memplan.plan import SCHEMA_VERSION, Plan, check_consistency
+from memplan.schema import json_schema
 
 _HINT = "make the plan anew: memplan.plan(model, example_inputs).save(path)"
 
@@ -40,6 +41,27 @@ def checksum(body: dict[str, Any]) -> str:
     """SHA-256 (hex) of a plan's JSON without its head, whatever its layout and the order of its keys."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a plan file, made from the dataclasses; `plan.schema.json` in this package is its copy.
+
+    It says what a plan file looks like. What it means is checked by `load`: a file can keep the schema and
+    still be refused.
+    """
+    plan = json_schema(Plan)
+    head = {
+        "schema_version": {"const": SCHEMA_VERSION},
+        "fingerprint": {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of the graph"},
+        "checksum": {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 of all below it"},
+    }
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": f"memplan plan file, version {SCHEMA_VERSION}",
+        **plan,
+        "properties": {**head, **plan["properties"]},
+        "required": [*head, *plan["required"]],
+    }
 
 
 def load(path: str | os.PathLike[str]) -> Plan:

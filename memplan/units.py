@@ -85,11 +85,24 @@ def parse_size(text: str) -> int:
 
 def parse_share(text: str) -> float:
     """A share between 0 and 1 from "0.02" or "2%". Raises `InvalidSize` for anything else."""
+    return float(parse_share_exactly(text))
+
+
+def parse_share_exactly(text: str) -> Fraction:
+    """`parse_share` without rounding: "2%" is 1/50."""
     match = _SHARE.fullmatch(text.strip())
     share = Fraction(match.group(1)) / (100 if match.group(2) else 1) if match else None
     if share is None or share > 1:
         raise InvalidSize(f"{_shown(text)} is not a share between 0 and 1", hint="write 0.02 or 2%")
-    return float(share)
+    return share
+
+
+def parse_percent(text: str) -> Fraction:
+    """A share of any size from "2%" or "150 %". Raises `InvalidSize` for anything else."""
+    match = _SHARE.fullmatch(text.strip())
+    if match is None or not match.group(2):
+        raise InvalidSize(f"{_shown(text)} is not a number of percent", hint="write 2% or 0.5%")
+    return Fraction(match.group(1)) / 100
 
 
 def _shown(text: str) -> str:

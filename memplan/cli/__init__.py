@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from memplan.cli import check, report, solve
+from memplan.cli import check, compare, demo, doctor, report, solve
 from memplan.cli.console import Settings, error_console, show_error, tolerate_encodings
 from memplan.errors import MemplanError
 
@@ -25,15 +25,29 @@ A PLAN is a file written by `memplan report MODEL --save plan.json` or by plan.s
 
 EPILOG = """[bold]Examples[/bold]
 
+memplan demo                                   everything once, in a minute
+
 memplan report model.py:gpt2                   what a training step needs
 
 memplan report model.py:gpt2 --infer           what a forward alone needs
 
+memplan report model.py:gpt2 --html a.html     see where every tensor lies
+
 memplan report model.py:gpt2 --save plan.json  keep the plan
+
+memplan explain plan.json                      who is alive at the peak, why
+
+memplan diff old.json plan.json                what changed
 
 memplan check plan.json --max-arena 3GiB       fail a build that needs more
 
+memplan check plan.json --baseline b.json      fail a build that grew
+
 memplan solve buffers.csv -o placed.csv        place buffers, without torch
+
+[bold]In CI[/bold]
+
+List models, baseline and limits in pyproject.toml under \\[tool.memplan]; then `memplan check --format github`.
 
 [bold]Exit codes[/bold]
 
@@ -50,8 +64,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(no_args_is_help=True)(report.report)
-app.command(no_args_is_help=True)(check.check)
+app.command()(check.check)
+app.command(no_args_is_help=True)(compare.diff)
+app.command(no_args_is_help=True)(compare.explain)
 app.command(no_args_is_help=True)(solve.solve)
+app.command()(demo.demo)
+app.command()(doctor.doctor)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,117 +1,168 @@
-"""`memplan check`: fail the build that needs more than it may."""
+"""`memplan check`: fail the build that needs more than it may, or more than it did."""
 
 from __future__ import annotations
 
+import enum
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memplan.cli.console import console
+from memplan.cli.console import console, error_console
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from memplan.cli.gate import Work
+    from memplan.figures import Figures
+    from memplan.project import Entry
+    from memplan.report.verdicts import Judged
 
-    from memplan.check import Finding, Verdict
+
+class Format(enum.StrEnum):
+    """How the verdicts are printed."""
+
+    TABLE = "table"
+    MARKDOWN = "markdown"
+    JSON = "json"
+    GITHUB = "github"
 
 
 def check(
     targets: Annotated[
-        list[str], typer.Argument(metavar="PLAN|MODEL", help="plan.json, FILE.py:FACTORY or package.module:FACTORY.")
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="[PLAN|MODEL]...",
+            help="plan.json, FILE.py:FACTORY or package.module:FACTORY; else those of pyproject.toml.",
+        ),
+    ] = None,
     *,
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline", metavar="FILE", help="Figures to compare with: nothing may grow.")
+    ] = None,
+    fail_over: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fail-over",
+            metavar="FIGURE:LIMIT",
+            help="arena:12GiB, arena:+2%, arena:+64MiB, fragmentation:5%, outside:+0; also peak and total. Repeatable.",
+        ),
+    ] = None,
+    update_baseline: Annotated[
+        bool, typer.Option("--update-baseline", help="Write the figures of now to the baseline.")
+    ] = False,
     max_arena: Annotated[
-        str | None, typer.Option("--max-arena", metavar="SIZE", help="Most bytes of the arena, as 3GiB.")
+        str | None, typer.Option("--max-arena", metavar="SIZE", help="The same as --fail-over arena:SIZE.")
     ] = None,
     max_fragmentation: Annotated[
         str | None,
-        typer.Option("--max-fragmentation", metavar="SHARE", help="Most of the arena that is lost, as 0.02 or 2%."),
+        typer.Option("--max-fragmentation", metavar="SHARE", help="The same as --fail-over fragmentation:SHARE."),
     ] = None,
     max_outside: Annotated[
-        str | None,
-        typer.Option(
-            "--max-outside", metavar="SIZE", help="Most bytes outside the arena: all that the total has beyond it."
-        ),
+        str | None, typer.Option("--max-outside", metavar="SIZE", help="The same as --fail-over outside:SIZE.")
     ] = None,
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward of a model alone.")] = False,
+    form: Annotated[
+        Format, typer.Option("--format", help="What to print; github: annotations and a job summary.")
+    ] = Format.TABLE,
 ) -> None:
-    """Fail when a plan or a model needs more than it may.
+    """Fail when a plan or a model needs more than it may, or more than it did.
 
     Exits 1 when a limit is exceeded, and shows by how much and which buffers explain it.
 
     A figure that is equal to its limit keeps it. Saved plans are checked without torch.
-    """
-    from memplan.check import Limits
-    from memplan.check import check as check_plan
-    from memplan.cli.source import is_model, obtain, share_option, size_option
-    from memplan.errors import InvalidSize
 
-    limits = Limits(
-        max_arena=size_option("--max-arena", max_arena),
-        max_fragmentation=share_option("--max-fragmentation", max_fragmentation),
-        max_outside=size_option("--max-outside", max_outside),
+    \\[tool.memplan] in pyproject.toml may list models, baseline and fail-over: then `memplan check` does it all.
+    """
+    from memplan.cli.gate import Work, entries_of, given_rules
+    from memplan.cli.source import share_option, size_option
+    from memplan.project import find_project
+
+    given = given_rules(
+        fail_over or [],
+        size_option("--max-arena", max_arena),
+        share_option("--max-fragmentation", max_fragmentation),
+        size_option("--max-outside", max_outside),
     )
-    if limits.is_empty:
-        raise InvalidSize("no limit is given", hint="add --max-arena, --max-fragmentation or --max-outside")
-    # --infer is for the models among the targets; saved plans are what they are.
-    plans = ((target, obtain(target, infer=infer and is_model(target))) for target in targets)
-    verdicts = [(target, check_plan(plan, limits)) for target, plan in plans]
-    _print(verdicts)
-    if not all(verdict.ok for _, verdict in verdicts):
+    project = find_project(Path.cwd())
+    entries, listed = entries_of(targets or [], infer, project)
+    file = baseline or (project.baseline if project and listed else None)
+    work = Work(entries, given, project if listed else None, file)
+    if update_baseline:
+        _update(work, whole=listed and not targets, form=form)
+        return
+    before = _read(file) if file else {}
+    judged = work.judge(before)
+    _show(judged, form)
+    if listed and not targets:
+        _mention_strangers(before, entries)
+    if not all(j.verdict.ok for j in judged):
         raise typer.Exit(1)
 
 
-def _print(verdicts: list[tuple[str, Verdict]]) -> None:
-    from rich.text import Text
+def _read(file: Path) -> Mapping[str, Figures]:
+    from memplan.baseline import read_baseline
 
-    from memplan.report.table import new_table
-
-    screen = console()
-    table = new_table()
-    for name in ("", "plan", "of", "measured", "limit", "too much"):
-        table.add_column(
-            name, overflow="fold", justify="right" if name in ("measured", "limit", "too much") else "left"
-        )
-    for target, verdict in verdicts:
-        for finding in verdict.findings:
-            mark = Text("ok", "green") if finding.ok else Text("FAIL", "bold red")
-            table.add_row(mark, _literal(target), finding.name, *map(Text, finding.texts()))
-    screen.print(table)
-    for target, verdict in verdicts:
-        _explain(target, verdict, screen)
+    return read_baseline(file)
 
 
-def _explain(target: str, verdict: Verdict, screen: Console) -> None:
-    """Who holds what exceeds the limits of one plan; findings with the same answer share it."""
-    shown: list[Finding] = []
-    for finding in verdict.findings:
-        same = any((finding.because, finding.parts) == (other.because, other.parts) for other in shown)
-        if not finding.ok and not same:
-            screen.print()
-            screen.print(_explained(target, finding, screen.width))
-            shown.append(finding)
+def _update(work: Work, *, whole: bool, form: Format) -> None:
+    """Write the figures of now, unless a plan is invalid or over a limit that no baseline moves."""
+    from memplan.baseline import write_baseline
+    from memplan.errors import InvalidSize
+
+    if work.file is None:
+        raise InvalidSize("there is no baseline to update", hint="add --baseline FILE")
+    before = _read(work.file) if work.file.exists() else {}
+    judged = work.judge(before, absolute_only=True)
+    if not all(j.verdict.ok for j in judged):
+        _show(judged, form)
+        error_console().print(f"{work.file} was not written: a limit is exceeded", style="bold red", soft_wrap=True)
+        raise typer.Exit(1)
+    now = {j.name: j.verdict.figures for j in judged}
+    write_baseline(work.file, now if whole else {**before, **now})
+    _say_written(work.file, before, now)
 
 
-def _literal(text: str) -> RenderableType:
+def _say_written(file: Path, before: Mapping[str, Figures], now: Mapping[str, Figures]) -> None:
     from rich.text import Text
 
     from memplan.report.lines import printable
-
-    return Text(printable(text))
-
-
-def _explained(target: str, finding: Finding, width: int) -> RenderableType:
-    """The buffers or the kinds that hold most of what exceeds the limit."""
-    from rich.text import Text
-
-    from memplan.report.table import headed, holders_table, new_table
     from memplan.units import format_exact
 
-    if finding.because:
-        heading = f"{target}: largest buffers alive at the peak"
-        return holders_table(heading, finding.because, width)
-    table = new_table()
-    table.add_column("kind")
-    table.add_column("size", justify="right")
-    for name, size in finding.parts:
-        table.add_row(Text(name), Text(format_exact(size)))
-    return headed(f"{target}: what lies outside the arena", table)
+    screen = console()
+    screen.print(Text(f"wrote {printable(str(file))}: {len(now)} updated"), soft_wrap=True)
+    for name, figures in now.items():
+        old = before.get(name)
+        if old is None or (old.arena, old.outside) != (figures.arena, figures.outside):
+            was = "new" if old is None else f"was {format_exact(old.arena)} and {format_exact(old.outside)}"
+            sizes = f"arena {format_exact(figures.arena)}, outside {format_exact(figures.outside)}"
+            screen.print(Text(f"  {printable(name)}: {sizes}; {was}"), soft_wrap=True)
+
+
+def _mention_strangers(before: Mapping[str, Figures], entries: tuple[Entry, ...]) -> None:
+    names = {entry.name for entry in entries}
+    for name in before:
+        if name not in names:
+            line = f"note: {name} is in the baseline, and pyproject.toml does not list it; --update-baseline removes it"
+            error_console().print(line, soft_wrap=True, markup=False)
+
+
+def _show(judged: list[Judged], form: Format) -> None:
+    from memplan.cli.github import add_summary
+    from memplan.report import verdicts
+
+    if form is Format.JSON:
+        typer.echo(json.dumps(verdicts.verdicts_json(judged), indent=2, allow_nan=False))
+        return
+    if form is Format.MARKDOWN:
+        typer.echo(verdicts.verdicts_markdown(judged), nl=False)
+        return
+    from memplan.report.verdict_table import verdicts_table
+
+    screen = console()
+    screen.print(verdicts_table(judged, screen.width))
+    if form is Format.GITHUB:
+        for line in verdicts.github_lines(judged):
+            typer.echo(line)
+        add_summary(verdicts.verdicts_markdown(judged))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import typer
 from memplan.cli.console import console
 
 if TYPE_CHECKING:
+    from memplan.plan import Plan
     from memplan.report.summary import Report
 
 
@@ -21,6 +23,18 @@ class Format(enum.StrEnum):
     TABLE = "table"
     MARKDOWN = "markdown"
     JSON = "json"
+    GITHUB = "github"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pictures:
+    """The files to draw the arena into."""
+
+    html: Path | None = None
+    svg: Path | None = None
+    png: Path | None = None
+    trace: Path | None = None
+    snapshot: Path | None = None
 
 
 def report(
@@ -29,12 +43,27 @@ def report(
     ],
     *,
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward alone, without gradients.")] = False,
-    form: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TABLE,
+    form: Annotated[Format, typer.Option("--format", help="What to print; github: also a job summary.")] = Format.TABLE,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write every figure to FILE, exact, as JSON.")
     ] = None,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the plan itself to FILE, for check.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Draw the arena: one page, zoom, hover, no network.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Draw the arena as a still picture.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="The same in pixels; needs memplan\\[png].")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write trace events, for ui.perfetto.dev.")
+    ] = None,
+    snapshot: Annotated[
+        Path | None, typer.Option("--snapshot", metavar="FILE", help="Write a pickle for PyTorch's memory_viz.")
     ] = None,
     solver: Annotated[
         str, typer.Option("--solver", metavar="NAME", help="Which solver places the buffers: auto or its name.")
@@ -59,7 +88,27 @@ def report(
         plan.save(save)
     if json_file is not None:
         write_atomic(json_file, json.dumps(report_json(figures), indent=2, allow_nan=False) + "\n")
+    wanted = Pictures(html=html, svg=svg, png=png, trace=trace, snapshot=snapshot)
+    if wanted != Pictures():
+        _draw(plan, wanted)
     _print(figures, form)
+
+
+def _draw(plan: Plan, wanted: Pictures) -> None:
+    """Write the pictures that are asked for, all from the same `Picture`."""
+    from memplan.cli import pictures
+    from memplan.report.picture import picture_of_plan
+
+    picture = picture_of_plan(plan)
+    for path, write in (
+        (wanted.html, pictures.write_html),
+        (wanted.svg, pictures.write_svg),
+        (wanted.png, pictures.write_png),
+        (wanted.trace, pictures.write_trace),
+        (wanted.snapshot, pictures.write_snapshot),
+    ):
+        if path is not None:
+            write(path, picture)
 
 
 def _print(figures: Report, form: Format) -> None:
@@ -75,3 +124,11 @@ def _print(figures: Report, form: Format) -> None:
         from memplan.report.table import ReportTable
 
         console().print(ReportTable(figures))
+    if form is Format.GITHUB:
+        from memplan.cli.github import add_summary, notice
+        from memplan.report.lines import title, verdict
+        from memplan.report.markdown import report_markdown
+        from memplan.units import format_exact
+
+        typer.echo(notice(title(figures), f"arena {format_exact(figures.arena_size)}; {verdict(figures)}"))
+        add_summary(report_markdown(figures))

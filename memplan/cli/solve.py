@@ -35,6 +35,9 @@ def solve(
         float | None, typer.Option("--time-limit", metavar="SECONDS", help="How long the solver may take.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of solvers that draw numbers.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.html|svg|png", help="Draw the arena, still or to zoom into.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result and all offsets as JSON.")] = False,
 ) -> None:
     """Place the buffers of a CSV file, without torch.
@@ -45,12 +48,14 @@ def solve(
 
     Exits 1 when nothing fits the capacity, or nothing was found that does.
     """
+    from memplan.cli.pictures import writer_for
     from memplan.cli.source import seconds_option, size_option
     from memplan.csvio import read_problem, write_solution
     from memplan.problem import Status
     from memplan.solve import solve as solve_problem
 
     limit, wanted = seconds_option("--time-limit", time_limit), size_option("--capacity", capacity)
+    draw = writer_for("--plot", plot) if plot is not None else None
     with progress(f"Reading {buffers}"):
         problem = read_problem(buffers)
     capacity_bytes = problem.capacity if wanted is None else wanted
@@ -59,13 +64,17 @@ def solve(
     fits = solution.status in (Status.OPTIMAL, Status.FEASIBLE)
     if output is not None and fits:
         write_solution(output, problem, solution)
+    if plot is not None and draw is not None and fits:
+        from memplan.report.picture import picture_of
+
+        draw(plot, picture_of(problem, solution, buffers.name))
     if as_json:
         typer.echo(json.dumps(_figures(problem, solution, capacity_bytes), indent=2))
     else:
         _print(problem, solution, capacity_bytes)
     if not fits:
-        if output is not None:
-            error_console().print(f"{output} was not written: nothing fits", style="bold red", soft_wrap=True)
+        for file in filter(None, (output, plot)):
+            error_console().print(f"{file} was not written: nothing fits", style="bold red", soft_wrap=True)
         raise typer.Exit(1)
 
 

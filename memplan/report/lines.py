@@ -29,6 +29,7 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("inputs", out.inputs, ""),
         ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
         ("parameters", out.parameters, ""),
+        ("optimizer state", out.optimizer_state, ""),
         ("constants", out.constants, ""),
         ("outside the arena", report.outside_total, "all of these"),
     )
@@ -47,14 +48,18 @@ def title(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """How good the plan is, and how far that is proven."""
+    """The certificate: how good the plan is, and how far that is proven."""
+    by = f"layout by {report.solver!r}, order {report.policy!r}"
     if report.status != "optimal":
-        return (
-            f"layout by {report.solver!r}: a smaller arena may exist, down to {format_bytes(report.bound)}; "
-            f"order {report.policy!r}"
-        )
-    order = "and no order can need less" if report.order_certified else f"in the order {report.policy!r}"
-    return f"layout by {report.solver!r}: no layout can need less {order}"
+        return f"{by}: not proven; a smaller arena may exist, down to {format_bytes(report.bound)}"
+    if not report.order_certified:
+        return f"{by}: proven that no layout can need less in this order"
+    return f"{by}: proven that no order and no layout can need less{_but_padding(report)}"
+
+
+def _but_padding(report: Report) -> str:
+    """The bound of the orders counts bytes without alignment."""
+    return f", alignment ({format_bytes(report.padding)}) apart" if report.padding else ""
 
 
 def certificate(report: Report) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from memplan.report.lines import certificate, memory_lines, op_name, origin, peak_line, printable, title, verdict
+from memplan.report.cells import cell, table
+from memplan.report.lines import certificate, memory_lines, op_name, origin, peak_line, title, verdict
 from memplan.report.summary import Report
 from memplan.units import format_bytes
 
@@ -17,38 +16,27 @@ def report_markdown(report: Report) -> str:
         for group in groups
         for label, size, remark in group
     ]
-    parts = [f"## {_cell(title(report))}", _cell(verdict(report)) + ".", _cell(certificate(report)) + "."]
-    parts.append(_table(("memory", "size", "bytes", ""), memory))
+    parts = [f"## {cell(title(report))}", cell(verdict(report)) + ".", cell(certificate(report)) + "."]
+    parts.append(table(("memory", "size", "bytes", ""), memory))
     if report.peak is not None:
-        parts.append(f"**Peak** at {_cell(peak_line(report.peak))}.")
+        parts.append(f"**Peak** at {cell(peak_line(report.peak))}.")
+    if report.advice:
+        parts.append("### What would shrink it\n\n" + "\n".join(f"- {cell(lever.text)}" for lever in report.advice))
     if report.largest:
         rows = [
             (*_size(h.size), h.kind, f"{h.start}-{h.end - 1}", origin(h), h.source, op_name(h.op))
             for h in report.largest
         ]
         parts.append("### Largest buffers")
-        parts.append(_table(("size", "bytes", "kind", "steps", "module", "source", "op"), rows))
+        parts.append(table(("size", "bytes", "kind", "steps", "module", "source", "op"), rows))
     if report.functional:
         functional = [
             (op_name(f.target), str(f.calls), *_size(f.bytes), format_bytes(f.most)) for f in report.functional
         ]
         parts.append("### Ops that run functionally")
-        parts.append(_table(("op", "calls", "size", "bytes", "most at once"), functional))
+        parts.append(table(("op", "calls", "size", "bytes", "most at once"), functional))
     return "\n\n".join(parts) + "\n"
 
 
 def _size(size: int | None) -> tuple[str, str]:
     return ("-", "-") if size is None else (format_bytes(size), f"{size:,}")
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *([_cell(text) for text in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """Text that stays in its cell and is no markup of its own."""
-    escaped = printable(text)
-    for mark in "\\|`*_<>[]":
-        escaped = escaped.replace(mark, "\\" + mark)
-    return escaped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memplan.advice import Lever, levers
 from memplan.graph import StorageKind
 from memplan.holders import Holder, alive_at, largest
 from memplan.plan import Plan
@@ -30,13 +31,14 @@ class Outside:
     during: int
     inputs: int
     tangents: int
+    optimizer_state: int
     parameters: int
     constants: int
 
     @property
     def total(self) -> int:
         """All bytes outside the arena at their highest: what `Plan.total` adds to the arena."""
-        return self.during + self.inputs + self.tangents + self.parameters + self.constants
+        return self.during + self.inputs + self.tangents + self.optimizer_state + self.parameters + self.constants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class Report:
     every order needs at least, as `order_evidence` proves (at the op `order_proof`, unless that is empty);
     `order_traced` is what the traced order needs.
     `order_certified`: they are equal, so that no order needs less. `peak` is None when
-    nothing is planned.
+    nothing is planned. `advice` are levers that follow from the plan, each with the most that it saves.
     """
 
     model: str
@@ -102,6 +104,7 @@ class Report:
     peak: Peak | None
     largest: tuple[Holder, ...]
     functional: tuple[Functional, ...]
+    advice: tuple[Lever, ...]
     versions: tuple[tuple[str, str], ...]
 
 
@@ -135,6 +138,7 @@ def make_report(plan: Plan) -> Report:
         peak=_peak(plan),
         largest=largest(plan, LARGEST),
         functional=_functional(plan),
+        advice=levers(plan),
         versions=tuple(sorted(plan.versions.items())),
     )
 
@@ -148,6 +152,7 @@ def _outside(plan: Plan) -> Outside:
         during=max(plan.outside_profile, default=0),
         inputs=plan.graph.bytes_of(StorageKind.INPUT),
         tangents=plan.graph.bytes_of(StorageKind.TANGENT),
+        optimizer_state=plan.graph.bytes_of(StorageKind.OPTIMIZER_STATE),
         parameters=plan.graph.bytes_of(StorageKind.PARAMETER),
         constants=plan.graph.bytes_of(StorageKind.CONSTANT),
     )

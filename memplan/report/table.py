@@ -36,6 +36,8 @@ def render(report: Report, width: int) -> RenderableType:
     ]
     if report.peak is not None:
         parts += [Text.assemble(("peak", "bold"), " at ", printable(peak_line(report.peak))), Text()]
+    if report.advice:
+        parts += [_text("what would shrink it", "bold"), *(_text(f"- {a.text}") for a in report.advice), Text()]
     if report.largest:
         parts.append(holders_table("largest buffers", report.largest, width))
     if report.functional:

@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from memplan.graph import Graph
 from memplan.runtime.arena import dtype_of, view_within
 from memplan.runtime.bind import BoundOp, Form
-from memplan.trace.traced import Ref
+from memplan.trace.traced import Live, Ref
 
 Hook = Callable[[], None]
 
@@ -162,6 +162,9 @@ class FunctionWriter:
     def _expression(self, thing: Any) -> str:
         if isinstance(thing, Ref):
             return f"v{thing.value}"
+        if isinstance(thing, Live):
+            item = "" if thing.item is None else f"[{thing.item}]"
+            return f"{self._constant(thing.optimizer)}.param_groups[{thing.group}][{thing.key!r}]{item}"
         if isinstance(thing, (list, tuple)):
             items = ", ".join(self._expression(item) for item in thing)
             return f"[{items}]" if isinstance(thing, list) else f"({items},)"

@@ -17,7 +17,7 @@ from memplan.runtime.guards import Guards
 from memplan.runtime.trial import run_trial
 from memplan.trace.traced import Binding, Source, TracedGraph
 
-_STATIC_SOURCES = (Source.PARAMETER, Source.BUFFER, Source.CONSTANT)
+_STATIC_SOURCES = (Source.PARAMETER, Source.BUFFER, Source.STATE, Source.CONSTANT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

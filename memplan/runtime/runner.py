@@ -80,6 +80,21 @@ class Runner:
             return fresh[self._single]
         return self._assemble(fresh, current, leaves)
 
+    def whole_step(self, leaves: list[Any]) -> torch.Tensor:
+        """Run forward and backward of a step whose backward updates the parameters; the loss."""
+        current = self.slots.tensors()
+        if self.slots.state(current) != self.slots.noted:
+            self._rebind(current)
+        inputs = self.signature.tensors(leaves)
+        backward = self.program.backward
+        assert backward is not None
+        with self.arena.ledger as ledger, torch.no_grad():
+            ledger.begin(keep=False)
+            (loss,), saved = self.program.forward(*inputs)
+            backward(*saved, torch.ones_like(loss))
+        self.count_writes(inputs)
+        return loss  # type: ignore[no-any-return]
+
     def _rebind(self, current: list[torch.Tensor]) -> None:
         for i in self.slots.moved(current):
             self.program.rebind(self.slots.bindings[i], current[i])

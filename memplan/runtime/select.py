@@ -81,14 +81,8 @@ class Selector:
 
     def _check_modes(self, modes: list[bool]) -> None:
         """All modes as compiled, or the whole module in eval mode; anything between is likely a mistake."""
-        if modes == self._main_modes or not any(modes):
-            return
-        i = next(i for i, (now, then) in enumerate(zip(modes, self._main_modes, strict=True)) if now != then)
-        raise InputMismatch(
-            f"training={modes[i]}, the plan was made for training={self._main_modes[i]}",
-            where=self._structure.name_of(i) or "the model",
-            hint="switch the whole model with .train() or .eval(), or compile again in this mode",
-        )
+        if any(modes):
+            self._structure.require_modes(self._main_modes)
 
     def _check_autocast(self) -> None:
         traced = self._main.traced

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from memplan.errors import InputMismatch
-from memplan.trace.traced import Source, TracedGraph
+from memplan.trace.traced import Binding, Source, TracedGraph
 
+_HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
 _COMPILE_AGAIN = "compile the model again after changing it"
 
 
@@ -58,9 +59,54 @@ class Structure:
             what = f"was a {was}, is a {now}" if name == other else f"the submodules changed ({name!r}, {other!r})"
             raise InputMismatch(what, where=name or other or "the model", hint=_COMPILE_AGAIN)
 
+    def require_modes(self, modes: list[bool]) -> None:
+        """Raise `InputMismatch` naming the first submodule whose training flag is not that of `modes`."""
+        now = self.modes()
+        if now != modes:
+            i = next(i for i, (one, two) in enumerate(zip(now, modes, strict=True)) if one != two)
+            raise InputMismatch(
+                f"training={now[i]}, the plan was made for training={modes[i]}",
+                where=self.name_of(i) or "the model",
+                hint="switch the whole model with .train() or .eval(), or compile again in this mode",
+            )
+
+    def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
+        """The dict and the key under which the model keeps a parameter or buffer."""
+        path, _, key = binding.name.rpartition(".")
+        owner = self.model.get_submodule(path)
+        return (owner._parameters if key in owner._parameters else owner._buffers), key
+
     def name_of(self, index: int) -> str:
         """Qualified name of a submodule ("h.0.attn"), by its index in `modes()`."""
         return next(str(name) for name, m in self.model.named_modules() if m is self.modules[index])
+
+
+class StepStructure(Structure):
+    """A model with its optimizer, whose state tensors have slots too."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._state: Any = optimizer.state
+        self._groups = [p for group in optimizer.param_groups for p in group["params"]]
+        self._dicts = [optimizer.state[p] for p in self._groups]
+        super().__init__(model)
+
+    def modes(self) -> list[bool]:
+        """As `Structure.modes`, after a look at whether the optimizer still has the same state and parameters."""
+        groups = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if len(groups) != len(self._groups) or any(p is not q for p, q in zip(groups, self._groups, strict=True)):
+            raise InputMismatch("the optimizer's parameters changed", where="optimizer", hint=_COMPILE_AGAIN)
+        dicts = [self.optimizer.state.get(p) for p in groups]
+        if any(one is not two for one, two in zip(dicts, self._dicts, strict=True)):
+            self._dicts = [self.optimizer.state[p] for p in groups]
+            self.version += 1
+        return super().modes()
+
+    def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
+        """As `Structure.slot`, and for the optimizer's state."""
+        if binding.source is not Source.STATE:
+            return super().slot(binding)
+        return self.optimizer.state[self.model.get_parameter(binding.name)], binding.key
 
 
 class Slots:
@@ -71,8 +117,9 @@ class Slots:
 
     def __init__(self, structure: Structure, traced: TracedGraph) -> None:
         self._structure = structure
-        self.bindings = [i for i, b in enumerate(traced.bindings) if b.source in (Source.PARAMETER, Source.BUFFER)]
-        self.names = [traced.bindings[i].name for i in self.bindings]
+        self.bindings = [i for i, b in enumerate(traced.bindings) if b.source in _HELD]
+        self._held = [traced.bindings[i] for i in self.bindings]
+        self.names = [f"{b.name} ({b.key})" if b.key else b.name for b in self._held]
         self._look()
         tensors = self.tensors()
         self._devices = [t.device for t in tensors]
@@ -80,7 +127,7 @@ class Slots:
         self.noted = self.state(tensors)
 
     def _look(self) -> None:
-        self._slots = [_slot(self._structure.model, name) for name in self.names]
+        self._slots = [self._structure.slot(b) for b in self._held]
         self._version = self._structure.version
 
     def tensors(self) -> list[torch.Tensor]:
@@ -116,12 +163,6 @@ class Slots:
             raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=_COMPILE_AGAIN)
         self.noted = state
         return moved
-
-
-def _slot(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    path, _, key = name.rpartition(".")
-    owner = model.get_submodule(path)
-    return (owner._parameters if key in owner._parameters else owner._buffers), key
 
 
 def _describe(state: tuple[Any, ...], device: torch.device) -> str:

@@ -27,7 +27,12 @@ def attempt(
 
     With a `hint` (a placement that reaches too high) the pieces go to CP-SAT instead of the search.
     """
+    result = _attempt(core, max_offset, budget, seed, hint=hint)
     budget.spend(_OVERHEAD + 3 * core.n, 1)  # so that attempts that never reach the search come to an end too
+    return result
+
+
+def _attempt(core: Core, max_offset: Ints, budget: Budget, seed: int, *, hint: Ints | None) -> tuple[Outcome, Ints]:
     offsets = np.full(core.n, -1, np.int64)
     if (max_offset < core.low).any():
         return Outcome.EXHAUSTED, offsets
@@ -47,7 +52,7 @@ def attempt(
         if outcome is not Outcome.SOLVED:
             return outcome, offsets
         offsets[piece.ids] = solved[content] = placed
-    fill(core, reduced.fill, max_offset, offsets)
+    fill(core, reduced.fill, max_offset, offsets, budget)
     if (offsets > max_offset).any():
         return Outcome.LIMIT, offsets
     return Outcome.SOLVED, offsets
@@ -80,7 +85,7 @@ def _place_large(core: Core, max_offset: Ints, budget: Budget, seed: int, known:
         offsets[inside] = placed
         rest = np.setdiff1d(np.arange(core.n), inside, assume_unique=True)
         rest = rest[np.lexsort((core.lo[rest], -core.size[rest]))]
-        if not len(fill(core, rest, max_offset, offsets)):
+        if not len(fill(core, rest, max_offset, offsets, budget)):
             return Outcome.SOLVED, offsets
         _track_overflows(core, offsets, max_offset, load, tracked)
     return Outcome.LIMIT, known

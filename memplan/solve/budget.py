@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 NODE_BUFFERS = 200
-DEFAULT_WORK = 500_000  # units when neither time nor work is limited: about two seconds
+DEFAULT_WORK = 1_000_000  # units when neither time nor work is limited: about four seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints
 
 _PAIRS = 2_000_000  # above as many pairs of buffers alive together, fitting one by one takes longer than 0.3 s
+
+_PAIRS_PER_UNIT = 16  # pairs met while fitting, for one unit of work
 
 
 def unplaced(core: Core) -> Ints:
@@ -69,15 +72,24 @@ def first_answers(core: Core) -> Iterator[Ints]:
             yield online(core, best=best)
 
 
-def fill(core: Core, order: Ints, max_offset: Ints, offsets: Ints) -> Ints:
-    """Complete `offsets` with the buffers of `order`; returns those that end too high (none, after peeling)."""
+def fill(core: Core, order: Ints, max_offset: Ints, offsets: Ints, budget: Budget | None = None) -> Ints:
+    """Complete `offsets` with the buffers of `order`; returns those that end too high (none, after peeling).
+
+    On the skyline if possible, else one by one, which is work for `budget` in proportion to the pairs met.
+    """
     on_top = offsets.copy()
     on_skyline(core, order, max_offset, on_top)
     refused = order[on_top[order] < 0]
+    pairs = pairs_alive_together(core) if len(refused) else 0
+    if budget is not None:
+        budget.spend(len(refused) * 2 * pairs // max(core.n, 1) // _PAIRS_PER_UNIT, 1)
     first_fit(core, refused, on_top)
     if (on_top <= max_offset).all():
         offsets[:] = on_top
         return refused[:0]
+    if pairs > 10 * _PAIRS:  # fitting all of them one by one would take seconds
+        offsets[:] = on_top
+        return np.flatnonzero(offsets > max_offset)
     first_fit(core, order, offsets)
     if (on_top > max_offset).sum() < (offsets > max_offset).sum():
         offsets[:] = on_top

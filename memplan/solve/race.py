@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplan.solve.attempt import attempt
+from memplan.solve.attempt import LARGE, attempt
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget, Limits, Progress
 from memplan.solve.core import Core, Ints
 from memplan.solve.quick import first_answers
 from memplan.solve.search import Outcome
 
-_FIT_SHARE, _FIRST_SHARE = 0.95, 0.1  # of the budget: on the capacity if that is enough, else on the bound itself
+_FIT_SHARE, _FIRST_SHARE, _LARGE_SHARE = (
+    0.95,
+    0.2,
+    0.6,
+)  # of the budget: on the capacity if that is enough, else on the bound itself
 _EFFORT = 20_000  # units of work at first, on each capacity above the bound
 _STEPS = (0.85, 0.7, 0.5, 0.25, 0.0)  # the next capacity, between the bound (0) and the best arena (1)
 _SEARCH_SHARE, _EXACT = 0.7, 64  # of the budget before CP-SAT; buffers up to which CP-SAT is asked at all
@@ -39,7 +43,8 @@ class Race:
         if self.capacity is not None and not self.limits.minimize:
             self._try(self.capacity, self.budget.share(_FIT_SHARE), seed)
         else:
-            self._try(self.bound, self.budget.share(_FIRST_SHARE), seed)
+            share = _LARGE_SHARE if self.core.n > LARGE else _FIRST_SHARE
+            self._try(self.bound, self.budget.share(share), seed)
         self._descend(self.budget.share(_SEARCH_SHARE) if self._is_small() else self.budget, seed)
         if self._is_small():
             self._close()

@@ -7,11 +7,12 @@ graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is c
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from memplan.inplace import reuse_in_place
 from memplan.plan import Plan, make_plan
@@ -23,6 +24,7 @@ from memplan.trace.capture import Captured, capture
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
+from memplan.trace.updates import append_updates, ensure_state, require_supported
 from memplan.version import __version__
 
 __all__ = ["Captured", "TracedGraph", "alignment_of", "capture", "plan", "plan_traced", "trace", "trace_captured"]
@@ -46,13 +48,36 @@ def trace(
     return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
 
 
-def trace_captured(captured: Captured, model: str) -> TracedGraph:
-    """Run the passes over a captured graph (which they change) and read it."""
+def trace_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    example_inputs: tuple[Any, ...],
+    *,
+    clip_grad_norm: float | None = None,
+    in_place: bool = True,
+) -> TracedGraph:
+    """Trace forward, backward and the optimizer's update of a model that returns its loss.
+
+    Creates the optimizer's state where it has none yet. Raises `UnsupportedGraph`.
+    """
+    require_supported(optimizer)
+    captured = capture(model, example_inputs, {}, train=True)
+    ensure_state(optimizer)
+
+    def update(graph: fx.Graph) -> None:
+        append_updates(graph, model, optimizer, clip_grad_norm=clip_grad_norm)
+
+    traced = trace_captured(captured, type(model).__name__, update)
+    return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
+
+
+def trace_captured(captured: Captured, model: str, finish: Callable[[fx.Graph], None] = own_the_results) -> TracedGraph:
+    """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them."""
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     write_back_mutations(graph, captured.alias_of)
     lower(graph)
-    own_the_results(graph)
+    finish(graph)
     return build(captured, model, needs)
 
 

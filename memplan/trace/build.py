@@ -31,8 +31,16 @@ from memplan.trace.results import read_results
 from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import aten, storage_key
 from memplan.trace.traced import Binding, Kernel, Ref, Source, TracedGraph
+from memplan.trace.updates import StateInput
 
 _MADE = (StorageKind.ACTIVATION, StorageKind.GRADIENT, StorageKind.OUTPUT)
+_KIND_OF = {
+    Source.PARAMETER: StorageKind.PARAMETER,
+    Source.BUFFER: StorageKind.PARAMETER,
+    Source.STATE: StorageKind.OPTIMIZER_STATE,
+    Source.INPUT: StorageKind.INPUT,
+    Source.TANGENT: StorageKind.TANGENT,
+}
 _MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 _OVERWRITES = {"copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_"}
 
@@ -93,37 +101,28 @@ class _Builder:
             if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise self._unsupported(node, "a size that varies from call to call", "use fixed input shapes")
             return
-        source, name, index, kind = self._source(node, desc)
-        storage = self._storage(
-            val, node.name, kind, planned=False, origin=Origin(module=name, op=source.value, node=node.name)
-        )
+        binding = self._bind(node, desc, len(self.values))
+        origin = Origin(module=binding.name, op=binding.source.value, node=node.name)
+        storage = self._storage(val, node.name, _KIND_OF[binding.source], planned=False, origin=origin)
         self.value_of[node] = self._value(val, node.name, storage)
-        wants = source is Source.INPUT and self.captured.inputs[index].requires_grad
-        written = any(user.target is aten.copy_.default and user.args[0] is node for user in node.users)
-        self.bindings.append(
-            Binding(
-                source=source,
-                value=self.value_of[node],
-                name=name,
-                index=index,
-                requires_grad=wants,
-                written=written,
-            )
-        )
+        self.bindings.append(binding)
 
-    def _source(self, node: fx.Node, desc: Any) -> tuple[Source, str, int, StorageKind]:
+    def _bind(self, node: fx.Node, desc: Any, value: int) -> Binding:
+        """The binding that a placeholder's descriptor asks for, for the next value."""
         if isinstance(desc, ParamAOTInput):
-            return Source.PARAMETER, desc.target, 0, StorageKind.PARAMETER
+            return Binding(source=Source.PARAMETER, value=value, name=desc.target)
         if isinstance(desc, BufferAOTInput):
-            return Source.BUFFER, desc.target, 0, StorageKind.PARAMETER
+            return Binding(source=Source.BUFFER, value=value, name=desc.target)
+        if isinstance(desc, StateInput):
+            return Binding(source=Source.STATE, value=value, name=desc.target, key=desc.key)
         if isinstance(desc, PlainAOTInput):
-            return Source.INPUT, "", desc.idx, StorageKind.INPUT
+            wants = self.captured.inputs[desc.idx].requires_grad
+            return Binding(source=Source.INPUT, value=value, index=desc.idx, requires_grad=wants)
         if isinstance(desc, TangentAOTInput):
             index = sum(b.source is Source.TANGENT for b in self.bindings)
-            return Source.TANGENT, "", index, StorageKind.TANGENT
-        raise self._unsupported(
-            node, f"an input of kind {type(desc).__name__}", "pass plain, unshared tensors as inputs"
-        )
+            return Binding(source=Source.TANGENT, value=value, index=index)
+        what = f"an input of kind {type(desc).__name__}"
+        raise self._unsupported(node, what, "pass plain, unshared tensors as inputs")
 
     def _constant(self, node: fx.Node) -> None:
         tensor = getattr(self.captured.graph_module, str(node.target), None)
@@ -185,7 +184,9 @@ class _Builder:
         if written:
             names = [a.name for a in node.target._schema.arguments]
             given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-            writes = [self.value_of[given[name]] for name in written]
+            targets: list[fx.Node] = []
+            fx.node.map_arg([given[name] for name in written], targets.append)
+            writes = [self.value_of[target] for target in targets]
             if any(a.is_out for a in node.target._schema.arguments) or node.target._opname in _OVERWRITES:
                 reads = [r for r in reads if r not in writes]
             outs = ()
@@ -204,10 +205,9 @@ class _Builder:
             )
         )
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: Ref(self.value_of[n]))  # type: ignore[arg-type, return-value]
+        kwargs = {**dict(kwargs), **node.meta.get("live", {})}
         several = isinstance(node.meta["val"], (tuple, list))
-        self.kernels.append(
-            Kernel(target=node.target, args=tuple(args), kwargs=dict(kwargs), outs=outs, several=several)
-        )
+        self.kernels.append(Kernel(target=node.target, args=tuple(args), kwargs=kwargs, outs=outs, several=several))
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -250,8 +250,9 @@ class _Builder:
     def _finish(self) -> TracedGraph:
         order = sorted(range(len(self.ops)), key=lambda i: self.ops[i].phase is Phase.BACKWARD)  # stable
         made = {self.values[v].storage for op in self.ops for v in op.writes}
+        bindings = tuple(replace(b, written=self.values[b.value].storage in made) for b in self.bindings)
         results = read_results(
-            self.graph, self.value_of, self.values, self.bindings, made, self.captured.differentiable, self.needs
+            self.graph, self.value_of, self.values, bindings, made, self.captured.differentiable, self.needs
         )
         return TracedGraph(
             model=self.model,
@@ -263,7 +264,7 @@ class _Builder:
                 gradients=results.gradients,
             ),
             kernels=tuple(self.kernels[i] for i in order),
-            bindings=tuple(self.bindings),
+            bindings=bindings,
             results=results,
             in_spec=self.captured.in_spec,
             out_spec=self.captured.out_spec,

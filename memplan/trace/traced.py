@@ -20,6 +20,21 @@ class Ref:
     value: int
 
 
+@dataclass(frozen=True, slots=True)
+class Live:
+    """In a kernel's arguments: a hyperparameter, read from the optimizer's group at every call."""
+
+    optimizer: torch.optim.Optimizer
+    group: int
+    key: str
+    item: int | None = None
+
+    def value(self) -> Any:
+        """What it is now."""
+        found = self.optimizer.param_groups[self.group][self.key]
+        return found if self.item is None else found[self.item]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """What an op of the graph calls. `outs` are the values of its results (None where it returns none);
@@ -41,11 +56,13 @@ class Source(enum.Enum):
     INPUT = "input"
     TANGENT = "tangent"
     CONSTANT = "constant"
+    STATE = "optimizer state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Value `value` is this tensor: a parameter or buffer by `name`, an input or tangent by `index`, a constant.
+    """Value `value` is this tensor: a parameter or buffer by `name`, an input or tangent by `index`, a constant,
+    or the optimizer's state `key` of the parameter `name`.
 
     `requires_grad` is an input's: it was traced with a gradient of its own. `written`: the step changes it.
     """
@@ -54,6 +71,7 @@ class Binding:
     value: int
     name: str = ""
     index: int = 0
+    key: str = ""
     tensor: torch.Tensor | None = None
     requires_grad: bool = False
     written: bool = False

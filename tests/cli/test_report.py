@@ -33,6 +33,15 @@ def test_report_prints_json(run: Run, plan_file: Path) -> None:
     assert json.loads(out)["total"] == sample_plan().total
 
 
+def test_report_for_github(run: Run, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    code, out, _ = run("report", plan_file, "--format", "github")
+    assert code == 0
+    assert "::notice title=memplan" not in out
+    assert "::notice title=sample%3A forward + backward%2C 5 steps%2C 3 buffers::arena 320 B; layout by" in out
+    assert (tmp_path / "summary.md").read_text().startswith("## sample")
+
+
 @pytest.mark.parametrize("option", ["--json", "--save"])
 def test_report_into_nowhere_is_bad_input(run: Run, plan_file: Path, option: str) -> None:
     code, out, err = run("report", plan_file, option, "no/folder/x.json")

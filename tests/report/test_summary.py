@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given, settings
 
 from memplan.plan import Plan
+from memplan.report.lines import verdict
 from memplan.report.summary import LARGEST, make_report
 from tests.graph_strategies import plans
 from tests.samples import sample_plan
@@ -68,3 +71,12 @@ def test_functional_bytes_add_up(plan: Plan) -> None:
     report = make_report(plan)
     assert sum(row.bytes for row in report.functional) == sum(plan.graph.functional_bytes(op) for op in plan.graph.ops)
     assert max((row.most for row in report.functional), default=0) == report.outside.fallbacks
+
+
+def test_advice_and_certificate_follow_from_the_plan() -> None:
+    report = sample_plan().report()
+    assert [lever.name for lever in report.advice] == ["copies", "evict", "order"]
+    assert verdict(report).endswith("proven that no layout can need less in this order")
+    assert "down to" in verdict(dataclasses.replace(report, status="feasible"))
+    certified = verdict(dataclasses.replace(report, order_certified=True))
+    assert certified.endswith("no order and no layout can need less, alignment (60 B) apart")

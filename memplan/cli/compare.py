@@ -1,0 +1,80 @@
+"""`memplan diff` and `memplan explain`: what changed, and who is alive."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memplan.cli.console import console
+
+if TYPE_CHECKING:
+    from memplan.report.sections import Section
+
+TARGET = "plan.json, FILE.py:FACTORY or package.module:FACTORY."
+
+
+class Format(enum.StrEnum):
+    """How it is printed."""
+
+    TABLE = "table"
+    MARKDOWN = "markdown"
+    JSON = "json"
+
+
+def diff(
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help=TARGET)],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help=TARGET)],
+    *,
+    form: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TABLE,
+) -> None:
+    """Show what changed between two plans.
+
+    Totals, what explains the peak, and the buffers that came, went, grew, shrank or moved to the peak.
+
+    Buffers are matched by module, op and kind, so that plans of two versions of a model can be compared.
+    """
+    from memplan.cli.source import obtain
+    from memplan.diff import diff as compare
+    from memplan.report.diff_form import diff_json, diff_sections, diff_title
+
+    found = compare(obtain(before), obtain(after))
+    _print(form, diff_title(found), diff_sections(found), lambda: diff_json(found))
+
+
+def explain(
+    target: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help=TARGET)],
+    *,
+    at: Annotated[str, typer.Option("--at", metavar="STEP|peak", help="Which step to explain.")] = "peak",
+    form: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TABLE,
+) -> None:
+    """Show who is alive at a step, why, and what would shrink it.
+
+    For every buffer: which later op holds it, and for how many steps nothing touches it.
+    """
+    from memplan.cli.source import obtain
+    from memplan.errors import InvalidSize
+    from memplan.explain import explain as explain_plan
+    from memplan.report.explain_form import explain_json, explain_sections, explain_title
+
+    if at != "peak" and not (at.isascii() and at.isdigit() and len(at) < 10):
+        raise InvalidSize(f"{at!r} is no step", where="--at", hint="write a number of 0 or more, or peak")
+    found = explain_plan(obtain(target), None if at == "peak" else int(at))
+    _print(form, explain_title(found), explain_sections(found), lambda: explain_json(found))
+
+
+def _print(form: Format, title: str, sections: Iterable[Section], data: Any) -> None:
+    if form is Format.JSON:
+        typer.echo(json.dumps(data(), indent=2, allow_nan=False))
+    elif form is Format.MARKDOWN:
+        from memplan.report.sections import sections_markdown
+
+        typer.echo(sections_markdown(title, sections), nl=False)
+    else:
+        from memplan.report.sections_table import sections_table
+
+        screen = console()
+        screen.print(sections_table(title, sections, screen.width))

@@ -1,0 +1,116 @@
+"""`memplan demo`: everything once, on a small model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memplan.cli.console import console, progress
+from memplan.errors import UnreadableFile
+
+if TYPE_CHECKING:
+    from memplan.plan import Plan
+
+BEFORE, AFTER = "memplan.demo_model:small", "memplan.demo_model:grown"
+
+
+def demo(
+    folder: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the plan and the pictures go.")
+    ] = Path("memplan-demo"),
+) -> None:
+    """Show everything once on a small model, in under a minute.
+
+    Plans a transformer, draws it, trains it in its arena next to eager, and catches a change that makes it grow.
+    """
+    from memplan.cli.source import obtain
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnreadableFile(
+            f"cannot be made: {error.strerror}", where=str(folder), hint="give --output FOLDER"
+        ) from error
+    plan_file, page, still = folder / "plan.json", folder / "report.html", folder / "report.svg"
+
+    plan = obtain(BEFORE)
+    _heading(1, "What does a training step need?", f"memplan report {BEFORE}")
+    _report(plan)
+    _heading(2, "Where does every tensor lie, and when?", f"memplan report {BEFORE} --save {plan_file} --html {page}")
+    _pictures(plan, plan_file, page, still)
+    _heading(3, "Does it run in exactly that?", "compiled = memplan.compile(model, inputs)")
+    _train()
+    _heading(4, "What if a change makes it grow?", f"memplan check {AFTER} --baseline ... --fail-over arena:+2%")
+    _gate(plan, obtain(AFTER))
+    _say(f"\nDone. Open {page} in a browser; on your own model: memplan report FILE.py:FACTORY --html report.html")
+
+
+def _heading(number: int, question: str, command: str) -> None:
+    from rich.text import Text
+
+    screen = console()
+    screen.print()
+    screen.print(Text.assemble((f"{number}. {question}  ", "bold cyan"), (f"$ {command}", "dim")), soft_wrap=True)
+    screen.print()
+
+
+def _say(text: str) -> None:
+    from rich.text import Text
+
+    console().print(Text(text), soft_wrap=True)
+
+
+def _report(plan: Plan) -> None:
+    from memplan.report.lines import title, verdict
+    from memplan.solve import solve
+    from memplan.units import format_exact, format_share
+
+    report = plan.report()
+    naive = solve(plan.problem, solver="naive").arena_size
+    _say(title(report))
+    _say(verdict(report))
+    _say(f"arena     {format_exact(plan.arena_size)}, {format_share(plan.fragmentation)} of it lost at the peak")
+    _say(f"one tensor after the other, nothing shared, would need {format_exact(naive)}")
+    _say(f"outside   {format_exact(report.outside_total)}: parameters, gradients, inputs")
+    for lever in report.advice[:1]:
+        _say(f"advice    {lever.text}")
+
+
+def _pictures(plan: Plan, plan_file: Path, page: Path, still: Path) -> None:
+    from memplan.cli.pictures import write_html, write_svg
+    from memplan.report.picture import picture_of_plan
+
+    picture = picture_of_plan(plan)
+    plan.save(plan_file)
+    write_html(page, picture)
+    write_svg(still, picture)
+    for file, what in ((plan_file, "the plan, JSON"), (page, "zoom, hover, who is alive"), (still, "a still picture")):
+        _say(f"wrote {file}  ({what})")
+
+
+def _train() -> None:
+    with progress("Training in the arena, and by eager"):
+        from memplan.demo_model import train
+
+        done = train()
+    for step, (eager, planned) in enumerate(zip(done.eager, done.planned, strict=True)):
+        _say(f"step {step}: loss {planned:.6f} in the arena, {eager:.6f} by eager")
+    _say(
+        "losses and parameters are equal bit by bit"
+        if done.bitwise
+        else "losses or parameters DIFFER: please report it"
+    )
+
+
+def _gate(before: Plan, after: Plan) -> None:
+    from memplan.check import check
+    from memplan.figures import figures_of
+    from memplan.report.verdict_table import verdicts_table
+    from memplan.report.verdicts import Judged
+    from memplan.rules import parse_rule
+
+    verdict = check(after, [parse_rule("arena:+2%")], figures_of(before))
+    screen = console()
+    screen.print(verdicts_table([Judged(name="demo", verdict=verdict)], screen.width))

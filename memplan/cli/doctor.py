@@ -1,0 +1,136 @@
+"""`memplan doctor`: what is installed, which devices there are, what is missing for what."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+
+from memplan.cli.console import console, progress
+
+_PARTS = (
+    ("torch", "plans and runs models; not needed for saved plans and CSV files", True),
+    ("numpy", "solvers", True),
+    ("numba", "fast search of the portfolio solver", False),
+    ("ortools", "CP-SAT: the exact solver", False),
+    ("transformers", "models of the zoo", False),
+    ("diffusers", "UNet of the zoo", False),
+    ("pytest", "the marker and the fixture `memplan`", False),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One thing looked at; `ok` is None where it is merely optional and absent."""
+
+    what: str
+    found: str
+    ok: bool | None
+    remark: str = ""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, for bug reports.")] = False,
+) -> None:
+    """Show versions, devices and optional parts, and whether planning works here.
+
+    Exits 1 when something that memplan needs is missing.
+    """
+    with progress("Looking around"):
+        lines = [*_system(), *_packages(), *_devices(), _solves()]
+    if as_json:
+        typer.echo(json.dumps([asdict(line) for line in lines], indent=2))
+    else:
+        _print(lines)
+    if any(line.ok is False for line in lines):
+        raise typer.Exit(1)
+
+
+def _system() -> list[Line]:
+    from memplan.version import __version__
+
+    new_enough = sys.version_info >= (3, 11)
+    memory = _memory()
+    return [
+        Line(what="memplan", found=__version__, ok=True),
+        Line(what="python", found=platform.python_version(), ok=new_enough, remark="" if new_enough else "needs 3.11"),
+        Line(what="system", found=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores{memory}", ok=True),
+    ]
+
+
+def _memory() -> str:
+    from memplan.units import format_bytes
+
+    try:
+        return f", {format_bytes(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
+    except (ValueError, OSError, AttributeError):  # not a system that tells
+        return ""
+
+
+def _packages() -> list[Line]:
+    import importlib.metadata
+    import importlib.util
+    import shutil
+
+    lines = []
+    for name, use, needed in _PARTS:
+        there = importlib.util.find_spec(name) is not None
+        try:
+            version = importlib.metadata.version(name) if there else "not installed"
+        except importlib.metadata.PackageNotFoundError:
+            version = "installed"
+        lines.append(Line(what=name, found=version, ok=True if there else (False if needed else None), remark=use))
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    lines.append(
+        Line(what="chromium", found=chromium or "not installed", ok=bool(chromium) or None, remark="tests of the page")
+    )
+    return lines
+
+
+def _devices() -> list[Line]:
+    """Asked of torch in a process of its own: importing it here would take seconds of every later command."""
+    import importlib.util
+    import subprocess
+
+    code = (
+        "import torch; n = torch.cuda.device_count(); print('cpu,', torch.get_num_threads(), 'threads'); "
+        "[print(f'cuda:{i},', torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory) "
+        "for i in range(n)]"
+    )
+    if importlib.util.find_spec("torch") is None:
+        return []
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return [Line(what="device", found="torch cannot be imported", ok=False, remark=last[:200])]
+    return [Line(what="device", found=text, ok=True) for text in done.stdout.splitlines() if text.strip()]
+
+
+def _solves() -> Line:
+    """A small problem, solved and validated."""
+    from memplan.problem import Buffer, Interval, Problem
+    from memplan.solve import solve
+
+    buffers = tuple(Buffer(id=str(i), size=64 * (i % 5 + 1), live=Interval(i, i + 4)) for i in range(20))
+    solution = solve(Problem(buffers=buffers))
+    return Line(what="solve", found=f"{solution.status.name.lower()} by {solution.solver!r}", ok=True)
+
+
+def _print(lines: list[Line]) -> None:
+    from rich.text import Text
+
+    from memplan.report.lines import printable
+    from memplan.report.table import new_table
+
+    table = new_table()
+    for name in ("", "part", "found", "for"):
+        table.add_column(name, overflow="fold")
+    marks = {True: Text("ok", "green"), False: Text("MISSING", "bold red"), None: Text("-", "dim")}
+    for line in lines:
+        table.add_row(marks[line.ok], *(Text(printable(text)) for text in (line.what, line.found, line.remark)))
+    console().print(table)

@@ -1,0 +1,68 @@
+"""The files that a picture can be written to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from memplan.csvio import write_atomic
+from memplan.errors import InvalidSize, UnreadableFile
+from memplan.report.picture import Picture
+
+
+def write_html(path: Path, picture: Picture) -> None:
+    """One self-contained page."""
+    from memplan.report.html import picture_html
+
+    write_atomic(path, picture_html(picture))
+
+
+def write_svg(path: Path, picture: Picture) -> None:
+    """A still picture."""
+    from memplan.report.svg import picture_svg
+
+    write_atomic(path, picture_svg(picture))
+
+
+def write_trace(path: Path, picture: Picture) -> None:
+    """Chrome trace events."""
+    from memplan.report.trace_events import trace_events
+
+    write_atomic(path, json.dumps(trace_events(picture), separators=(",", ":"), allow_nan=False) + "\n")
+
+
+def write_snapshot(path: Path, picture: Picture) -> None:
+    """A pickle for memory_viz."""
+    from memplan.report.snapshot import snapshot_bytes
+
+    _write_bytes(path, snapshot_bytes(picture))
+
+
+def write_png(path: Path, picture: Picture) -> None:
+    """A still picture in pixels; needs Pillow."""
+    from memplan.report.png import picture_png
+
+    _write_bytes(path, picture_png(picture))
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    try:
+        scratch.write_bytes(data)
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise UnreadableFile(f"cannot be written: {error}", where=str(path)) from error
+
+
+WRITERS: dict[str, Callable[[Path, Picture], None]] = {".html": write_html, ".svg": write_svg, ".png": write_png}
+
+
+def writer_for(option: str, path: Path) -> Callable[[Path, Picture], None]:
+    """Who writes a file of this name. Raises `InvalidSize` for an unknown ending."""
+    try:
+        return WRITERS[path.suffix.lower()]
+    except KeyError:
+        raise InvalidSize(f"{path.name!r} ends in none of {', '.join(WRITERS)}", where=option) from None

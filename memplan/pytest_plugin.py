@@ -1,0 +1,146 @@
+"""pytest plugin: a test fails when its model needs more than the marker says.
+
+    @pytest.mark.memplan(arena="12 MiB", fragmentation=0.05)
+    def test_memory(memplan):
+        memplan.check(Model(), (torch.zeros(8, 128),))
+
+Limits of the marker and of `check` itself hold together; a limit of `check` replaces the marker's of that name.
+Nothing is computed: the model is planned from fake tensors. torch is imported by the first check only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from memplan.errors import InvalidSize, LimitExceeded
+
+if TYPE_CHECKING:
+    from memplan.check import Finding, Verdict
+    from memplan.plan import Plan
+    from memplan.rules import Rule
+
+Limit = int | float | str
+
+_MARKER = (
+    "memplan(*rules, arena=None, fragmentation=None, outside=None): what a model may need, in bytes ('12 MiB') or as "
+    "a share (0.05); rules are written like 'peak:3MiB'. Use it with the fixture `memplan`."
+)
+_NAMES = ("arena", "fragmentation", "outside")
+_SHOWN = 10
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARKER)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A marker that no check reads would pass whatever the model needs."""
+    names: Iterable[str] = getattr(item, "fixturenames", ())
+    if item.get_closest_marker("memplan") and "memplan" not in names:
+        pytest.fail(
+            "@pytest.mark.memplan needs the fixture `memplan`: call memplan.check(model, inputs)", pytrace=False
+        )
+
+
+@pytest.fixture
+def memplan(request: pytest.FixtureRequest) -> Iterator[Checker]:
+    """Checks models against the limits of `@pytest.mark.memplan`."""
+    marker = request.node.get_closest_marker("memplan")
+    checker = Checker(marker.args if marker else (), marker.kwargs if marker else {})
+    yield checker
+    if marker and not checker.plans:
+        pytest.fail("@pytest.mark.memplan checked nothing: call memplan.check(model, inputs)", pytrace=False)
+
+
+class Checker:
+    """The fixture. `plans` are the plans of all checks of this test so far."""
+
+    def __init__(self, rules: Iterable[str] = (), limits: Mapping[str, Limit | None] | None = None) -> None:
+        self._rules, self._limits = tuple(rules), dict(limits or {})
+        self.plans: list[Plan] = []
+
+    def check(
+        self,
+        model: Any,
+        inputs: Any = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        arena: Limit | None = None,
+        fragmentation: Limit | None = None,
+        outside: Limit | None = None,
+        train: bool | None = None,
+    ) -> Plan:
+        """Plan one step of `model` (or take a `Plan`) and return it.
+
+        Raises `LimitExceeded` that says by how much and shows the largest buffers, `InvalidSize` for a limit
+        that is none, or when there is no limit at all, and `UnsupportedGraph` as `memplan.plan` does.
+        """
+        __tracebackhide__ = True
+        from memplan.check import check
+        from memplan.plan import Plan
+
+        own = {"arena": arena, "fragmentation": fragmentation, "outside": outside}
+        rules = _rules(self._rules, {**self._limits, **{k: v for k, v in own.items() if v is not None}})
+        if isinstance(model, Plan):
+            plan = model
+        else:
+            from memplan import trace
+
+            plan = trace.plan(model, inputs, kwargs, train=train)
+        self.plans.append(plan)
+        verdict = check(plan, rules)
+        if not verdict.ok:
+            raise LimitExceeded(_message(verdict), hint="memplan explain shows who is alive at the peak, and why")
+        return plan
+
+
+def _rules(texts: Iterable[str], limits: Mapping[str, Limit | None]) -> tuple[Rule, ...]:
+    from memplan.rules import parse_rule
+
+    unknown = [name for name in limits if name not in _NAMES]
+    if unknown:
+        raise InvalidSize(f"there is no limit {unknown[0]!r}", where="memplan", hint=f"known are {', '.join(_NAMES)}")
+    written = [*texts, *(f"{name}:{_text(value)}" for name, value in limits.items() if value is not None)]
+    rules = tuple(map(parse_rule, written))
+    for rule in rules:
+        if rule.needs_baseline:
+            raise InvalidSize(
+                f"{rule.text!r} counts from a baseline", where="memplan", hint="use memplan check --baseline in CI"
+            )
+    if not rules:
+        raise InvalidSize(
+            "no limit is given", where="memplan", hint='write memplan.check(model, inputs, arena="12 MiB")'
+        )
+    return rules
+
+
+def _text(limit: Limit) -> str:
+    """A limit as rules are written; a float never in the form 1e-05."""
+    return f"{limit:.19f}".rstrip("0").rstrip(".") if isinstance(limit, float) else str(limit)
+
+
+def _message(verdict: Verdict) -> str:
+    from memplan.report.verdicts import sentence
+
+    name = verdict.model or "the model"
+    lines: list[str] = []
+    for finding in verdict.findings:
+        if not finding.ok:
+            lines += [sentence(name, finding), *_why(finding)]
+    return "\n".join(lines)
+
+
+def _why(finding: Finding) -> Iterator[str]:
+    from memplan.report.lines import op_name, origin
+    from memplan.units import format_bytes
+
+    if finding.because:
+        yield "  largest buffers alive at the peak:"
+    for holder in finding.because[:_SHOWN]:
+        where = ", ".join(filter(None, (origin(holder), holder.source, op_name(holder.op))))
+        yield f"  {format_bytes(holder.size):>12}  {holder.kind}, steps {holder.start}-{holder.end - 1}: {where}"
+    for kind, size in finding.parts:
+        yield f"  {format_bytes(size):>12}  {kind}"

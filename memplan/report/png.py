@@ -1,0 +1,108 @@
+"""The picture of an arena as PNG, drawn by Pillow: the same frame as the SVG, for places that show no SVG."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from memplan.errors import MemplanError
+from memplan.report.frame import ARENA, HEIGHT, INNER, LEFT, RIGHT, TOP, WIDTH, live_y, ticks, x_of, y_of
+from memplan.report.lines import printable
+from memplan.report.picture import Picture, colours
+from memplan.units import format_bytes, format_exact
+
+if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw
+
+SCALE = 2  # pixels for a point: sharp on today's screens
+_DARK, _TEXT, _DIM, _LINE, _PEAK = "#16191d", "#3a4048", "#5b636d", "#d9dde3", "#c23b3b"
+
+
+def picture_png(picture: Picture) -> bytes:
+    """A PNG file of 2560 x 1640 pixels. Raises `MemplanError` when Pillow is not installed."""
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError as error:
+        raise MemplanError("PNG needs Pillow", hint="pip install 'memplan[png]', or write --svg or --html") from error
+    image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), "white")
+    canvas = _Canvas(ImageDraw.Draw(image))
+    _header(canvas, picture)
+    _arena(canvas, picture)
+    _live(canvas, picture)
+    _legend(canvas, picture)
+    out = io.BytesIO()
+    image.save(out, format="PNG", optimize=True)
+    return out.getvalue()
+
+
+class _Canvas:
+    """Draws in points."""
+
+    def __init__(self, draw: ImageDraw) -> None:
+        self._draw = draw
+
+    def text(self, x: float, y: float, text: str, fill: str = _TEXT, *, size: int = 12, anchor: str = "ls") -> None:
+        from PIL import ImageFont
+
+        font: Any = ImageFont.load_default(size * SCALE)
+        self._draw.text((x * SCALE, y * SCALE), printable(text), fill=fill, font=font, anchor=anchor)
+
+    def line(self, x0: float, y0: float, x1: float, y1: float, fill: str) -> None:
+        self._draw.line((x0 * SCALE, y0 * SCALE, x1 * SCALE, y1 * SCALE), fill=fill, width=SCALE)
+
+    def box(self, x: float, y: float, wide: float, tall: float, fill: str) -> None:
+        """A filled rectangle with a white edge where it is large enough for one."""
+        edge = 1 if tall * SCALE > 5 and wide * SCALE > 3 else 0
+        right, low = max((x + wide) * SCALE - 1 - edge, x * SCALE), max((y + tall) * SCALE - 1 - edge, y * SCALE)
+        self._draw.rectangle((x * SCALE, y * SCALE, right, low), fill=fill)
+
+    def area(self, points: list[tuple[float, float]], fill: str, outline: str) -> None:
+        self._draw.polygon([(x * SCALE, y * SCALE) for x, y in points], fill=fill, outline=outline)
+
+
+def _header(canvas: _Canvas, picture: Picture) -> None:
+    canvas.text(LEFT, 32, picture.title, _DARK, size=18)
+    canvas.text(LEFT, 54, " · ".join(f"{label} {value}" for label, value, _ in picture.figures))
+    canvas.text(LEFT, 72, picture.notes[0] if picture.notes else "", _DIM)
+
+
+def _arena(canvas: _Canvas, picture: Picture) -> None:
+    for offset in ticks(picture.arena, 8, binary=True):
+        canvas.line(LEFT, y_of(picture, offset), WIDTH - RIGHT, y_of(picture, offset), _LINE)
+        canvas.text(LEFT - 8, y_of(picture, offset), format_bytes(offset), _DIM, anchor="rm")
+    for step in ticks(picture.steps, 12):
+        canvas.text(x_of(picture, step), TOP + ARENA + 18, f"{step:,}", _DIM, anchor="ms")
+    fills = colours(picture)
+    for block in picture.blocks:
+        tall, top = ARENA * block.holder.size / max(picture.arena, 1), y_of(picture, block.offset + block.holder.size)
+        for segment in block.segments:
+            wide = INNER * len(segment) / max(picture.steps, 1)
+            canvas.box(x_of(picture, segment.start), top, wide, tall, fills[block.holder.kind])
+    if picture.backward_from:
+        x = x_of(picture, picture.backward_from)
+        canvas.line(x, TOP - 4, x, TOP + ARENA, _DARK)
+        canvas.text(x + 5, TOP - 3, "backward", _DIM)
+
+
+def _live(canvas: _Canvas, picture: Picture) -> None:
+    points, before = [(float(LEFT), live_y(picture, 0))], 0
+    for step, live in picture.profile:
+        points += [(x_of(picture, step), live_y(picture, before)), (x_of(picture, step), live_y(picture, live))]
+        before = live
+    right = x_of(picture, picture.steps)
+    canvas.area([*points, (right, live_y(picture, before)), (right, live_y(picture, 0))], "#c3d4f2", "#4c82d8")
+    for count, fill in ((picture.arena, _DARK), (picture.max_live, _PEAK)):
+        canvas.line(LEFT, live_y(picture, count), WIDTH - RIGHT, live_y(picture, count), fill)
+    x = x_of(picture, picture.peak_step + 0.5)
+    canvas.line(x, TOP, x, live_y(picture, 0), _PEAK)
+    canvas.text(LEFT - 8, live_y(picture, picture.max_live), format_bytes(picture.max_live), anchor="rm")
+    top = live_y(picture, max(picture.arena, picture.max_live)) - 8
+    canvas.text(LEFT, top, f"live bytes; max live {format_exact(picture.max_live)} at step {picture.peak_step}")
+
+
+def _legend(canvas: _Canvas, picture: Picture) -> None:
+    x = LEFT
+    for kind, fill in colours(picture).items():
+        canvas.box(x, HEIGHT - 22, 12, 12, fill)
+        canvas.text(x + 18, HEIGHT - 11, kind or "buffer")
+        x += 40 + 8 * len(kind or "buffer")

@@ -1,0 +1,82 @@
+"""Verdicts of `memplan check` for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memplan.check import Finding
+from memplan.report.lines import printable
+from memplan.report.table import NARROW, headed, holders_table, new_table
+from memplan.report.verdicts import Judged, change, gain_lines, grown_rows
+from memplan.units import format_exact
+
+
+def verdicts_table(judged: Sequence[Judged], width: int) -> RenderableType:
+    """One line per finding, then who holds what exceeds a limit, then what became better."""
+    compared = any(f.before is not None for j in judged for f in j.verdict.findings)
+    table = new_table()
+    names = ["", "plan", "of", "measured", "limit", "too much", *(["change"] if compared else [])]
+    for name in names:
+        table.add_column(name, overflow="fold", justify="left" if name in ("", "plan", "of") else "right")
+    for j in judged:
+        for finding in j.verdict.findings:
+            mark = Text("ok", "green") if finding.ok else Text("FAIL", "bold red")
+            cells = [mark, _literal(j.name), Text(finding.name), *map(Text, finding.texts())]
+            table.add_row(*cells, *([Text(change(finding))] if compared else []))
+    parts: list[RenderableType] = [table]
+    for j in judged:
+        parts += _why(j, width)
+    if gains := gain_lines(judged):
+        parts += [Text(), Text("the baseline can shrink: run with --update-baseline", "bold green")]
+        parts += [_literal(f"  {line}") for line in gains]
+    return Group(*parts)
+
+
+def _why(judged: Judged, width: int) -> list[RenderableType]:
+    """Who holds what exceeds the limits of one plan; findings with the same answer share it."""
+    parts: list[RenderableType] = []
+    shown: list[Finding] = []
+    for finding in judged.verdict.findings:
+        same = any((finding.because, finding.parts, finding.grown) == (f.because, f.parts, f.grown) for f in shown)
+        if not finding.ok and not same:
+            parts += [Text(), _explained(judged.name, finding, width)]
+            shown.append(finding)
+    return parts
+
+
+def _explained(name: str, finding: Finding, width: int) -> RenderableType:
+    """What grew, or the buffers or the kinds that hold most of what exceeds the limit."""
+    if finding.grown:
+        return _grown(name, finding, width)
+    if finding.because:
+        return holders_table(f"{name}: largest buffers alive at the peak", finding.because, width)
+    table = new_table()
+    table.add_column("kind")
+    table.add_column("size", justify="right")
+    for kind, size in finding.parts:
+        table.add_row(_literal(kind), Text(format_exact(size)))
+    return headed(f"{name}: what lies outside the arena", table)
+
+
+def _grown(name: str, finding: Finding, width: int) -> RenderableType:
+    table = new_table()
+    table.add_column("grew by", justify="right", no_wrap=True)
+    if width >= NARROW:
+        table.add_column("buffers", justify="right", no_wrap=True)
+        table.add_column("kind", no_wrap=True)
+    table.add_column("where", overflow="fold")
+    for delta, buffers, kind, where in grown_rows(finding):
+        middle = [Text(buffers), _literal(kind)] if width >= NARROW else []
+        table.add_row(Text(delta), *middle, _literal(where))
+    before, after = finding.before or 0, finding.measured
+    if finding.is_share:
+        return headed(f"{name}: what changed the {finding.name} since the baseline", table)
+    sizes = f"{format_exact(int(before))} -> {format_exact(int(after))}"
+    return headed(f"{name}: {finding.name} {sizes} since the baseline", table)
+
+
+def _literal(text: str) -> Text:
+    return Text(printable(text))

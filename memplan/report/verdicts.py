@@ -1,0 +1,198 @@
+"""Verdicts of `memplan check`: rows and sentences, then markdown, JSON and GitHub annotations drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memplan.check import Finding, Verdict
+from memplan.groups import Growth
+from memplan.jsonio import to_json
+from memplan.report.cells import cell, table
+from memplan.report.lines import op_name, printable
+from memplan.units import format_bytes, format_exact, format_share
+
+FORMAT = "memplan-check-1"
+SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A verdict, the name that the user gave to what was judged, and the file that it was made from, if any."""
+
+    name: str
+    verdict: Verdict
+    file: str = ""
+
+
+def signed(count: int) -> str:
+    """A difference of bytes: "+1.50 MiB"."""
+    return f"{'+' if count > 0 else ''}{format_bytes(count)}"
+
+
+def change(finding: Finding) -> str:
+    """How far a figure is from the baseline: "+1.50 MiB (+3.10 %)", empty without a baseline, "same"."""
+    if finding.before is None:
+        return ""
+    delta = finding.measured - finding.before
+    if not delta:
+        return "same"
+    if finding.is_share:
+        return f"{'+' if delta > 0 else ''}{format_share(float(delta))}"
+    share = f" ({'+' if delta > 0 else ''}{format_share(float(delta / finding.before))})" if finding.before else ""
+    return f"{signed(int(delta))}{share}"
+
+
+def place(growth: Growth) -> str:
+    """Where a row's buffers come from: module, what makes them, source line."""
+    known = (growth.module, op_name(growth.op), growth.source)
+    return ", ".join(part for part in known if part)
+
+
+def counts(growth: Growth) -> str:
+    """How many buffers a row has: "12 -> 13"; empty for what are no buffers."""
+    before, after = growth.count_before, growth.count_after
+    if not before and not after:
+        return ""
+    return f"{before}" if before == after else f"{before} -> {after}"
+
+
+def grown_rows(finding: Finding) -> tuple[tuple[str, str, str, str], ...]:
+    """(bytes gained, buffers, kind, where) of the rows that changed most; the last row adds up the others."""
+    shown = sorted(finding.grown, key=lambda g: -abs(g.delta))[:SHOWN]
+    rows = [(signed(g.delta), counts(g), g.kind, place(g)) for g in sorted(shown, key=lambda g: -g.delta)]
+    others = len(finding.grown) - len(shown)
+    if others:
+        rest = sum(g.delta for g in finding.grown) - sum(g.delta for g in shown)
+        rows.append((signed(rest), "", "", f"{others} more rows"))
+    return tuple(rows)
+
+
+def sentence(name: str, finding: Finding) -> str:
+    """One failed finding in words: "arena of gpt2 is 12.00 KiB (12,288 B), 1 B more than ..."."""
+    measured, limit, excess = finding.texts()
+    grew = "" if finding.before is None else f"; baseline {_value(finding, finding.before)}, {change(finding)}"
+    return f"{finding.name} of {name} is {measured}: {excess} more than {limit} ({finding.rule}){grew}"
+
+
+def _value(finding: Finding, value: Any) -> str:
+    return format_share(float(value)) if finding.is_share else format_exact(int(value))
+
+
+def gain_lines(judged: Sequence[Judged]) -> tuple[str, ...]:
+    """What became better than the baseline says."""
+    return tuple(
+        f"{j.name}: {metric} {format_exact(before)} -> {format_exact(now)} ({signed(now - before)})"
+        for j in judged
+        for metric, before, now in j.verdict.gains
+    )
+
+
+def verdicts_json(judged: Sequence[Judged]) -> dict[str, Any]:
+    """Plain types, every figure exact: bytes as whole numbers, shares as numbers between 0 and 1."""
+    return {"format": FORMAT, "ok": all(j.verdict.ok for j in judged), "checked": [_one_json(j) for j in judged]}
+
+
+def _one_json(judged: Judged) -> dict[str, Any]:
+    verdict, figures = judged.verdict, judged.verdict.figures
+    return {
+        "name": judged.name,
+        "ok": verdict.ok,
+        "arena": figures.arena,
+        "max_live": figures.max_live,
+        "outside": figures.outside,
+        "total": figures.total,
+        "findings": [_finding_json(finding) for finding in verdict.findings],
+        "gains": [{"of": metric.value, "before": before, "now": now} for metric, before, now in verdict.gains],
+    }
+
+
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    def number(value: Any) -> float | int | None:
+        return None if value is None else float(value) if finding.is_share else int(value)
+
+    return {
+        "of": finding.name,
+        "rule": finding.rule,
+        "ok": finding.ok,
+        "measured": number(finding.measured),
+        "limit": number(finding.limit),
+        "before": number(finding.before),
+        "because": to_json(finding.because),
+        "parts": dict(finding.parts),
+        "grown": [{**to_json(growth), "delta": growth.delta} for growth in finding.grown],
+    }
+
+
+def verdicts_markdown(judged: Sequence[Judged]) -> str:
+    """For a pull request or a job summary: a table, what grew, what became better."""
+    failed = sum(not j.verdict.ok for j in judged)
+    head = f"{failed} of {len(judged)} over a limit" if failed else f"all {len(judged)} within their limits"
+    rows = [
+        ("ok" if f.ok else "**FAIL**", cell(j.name), f.name, *map(cell, f.texts()), cell(change(f)))
+        for j in judged
+        for f in j.verdict.findings
+    ]
+    header = ("", "plan", "of", " measured", " limit", " too much", " against the baseline")
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    parts = [f"## memplan: {head}", table(header, ()) + "".join(f"\n{line}" for line in lines)]
+    parts += [part for j in judged for f in j.verdict.findings if not f.ok for part in _why_markdown(j, f)]
+    gains = gain_lines(judged)
+    if gains:
+        parts.append("### The baseline can shrink\n\n" + "\n".join(f"- {cell(line)}" for line in gains))
+    return "\n\n".join(parts) + "\n"
+
+
+def _why_markdown(judged: Judged, finding: Finding) -> Iterator[str]:
+    yield f"### {cell(sentence(judged.name, finding))}"
+    if finding.grown:
+        yield table((" grew by", " buffers", "kind", "where"), grown_rows(finding))
+    elif finding.because:
+        rows = [
+            (format_bytes(h.size), h.kind, f"{h.start}-{h.end - 1}", h.module, h.source, op_name(h.op))
+            for h in finding.because
+        ]
+        yield table((" size", "kind", "steps", "module", "source", "op"), rows)
+    else:
+        yield table(("outside the arena", " size"), [(name, format_exact(size)) for name, size in finding.parts])
+
+
+def github_lines(judged: Sequence[Judged]) -> Iterator[str]:
+    """GitHub workflow commands, one per failed finding, and a notice when the baseline can shrink."""
+    for j in judged:
+        for finding in j.verdict.findings:
+            if not finding.ok:
+                yield _failure(j, finding)
+    if gains := gain_lines(judged):
+        yield f"::notice title=memplan: the baseline can shrink::{escape_message('; '.join(gains))}"
+
+
+def _failure(judged: Judged, finding: Finding) -> str:
+    why = [" ".join(filter(None, (delta, kind, where))) for delta, _, kind, where in grown_rows(finding)]
+    why += [f"{format_bytes(h.size)} {h.module or h.id} {h.source}" for h in finding.because]
+    why += [f"{name} {format_exact(size)}" for name, size in finding.parts]
+    text = "\n".join((sentence(judged.name, finding), *why))
+    title = escape_property(f"memplan: {finding.name} of {judged.name}")
+    return f"::error {_location(judged, finding)}title={title}::{escape_message(text)}"
+
+
+def _location(judged: Judged, finding: Finding) -> str:
+    """The line to annotate, if it is in the file that the model is made from; any other file is only a name here."""
+    sources = [g.source for g in finding.grown if g.delta > 0] + [h.source for h in finding.because]
+    file = judged.file.replace("\\", "/")
+    if not file:
+        return ""
+    lines = [line for name, _, line in (s.rpartition(":") for s in sources) if name == file.rpartition("/")[2]]
+    return f"file={escape_property(file)},line={lines[0]}," if lines else f"file={escape_property(file)},"
+
+
+def escape_message(text: str) -> str:
+    """The text of a workflow command."""
+    lines = "\n".join(map(printable, text.split("\n")))
+    return lines.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def escape_property(text: str) -> str:
+    """A property of a workflow command, such as its title."""
+    return escape_message(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,203 @@
+"""The optimizer's update as ops of the graph: one fused kernel per parameter, as soon as it may run.
+
+A parameter may be overwritten once its gradient exists and nothing reads its old value any more; then its
+gradient dies on the spot. That is where a whole step saves memory: gradients never pile up. The optimizer
+itself is not traced (a dozen nodes a parameter); its state stays its own, and its hyperparameters are read
+at every call, so that schedulers and checkpoints work as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
+
+from memplan.errors import UnsupportedGraph
+from memplan.trace.returns import is_backward, returned_by
+from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.traced import Live
+
+_CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+
+
+@dataclass(frozen=True, slots=True)
+class StateInput:
+    """Descriptor of a placeholder: tensor `key` of the optimizer's state of parameter `target`."""
+
+    target: str
+    key: str
+
+    def is_tangent(self) -> bool:
+        return False
+
+
+def require_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UnsupportedGraph` unless `optimizer` is one whose update is known, with options that it knows."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        raise UnsupportedGraph(
+            name, "its update is not known", "use torch.optim.SGD, Adam or AdamW, or memplan.compile"
+        )
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "differentiable", "capturable"):
+            if group.get(option):
+                raise UnsupportedGraph(
+                    name, f"{option}=True is not supported", f"use {option}=False, or memplan.compile"
+                )
+        if isinstance(group["lr"], torch.Tensor):
+            raise UnsupportedGraph(name, "its learning rate is a tensor", "use a float")
+        if group.get("dampening"):
+            raise UnsupportedGraph(name, "dampening is not supported", "use dampening=0, or memplan.compile")
+
+
+def ensure_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create what the optimizer would create at its first step, laid out as it would."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state[p]
+            if isinstance(optimizer, torch.optim.SGD):
+                if group["momentum"] and state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            elif not state:
+                device = p.device if p.device.type == "cuda" else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def append_updates(
+    graph: fx.Graph, model: nn.Module, optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None = None
+) -> None:
+    """Replace the returned gradients of `optimizer`'s parameters by updates; other gradients are dropped.
+
+    `clip_grad_norm` scales all gradients to that global 2-norm first: every update then waits for the last
+    gradient.
+    """
+    output, results, descs = returned_by(graph)
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    parameters = {n.meta["desc"].target: n for n in graph.nodes if n.op == "placeholder" and _is_parameter(n)}
+    gradients: dict[str, fx.Node] = {}
+    for node, desc in zip(results, descs, strict=True):
+        of = desc.grad_of if isinstance(desc, GradAOTOutput) else None
+        if (
+            isinstance(of, ParamAOTInput)
+            and isinstance(node, fx.Node)
+            and id(model.get_parameter(of.target)) in group_of
+        ):
+            gradients[of.target] = node
+    kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
+    output.args = (tuple(n for n, _ in kept),)
+    output.meta["desc"] = [d for _, d in kept]
+    factory = _Updates(graph, optimizer, output)
+    if clip_grad_norm is not None:
+        gradients = factory.clip(gradients, clip_grad_norm)
+    for name, gradient in gradients.items():
+        parameter = model.get_parameter(name)
+        factory.update(name, parameters[name], gradient, optimizer.state[parameter], group_of[id(parameter)])
+    factory.count_steps()
+    _drop_dead(graph)
+
+
+class _Updates:
+    """Makes the nodes; `steps` collects the step counters, which one kernel increments for all."""
+
+    def __init__(self, graph: fx.Graph, optimizer: torch.optim.Optimizer, output: fx.Node) -> None:
+        self.graph = graph
+        self.mode = fake_mode_of(graph)
+        self.optimizer = optimizer
+        self.output = output
+        self.steps: list[fx.Node] = []
+
+    def clip(self, gradients: Mapping[str, fx.Node], max_norm: float) -> dict[str, fx.Node]:
+        """`torch.nn.utils.clip_grad_norm_`: norm of norms, coefficient, one product per gradient."""
+        rw = Rewriter(self.graph, self.mode, list(gradients.values())[-1], before=self.output)
+        norms = [rw.call(aten.linalg_vector_norm.default, g, 2.0) for g in gradients.values()]
+        total = rw.call(aten.linalg_vector_norm.default, rw.call(aten.stack.default, norms), 2.0)
+        inverse = rw.call(aten.reciprocal.default, rw.call(aten.add.Tensor, total, _CLIP_EPSILON))
+        coefficient = rw.call(aten.clamp_max.default, rw.call(aten.mul.Tensor, inverse, max_norm), 1.0)
+        return {name: rw.call(aten.mul.Tensor, g, coefficient) for name, g in gradients.items()}
+
+    def update(self, name: str, parameter: fx.Node, gradient: fx.Node, state: Mapping[str, Any], group: int) -> None:
+        """One fused kernel after the gradient's definition and the parameter's last reader."""
+        place = _after_last(self.graph, [*_touching(self.graph, gradient), *_touching(self.graph, parameter)])
+        rw = Rewriter(self.graph, self.mode, gradient, before=place)
+        if value(gradient).stride() != value(parameter).stride():  # the kernel walks both alike
+            laid_out = rw.scratch(value(parameter))
+            rw.call(aten.copy_.default, laid_out, gradient)
+            gradient = laid_out
+        inputs = {
+            key: self._state(name, key, tensor) for key, tensor in state.items() if isinstance(tensor, torch.Tensor)
+        }
+        options = self.optimizer.param_groups[group]
+        if isinstance(self.optimizer, torch.optim.SGD):
+            target = aten._fused_sgd_.default
+            momentum = [inputs["momentum_buffer"]] if options["momentum"] else []
+            args: tuple[Any, ...] = ([parameter], [gradient], momentum)
+            live = {
+                key: Live(self.optimizer, group, key)
+                for key in ("weight_decay", "momentum", "lr", "nesterov", "maximize")
+            }
+            constants = {"dampening": 0.0, "is_first_step": False}
+        else:
+            decoupled = isinstance(self.optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay")
+            target = aten._fused_adamw_.default if decoupled else aten._fused_adam_.default
+            self.steps.append(inputs["step"])
+            args = ([parameter], [gradient], [inputs["exp_avg"]], [inputs["exp_avg_sq"]], [], [inputs["step"]])
+            live = {key: Live(self.optimizer, group, key) for key in ("lr", "weight_decay", "eps", "maximize")}
+            live |= {f"beta{i + 1}": Live(self.optimizer, group, "betas", i) for i in (0, 1)}
+            constants = {"amsgrad": False}
+        node = rw.call(target, *args, **{key: one.value() for key, one in live.items()}, **constants)
+        node.meta["live"] = live
+        node.meta["partitioner_tag"] = "is_backward"
+
+    def count_steps(self) -> None:
+        """Increment all step counters by one kernel, before the first update."""
+        if not self.steps:
+            return
+        first = next(n for n in self.graph.nodes if n.op == "call_function" and "live" in n.meta)
+        rw = Rewriter(self.graph, self.mode, first)
+        rw.call(aten._foreach_add_.Scalar, self.steps, 1).meta["partitioner_tag"] = "is_backward"
+
+    def _state(self, name: str, key: str, tensor: torch.Tensor) -> fx.Node:
+        last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(f"{name.replace('.', '_')}_{key}")
+        node.meta["desc"] = StateInput(name, key)
+        node.meta["val"] = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        return node
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return isinstance(node.meta["desc"], ParamAOTInput)
+
+
+def _touching(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """The node, its aliases, and everything that reads or writes one of them."""
+    key = storage_key(value(node))
+    aliases = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor) and storage_key(value(n)) == key]
+    return aliases + [user for alias in aliases for user in alias.users if user.op != "output"]
+
+
+def _after_last(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
+    """The node before which something may stand that comes after all of `nodes`."""
+    wanted = set(nodes)
+    last = next(n for n in reversed(graph.nodes) if n in wanted)
+    following: fx.Node = last.next
+    while following.op == "call_function" and not is_backward(following):
+        following = following.next
+    return following
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Remove what only dropped gradients needed; keep what draws random numbers or writes."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or node.users:
+            continue
+        schema = getattr(node.target, "_schema", None)
+        tags = getattr(node.target, "tags", ())
+        if schema is None or not (schema.is_mutable or torch.Tag.nondeterministic_seeded in tags):
+            graph.erase_node(node)

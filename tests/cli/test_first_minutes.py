@@ -1,0 +1,68 @@
+"""`memplan demo`, `memplan doctor`, completion: the first minutes with memplan."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from memplan import planfile
+from tests.cli.helpers import Run, python
+
+
+def test_the_demo_shows_everything_and_leaves_its_files(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("demo", "-o", "shown")
+    assert code == 0
+    for part in ("1. What", "2. Where", "3. Does", "4. What if", "equal bit by bit", "FAIL", "+1008.0 KiB", "Done."):
+        assert part in out
+    plan = planfile.load(tmp_path / "shown" / "plan.json")
+    assert f"{plan.arena_size:,} B" in out
+    assert sorted(p.name for p in (tmp_path / "shown").iterdir()) == ["plan.json", "report.html", "report.svg"]
+
+
+def test_a_demo_that_cannot_write_is_bad_input(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    code, out, err = run("demo", "-o", "taken")
+    assert (code, out) == (2, "")
+    assert "give --output FOLDER" in err
+
+
+def test_doctor_says_what_there_is(run: Run) -> None:
+    code, out, _ = run("doctor", "--json")
+    assert code == 0
+    found = {line["what"]: line for line in json.loads(out)}
+    assert found["torch"]["ok"]
+    assert found["device"]["found"].startswith(("cpu", "cuda"))
+    assert found["solve"]["found"].startswith("optimal")
+
+
+def test_doctor_misses_what_is_needed_and_forgives_the_rest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name in ("torch", "diffusers") else find(name, *a)
+    )
+    code, out, _ = run("doctor")
+    assert code == 1
+    lines = {line.split()[1]: line.split()[0] for line in out.splitlines()[2:] if len(line.split()) > 1}
+    assert (lines["torch"], lines["diffusers"], lines["numpy"]) == ("MISSING", "-", "ok")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("memplan ex", "explain"), ("memplan check --fail", "--fail-over"), ("memplan report x --format ma", "markdown")],
+)
+def test_the_shell_completes_commands_options_and_values(words: str, expected: str) -> None:
+    code = "from memplan.cli import main; main()"
+    count = str(len(words.split()) - 1)
+    done = python(code, _MEMPLAN_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)
+    assert expected in done.stdout.split(), done.stderr
+
+
+@pytest.mark.parametrize("command", ["report", "check", "diff", "explain", "solve", "demo", "doctor"])
+def test_every_command_is_on_the_help_page_and_has_its_own(run: Run, command: str) -> None:
+    assert f"{command} " in run("--help")[1]
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"memplan {command}" in out

@@ -1,0 +1,155 @@
+"""SVG, trace events and allocator snapshots: complete, well-formed, and what their viewers expect."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import pickletools
+import sys
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from memplan.errors import InvalidSolution, MemplanError
+from memplan.plan import Plan
+from memplan.problem import Buffer, Interval, Problem
+from memplan.report.frame import ticks
+from memplan.report.html import picture_html
+from memplan.report.picture import Picture, picture_of, picture_of_plan
+from memplan.report.png import picture_png
+from memplan.report.snapshot import snapshot, snapshot_bytes
+from memplan.report.svg import picture_svg
+from memplan.report.trace_events import trace_events
+from memplan.solve import solve
+from tests.graph_strategies import plans
+from tests.samples import sample_plan
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _evicted() -> Picture:
+    """One buffer that is away during [2, 6) and returns to its place."""
+    buffers = (
+        Buffer(id="a<&\x00>", size=64, live=Interval(0, 9), gaps=(Interval(2, 6),), kind="activation"),
+        Buffer(id="b", size=32, live=Interval(2, 6), kind="other"),
+    )
+    problem = Problem(buffers=buffers)
+    return picture_of(problem, solve(problem, solver="naive"), "x.csv")
+
+
+@given(plans())
+@settings(deadline=None, max_examples=50)
+def test_every_picture_exists_for_every_plan(plan: Plan) -> None:
+    picture = picture_of_plan(plan)
+    assert len(picture.blocks) == len(plan.problem.buffers)
+    root = ET.fromstring(picture_svg(picture))
+    titles = [t.text or "" for t in root.iter(f"{SVG}title")]
+    assert len(titles) == len(picture.blocks)
+    assert "__DATA__" not in picture_html(picture)
+    json.dumps(trace_events(picture), allow_nan=False)
+    assert pickle.loads(snapshot_bytes(picture)) == snapshot(picture)
+
+
+def test_svg_blocks_carry_their_origin_and_lie_within_the_arena() -> None:
+    root = ET.fromstring(picture_svg(picture_of_plan(sample_plan())))
+    texts = [t.text or "" for t in root.iter(f"{SVG}title")]
+    assert any("activation_2\n128 B at offset" in t and "h.0.attn, model.py:12, aten.mm" in t for t in texts)
+    blocks = [r for g in root.iter(f"{SVG}g") for r in g.iter(f"{SVG}rect")]
+    assert len(blocks) == 3
+    for r in blocks:
+        x, y, wide, tall = (float(r.attrib[k]) for k in ("x", "y", "width", "height"))
+        assert x >= 91.99
+        assert x + wide <= 1256.01
+        assert y >= 83.99
+        assert y + tall <= 554.01
+
+
+def test_an_eviction_is_two_blocks_and_a_line() -> None:
+    picture = _evicted()
+    root = ET.fromstring(picture_svg(picture))
+    first = next(root.iter(f"{SVG}g"))
+    assert len(list(first.iter(f"{SVG}rect"))) == 2
+    assert len(list(first.iter(f"{SVG}path"))) == 1
+    events = trace_events(picture)["traceEvents"]
+    assert sum(e["ph"] == "b" for e in events) == 3
+    actions = [e["action"] for e in snapshot(picture)["device_traces"][0]]
+    assert actions.count("alloc") == actions.count("free_completed") == 3
+
+
+def test_an_infeasible_problem_has_no_picture() -> None:
+    problem = Problem(buffers=(Buffer(id="a", size=9, live=Interval(0, 1)),), capacity=5)
+    solution = solve(problem)
+    if len(solution.offsets) == 1:  # a placement that exceeds the capacity can be drawn
+        return
+    with pytest.raises(InvalidSolution, match="nothing to draw"):
+        picture_of(problem, solution, "x")
+
+
+@pytest.mark.parametrize("most", [0, 1, 7, 100, 10**6, 2**40])
+def test_ticks_are_few_and_within(most: int) -> None:
+    for binary in (False, True):
+        found = ticks(most, 8, binary=binary)
+        assert found[0] == 0
+        assert found[-1] <= most
+        assert len(found) <= 9
+
+
+@given(plans())
+@settings(deadline=None, max_examples=50)
+def test_trace_events_hold_every_op_and_balance(plan: Plan) -> None:
+    events = trace_events(picture_of_plan(plan))["traceEvents"]
+    ops = [e for e in events if e["ph"] == "X"]
+    assert [e["ts"] for e in ops] == list(range(len(plan.schedule.order)))
+    begun, ended = ([e["id"] for e in events if e["ph"] == phase] for phase in "be")
+    assert sorted(begun) == sorted(ended)
+    assert max((e["args"]["bytes"] for e in events if e["ph"] == "C"), default=0) == plan.max_live
+
+
+@given(plans())
+@settings(deadline=None, max_examples=50)
+def test_the_snapshot_replays_to_max_live_without_overlap(plan: Plan) -> None:
+    live: dict[int, int] = {}
+    most = 0
+    for event in snapshot(picture_of_plan(plan))["device_traces"][0][1:]:
+        if event["action"] == "alloc":
+            low, high = event["addr"], event["addr"] + event["size"]
+            assert all(high <= a or a + s <= low for a, s in live.items())
+            live[low] = event["size"]
+            most = max(most, sum(live.values()))
+        elif event["action"] == "free_requested":
+            assert live.pop(event["addr"]) == event["size"]
+    assert not live
+    assert most == plan.max_live
+
+
+def test_the_snapshot_is_plain_data_of_protocol_4() -> None:
+    data = snapshot_bytes(picture_of_plan(sample_plan()))
+    assert data[:2] == b"\x80\x04"
+    names = {opcode.name for opcode, _, _ in pickletools.genops(io.BytesIO(data))}
+    assert not names & {"GLOBAL", "STACK_GLOBAL", "REDUCE", "INST", "OBJ", "NEWOBJ"}
+
+
+def test_torchs_own_viewer_replays_the_snapshot() -> None:
+    viewer = pytest.importorskip("torch.cuda._memory_viz")
+    data: dict[str, Any] = snapshot(picture_of_plan(sample_plan()))
+    text = viewer.trace(data)
+    assert text.count("= a[") == 3
+    assert "segments: 1" in viewer.segsum(data)
+
+
+def test_png_shows_every_colour_of_the_picture() -> None:
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(picture_png(picture_of_plan(sample_plan()))))
+    assert image.size == (2560, 1640)
+    counts = {color: count for count, color in image.getcolors(1 << 20) or []}
+    assert counts[(0x4C, 0x82, 0xD8)] > 100_000
+
+
+def test_png_without_pillow_names_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MemplanError, match=r"memplan\[png\]"):
+        picture_png(_evicted())

@@ -1,0 +1,169 @@
+"""`compile_step`: a whole training step in one arena equals eager with the fused optimizer, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from benchmarks.zoo import ZOO
+from memplan.errors import InputMismatch, UnsupportedGraph
+from memplan.runtime import compile_step
+from memplan.trace import plan as memplan_plan
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1, maximize=True, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=1e-3, nesterov=True, fused=True),
+}
+
+
+def _itself(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _eager(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Any) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss: torch.Tensor = model(*batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return loss.detach()
+
+
+def _same_parameters(one: nn.Module, two: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+@pytest.mark.parametrize("name", ZOO)
+def test_bitwise_equal_to_eager(name: str, kind: str) -> None:
+    model, batch = ZOO[name]("nano")
+    eager = copy.deepcopy(model)
+    ours, theirs = (OPTIMIZERS[kind](m.parameters()) for m in (model, eager))
+    step = compile_step(model, ours, _itself, batch, guard="poison")
+    for seed in range(4):
+        torch.manual_seed(seed)
+        one = step(*batch)
+        torch.manual_seed(seed)
+        assert torch.equal(one, _eager(eager, theirs, *batch))
+    assert _same_parameters(model, eager)
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        for key, value in theirs.state.get(q, {}).items():
+            assert torch.equal(ours.state[p][key], value), key
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), eager.buffers(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def _batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, 8, generator=generator), torch.randn(5, 4, generator=generator)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.net(x), y)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_schedules_and_checkpoints_interchange_with_eager(kind: str) -> None:
+    net, other = _net(), _net()
+    ours, theirs = OPTIMIZERS[kind](net.parameters()), OPTIMIZERS[kind](other.parameters())
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (ours, theirs)]
+    step = compile_step(net, ours, F.mse_loss, _batch())
+    eager = WithLoss(other)
+    for seed in range(3):
+        assert torch.equal(step(*_batch(seed)), _eager(eager, theirs, *_batch(seed)))
+        for schedule in schedules:
+            schedule.step()
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # new tensors at new addresses
+    other.load_state_dict(net.state_dict())
+    for seed in range(3, 6):
+        assert torch.equal(step(*_batch(seed)), _eager(eager, theirs, *_batch(seed)))
+    assert _same_parameters(net, other)
+
+
+def _groups(net: nn.Sequential) -> list[dict[str, Any]]:
+    return [{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].weight}]
+
+
+def test_parameter_groups_keep_their_hyperparameters() -> None:
+    nets = _net(), _net()
+    optimizers = [torch.optim.AdamW(_groups(n), lr=0.01, fused=True) for n in nets]
+    step = compile_step(nets[0], optimizers[0], F.mse_loss, _batch())
+    for seed in range(3):
+        for o in optimizers:
+            o.param_groups[1]["weight_decay"] = 0.1 * seed
+        assert torch.equal(step(*_batch(seed)), _eager(WithLoss(nets[1]), optimizers[1], *_batch(seed)))
+    assert _same_parameters(*nets), "the last bias is no one's, and stays"
+
+
+def test_clipping_is_that_of_torch() -> None:
+    net, other = _net(), _net()
+    ours, theirs = (OPTIMIZERS["adamw"](n.parameters()) for n in (net, other))
+    step = compile_step(net, ours, F.mse_loss, _batch(), clip_grad_norm=0.1)
+    for seed in range(4):
+        theirs.zero_grad()
+        loss = F.mse_loss(other(_batch(seed)[0]), _batch(seed)[1])
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+        theirs.step()
+        assert norm > 0.1
+        assert torch.equal(step(*_batch(seed)), loss.detach())
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_die_on_the_spot() -> None:
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    x = torch.randn(1, 64)
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return out.square().mean()
+
+    step = compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), loss, x)
+    gradients = sum(p.numel() * 4 for p in net.parameters())
+    assert step.plan.outside["gradients"] == 0
+    assert step.plan.arena_size < gradients / 2
+    assert memplan_plan(net, x).outside["gradients"] == gradients
+
+
+def test_misuse_raises() -> None:
+    net = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5))
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = compile_step(net, sgd, F.mse_loss, _batch())
+    with pytest.raises(InputMismatch, match=r"\(4, 8\)"):
+        step(torch.randn(4, 8), torch.randn(4, 4))
+    net.eval()
+    with pytest.raises(InputMismatch, match="training=False"):
+        step(*_batch())
+    net.train()
+    sgd.add_param_group({"params": nn.Parameter(torch.zeros(3))})
+    with pytest.raises(InputMismatch, match="optimizer"):
+        step(*_batch())
+    for optimizer in (
+        torch.optim.Adagrad(net.parameters()),
+        torch.optim.AdamW(net.parameters(), amsgrad=True),
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
+    ):
+        with pytest.raises(UnsupportedGraph, match=r"Adagrad|amsgrad|dampening|not known") as caught:
+            compile_step(net, optimizer, F.mse_loss, _batch())
+        assert caught.value.hint
+    with pytest.raises(UnsupportedGraph, match="loss_fn"):
+        compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), F.mse_loss, torch.randn(5, 8))
