@@ -81,6 +81,9 @@ def test_buffers_know_where_they_come_from() -> None:
     assert all(o.module in names for o in origins if o.module), {o.module for o in origins} - names
     assert sum(bool(o.module) for o in origins) > 0.8 * len(origins)
     assert any(o.source.startswith("modeling_gpt2.py:") for o in origins)
+    unet, inputs = ZOO["unet"]("nano")
+    known = {name for name, _ in unet.named_modules()}
+    assert {s.origin.module for s in plan(unet, inputs).graph.storages if s.planned} <= known
 
 
 def test_planning_seven_billion_parameters_allocates_next_to_nothing() -> None:
