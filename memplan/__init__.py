@@ -28,7 +28,7 @@ from memplan.version import __version__
 if TYPE_CHECKING:
     from torch import nn
 
-    from memplan.runtime import CompiledModule, compile
+    from memplan.runtime import CompiledModule, CompiledStep, compile, compile_step
     from memplan.schedule import Policy
     from memplan.solve import Solver
 
