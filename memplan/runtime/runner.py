@@ -62,29 +62,25 @@ class Runner:
 
     def __call__(self, leaves: list[Any], *, training: bool) -> Any:
         """Run the forward on checked leaves; `training`: through autograd, so that a backward can follow."""
-        current = self.slots.tensors()
-        if self.slots.state(current) != self.slots.noted:
-            self._rebind(current)
+        current = self._current()
         if self._written_buffers:
             self.signature.check_buffers(leaves, dict(zip(self.slots.names, current, strict=True)))
         inputs = self.signature.tensors(leaves)
         if training:
             differentiable = [current[i] for i in self._wanted_slots] + [leaves[i] for i in self._wanted_inputs]
-            fresh = PlannedStep.apply(self, inputs, *differentiable)  # type: ignore[no-untyped-call]
+            fresh = PlannedStep.apply(self, inputs, current, *differentiable)  # type: ignore[no-untyped-call]
         else:
             with self.arena.ledger as ledger, torch.no_grad():
                 ledger.begin(keep=False)
                 fresh = self.program.forward(*inputs)[0]
-            self.count_writes(inputs)
+            self.count_writes(inputs, current)
         if self._single is not None:
             return fresh[self._single]
         return self._assemble(fresh, current, leaves)
 
     def whole_step(self, leaves: list[Any]) -> torch.Tensor:
         """Run forward and backward of a step whose backward updates the parameters; the loss."""
-        current = self.slots.tensors()
-        if self.slots.state(current) != self.slots.noted:
-            self._rebind(current)
+        current = self._current()
         inputs = self.signature.tensors(leaves)
         backward = self.program.backward
         assert backward is not None
@@ -92,12 +88,16 @@ class Runner:
             ledger.begin(keep=False)
             (loss,), saved = self.program.forward(*inputs)
             backward(*saved, torch.ones_like(loss))
-        self.count_writes(inputs)
+        self.count_writes(inputs, current)
         return loss  # type: ignore[no-any-return]
 
-    def _rebind(self, current: list[torch.Tensor]) -> None:
-        for i in self.slots.moved(current):
-            self.program.rebind(self.slots.bindings[i], current[i])
+    def _current(self) -> list[torch.Tensor]:
+        """Parameters, buffers and state as they are now; the program follows those that moved."""
+        current = self.slots.tensors()
+        if self.slots.state(current) != self.slots.noted:
+            for i in self.slots.moved(current):
+                self.program.rebind(self.slots.bindings[i], current[i])
+        return current
 
     def _assemble(self, fresh: Sequence[torch.Tensor], current: list[torch.Tensor], leaves: list[Any]) -> Any:
         """The model's result: fresh tensors, and views of them, of inputs or of parameters that autograd knows."""
@@ -129,15 +129,13 @@ class Runner:
 
     # -- what autograd asks for --------------------------------------------------------------------------
 
-    def watched(self) -> list[torch.Tensor]:
-        """Parameters and buffers that the backward reads, as they are now."""
-        current = self.slots.tensors()
+    def watched(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of the parameters and buffers (`current`), those that the backward reads."""
         return [current[i] for i in self._watched_slots]
 
-    def count_writes(self, inputs: Sequence[torch.Tensor]) -> None:
+    def count_writes(self, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
         """Tell autograd that the step changed buffers and inputs, as an in-place op of eager's would."""
         if self._written_slots or self._written_inputs:
-            current = self.slots.tensors()
             written = [current[i] for i in self._written_slots] + [inputs[i] for i in self._written_inputs]
             torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
 

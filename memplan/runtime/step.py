@@ -15,7 +15,13 @@ class PlannedStep(torch.autograd.Function):
     """Parameters are inputs, so that their gradients arrive; what the backward reads may not change in between."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Any, inputs: Sequence[torch.Tensor], *differentiable: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        runner: Any,
+        inputs: Sequence[torch.Tensor],
+        current: Sequence[torch.Tensor],
+        *differentiable: torch.Tensor,
+    ) -> Any:
         with runner.arena.ledger as ledger:
             step = ledger.begin(keep=True)
             try:
@@ -23,11 +29,11 @@ class PlannedStep(torch.autograd.Function):
             except BaseException:
                 step.done = True  # no backward can follow; a kept exception must not block the arena
                 raise
-        runner.count_writes(inputs)
+        runner.count_writes(inputs, current)
         # An output saved as itself would keep its own graph alive for ever.
         outputs = runner.program.saved_outputs
         ctx.saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
-        ctx.watched = [*ctx.saved, *runner.watched()]
+        ctx.watched = [*ctx.saved, *runner.watched(current)]
         ctx.versions = [t._version for t in ctx.watched]
         ctx.runner, ctx.step = runner, step
         ctx.set_materialize_grads(False)
@@ -49,7 +55,7 @@ class PlannedStep(torch.autograd.Function):
             if [t._version for t in watched] != ctx.versions:
                 raise _changed(watched, ctx.versions, step)
             gradients = runner.program.backward(*saved, *runner.tangents_from(grads))
-        return (None, None, *runner.in_order(gradients, grads))
+        return (None, None, None, *runner.in_order(gradients, grads))
 
 
 def _changed(watched: Sequence[torch.Tensor], versions: Sequence[int], step: InFlight) -> StaleActivationsError:
