@@ -19,6 +19,7 @@ from memplan.graph import Graph, StorageKind, check_graph
 from memplan.problem import Problem, Solution, Status
 from memplan.schedule import Schedule, live_bytes, require_evidence, require_legal, working_set_bound
 from memplan.schedule.base import storage_intervals
+from memplan.schedule.reuse import placed
 from memplan.solve import Solver, solve
 from memplan.validate import validate
 
@@ -61,6 +62,11 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the graph: a plan fits exactly the models that trace to it."""
         return self.graph.fingerprint
+
+    @cached_property
+    def placed(self) -> Graph:
+        """The graph as it lies in the arena: results that take the bytes of an input are values of its storage."""
+        return placed(self.graph, self.schedule.order)
 
     @property
     def arena_size(self) -> int:

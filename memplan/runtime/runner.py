@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class Runner:
     def __init__(
         self, structure: Structure, traced: TracedGraph, plan: Plan, arena: Arena, *, guard: str | None
     ) -> None:
+        traced = replace(traced, graph=plan.placed)  # from here on values are where the plan has them
         self.traced = traced
         self.arena = arena
         self.slots = Slots(structure, traced)

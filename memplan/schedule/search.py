@@ -51,7 +51,7 @@ def search(core: Core, target: int, *, width: int, limit: int, backwards: bool =
             c.touch,
             c.user_ptr,
         ),
-        *(c.size, c.given, c.kept),
+        *(c.size, c.given, c.kept, c.backwards, c.chance_ptr, c.host, c.saved),
     )
     kind = {FOUND: Outcome.FOUND, EXHAUSTED: Outcome.EXHAUSTED}.get(int(outcome), Outcome.GAVE_UP)
     return Found(outcome=kind, order=c.n - 1 - order[::-1] if backwards else order, work=int(work))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from memplan.inplace import reuse_in_place
+from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
 from memplan.schedule import Policy
 from memplan.schedule import order as order_of
@@ -45,7 +45,7 @@ def trace(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
     traced = trace_captured(capture(model, args, example_kwargs or {}, train=train), type(model).__name__)
-    return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
+    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
 
 
 def trace_step(
@@ -68,7 +68,7 @@ def trace_step(
         append_updates(graph, model, optimizer, clip_grad_norm=clip_grad_norm)
 
     traced = trace_captured(captured, type(model).__name__, update)
-    return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
+    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
 
 
 def trace_captured(captured: Captured, model: str, finish: Callable[[fx.Graph], None] = own_the_results) -> TracedGraph:
