@@ -27,6 +27,7 @@ class StorageKind(enum.StrEnum):
     OUTPUT = "output"
     TANGENT = "tangent"
     OPTIMIZER_STATE = "optimizer state"
+    HOST = "host copy"
 
 
 class Phase(enum.StrEnum):
