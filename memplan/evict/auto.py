@@ -40,9 +40,9 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     return search.events(annealed(search, best, work=work, seed=seed))
 
 
-def recompute(workload: Workload) -> Events:
+def recompute(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events:
     """`auto` without copies to the host."""
-    return auto(workload, swaps=False)
+    return auto(workload, swaps=False, work=work, seed=seed)
 
 
 def infeasible(workload: Workload) -> BudgetInfeasible:

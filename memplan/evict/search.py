@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -70,9 +71,8 @@ class Search:
     def judged(self, decision: Ints, gap: Ints) -> Decisions:
         """Decisions with their price; `area` is infinite when they cannot be."""
         self.evaluations += 1
-        area, seconds, peak = judge(
-            decision, gap, self.workload.budget, self.kinds, self.indices, self._extra, self.tables
-        )
+        budget, room = self.workload.budget, (self.kinds, self.indices)
+        area, seconds, peak = judge(decision, gap, budget, *room, self._extra, self.tables)
         return Decisions(decision, gap, float(area), float(seconds), int(peak))
 
     def after(self, state: Decisions, move: Move) -> Decisions:
@@ -83,7 +83,8 @@ class Search:
 
     def events(self, state: Decisions) -> Events:
         """What the step does under these decisions."""
-        count = expand(state.decision, state.gap, self.kinds, self.indices, *self.tables[:6], *self._extra)
+        run: Any = expand
+        count = run(state.decision, state.gap, self.kinds, self.indices, *self.tables[:6], *self._extra)
         kinds, indices = self.kinds[:count].copy(), self.indices[:count].copy()
         return to_events(*prefetch(kinds, indices, self.workload.budget, self.tables))
 
@@ -96,7 +97,7 @@ class Search:
             if not w.size[s] or not w.graph.storages[s].planned or not w.writers[s]:
                 continue
             made = w.writers[s][-1]
-            idle = [(clock[b] - clock[a + 1], a) for a, b in zip(uses, uses[1:], strict=False) if a >= made]
+            idle = [(clock[b] - clock[a + 1], a) for a, b in pairwise(uses) if a >= made]
             moves = []
             if idle:
                 _, at = max(idle)

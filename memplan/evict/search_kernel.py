@@ -28,7 +28,7 @@ def judge(decision, gap, budget, kinds, indices, extra, tables):
 
 
 @njit(cache=True)
-def anneal(  # noqa: PLR0917
+def anneal(
     decision, gap, budget, seconds, moves, move_gap, move_ptr, rounds, heat, seed, kinds, indices, extra, tables
 ):
     """Metropolis over single changes that stay under `budget`; the best decisions found and their seconds.

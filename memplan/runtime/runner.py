@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from memplan.runtime.program import build_program
 from memplan.runtime.signature import Signature
 from memplan.runtime.slots import Slots, Structure
 from memplan.runtime.step import PlannedStep
+from memplan.trace.follow import follow
 from memplan.trace.traced import ReturnKind, Source, TracedGraph
 
 
@@ -25,7 +25,7 @@ class Runner:
     def __init__(
         self, structure: Structure, traced: TracedGraph, plan: Plan, arena: Arena, *, guard: str | None
     ) -> None:
-        traced = replace(traced, graph=plan.placed)  # from here on values are where the plan has them
+        traced = follow(traced, plan)  # from here on values are where the plan has them
         self.traced = traced
         self.arena = arena
         self.slots = Slots(structure, traced)

@@ -65,6 +65,9 @@ def compile_step(
     example_batch: Any,
     *,
     clip_grad_norm: float | None = None,
+    budget: Any = None,
+    policy: Any = "auto",
+    costs: Any = None,
     solver: Any = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
@@ -87,7 +90,9 @@ def compile_step(
         raise UnsupportedGraph("example_batch", what, "pass (inputs, targets), or a loss_fn of one argument")
     traced = trace_step(loss, optimizer, batch, clip_grad_norm=clip_grad_norm, in_place=in_place)
     redzone = redzone_of(guard, alignment_of(traced.device))
-    plan = plan_traced(traced, redzone=redzone, solver=solver, time_limit=time_limit)
+    plan = plan_traced(
+        traced, redzone=redzone, solver=solver, time_limit=time_limit, budget=budget, policy=policy, costs=costs
+    )
     structure = StepStructure(loss, optimizer)
     return CompiledStep(structure, Runner(structure, traced, plan, Arena(plan.arena_size, traced.device), guard=guard))
 

@@ -75,7 +75,7 @@ def levels(
                 if free == 0 and safe < 2:
                     for k in range(succ_ptr[v], succ_ptr[v + 1]):
                         w = succ[k]
-                        if waiting[r, w] != 1 or safe == 1 and v > c_move[begin]:
+                        if waiting[r, w] != 1 or (safe == 1 and v > c_move[begin]):
                             continue
                         needs, gone = 0, 0
                         for a in range(touch_ptr[w], touch_ptr[w + 1]):
