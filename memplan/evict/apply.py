@@ -114,7 +114,8 @@ class _Machine:
         phase = None if again else op.phase
         new = dict(zip((*op.reads, *op.writes), (*reads, *writes), strict=True))
         chances = tuple((new[result], new[read]) for result, read in op.chances)
-        op = replace(op, name=name, reads=reads, writes=writes, chances=chances)
+        unrelated = tuple((new[result], new[read]) for result, read in op.unrelated)
+        op = replace(op, name=name, reads=reads, writes=writes, chances=chances, unrelated=unrelated)
         self._emit(op, self.workload.sources[index], phase)
         self.ran[index] += 1
 

@@ -53,7 +53,7 @@ class Arrays:
         self.pair = pairs
         self.streamed = np.zeros(len(w.size), np.bool_)
         self.streamed[list(w.streamed)] = True
-        self.until = np.array(w.until, np.int64)
+        self.redo_until = np.array(w.redo_until, np.int64)
         self.recomputable = np.array(w.recomputable, np.bool_)
 
     @cached_property

@@ -92,19 +92,26 @@ class Workload:
         return tuple(found)
 
     @cached_property
-    def until(self) -> tuple[int, ...]:
-        """Of each op, the last position before which it can run again: then something that it reads is changed."""
-        n = len(self.graph.ops)
-        changed: list[int] = [n] * len(self.graph.storages)
-        found = [n] * n
-        for i in reversed(range(n)):
-            op = self.graph.ops[i]
-            read = {self.graph.values[v].storage for v in op.reads}
-            outside = [changed[s] for s in read if s not in self._held]
-            found[i] = min(outside, default=n)
-            for s in self.graph.written(op):
-                changed[s] = i
+    def redo_until(self) -> tuple[int, ...]:
+        """Of each storage, the last position before which its writers can run again for its sake; -1: never."""
+        g, n = self.graph, len(self.graph.ops)
+        found = []
+        for s, writers in enumerate(self.writers):
+            last = n if self.recomputable[s] else -1
+            for i in writers if self.recomputable[s] else ():
+                op = g.ops[i]
+                results = [v for v in op.writes if g.values[v].storage == s]
+                for read in op.reads:
+                    if any((v, read) not in op.unrelated for v in results):
+                        last = min(last, self._changed_after(g.values[read].storage, i))
+            found.append(last)
         return tuple(found)
+
+    def _changed_after(self, storage: int, position: int) -> int:
+        """The first op after `position` that writes a storage which the arena does not hold; the end if none does."""
+        if storage in self._held:
+            return len(self.graph.ops)
+        return next((i for i in self.writers[storage] if i > position), len(self.graph.ops))
 
     @cached_property
     def recomputable(self) -> tuple[bool, ...]:
