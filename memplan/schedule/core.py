@@ -91,8 +91,11 @@ class Core:
         return op - (op > self.barrier)
 
 
-def make_core(graph: Graph) -> Core:
-    """The arrays of `graph`. Linear in its ops and the storages that they touch."""
+def make_core(graph: Graph, *, least: int = 1) -> Core:
+    """The arrays of `graph`. Linear in its ops and the storages that they touch.
+
+    Storages of fewer than `least` bytes count as nothing: what every order needs without them, every order needs.
+    """
     barrier = graph.forward_ops
     before = [frozenset(p + (p >= barrier) for p in found) for found in predecessors(graph)]
     pred = _with_barrier(before, barrier)
@@ -103,7 +106,7 @@ def make_core(graph: Graph) -> Core:
     users: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):
         for storage in graph.touched(op):
-            if graph.storages[storage].planned and graph.storages[storage].nbytes:
+            if graph.storages[storage].planned and graph.storages[storage].nbytes >= max(least, 1):
                 users.setdefault(storage, []).append(index + (index >= barrier))
     return _assemble(graph, barrier, pred, succ, users)
 
@@ -131,7 +134,8 @@ def _assemble(
         for result, read in op.chances:
             host = graph.values[read].storage
             saved = graph.storages[graph.values[result].storage].nbytes
-            chances[index + (index >= barrier)].append((number[tuple(users[host]), host in kept], saved))
+            if host in users:
+                chances[index + (index >= barrier)].append((number[tuple(users[host]), host in kept], saved))
     touch: list[list[int]] = [[] for _ in pred]
     for (ops_, _), storage in number.items():
         for op_ in ops_:
