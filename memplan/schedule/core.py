@@ -129,13 +129,14 @@ def _assemble(
         key = (tuple(ops), storage in kept)
         merged[key] = merged.get(key, 0) + graph.storages[storage].nbytes
     number = {key: i for i, key in enumerate(merged)}
-    chances: list[list[tuple[int, int]]] = [[] for _ in pred]
+    chances: list[dict[int, int]] = [{} for _ in pred]
     for index, op in enumerate(graph.ops):
         for result, read in op.chances:
             host = graph.values[read].storage
             saved = graph.storages[graph.values[result].storage].nbytes
             if host in users:
-                chances[index + (index >= barrier)].append((number[tuple(users[host]), host in kept], saved))
+                row, at = chances[index + (index >= barrier)], number[tuple(users[host]), host in kept]
+                row[at] = max(saved, row.get(at, 0))
     touch: list[list[int]] = [[] for _ in pred]
     for (ops_, _), storage in number.items():
         for op_ in ops_:
@@ -144,7 +145,7 @@ def _assemble(
     succ_ptr, succ_flat = _flat(succ)
     touch_ptr, touch_flat = _flat(touch)
     user_ptr, user_flat = _flat(ops for ops, _ in merged)
-    chance_ptr, chance_flat = _flat(chances)
+    chance_ptr, chance_flat = _flat([list(row.items()) for row in chances])
     return Core(
         barrier=barrier,
         pred_ptr=pred_ptr,
