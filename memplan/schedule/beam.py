@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.graph import Graph
-from memplan.schedule.base import Schedule
+from memplan.schedule.base import Evidence, Schedule
 from memplan.schedule.core import make_core
 from memplan.schedule.prover import Prover
 from memplan.schedule.search import narrow, unsearched
@@ -16,5 +16,5 @@ def beam(graph: Graph, *, width: int = WIDTH, work: int = 10**9) -> Schedule:
     core = make_core(graph)
     prover = Prover(core, 0)
     found = narrow(core, unsearched(core, core.traced, prover.bound, work), width=width)
-    prover.searched(found.bound)
+    prover.searched(found.bound, Evidence.LONG_SEARCH)
     return prover.schedule(graph, found.order, "beam")

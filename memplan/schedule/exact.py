@@ -6,7 +6,7 @@ For graphs of some tens of ops, and for larger ones whose ops can hardly change 
 from __future__ import annotations
 
 from memplan.graph import Graph
-from memplan.schedule.base import Schedule
+from memplan.schedule.base import Evidence, Schedule
 from memplan.schedule.core import make_core
 from memplan.schedule.prover import Prover
 from memplan.schedule.search import narrow, unsearched, widest
@@ -17,5 +17,5 @@ def exact(graph: Graph, *, work: int = 10**9) -> Schedule:
     core = make_core(graph)
     prover = Prover(core, 0)
     found = narrow(core, unsearched(core, core.traced, prover.bound, work), width=widest(core))
-    prover.searched(found.bound)
+    prover.searched(found.bound, Evidence.LONG_SEARCH)
     return prover.schedule(graph, found.order, "exact")
