@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from memplan import lifetimes
 from memplan.graph import Graph
 from memplan.problem import Interval
-from memplan.schedule.reuse import placed
 from memplan.schedule import live_bytes, traced
+from memplan.schedule.reuse import placed
 from tests.graph_strategies import graphs, schedules
 from tests.samples import sample_graph
 

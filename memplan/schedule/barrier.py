@@ -1,4 +1,4 @@
-"""What a barrier on the gradients costs: clipping by the global norm, or a check of all gradients for infinity; and what accumulating them does.
+"""What it costs that updates wait: for all gradients (clipping by the global norm), or for several steps.
 
 A whole step is small because each gradient dies in its parameter's update, one by one. An op that needs all
 gradients and that all updates need keeps every one of them alive until the last exists. Here that op is found
@@ -134,9 +134,7 @@ def _planned(graph: Graph, value: int) -> bool:
     return graph.storages[graph.values[value].storage].planned
 
 
-def _ancestors(
-    before: tuple[frozenset[int], ...], ops: Iterable[int], but: Collection[int] = frozenset()
-) -> set[int]:
+def _ancestors(before: tuple[frozenset[int], ...], ops: Iterable[int], but: Collection[int] = frozenset()) -> set[int]:
     """All that must run before `ops`, as far as that leads over no op in `but`."""
     found: set[int] = set()
     stack = list(ops)

@@ -43,7 +43,10 @@ def portfolio(graph: Graph) -> Schedule:
     if peak > prover.bound:
         prover.raise_bound(best)
     if peak > prover.bound:
-        best, peak, name = _searched(graph, core, prover, best, peak, name)
+        found = _searched(graph, core, unsearched(core, best, prover.bound, _search_work(core)))
+        prover.searched(found.bound)
+        if found.max_live < peak:
+            best, name = found.order, "search"
     return prover.schedule(graph, best, name)
 
 
@@ -64,23 +67,22 @@ def _listed(core: Core, prover: Prover) -> tuple[Ints, str, int]:
     return best, name, peak
 
 
-def _searched(graph: Graph, core: Core, prover: Prover, best: Ints, peak: int, name: str) -> tuple[Ints, int, str]:
+def _searched(graph: Graph, core: Core, start: Narrowed) -> Narrowed:
     """The best order after propagation and ever wider searches, and what they prove: first narrow ones, then
-    without the small storages, which leave a search many choices for a few bytes, then with them again."""
-    found = _widened(core, unsearched(core, best, prover.bound, _search_work(core) // 4), _NARROW)
+    without the small storages, which leave a search many choices for a few bytes, then, if that left more open than
+    a few bytes, with them again."""
+    found = _widened(core, replace(start, left=start.left // 4), _NARROW)
+    found = replace(found, left=found.left + start.left - start.left // 4)
     rough = _rough(graph, core, found.max_live)
-    left = _search_work(core) - _search_work(core) // 4 + found.left
     if rough is not None and found.max_live > found.bound:
-        without = _widened(rough, unsearched(rough, found.order, found.bound, left), _WIDE)
-        left = without.left
+        without = _widened(rough, unsearched(rough, found.order, found.bound, found.left), _WIDE)
+        found = replace(found, bound=max(found.bound, without.bound), left=without.left)
         needs = int(step_bytes(core, without.order).max())
-        found = replace(found, bound=max(found.bound, without.bound))
         if needs < found.max_live:
             found = replace(found, order=without.order, max_live=needs)
-    if found.max_live > found.bound:
-        found = _widened(core, replace(found, left=left), _WIDE)
-    prover.searched(found.bound)
-    return (found.order, found.max_live, "search") if found.max_live < peak else (best, peak, name)
+        if without.max_live == without.bound:
+            return found  # what is left open is a few bytes of small storages
+    return _widened(core, found, _WIDE) if found.max_live > found.bound else found
 
 
 def _rough(graph: Graph, core: Core, peak: int) -> Core | None:

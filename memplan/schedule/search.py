@@ -58,7 +58,9 @@ def search(core: Core, target: int, *, width: int, limit: int, backwards: bool =
         *(c.size, c.given, c.kept, c.backwards, c.chance_ptr, c.host, c.saved),
     )
     kind = {FOUND: Outcome.FOUND, EXHAUSTED: Outcome.EXHAUSTED}.get(int(outcome), Outcome.GAVE_UP)
-    return Found(outcome=kind, order=c.n - 1 - order[::-1] if backwards else order, work=int(work), dropped=int(dropped))
+    return Found(
+        outcome=kind, order=c.n - 1 - order[::-1] if backwards else order, work=int(work), dropped=int(dropped)
+    )
 
 
 def widest(core: Core, memory: int = 2**27) -> int:
@@ -72,7 +74,7 @@ def _numbers(core: Core) -> np.dtype[np.signedinteger[Any]]:
     return np.dtype(np.int16 if core.n < 2**15 - 1 else np.int32)
 
 
-_MIDDLE = 64  # states: a wider search drops few enough to do without targets in between
+_NARROW = 64  # states
 _FAR = 4  # times more states dropped in one direction of time than in the other: not worth a search
 
 
@@ -97,24 +99,24 @@ def unsearched(core: Core, order: Ints, bound: int, work: int) -> Narrowed:
 def narrow(core: Core, best: Narrowed, *, width: int) -> Narrowed:
     """Search for ever better orders between the bound and the best, until they meet or the work is spent.
 
-    First at the bound, which ends it if it succeeds; then one byte below the best as long as that succeeds,
-    which ends it if all orders are excluded; at last, where states were dropped, in the middle (a lower target
-    leaves fewer states to drop).
+    One byte below the best as long as that succeeds, which ends it if all orders are excluded, and at the bound,
+    which ends it if it succeeds: first where the search is narrow, as a wide one is likely to exclude all. A
+    narrow one goes to the middle too: a lower target leaves fewer states to drop.
     """
-    if best.max_live > best.bound:
+    is_narrow = width <= _NARROW
+    if is_narrow:
         best = _attempt(core, best, best.bound, width)
     before = best.max_live + 1
-    while best.bound < best.max_live < before and best.left > 0:
+    while best.max_live < before:
         before = best.max_live
         best = _attempt(core, best, best.max_live - 1, width)
-    target = (best.bound + best.max_live) // 2
-    if width <= _MIDDLE and best.bound < target < best.max_live - 1 and best.left > 0:
-        best = _attempt(core, best, target, width)
-    return best
+    return _attempt(core, best, (best.bound + best.max_live) // 2 if is_narrow else best.bound, width)
 
 
 def _attempt(core: Core, best: Narrowed, target: int, width: int) -> Narrowed:
-    """Search for `target` in both directions of time, first in the one that dropped less before."""
+    """Search for `target` in both directions of time, first in the one that dropped less before; if there is need."""
+    if not best.bound <= target < best.max_live or best.left <= 0:
+        return best
     left, dropped = best.left, list(best.dropped)
     likely = dropped[1] < dropped[0]
     for backwards in (likely, not likely):

@@ -24,12 +24,12 @@ FOUND, EXHAUSTED, GAVE_UP = 0, 1, 2
 
 @Kernel
 def levels(
-    target, width, limit, keys, waiting, left, ready, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr, size, given, kept,
-    backwards, chance_ptr, host, saved,
+    target, width, limit, keys, waiting, left, ready, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr,
+    size, given, kept, backwards, chance_ptr, host, saved,
 ):  # fmt: skip
-    """(outcome, order, work, states dropped): FOUND an order within `target` bytes; EXHAUSTED: there is none; GAVE_UP after
-    `limit` units of work, or because `width` dropped states. `keys`: a random number per op (Zobrist's hash).
-    `waiting`, `left`, `ready`: tables of 2 `width` rows, of predecessors, of uses, and of ops that may run.
+    """(outcome, order, work, states dropped): FOUND an order within `target` bytes; EXHAUSTED: there is
+    none; GAVE_UP after `limit` units of work, or because `width` dropped states. `keys`: a random number per op
+    (Zobrist's hash). `waiting`, `left`, `ready`: tables of 2 `width` rows, of predecessors, of uses, of ready ops.
     """
     n, m = touch_ptr.shape[0] - 1, size.shape[0]
     uses = user_ptr[1:] - user_ptr[:-1] + kept
@@ -75,7 +75,7 @@ def levels(
                 if free == 0 and safe < 2:
                     for k in range(succ_ptr[v], succ_ptr[v + 1]):
                         w = succ[k]
-                        if waiting[r, w] != 1 or safe == 1 and v > c_move[begin]:
+                        if waiting[r, w] != 1 or (safe == 1 and v > c_move[begin]):
                             continue
                         needs, gone = 0, 0
                         for a in range(touch_ptr[w], touch_ptr[w + 1]):
