@@ -40,21 +40,10 @@ def search(core: Core, target: int, *, width: int, limit: int, backwards: bool =
     """
     c = reverse(core) if backwards else core
     keys = np.random.default_rng(0).integers(1, 2**62, c.n)
+    tables = (np.empty((2 * width, row), _numbers(c)) for row in (c.n, c.m, c.n))
     outcome, order, work, dropped = levels(
-        *(
-            max(c.n, c.n * width // _USUAL),
-            target,
-            width,
-            limit,
-            keys,
-            *(np.empty((2 * width, rows), _numbers(c)) for rows in (c.n, c.m, c.n)),
-            c.pred_ptr,
-            c.succ_ptr,
-            c.succ,
-            c.touch_ptr,
-            c.touch,
-            c.user_ptr,
-        ),
+        *(max(c.n, c.n * width // _USUAL), target, width, limit, keys),
+        *(*tables, c.pred_ptr, c.succ_ptr, c.succ, c.touch_ptr, c.touch, c.user_ptr),
         *(c.size, c.given, c.kept, c.backwards, c.chance_ptr, c.host, c.saved),
     )
     kind = {FOUND: Outcome.FOUND, EXHAUSTED: Outcome.EXHAUSTED}.get(int(outcome), Outcome.GAVE_UP)
