@@ -5,6 +5,7 @@
     compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     load(path)                       a saved plan, validated
+    Backend(**options)               torch.compile(model, backend="memplan"), with options
     explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
 
 Importing this package imports no torch and patches nothing: what needs torch is imported on first use.
@@ -28,11 +29,13 @@ from memplan.version import __version__
 if TYPE_CHECKING:
     from torch import nn
 
+    from memplan.backend import Backend
     from memplan.runtime import CompiledModule, CompiledStep, compile, compile_step
     from memplan.schedule import Policy
     from memplan.solve import Solver
 
 __all__ = [
+    "Backend",
     "Buffer",
     "CompiledModule",
     "CompiledStep",
@@ -55,6 +58,7 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = dict.fromkeys(("compile", "compile_step", "CompiledModule", "CompiledStep"), "memplan.runtime")
+_NEEDS_TORCH["Backend"] = "memplan.backend"
 
 
 def __getattr__(name: str) -> Any:

@@ -71,6 +71,12 @@ def trace_step(
     return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
 
 
+def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:
+    """Trace a graph that dynamo has made of a part of a model, wrapped as a module that keeps its parameters."""
+    traced = trace_captured(capture(module, inputs, {}, train=train, by_dynamo=True), type(module).__name__)
+    return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
+
+
 def trace_captured(captured: Captured, model: str, finish: Callable[[fx.Graph], None] = own_the_results) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them."""
     graph = captured.graph_module.graph

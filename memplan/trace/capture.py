@@ -45,10 +45,13 @@ class Captured:
     autocast: bool
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Captured:
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool, by_dynamo: bool = False
+) -> Captured:
     """Trace `model(*args, **kwargs)`, with its backward when `train`. Raises `UnsupportedGraph`.
 
     The model may hold real, fake or meta parameters; meta ones are traced as if they were on the CPU.
+    `by_dynamo`: the model is one of dynamo's own graphs, which is read as it is and may have no backward.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedGraph(type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs")
@@ -64,11 +67,11 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         # oneDNN's LSTM hands its backward a workspace whose size its fake does not know.
         recurrent = train and any(isinstance(m, nn.RNNBase) for m in model.modules())
         stack.enter_context(torch.backends.mkldnn.flags(enabled=not recurrent))
-        joint = _capture_joint(stack, model, args, kwargs)
+        joint = _capture_joint(stack, model, args, kwargs, (_as_it_is,) if by_dynamo else (_dynamo, _export))
         graph_module, out_spec = joint.graph_module, joint.out_spec
         leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
-    if train and not has_backward:
+    if train and not has_backward and not by_dynamo:
         raise UnsupportedGraph(
             type(model).__name__,
             "has no output that requires a gradient, so there is no backward to plan",
@@ -86,12 +89,21 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     )
 
 
-def _capture_joint(stack: contextlib.ExitStack, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+FrontEnd = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], nn.Module]
+
+
+def _capture_joint(
+    stack: contextlib.ExitStack,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    front_ends: tuple[FrontEnd, ...],
+) -> Any:
     """Try each front end in turn; the clearest complaint is the one that the user can act on."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     complaints: list[Exception] = []
-    for front_end in (_dynamo, _export):
+    for front_end in front_ends:
         try:
             module = front_end(model, args, kwargs)
             return aot_export_joint_with_descriptors(stack, module, args, kwargs)
@@ -102,6 +114,10 @@ def _capture_joint(stack: contextlib.ExitStack, model: nn.Module, args: tuple[An
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
     clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
     raise _unsupported(model, clearest) from clearest
+
+
+def _as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    return model
 
 
 def _dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
