@@ -27,8 +27,9 @@ class Runner:
         self.traced = traced
         self.arena = arena
         self.slots = Slots(structure, traced)
-        self._written_buffers = [b.name for b in traced.bindings if b.written and b.source is not Source.INPUT]
-        self.signature = Signature(traced, self._written_buffers)
+        self._written_slots = [j for j, i in enumerate(self.slots.bindings) if traced.bindings[i].written]
+        self.signature = Signature(traced, changes_model=bool(self._written_slots))
+        self._note_written(self.slots.tensors())
         tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))
         for i, b in enumerate(traced.bindings):
             if b.source is Source.INPUT:
@@ -49,7 +50,6 @@ class Runner:
         self._wanted_slots = [slot_of[of[i]] for i in ordered if of[i] in slot_of]
         self._wanted_inputs = [t.bindings[of[i]].index for i in ordered if of[i] not in slot_of]
         self._watched_slots = [slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of]
-        self._written_slots = [slot_of[i] for i, b in enumerate(t.bindings) if b.written and i in slot_of]
         self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
         self.tangents = t.results.tangents
         # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
@@ -63,8 +63,8 @@ class Runner:
     def __call__(self, leaves: list[Any], *, training: bool) -> Any:
         """Run the forward on checked leaves; `training`: through autograd, so that a backward can follow."""
         current = self._current()
-        if self._written_buffers:
-            self.signature.check_buffers(leaves, dict(zip(self.slots.names, current, strict=True)))
+        if self._written:
+            self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
         if training:
             differentiable = [current[i] for i in self._wanted_slots] + [leaves[i] for i in self._wanted_inputs]
@@ -78,16 +78,20 @@ class Runner:
             return fresh[self._single]
         return self._assemble(fresh, current, leaves)
 
-    def whole_step(self, leaves: list[Any]) -> torch.Tensor:
-        """Run forward and backward of a step whose backward updates the parameters; the loss."""
+    def whole_step(self, leaves: list[Any], tangent: torch.Tensor) -> torch.Tensor:
+        """Run forward and backward of a step whose backward updates the parameters; the loss.
+
+        `tangent` is the gradient of what is minimised with respect to the loss.
+        """
         current = self._current()
+        self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
         backward = self.program.backward
         assert backward is not None
         with self.arena.ledger as ledger, torch.no_grad():
             ledger.begin(keep=False)
             (loss,), saved = self.program.forward(*inputs)
-            backward(*saved, torch.ones_like(loss))
+            backward(*saved, tangent)
         self.count_writes(inputs, current)
         return loss  # type: ignore[no-any-return]
 
@@ -97,7 +101,15 @@ class Runner:
         if self.slots.state(current) != self.slots.noted:
             for i in self.slots.moved(current):
                 self.program.rebind(self.slots.bindings[i], current[i])
+            self._note_written(current)
         return current
+
+    def _note_written(self, current: Sequence[torch.Tensor]) -> None:
+        """Where the parameters, buffers and state lie that the step changes, and what they are."""
+        self._written = {}
+        for i in self._written_slots:
+            source = self.traced.bindings[self.slots.bindings[i]].source
+            self._written[current[i].untyped_storage().data_ptr()] = f"the {source.value} {self.slots.names[i]!r}"
 
     def _assemble(self, fresh: Sequence[torch.Tensor], current: list[torch.Tensor], leaves: list[Any]) -> Any:
         """The model's result: fresh tensors, and views of them, of inputs or of parameters that autograd knows."""

@@ -24,7 +24,7 @@ from memplan.trace.capture import Captured, capture
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
-from memplan.trace.updates import append_updates, ensure_state, require_supported
+from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
 from memplan.version import __version__
 
 __all__ = ["Captured", "TracedGraph", "alignment_of", "capture", "plan", "plan_traced", "trace", "trace_captured"]
@@ -54,18 +54,20 @@ def trace_step(
     example_inputs: tuple[Any, ...],
     *,
     clip_grad_norm: float | None = None,
+    accumulate: Accumulate | None = None,
     in_place: bool = True,
 ) -> TracedGraph:
     """Trace forward, backward and the optimizer's update of a model that returns its loss.
 
-    Creates the optimizer's state where it has none yet. Raises `UnsupportedGraph`.
+    `accumulate`: what the step does with its gradients when one update takes those of several steps. Creates
+    the optimizer's state where it has none yet. Raises `UnsupportedGraph`.
     """
     require_supported(optimizer)
     captured = capture(model, example_inputs, {}, train=True)
     ensure_state(optimizer)
 
     def update(graph: fx.Graph) -> None:
-        append_updates(graph, model, optimizer, clip_grad_norm=clip_grad_norm)
+        append_updates(graph, model, optimizer, clip_grad_norm=clip_grad_norm, accumulate=accumulate)
 
     traced = trace_captured(captured, type(model).__name__, update)
     return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
