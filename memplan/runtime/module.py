@@ -23,6 +23,7 @@ from memplan.schedule.legal import require_legal
 from memplan.trace import alignment_of, plan_traced, trace
 
 ON_MISMATCH = ("error", "eager", "replan")
+GRADIENTS = ("safe", "owned")
 
 
 class CompiledModule(nn.Module):
@@ -49,9 +50,11 @@ class CompiledModule(nn.Module):
         solver: Any = "auto",
         time_limit: float | None = None,
         in_place: bool = True,
+        gradients: str = "safe",
         guard: str | None = None,
         on_mismatch: str = "error",
     ) -> None:
+        _check_choice("gradients", gradients, GRADIENTS)
         _check_choice("guard", guard, (None, *GUARDS))
         _check_choice("on_mismatch", on_mismatch, ON_MISMATCH)
         self.__dict__["_original"] = model
@@ -61,6 +64,7 @@ class CompiledModule(nn.Module):
         self.__dict__["_structure"] = Structure(model)
         self.__dict__["_options"] = {"schedule": schedule, "solver": solver, "time_limit": time_limit}
         self.__dict__["_in_place"] = in_place
+        self.__dict__["_gradients"] = gradients
         self.__dict__["_guard"] = guard
         self.__dict__["_on_mismatch"] = on_mismatch
         self.__dict__["_arena"] = None
@@ -110,7 +114,7 @@ class CompiledModule(nn.Module):
                 )
             plan = given
         arena = self._arena_for(plan, traced.device)
-        return Runner(self._structure, traced, plan, arena, guard=self._guard)
+        return Runner(self._structure, traced, plan, arena, guard=self._guard, owned=self._gradients == "owned")
 
     def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
         """The module's arena if the plan fits in it (programs take turns), else one of its own."""
@@ -192,6 +196,7 @@ def compile(
     solver: Any = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
+    gradients: str = "safe",
     guard: str | None = None,
     on_mismatch: str = "error",
 ) -> CompiledModule:
@@ -202,7 +207,10 @@ def compile(
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
     of making one; it must have been made for this very graph. `schedule`, `solver`, `time_limit`: as in
     `memplan.plan`. `in_place`: let results take the
-    bytes of inputs that die there, where the kernel allows it. `guard`: "poison" or "redzone" checks every
+    bytes of inputs that die there, where the kernel allows it. `gradients`: "safe"
+    hands them to autograd; "owned" makes the backward set `.grad` itself, which is faster, and has limits: hooks
+    on parameters and DistributedDataParallel raise `UnsupportedCall`, and `torch.autograd.grad` and
+    `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
     model ("eager"), or gets a plan of its own ("replan").
 
@@ -220,6 +228,7 @@ def compile(
         solver=solver,
         time_limit=time_limit,
         in_place=in_place,
+        gradients=gradients,
         guard=guard,
         on_mismatch=on_mismatch,
     )

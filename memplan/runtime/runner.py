@@ -11,10 +11,11 @@ import torch.utils._pytree as pytree
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, dtype_of, view_within
 from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
+from memplan.runtime.owned import OwnedGradients
 from memplan.runtime.program import build_program
 from memplan.runtime.signature import Signature
 from memplan.runtime.slots import Slots, Structure
-from memplan.runtime.step import PlannedStep
+from memplan.runtime.step import OwningStep, PlannedStep
 from memplan.trace.traced import ReturnKind, Source, TracedGraph
 
 
@@ -22,7 +23,14 @@ class Runner:
     """Calls a program as the model would be called: leaves in, the model's result out."""
 
     def __init__(
-        self, structure: Structure, traced: TracedGraph, plan: Plan, arena: Arena, *, guard: str | None
+        self,
+        structure: Structure,
+        traced: TracedGraph,
+        plan: Plan,
+        arena: Arena,
+        *,
+        guard: str | None,
+        owned: bool = False,
     ) -> None:
         self.traced = traced
         self.arena = arena
@@ -39,6 +47,7 @@ class Runner:
         self.program = build_program(traced, plan, arena, tensors, _guards(guard, traced, plan, arena))
         self.plan = self.program.plan
         self._wire()
+        self.owned = OwnedGradients([self.slots.names[i] for i in self._wanted_slots]) if owned else None
 
     def _wire(self) -> None:
         """Work out once what each call needs: whose gradients, which tangents, what is watched, what is returned."""
@@ -67,8 +76,11 @@ class Runner:
             self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
         if training:
-            differentiable = [current[i] for i in self._wanted_slots] + [leaves[i] for i in self._wanted_inputs]
-            fresh = PlannedStep.apply(self, inputs, current, *differentiable)  # type: ignore[no-untyped-call]
+            step, parameters = PlannedStep, self.wanted(current)
+            if self.owned is not None:
+                step, parameters = OwningStep, [self.owned.anchor]
+            wanted = [leaves[i] for i in self._wanted_inputs]
+            fresh = step.apply(self, inputs, current, *parameters, *wanted)  # type: ignore[no-untyped-call]
         else:
             with self.arena.ledger as ledger, torch.no_grad():
                 ledger.begin(keep=False)
@@ -140,6 +152,10 @@ class Runner:
         return tensor.as_strided(two.shape, two.strides, tensor.storage_offset() + two.offset - one.offset)
 
     # -- what autograd asks for --------------------------------------------------------------------------
+
+    def wanted(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of the parameters and buffers (`current`), those that get gradients, in the order of `in_order`."""
+        return [current[i] for i in self._wanted_slots]
 
     def watched(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of the parameters and buffers (`current`), those that the backward reads."""
