@@ -5,6 +5,7 @@
     compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     load(path)                       a saved plan, validated
+    Backend(**options)               torch.compile(model, backend="memplan"), with options
     explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
 
 Importing this package imports no torch and patches nothing: what needs torch is imported on first use.
@@ -28,6 +29,7 @@ from memplan.version import __version__
 if TYPE_CHECKING:
     from torch import nn
 
+    from memplan.backend import Backend
     from memplan.budget import Budget
     from memplan.evict.costs import CostModel
     from memplan.evict.workload import Policy as EvictionPolicy
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from memplan.solve import Solver
 
 __all__ = [
+    "Backend",
     "Buffer",
     "CompiledModule",
     "CompiledStep",
@@ -58,6 +61,7 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = dict.fromkeys(("compile", "compile_step", "CompiledModule", "CompiledStep"), "memplan.runtime")
+_NEEDS_TORCH["Backend"] = "memplan.backend"
 
 
 def __getattr__(name: str) -> Any:

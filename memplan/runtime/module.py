@@ -23,6 +23,7 @@ from memplan.trace import alignment_of, plan_traced, trace
 from memplan.trace.follow import require_planned
 
 ON_MISMATCH = ("error", "eager", "replan")
+GRADIENTS = ("safe", "owned")
 
 
 class CompiledModule(nn.Module):
@@ -52,9 +53,11 @@ class CompiledModule(nn.Module):
         solver: Any = "auto",
         time_limit: float | None = None,
         in_place: bool = True,
+        gradients: str = "safe",
         guard: str | None = None,
         on_mismatch: str = "error",
     ) -> None:
+        _check_choice("gradients", gradients, GRADIENTS)
         _check_choice("guard", guard, (None, *GUARDS))
         _check_choice("on_mismatch", on_mismatch, ON_MISMATCH)
         self.__dict__["_original"] = model
@@ -67,6 +70,7 @@ class CompiledModule(nn.Module):
             **{"schedule": schedule, "solver": solver, "time_limit": time_limit},
         }
         self.__dict__["_in_place"] = in_place
+        self.__dict__["_gradients"] = gradients
         self.__dict__["_guard"] = guard
         self.__dict__["_on_mismatch"] = on_mismatch
         self.__dict__["_arena"] = None
@@ -116,7 +120,7 @@ class CompiledModule(nn.Module):
                 )
             plan = given
         arena = self._arena_for(plan, traced.device)
-        return Runner(self._structure, traced, plan, arena, guard=self._guard)
+        return Runner(self._structure, traced, plan, arena, guard=self._guard, owned=self._gradients == "owned")
 
     def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
         """The module's arena if the plan fits in it (programs take turns), else one of its own."""
@@ -201,6 +205,7 @@ def compile(
     solver: Any = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
+    gradients: str = "safe",
     guard: str | None = None,
     on_mismatch: str = "error",
 ) -> CompiledModule:
@@ -210,8 +215,11 @@ def compile(
     tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
     of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`,
-    `time_limit`: as in `memplan.plan`. `in_place`: let results take the
-    bytes of inputs that die there, where the kernel allows it. `guard`: "poison" or "redzone" checks every
+    `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where the
+    kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the backward set `.grad` itself, which
+    is faster, and has limits: hooks
+    on parameters and DistributedDataParallel raise `UnsupportedCall`, and `torch.autograd.grad` and
+    `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
     model ("eager"), or gets a plan of its own ("replan").
 
@@ -232,6 +240,7 @@ def compile(
         solver=solver,
         time_limit=time_limit,
         in_place=in_place,
+        gradients=gradients,
         guard=guard,
         on_mismatch=on_mismatch,
     )

@@ -25,7 +25,7 @@ from memplan.trace.capture import Captured, capture
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
-from memplan.trace.updates import append_updates, ensure_state, require_supported
+from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
 from memplan.version import __version__
 
 if TYPE_CHECKING:
@@ -60,20 +60,28 @@ def trace_step(
     example_inputs: tuple[Any, ...],
     *,
     clip_grad_norm: float | None = None,
+    accumulate: Accumulate | None = None,
     in_place: bool = True,
 ) -> TracedGraph:
     """Trace forward, backward and the optimizer's update of a model that returns its loss.
 
-    Creates the optimizer's state where it has none yet. Raises `UnsupportedGraph`.
+    `accumulate`: what the step does with its gradients when one update takes those of several steps. Creates
+    the optimizer's state where it has none yet. Raises `UnsupportedGraph`.
     """
     require_supported(optimizer)
     captured = capture(model, example_inputs, {}, train=True)
     ensure_state(optimizer)
 
     def update(graph: fx.Graph) -> None:
-        append_updates(graph, model, optimizer, clip_grad_norm=clip_grad_norm)
+        append_updates(graph, model, optimizer, clip_grad_norm=clip_grad_norm, accumulate=accumulate)
 
     traced = trace_captured(captured, type(model).__name__, update)
+    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
+
+
+def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:
+    """Trace a graph that dynamo has made of a part of a model, wrapped as a module that keeps its parameters."""
+    traced = trace_captured(capture(module, inputs, {}, train=train, by_dynamo=True), type(module).__name__)
     return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
 
 
