@@ -99,10 +99,10 @@ class Workload:
         found = [n] * n
         for i in reversed(range(n)):
             op = self.graph.ops[i]
+            written = self.graph.written(op)
             read = {self.graph.values[v].storage for v in op.reads}
-            outside = [changed[s] for s in read if s not in self._held]
-            found[i] = min(outside, default=n)
-            for s in self.graph.written(op):
+            found[i] = min((changed[s] for s in read if s not in written), default=n)
+            for s in written:
                 changed[s] = i
         return tuple(found)
 
