@@ -88,6 +88,10 @@ class Walk:
         at = bisect_right(uses, self.position)
         return uses[at] if at < len(uses) else len(self.workload.graph.ops)
 
+    def clean(self, storage: int) -> bool:
+        """Whether the host has the same bytes."""
+        return self._clean[storage]
+
     def seconds(self, storage: int) -> float:
         """Of the ops that make it."""
         return sum(self.workload.seconds[i] for i in self.workload.writers[storage])

@@ -1,0 +1,117 @@
+"""`capuchin`: Capuchin's guided execution (Peng et al. 2020), a baseline that plans are compared with.
+
+While the step needs more than the budget: of the storages that lie idle over the peak, the one with the most free
+time is swapped, as long as the gap hides its copies; after that the one that saves the most bytes per second of
+recompute (MSPS) is computed again, unless a swap would show less. Capuchin estimates what a decision saves; here the
+step is measured after each, which can only help it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from memplan.evict.arrays import to_arrays
+from memplan.evict.auto import infeasible
+from memplan.evict.events import Events, Kind
+from memplan.evict.search import KEEP, ONCE, SWAP, Decisions, Move, Search
+from memplan.evict.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A storage idle between two accesses (op positions), and its free time in seconds: how much longer that is than
+    its copies out and back."""
+
+    storage: int
+    evicted_access: int
+    back_access: int
+    free_time: float
+
+
+def capuchin(workload: Workload) -> Events:
+    """Events within the budget. Raises `BudgetInfeasible` when nothing idle at the peak is left to be given up."""
+    search = Search(workload)
+    state = search.start()
+    gaps = gaps_of(workload)
+    tried: set[tuple[int, int]] = set()
+    while state.area > 0:
+        peak = _peak_op(search, state)
+        idle = [g for g in gaps if g.evicted_access < peak < g.back_access and state.decision[g.storage] == KEEP]
+        after = _next(search, state, idle, tried)
+        if after is None:
+            raise infeasible(workload)
+        state = after
+    return search.events(state)
+
+
+def gaps_of(workload: Workload) -> tuple[Gap, ...]:
+    """Every interval in which a finished storage that the arena holds is idle."""
+    w = workload
+    clock = np.concatenate(([0.0], np.cumsum(w.seconds)))
+    found = []
+    for s, uses in enumerate(w.uses):
+        if not w.size[s] or s in w.streamed:
+            continue
+        for a, b in pairwise(uses):
+            if a >= w.writers[s][-1] and b > a + 1:
+                free = float(clock[b] - clock[a + 1]) - w.to_host[s] - w.to_device[s]
+                found.append(Gap(storage=s, evicted_access=a, back_access=b, free_time=free))
+    return tuple(found)
+
+
+def recompute_seconds(workload: Workload, storage: int, dropped: frozenset[int], position: int) -> float:
+    """Seconds to make `storage` again at `position` (an op), with every source that is not there then: one that was
+    `dropped`, or has had its last use, counts with its own sources (collective recomputation)."""
+    w, seen, stack, total = workload, {storage}, [storage], 0.0
+    while stack:
+        top = stack.pop()
+        total += sum(w.seconds[i] for i in w.writers[top])
+        for r in {r for i in w.writers[top] for r in w.reads[i]} - seen:
+            seen.add(r)
+            if w.recomputable[r] and (r in dropped or w.uses[r][-1] < position):
+                stack.append(r)
+    return total
+
+
+def _next(search: Search, state: Decisions, idle: list[Gap], tried: set[tuple[int, int]]) -> Decisions | None:
+    """The state after the next decision; None when none is left that lowers what is above the budget."""
+    w = search.workload
+    dropped = frozenset(np.flatnonzero(state.decision == ONCE).tolist())
+    hidden = sorted((g for g in idle if g.free_time >= 0), key=lambda g: -g.free_time)
+    moves = [Move(g.storage, SWAP, g.evicted_access) for g in hidden]
+    rest = []
+    for g in idle:
+        if w.recomputable[g.storage] and min(w.until[i] for i in w.writers[g.storage]) >= g.back_access:
+            seconds = recompute_seconds(w, g.storage, dropped, g.back_access)
+            rest.append((seconds / w.size[g.storage], Move(g.storage, ONCE, g.evicted_access)))
+        if g.free_time < 0:
+            rest.append((-g.free_time / w.size[g.storage], Move(g.storage, SWAP, g.evicted_access)))
+    moves += [move for _, move in sorted(rest, key=lambda one: one[0])]
+    for move in moves:
+        if (move.storage, move.decision) in tried:
+            continue
+        tried.add((move.storage, move.decision))
+        after = search.after(state, move)
+        if after.area < state.area:
+            return after
+    return None
+
+
+def _peak_op(search: Search, state: Decisions) -> int:
+    """The op of the step (its position) at or before which most bytes are alive."""
+    events = search.events(state)
+    figures = search.arrays.measure(*to_arrays(events))
+    assert figures is not None
+    peak, step, position = int(np.argmax(figures.live)), -1, -1
+    ran: set[int] = set()
+    for kind, index in events:
+        step += kind is not Kind.DROP
+        if kind is Kind.RUN and index not in ran:
+            ran.add(index)
+            position = index
+            if step >= peak:
+                break
+    return position
