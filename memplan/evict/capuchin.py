@@ -16,6 +16,7 @@ import numpy as np
 from memplan.evict.arrays import to_arrays
 from memplan.evict.auto import infeasible
 from memplan.evict.events import Events, Kind
+from memplan.evict.resident import with_streamed_kept
 from memplan.evict.search import KEEP, ONCE, SWAP, Decisions, Move, Search
 from memplan.evict.workload import Workload
 
@@ -32,15 +33,20 @@ class Gap:
 
 
 def capuchin(workload: Workload) -> Events:
-    """Events within the budget. Raises `BudgetInfeasible` when nothing idle at the peak is left to be given up."""
+    """Events within the budget; streamed storages stay on the device. Raises `BudgetInfeasible` when nothing that is
+    idle at the peak is left to be given up."""
+    return with_streamed_kept(workload, _guided)
+
+
+def _guided(workload: Workload) -> Events:
     search = Search(workload)
     state = search.start()
     gaps = gaps_of(workload)
-    tried: set[tuple[int, int]] = set()
     while state.area > 0:
         peak = _peak_op(search, state)
-        idle = [g for g in gaps if g.evicted_access < peak < g.back_access and state.decision[g.storage] == KEEP]
-        after = _next(search, state, idle, tried)
+        free = [g for g in gaps if state.decision[g.storage] == KEEP]
+        after = _next(search, state, [g for g in free if g.evicted_access < peak < g.back_access])
+        after = after or _next(search, state, free)
         if after is None:
             raise infeasible(workload)
         state = after
@@ -53,7 +59,7 @@ def gaps_of(workload: Workload) -> tuple[Gap, ...]:
     clock = np.concatenate(([0.0], np.cumsum(w.seconds)))
     found = []
     for s, uses in enumerate(w.uses):
-        if not w.size[s] or s in w.streamed:
+        if not w.size[s] or not w.writers[s]:
             continue
         for a, b in pairwise(uses):
             if a >= w.writers[s][-1] and b > a + 1:
@@ -76,7 +82,7 @@ def recompute_seconds(workload: Workload, storage: int, dropped: frozenset[int],
     return total
 
 
-def _next(search: Search, state: Decisions, idle: list[Gap], tried: set[tuple[int, int]]) -> Decisions | None:
+def _next(search: Search, state: Decisions, idle: list[Gap]) -> Decisions | None:
     """The state after the next decision; None when none is left that lowers what is above the budget."""
     w = search.workload
     dropped = frozenset(np.flatnonzero(state.decision == ONCE).tolist())
@@ -91,9 +97,6 @@ def _next(search: Search, state: Decisions, idle: list[Gap], tried: set[tuple[in
             rest.append((-g.free_time / w.size[g.storage], Move(g.storage, SWAP, g.evicted_access)))
     moves += [move for _, move in sorted(rest, key=lambda one: one[0])]
     for move in moves:
-        if (move.storage, move.decision) in tried:
-            continue
-        tried.add((move.storage, move.decision))
         after = search.after(state, move)
         if after.area < state.area:
             return after

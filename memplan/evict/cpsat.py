@@ -18,6 +18,7 @@ from memplan.evict.arrays import measure
 from memplan.evict.auto import recompute
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.floor import floor
+from memplan.evict.resident import with_streamed_kept
 from memplan.evict.workload import Workload
 
 if TYPE_CHECKING:
@@ -41,7 +42,14 @@ class Optimum:
 
 
 def cpsat(workload: Workload, *, work: float = 30.0) -> Events:
-    """The faster of `optimum` and the greedy `recompute`. Raises `BudgetInfeasible` when neither finds a way."""
+    """The faster of `optimum` and the greedy `recompute`; streamed storages stay on the device.
+
+    Raises `BudgetInfeasible` when neither finds a way.
+    """
+    return with_streamed_kept(workload, lambda inner: _best(inner, work))
+
+
+def _best(workload: Workload, work: float) -> Events:
     try:
         greedy: Events | None = recompute(workload)
     except BudgetInfeasible:
@@ -59,7 +67,7 @@ def cpsat(workload: Workload, *, work: float = 30.0) -> Events:
 
 def optimum(workload: Workload, *, work: float = 30.0, lives: int = 2, hint: Events | None = None) -> Optimum:
     """The cheapest plan in which every storage has at most `lives` lives, if OR-Tools' deterministic time `work` is
-    enough; else the best found. `hint`: events to start from. Streamed storages stay on the device throughout.
+    enough; else the best found. `hint`: events to start from. `workload` streams nothing.
 
     Raises `BudgetInfeasible` when there is none, or none was found. Imports OR-Tools.
     """
@@ -195,9 +203,8 @@ class _Program:
                     )
                 sizes.append(self.w.size[s])
         unit = gcd(*sizes) if sizes else 1
-        room = self.w.budget - sum(self.w.size[s] for s in self.w.streamed)
-        self.model.add_cumulative(intervals, [size // unit for size in sizes], max(room, 0) // unit)
-        if room < 0:
+        self.model.add_cumulative(intervals, [size // unit for size in sizes], max(self.w.budget, 0) // unit)
+        if self.w.budget < 0:
             self.model.add_bool_or([])
 
     def _takeovers(self) -> dict[tuple[int, int], list[Any]]:
@@ -230,7 +237,7 @@ class _Program:
 
     def _planned(self, s: int) -> bool:
         """Whether its bytes are a matter of the program."""
-        return self.w.size[s] > 0 and s not in self.w.streamed and bool(self.w.writers[s])
+        return self.w.size[s] > 0 and bool(self.w.writers[s])
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -259,7 +266,7 @@ class _Program:
         for s, found in self.lives.items():
             present = [life for life in found if life.present is True or solver.boolean_value(life.present)]
             held[s] = [(solver.value(life.begin) + life.first, solver.value(life.end)) for life in present]
-        events = [e for e in self.w.plain if e.kind in (Kind.RELOAD, Kind.RELOADED)]
+        events: list[Event] = []
         for t in range(len(self.w.graph.ops)):
             row = _slot(t, 0)
             for i in sorted(again.get(row, ())):
@@ -269,7 +276,7 @@ class _Program:
                         events.append(Event(Kind.DROP, s))
                 events.append(Event(Kind.RUN, i))
             events.append(Event(Kind.RUN, t))
-        return (*events, *(e for e in self.w.plain if e.kind in (Kind.OFFLOAD, Kind.OFFLOADED)))
+        return tuple(events)
 
 
 def _slot(row: int, op: int) -> int:
