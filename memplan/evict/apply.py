@@ -50,6 +50,7 @@ class _Life:
     written: int = 0  # by how many of its writers
     dropped: bool = False
     away: bool = False  # on the host, and to come back from there
+    clean: bool = False  # the host has the same bytes
     copying: Kind | None = None
 
 
@@ -76,7 +77,7 @@ class _Machine:
         held = [s.planned or i in w.streamed for i, s in enumerate(g.storages)]
         self.lives = [_Life(device=None if h else i) for i, h in enumerate(held)]
         for s in w.streamed:
-            self.lives[s].host = s
+            self.lives[s].host, self.lives[s].clean = s, True
 
     # -- events ------------------------------------------------------------------------------------------
 
@@ -86,8 +87,8 @@ class _Machine:
             self._run(event.of, where)
         elif event.kind is Kind.DROP:
             life = self._on_device(event.of, where)
-            if not self.workload.recomputable[event.of] and event.of not in self.workload.streamed:
-                raise InvalidEviction("its bytes cannot be made again", where=where)
+            if not life.clean and not self.workload.recomputable[event.of]:
+                raise InvalidEviction("its bytes cannot be had again", where=where)
             life.dropped = True
         else:
             self._copy(event, where)
@@ -157,6 +158,7 @@ class _Machine:
         early = event.kind is Kind.OFFLOAD and not self.backward  # what the forward made may leave before it ends
         self._emit(op, -1, Phase.FORWARD if early else None)
         life.copying = event.kind if starts else None
+        life.clean = life.clean or event.kind is Kind.OFFLOADED
         life.away = event.kind is Kind.OFFLOADED or (life.away and event.kind is Kind.RELOAD)
         life.dropped = event.kind is Kind.OFFLOADED or (life.dropped and event.kind is not Kind.RELOADED)
 
@@ -182,9 +184,10 @@ class _Machine:
         absent = life.device is None or life.dropped
         if again and not self.workload.recomputable[s]:
             raise InvalidEviction(f"it would change {name} twice", where=where)
+        life.clean = life.clean and again
         if life.copying is None and not absent and life.written == place:
             life.written += 1
-        elif absent and place == 0 and not life.away and (again or not life.dropped):
+        elif absent and place == 0 and not life.away and life.copying is None and (again or not life.dropped):
             life.device, life.written, life.dropped = (self._instance(s) if again else s), 1, False
         elif again and (life.away or life.copying is not None or not absent):
             return self._instance(s)

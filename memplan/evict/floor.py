@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memplan.errors import BudgetInfeasible
 from memplan.evict.workload import Workload
 
 
@@ -18,3 +19,16 @@ def floor(workload: Workload) -> tuple[int, int]:
         if need - saved > most:
             most, at = need - saved, i
     return most, at
+
+
+def require_floor(workload: Workload) -> None:
+    """Raise `BudgetInfeasible`, naming the op that needs more, when the budget is below the floor."""
+    least, at = floor(workload)
+    if least > workload.budget:
+        name = workload.graph.ops[at].name
+        raise BudgetInfeasible(
+            f"what op {name} reads and writes is {least} bytes; the budget is {workload.budget}",
+            op=name,
+            smallest=least,
+            hint=f"give at least {least} bytes, or a smaller batch",
+        )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from memplan.errors import InvalidEviction
 from memplan.evict.arrays import Arrays, Ints, measure, to_events
 from memplan.evict.events import Events
 from memplan.evict.expand_kernel import AGAIN, KEEP, ONCE, SAVE, SWAP, expand
@@ -83,9 +84,11 @@ class Search:
         return self.judged(decision, gap)
 
     def events(self, state: Decisions) -> Events:
-        """What the step does under these decisions."""
+        """What the step does under these decisions. Raises `InvalidEviction` when they cannot be."""
         run: Any = expand
         count = run(state.decision, state.gap, self.kinds, self.indices, *self.tables[:6], *self._extra)
+        if count < 0:
+            raise InvalidEviction("an op cannot have what it needs under these decisions", where="decisions")
         kinds, indices = self.kinds[:count].copy(), self.indices[:count].copy()
         return to_events(*prefetch(kinds, indices, self.workload.budget, self.tables))
 

@@ -14,12 +14,19 @@ POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "auto": ("auto", "auto"),
         "recompute": ("auto", "recompute"),
+        "cpsat": ("cpsat", "cpsat"),
+        "flow": ("flow", "flow"),
+        "genoa": ("genoa", "genoa"),
+        "dtr": ("dtr", "dtr"),
+        "dtr-addresses": ("dtr", "dtr_addresses"),
+        "delta": ("delta", "delta"),
+        "capuchin": ("capuchin", "capuchin"),
     }
 )
 
 
 def fit_policy(policy: str | Policy = "auto") -> Policy:
-    """A policy, or the one of that name. Raises `MemplanError` for a name that is none."""
+    """The policy of that name, or the one that is given. Raises `MemplanError` for a name that is none."""
     if callable(policy):
         return policy
     if policy not in POLICIES:

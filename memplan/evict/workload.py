@@ -102,16 +102,11 @@ class Workload:
                 op = g.ops[i]
                 results = [v for v in op.writes if g.values[v].storage == s]
                 for read in op.reads:
-                    if any((v, read) not in op.unrelated for v in results):
-                        last = min(last, self._changed_after(g.values[read].storage, i))
+                    storage = g.values[read].storage
+                    if storage != s and any((v, read) not in op.unrelated for v in results):
+                        last = min(last, next((j for j in self.writers[storage] if j > i), n))
             found.append(last)
         return tuple(found)
-
-    def _changed_after(self, storage: int, position: int) -> int:
-        """The first op after `position` that writes a storage which the arena does not hold; the end if none does."""
-        if storage in self._held:
-            return len(self.graph.ops)
-        return next((i for i in self.writers[storage] if i > position), len(self.graph.ops))
 
     @cached_property
     def recomputable(self) -> tuple[bool, ...]:
