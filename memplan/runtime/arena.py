@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memplan.graph import Value
+from memplan.plan import Plan, require_budget
 from memplan.runtime.copies import make_copies
 from memplan.runtime.ledger import Ledger
 
@@ -50,6 +51,12 @@ class Arena(Memory):
         if nbytes > self._host.nbytes:
             self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
         return self._host
+
+
+def arena_for(plan: Plan, device: torch.device) -> Arena:
+    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`."""
+    require_budget(plan)
+    return Arena(plan.arena_size, device)
 
 
 def view_of(storage: torch.UntypedStorage, value: Value, offset: int | None = None) -> torch.Tensor:

@@ -110,7 +110,7 @@ class ThreadCopy:
         """Copy (in the lane's thread)."""
         try:
             move()
-        except BaseException as error:  # noqa: BLE001  (it is raised where the step waits)
+        except BaseException as error:  # raised where the step waits
             self._error = error
         self._done.release()
 
@@ -198,7 +198,7 @@ class StreamCopies:
     def copy(self, direction: Direction, host: torch.Tensor) -> StreamCopy:
         """A new planned copy. Pinned memory that is given up is kept by torch's allocator until its copies end."""
         if direction not in self._streams:
-            self._streams[direction] = torch.cuda.Stream(self.device)
+            self._streams[direction] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return StreamCopy(self, self._streams[direction])
 
     def drain(self) -> None:
@@ -221,7 +221,7 @@ class StreamCopy:
     def __init__(self, owner: StreamCopies, stream: torch.cuda.Stream) -> None:
         self._owner = owner
         self._stream = stream
-        self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._ready, self._done = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
         self.stalled = 0.0
 
     def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:

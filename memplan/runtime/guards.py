@@ -7,7 +7,7 @@ looks at all of them after every step, so that a write outside its bytes is caug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from memplan.errors import ArenaCorruption
 from memplan.lifetimes import host_problem
 from memplan.plan import Plan
+from memplan.problem import Buffer
 from memplan.runtime.arena import Arena, Memory
 from memplan.trace.traced import TracedGraph
 
@@ -51,16 +52,18 @@ def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> 
     before: list[list[Hook]] = [[] for _ in range(steps)]
     after: list[list[Hook]] = [[] for _ in range(steps)]
     graph = traced.graph
-    typed = sorted(reversed(graph.values), key=lambda value: value.dtype != "uint8")  # what copies see comes first
-    dtype_of = {graph.storages[value.storage].name: getattr(torch, value.dtype) for value in typed}
+    dtype_of: dict[str, torch.dtype] = {}
+    for value in sorted(graph.values, key=lambda value: value.dtype == "uint8"):  # as copies see it
+        dtype_of.setdefault(graph.storages[value.storage].name, getattr(torch, value.dtype))
     nbytes = {s.name: s.nbytes for s in graph.storages}
+    places: list[tuple[Sequence[Buffer], Mapping[str, int], Memory, int]]
     places = [(plan.problem.buffers, plan.solution.offsets, arena, plan.redzone)]
     if plan.eviction is not None:
         copies = host_problem(plan.graph, plan.schedule, alignment=plan.alignment).buffers
         places.append((copies, plan.eviction.host.offsets, host, 0))
     for buffers, offsets, memory, redzone in places:
         for buffer in buffers:
-            dtype: torch.dtype = dtype_of[buffer.id]
+            dtype = dtype_of[buffer.id]
             storage = memory.storage(offsets[buffer.id] + redzone, nbytes[buffer.id])
             count = nbytes[buffer.id] // dtype.itemsize
             view = torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, (count,), (1,))

@@ -51,8 +51,8 @@ class Program:
                 self.namespace.names[f"v{index}"] = _over(tensor, self.traced, b, index)
 
 
-def build_program(  # noqa: PLR0917
-    traced: TracedGraph, plan: Plan, arena: Arena, host: Memory, tensors: Mapping[int, torch.Tensor], guards: Guards
+def build_program(
+    traced: TracedGraph, plan: Plan, arena: Arena, host: Memory, tensors: Mapping[int, torch.Tensor], *, guards: Guards
 ) -> Program:
     """Bind, measure and compile a step. `tensors` maps bindings (indices) to parameters, buffers, example inputs.
 
@@ -62,7 +62,7 @@ def build_program(  # noqa: PLR0917
     graph, order = traced.graph, plan.schedule.order
     static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **_on_host(graph, plan, host)}, tensors, layout)
     transfers = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
-    plan, bound = run_trial(traced, plan, layout, static, tensors, transfers)
+    plan, bound = run_trial(traced, plan, layout, static, tensors, transfers=transfers)
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
     inputs = tuple(i for i, b in enumerate(traced.bindings) if b.source is Source.INPUT)

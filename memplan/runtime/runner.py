@@ -39,7 +39,7 @@ class Runner:
                 tensors[i] = b.tensor
         host = arena.host(plan.host_size)
         guards = _guards(guard, traced, plan, arena, host)
-        self.program = build_program(traced, plan, arena, host, tensors, guards)
+        self.program = build_program(traced, plan, arena, host, tensors, guards=guards)
         self.plan = self.program.plan
         self._wire()
 

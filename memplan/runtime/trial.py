@@ -33,6 +33,7 @@ def run_trial(
     layout: Layout,
     static: Mapping[int, torch.Tensor],
     tensors: Mapping[int, torch.Tensor],
+    *,
     transfers: Mapping[int, BoundOp],
 ) -> tuple[Plan, tuple[BoundOp, ...]]:
     """The bound ops (indexed like the graph's) and the plan with measured kernels and temporaries.

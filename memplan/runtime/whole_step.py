@@ -11,7 +11,7 @@ from torch import nn
 
 from memplan.errors import UnsupportedGraph
 from memplan.plan import Plan
-from memplan.runtime.arena import Arena
+from memplan.runtime.arena import arena_for
 from memplan.runtime.guards import redzone_of
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import StepStructure
@@ -94,7 +94,7 @@ def compile_step(
         traced, redzone=redzone, solver=solver, time_limit=time_limit, budget=budget, policy=policy, costs=costs
     )
     structure = StepStructure(loss, optimizer)
-    return CompiledStep(structure, Runner(structure, traced, plan, Arena(plan.arena_size, traced.device), guard=guard))
+    return CompiledStep(structure, Runner(structure, traced, plan, arena_for(plan, traced.device), guard=guard))
 
 
 def _positional_arguments(function: Callable[..., Any]) -> int:
