@@ -72,9 +72,10 @@ def smallest(workload: Workload, policy: Policy) -> int:
     while high - low > max(_CLOSE * high, workload.alignment):
         try:
             at = replace(workload, budget=tried)
-            high = min(tried, measure(at, quick(at)).peak)
+            peak = measure(at, quick(at)).peak
         except BudgetInfeasible:
-            low = tried
+            peak = high
+        low, high = (low, peak) if peak <= tried else (tried, high)
         tried = (low + high) // 2
     return high
 

@@ -28,7 +28,7 @@ class _Furthest:
     def choose(self, walk: Walk, candidates: Sequence[int]) -> int:
         return max(candidates, key=lambda s: (walk.next_use(s), -s))
 
-    def way(self, walk: Walk, storage: int) -> Way:  # noqa: ARG002
+    def way(self, walk: Walk, storage: int) -> Way:
         return Way.SWAP
 
     def changed(self, walk: Walk, storage: int) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.plan import Plan
 from memplan.planfile import load
-from memplan.runtime.arena import Arena
+from memplan.runtime.arena import Arena, arena_for
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
@@ -125,9 +125,9 @@ class CompiledModule(nn.Module):
     def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
         """The module's arena if the plan fits in it (programs take turns), else one of its own."""
         if self._arena is None:
-            self.__dict__["_arena"] = Arena(plan.arena_size, device)
+            self.__dict__["_arena"] = arena_for(plan, device)
         arena: Arena = self._arena
-        return arena if plan.arena_size <= arena.nbytes else Arena(plan.arena_size, device)
+        return arena if plan.arena_size <= arena.nbytes else arena_for(plan, device)
 
     # -- being the model ---------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from memplan.evict.arrays import measure
 from memplan.evict.cpsat import cpsat
 from memplan.evict.dtr import Heuristic, dtr, h_dtr, h_local, h_lru, h_size
 from memplan.evict.events import Events
-from memplan.evict.flow import flow
 from memplan.evict.floor import floor
+from memplan.evict.flow import flow
 from memplan.evict.genoa import genoa
 from memplan.evict.select import POLICIES, fit_policy
 from memplan.evict.workload import Policy, Workload
