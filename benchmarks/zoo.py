@@ -66,6 +66,35 @@ class Translation(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+class Transcription(nn.Module):
+    """Cross-entropy of a transcript, each token predicted from those before it and the sound."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, spectrogram: Tensor, target: Tensor) -> Tensor:
+        shifted = F.pad(target[:, :-1], (1, 0))
+        logits = self.model(input_features=spectrogram, decoder_input_ids=shifted, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+class Recurrent(nn.Module):
+    """Cross-entropy of next tokens by two LSTMs; their dropout is a module, because tracing loses their own."""
+
+    def __init__(self, vocab: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.first, self.second = (nn.LSTM(width, width, batch_first=True) for _ in range(2))
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.dropout(self.first(self.embedding(tokens))[0])
+        logits = self.head(self.second(hidden)[0])
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
 class Classification(nn.Module):
     """Cross-entropy of an image classifier."""
 
@@ -282,6 +311,96 @@ def unet(size: Size = "nano", seed: int = 0) -> Example:
         return Denoising(model), (noisy, timesteps, torch.randn(d["batch"], 8, d["context"]), noise)
 
 
-ZOO: Mapping[str, Factory] = MappingProxyType(
-    {"mlp": mlp, "gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit, "resnet": resnet, "t5": t5, "unet": unet}
-)
+def mixtral(size: Size = "nano", seed: int = 0) -> Example:
+    """Mixtral, every expert on every token at once: its default loop over experts depends on the data."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    d = _by_size(
+        size,
+        nano={"layers": 2, "width": 64, "mlp": 64, "heads": 4, "kv": 2, "experts": 4, "vocab": 256, "batch": 1,
+              "length": 16},
+        medium={"layers": 3, "width": 256, "mlp": 256, "heads": 4, "kv": 2, "experts": 4, "vocab": 8192, "batch": 2,
+                "length": 64},
+    )  # fmt: skip
+    config = MixtralConfig(
+        num_hidden_layers=d["layers"], hidden_size=d["width"], intermediate_size=d["mlp"],
+        num_attention_heads=d["heads"], num_key_value_heads=d["kv"], num_local_experts=d["experts"],
+        num_experts_per_tok=2, vocab_size=d["vocab"], max_position_embeddings=max(d["length"], 64), use_cache=False,
+    )  # fmt: skip
+    with _seeded(seed):
+        model = MixtralForCausalLM(config)
+        model.set_experts_implementation("batched_mm")
+        return NextToken(model), (torch.randint(d["vocab"], (d["batch"], d["length"])),)
+
+
+def whisper(size: Size = "nano", seed: int = 0) -> Example:
+    """Whisper: convolutions and an encoder over a spectrogram, a decoder over the transcript."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    d = _by_size(
+        size,
+        nano={"layers": 2, "width": 64, "heads": 2, "vocab": 256, "mels": 16, "frames": 32, "length": 16, "batch": 1},
+        medium={"layers": 3, "width": 256, "heads": 4, "vocab": 8192, "mels": 80, "frames": 256, "length": 64,
+                "batch": 2},
+    )  # fmt: skip
+    config = WhisperConfig(
+        encoder_layers=d["layers"], decoder_layers=d["layers"], d_model=d["width"], encoder_attention_heads=d["heads"],
+        decoder_attention_heads=d["heads"], encoder_ffn_dim=4 * d["width"], decoder_ffn_dim=4 * d["width"],
+        vocab_size=d["vocab"], num_mel_bins=d["mels"], max_source_positions=d["frames"] // 2,
+        max_target_positions=max(d["length"], 64), pad_token_id=0, bos_token_id=0, eos_token_id=0,
+        decoder_start_token_id=0, dropout=0.1, use_cache=False,
+    )  # fmt: skip
+    with _seeded(seed):
+        model = Transcription(WhisperForConditionalGeneration(config))
+        spectrogram = torch.randn(d["batch"], d["mels"], d["frames"])
+        return model, (spectrogram, torch.randint(1, d["vocab"], (d["batch"], d["length"])))
+
+
+def swin(size: Size = "nano", seed: int = 0) -> Example:
+    """Swin: attention in windows that shift from layer to layer."""
+    from transformers import SwinConfig, SwinForImageClassification
+
+    d = _by_size(
+        size,
+        nano={"width": 16, "stages": 2, "depth": 2, "window": 4, "image": 32, "patch": 4, "labels": 10, "batch": 1},
+        medium={"width": 64, "stages": 3, "depth": 2, "window": 6, "image": 96, "patch": 4, "labels": 100, "batch": 4},
+    )
+    config = SwinConfig(
+        embed_dim=d["width"], depths=[d["depth"]] * d["stages"], num_heads=[2 * 2**i for i in range(d["stages"])],
+        window_size=d["window"], image_size=d["image"], patch_size=d["patch"], num_labels=d["labels"],
+    )  # fmt: skip
+    with _seeded(seed):
+        return Classification(SwinForImageClassification(config)), _images(d["batch"], d["image"], d["labels"])
+
+
+def convnext(size: Size = "nano", seed: int = 0) -> Example:
+    """ConvNeXt: depthwise convolutions and layer norms, channels last within a block."""
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    d = _by_size(
+        size,
+        nano={"width": 16, "stages": 2, "depth": 1, "image": 32, "labels": 10, "batch": 1},
+        medium={"width": 48, "stages": 4, "depth": 2, "image": 96, "labels": 100, "batch": 4},
+    )
+    config = ConvNextConfig(
+        hidden_sizes=[d["width"] * 2**i for i in range(d["stages"])], depths=[d["depth"]] * d["stages"],
+        num_stages=d["stages"], image_size=d["image"], num_labels=d["labels"],
+    )  # fmt: skip
+    with _seeded(seed):
+        return Classification(ConvNextForImageClassification(config)), _images(d["batch"], d["image"], d["labels"])
+
+
+def lstm(size: Size = "nano", seed: int = 0) -> Example:
+    """A recurrent language model: embedding, two layers of LSTM with dropout between them, output layer."""
+    d = _by_size(
+        size,
+        nano={"width": 32, "vocab": 256, "batch": 2, "length": 8},
+        medium={"width": 256, "vocab": 4096, "batch": 16, "length": 32},
+    )
+    with _seeded(seed):
+        tokens = torch.randint(d["vocab"], (d["batch"], d["length"]))
+        return Recurrent(d["vocab"], d["width"]), (tokens,)
+
+
+_FACTORIES = (mlp, gpt2, llama, mixtral, bert, t5, whisper, vit, swin, resnet, convnext, unet, lstm)
+ZOO: Mapping[str, Factory] = MappingProxyType({factory.__name__: factory for factory in _FACTORIES})

@@ -5,6 +5,7 @@
     compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     load(path)                       a saved plan, validated
+    Backend(**options)               torch.compile(model, backend="memplan"), with options
     explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
 
 Importing this package imports no torch and patches nothing: what needs torch is imported on first use.
@@ -28,11 +29,16 @@ from memplan.version import __version__
 if TYPE_CHECKING:
     from torch import nn
 
+    from memplan.backend import Backend
+    from memplan.budget import Budget
+    from memplan.evict.costs import CostModel
+    from memplan.evict.workload import Policy as EvictionPolicy
     from memplan.runtime import CompiledModule, CompiledStep, compile, compile_step
     from memplan.schedule import Policy
     from memplan.solve import Solver
 
 __all__ = [
+    "Backend",
     "Buffer",
     "CompiledModule",
     "CompiledStep",
@@ -55,6 +61,7 @@ __all__ = [
 ]
 
 _NEEDS_TORCH = dict.fromkeys(("compile", "compile_step", "CompiledModule", "CompiledStep"), "memplan.runtime")
+_NEEDS_TORCH["Backend"] = "memplan.backend"
 
 
 def __getattr__(name: str) -> Any:
@@ -73,6 +80,9 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
+    budget: Budget | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: CostModel | str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     time_limit: float | None = None,
@@ -81,13 +91,27 @@ def plan(
 
     `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others;
     real, fake and meta tensors will do, and so they will as parameters. `train`: plan forward and backward
-    (None: as `model.training` says) or the forward alone. `schedule`: which order of the ops to
-    plan, by the name of its policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own.
+    (None: as `model.training` says) or the forward alone. `budget`: the most that the arena may have, in bytes, as
+    a text ("8GiB"), as a share of its size without a budget (0.5, "50%"), or "min"; what does not fit is evicted
+    by `policy` ("auto": computed again or copied to the host and back, whatever costs least by `costs`, a
+    `CostModel` or the name of a device: "a100", "h100", "h200", "cpu"; "recompute": without copies; or a function
+    of your own, see `memplan.evict.workload.Policy`). `schedule`: which order of the ops to plan, by the name of its
+    policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own.
     `time_limit` is the solver's, in seconds. Raises
-    `UnsupportedGraph` when the model cannot be traced as one graph.
+    `UnsupportedGraph` when the model cannot be traced as one graph, and `BudgetInfeasible`, with the smallest
+    budget that can be kept, when `budget` cannot.
     """
     from memplan import trace
 
     return trace.plan(
-        model, example_inputs, example_kwargs, train=train, schedule=schedule, solver=solver, time_limit=time_limit
+        model,
+        example_inputs,
+        example_kwargs,
+        train=train,
+        budget=budget,
+        policy=policy,
+        costs=costs,
+        schedule=schedule,
+        solver=solver,
+        time_limit=time_limit,
     )

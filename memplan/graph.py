@@ -79,7 +79,8 @@ class Op:
     are copied to their place, and their bytes lie outside the arena while it runs.
 
     `chances` are pairs (result, input) of value indices: the result may take the bytes of the input's storage,
-    in an order in which nothing touches that storage after this op. See `memplan.inplace`.
+    in an order in which nothing touches that storage after this op. See `memplan.inplace`. `unrelated` are such pairs
+    too: the result does not depend on the input, although the kernel reads it.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Op:
     random: bool
     origin: Origin
     chances: tuple[tuple[int, int], ...] = ()
+    unrelated: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,8 @@ class Graph:
             writes = ", ".join(self._describe(v) for v in op.writes)
             chances = "".join(f" or in {self.values[i].name}" for _, i in op.chances)
             random = " random" if op.random else ""
-            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{chances}{random}"
+            unrelated = "".join(f", {self.values[o].name} not of {self.values[i].name}" for o, i in op.unrelated)
+            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{chances}{random}{unrelated}"
         yield f"outputs: {', '.join(self._describe(v) for v in self.outputs)}"
         yield f"gradients: {', '.join(self._describe(v) for v in self.gradients)}"
 
@@ -201,6 +204,10 @@ def _check_chances(graph: Graph) -> None:
     for i, op in enumerate(graph.ops):
         for storage in graph.touched(op):
             made.setdefault(storage, i)
+        for k, (result, read) in enumerate(op.unrelated):
+            if result not in op.writes or read not in op.reads:
+                where = f"graph.ops[{i}].unrelated[{k}]"
+                raise InvalidPlan("is not a result and an input of its op", where=where)
         for k, (result, read) in enumerate(op.chances):
             where = f"graph.ops[{i}].chances[{k}]"
             if result not in op.writes or read not in op.reads:

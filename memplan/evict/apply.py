@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from memplan.errors import InvalidEviction
 from memplan.evict.events import Event, Kind
-from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, Eviction, evictions_of
+from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT
 from memplan.evict.workload import Workload
 from memplan.graph import Graph, Op, Phase, Storage, StorageKind, Value
 
@@ -26,11 +26,11 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """The graph that runs, ops in order. `sources[i]`: the traced op that op i is or repeats, -1 for a copy."""
+    """The graph that runs, ops in order; `sources` and `instances` as in `EvictionPlan`."""
 
     graph: Graph
     sources: tuple[int, ...]
-    evictions: tuple[Eviction, ...]
+    instances: tuple[tuple[int, int], ...]
 
 
 def apply(workload: Workload, events: Iterable[Event]) -> Applied:
@@ -84,10 +84,10 @@ class _Machine:
     def take(self, position: int, event: Event) -> None:
         where = f"event {position} ({event.kind.name.lower()} {self._name(event)})"
         if event.kind is Kind.RUN:
-            self._run(event.index, where)
+            self._run(event.of, where)
         elif event.kind is Kind.DROP:
-            life = self._on_device(event.index, where)
-            if not life.clean and not self.workload.recomputable[event.index]:
+            life = self._on_device(event.of, where)
+            if not life.clean and not self.workload.recomputable[event.of]:
                 raise InvalidEviction("its bytes cannot be had again", where=where)
             life.dropped = True
         else:
@@ -99,7 +99,7 @@ class _Machine:
             if not count:
                 raise InvalidEviction("never runs", where=f"op {g.ops[i].name}")
         graph = replace(g, ops=tuple(self.ops), values=tuple(self.values), storages=tuple(self.storages))
-        return Applied(graph=graph, sources=tuple(self.sources), evictions=evictions_of(graph, self.instances))
+        return Applied(graph=graph, sources=tuple(self.sources), instances=tuple(self.instances))
 
     def _run(self, index: int, where: str) -> None:
         op, again = self.workload.graph.ops[index], self.ran[index] > 0
@@ -115,12 +115,13 @@ class _Machine:
         phase = None if again else op.phase
         new = dict(zip((*op.reads, *op.writes), (*reads, *writes), strict=True))
         chances = tuple((new[result], new[read]) for result, read in op.chances)
-        op = replace(op, name=name, reads=reads, writes=writes, chances=chances)
+        unrelated = tuple((new[result], new[read]) for result, read in op.unrelated)
+        op = replace(op, name=name, reads=reads, writes=writes, chances=chances, unrelated=unrelated)
         self._emit(op, self.workload.sources[index], phase)
         self.ran[index] += 1
 
     def _copy(self, event: Event, where: str) -> None:
-        s, life = event.index, self.lives[event.index]
+        s, life = event.of, self.lives[event.of]
         if event.kind in (Kind.OFFLOAD, Kind.OFFLOADED):
             self._on_device(s, where)
         starts = event.kind in (Kind.OFFLOAD, Kind.RELOAD)
@@ -248,6 +249,6 @@ class _Machine:
     def _name(self, event: Event) -> str:
         g = self.workload.graph
         table: tuple[Op, ...] | tuple[Storage, ...] = g.ops if event.kind is Kind.RUN else g.storages
-        if not 0 <= event.index < len(table):
-            raise InvalidEviction(f"names {event.kind.name.lower()} {event.index}, which is not there", where="events")
-        return table[event.index].name
+        if not 0 <= event.of < len(table):
+            raise InvalidEviction(f"names {event.kind.name.lower()} {event.of}, which is not there", where="events")
+        return table[event.of].name

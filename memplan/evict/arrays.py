@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +41,7 @@ class Arrays:
         self.read_ptr, self.read = _flat(w.reads)
         self.write_ptr, self.write = _flat(w.writes)
         self.size = np.array(w.size, np.int64)
-        held = [
-            u if w.graph.storages[s].planned or s in w.streamed else () for s, u in enumerate(w.writers)
-        ]
+        held = [u if w.graph.storages[s].planned or s in w.streamed else () for s, u in enumerate(w.writers)]
         self.writer_ptr, self.writer = _flat(held)
         self.use_ptr, self.use = _flat(
             [u if w.graph.storages[s].planned or s in w.streamed else () for s, u in enumerate(w.uses)]
@@ -54,11 +53,11 @@ class Arrays:
         self.pair = pairs
         self.streamed = np.zeros(len(w.size), np.bool_)
         self.streamed[list(w.streamed)] = True
-        self.until = np.array(w.until, np.int64)
+        self.redo_until = np.array(w.redo_until, np.int64)
         self.recomputable = np.array(w.recomputable, np.bool_)
 
     @cached_property
-    def tables(self) -> tuple[Ints | Floats, ...]:
+    def tables(self) -> tuple[npt.NDArray[Any], ...]:
         """What `measure_kernel.measure` takes, in its order."""
         return (
             *(self.read_ptr, self.read, self.write_ptr, self.write, self.writer_ptr, self.writer, self.size),
@@ -90,7 +89,9 @@ def measure(workload: Workload, events: Sequence[Event]) -> Measured:
     """What `events` need and take. Raises `InvalidEviction` when one of them cannot be (`apply` says why)."""
     found = Arrays(workload).measure(*to_arrays(events))
     if found is None:
-        raise InvalidEviction("an event needs what is not there", where="events", hint="apply(workload, events) names it")
+        raise InvalidEviction(
+            "an event needs what is not there", where="events", hint="apply(workload, events) names it"
+        )
     return found
 
 

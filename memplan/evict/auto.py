@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Events
-from memplan.evict.search import KEEP, Decisions, Move, Search
+from memplan.evict.search import KEEP, SAVE, Decisions, Move, Search
 from memplan.evict.workload import Workload
 
-_EXPONENTS = (1.0, 0.5, 0.25)  # of the seconds, by which the bytes won are divided
+_EXPONENTS = (1.0, 0.5)  # of the seconds, by which the bytes won are divided
 _CHEAPEST = 1e-9  # seconds: what costs nothing is compared by bytes
 _WORK = 3_000_000  # ops judged by annealing, all rounds together
+_HEAT = 0.1  # the first temperature, in mean costs of one decision
 
 
 def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int = 0) -> Events:
@@ -40,9 +40,9 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     return search.events(annealed(search, best, work=work, seed=seed))
 
 
-def recompute(workload: Workload) -> Events:
+def recompute(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events:
     """`auto` without copies to the host."""
-    return auto(workload, swaps=False)
+    return auto(workload, swaps=False, work=work, seed=seed)
 
 
 def infeasible(workload: Workload) -> BudgetInfeasible:
@@ -55,7 +55,7 @@ def descend(search: Search, state: Decisions, exponent: float) -> Decisions | No
 
     Lazy: a move's price is looked at again only when it comes first; prices rarely fall.
     """
-    candidates = [move for moves in search.moves for move in moves]
+    candidates = [move for moves in search.moves for move in moves if move.decision != SAVE]
     queue: list[tuple[float, int]] = []
     fresh = False
     while state.area > 0:
@@ -79,9 +79,12 @@ def descend(search: Search, state: Decisions, exponent: float) -> Decisions | No
 
 
 def trimmed(search: Search, state: Decisions) -> Decisions:
-    """Take back, dearest first, every decision without which the step still fits (reverse-delete)."""
+    """Take back, dearest first, every decision without which the step still fits (reverse-delete); hold what would
+    be made again although there is room for it.
+    """
     for _ in range(3):
         before = state.seconds
+        state = _saved(search, state)
         taken = np.flatnonzero(state.decision != KEEP)
         kept = {int(s): search.after(state, Move(int(s), KEEP, -1)) for s in taken}
         for s in sorted(kept, key=lambda s: kept[s].seconds):
@@ -90,6 +93,17 @@ def trimmed(search: Search, state: Decisions) -> Decisions:
                 state = without
         if state.seconds >= before:
             break
+    return state
+
+
+def _saved(search: Search, state: Decisions) -> Decisions:
+    """Hold on to each storage of which that makes the step faster within the budget."""
+    for moves in search.moves:
+        move = moves[-1]
+        if move.decision == SAVE and state.decision[move.storage] == KEEP:
+            after = search.after(state, move)
+            if after.area == 0 and after.seconds < state.seconds:
+                state = after
     return state
 
 
@@ -103,12 +117,14 @@ def annealed(search: Search, state: Decisions, *, work: int, seed: int) -> Decis
         return state
     flat = [move for moves in search.moves for move in moves]
     ptr = np.cumsum([0, *map(len, search.moves)])
+    overhead = state.seconds - plain
+    chosen = int((state.decision != KEEP).sum()) or 1
     decision, gap, seconds = anneal(
         *(state.decision.copy(), state.gap.copy(), search.workload.budget, state.seconds),
         np.array([(m.storage, m.decision) for m in flat], np.int64),
         np.array([m.gap for m in flat], np.int64),
-        *(ptr, rounds, 0.02 * (state.seconds - plain), seed, search.kinds, search.indices),
-        *(search.extra, search.tables),
+        *(ptr, rounds, _HEAT * overhead / chosen, overhead / search.start().area, seed),
+        *(search.kinds, search.indices, search.extra, search.tables),
     )
     better = search.judged(decision, gap)
     assert better.seconds == seconds
@@ -133,8 +149,3 @@ def _gain(before: Decisions, after: Decisions, exponent: float) -> float:
     if not won > 0:
         return 0.0
     return float(won / max(after.seconds - before.seconds, _CHEAPEST) ** exponent)
-
-
-def with_budget(workload: Workload, budget: int) -> Workload:
-    """The same question with another budget."""
-    return replace(workload, budget=budget)

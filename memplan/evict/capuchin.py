@@ -106,7 +106,7 @@ def _cheapest(search: Search, state: Decisions, idle: list[Gap], shown: dict[Gap
     dropped = frozenset(np.flatnonzero(state.decision == ONCE).tolist())
     found = []
     for g in idle:
-        if w.recomputable[g.storage] and min(w.until[i] for i in w.writers[g.storage]) >= g.back_access:
+        if w.recomputable[g.storage] and w.redo_until[g.storage] >= g.back_access:
             seconds = recompute_seconds(w, g.storage, dropped, g.back_access)
             found.append((seconds / w.size[g.storage], Move(g.storage, ONCE, g.evicted_access)))
         if g in shown:

@@ -141,7 +141,7 @@ class _Program:
         for s, writers in enumerate(w.writers):
             if writers in self.runs or not w.recomputable[s] or not self._planned(s):
                 continue
-            rows = range(writers[-1] + 1, min(min(w.until[i] for i in writers), len(w.graph.ops) - 1) + 1)
+            rows = range(writers[-1] + 1, min(w.redo_until[s], len(w.graph.ops) - 1) + 1)
             runs: list[tuple[Any, Any]] = []
             for k in range(self._count - 1 if rows else 0):
                 active = self.model.new_bool_var(f"again{writers[0]}.{k}")

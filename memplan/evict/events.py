@@ -31,7 +31,7 @@ class Event(NamedTuple):
     """One thing that happens."""
 
     kind: Kind
-    index: int
+    of: int
 
 
 Events = tuple[Event, ...]

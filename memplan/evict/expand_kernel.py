@@ -13,7 +13,7 @@ SOON = 6  # ops: what is used again that soon is not given up in between
 
 
 @njit(cache=True)
-def _stale(s, i, decision, near, remade, last_use, redo_until):  # noqa: PLR0917
+def _stale(s, i, decision, near, remade, last_use, redo_until):
     """Whether the bytes of `s` went with its last use, some time ago: it is made again rather than held until now."""
     if last_use[s] >= i or decision[s] == SAVE or redo_until[s] < i or i - near[s] <= SOON:
         return False
@@ -21,16 +21,17 @@ def _stale(s, i, decision, near, remade, last_use, redo_until):  # noqa: PLR0917
 
 
 @njit(cache=True)
-def expand(  # noqa: PLR0917
+def expand(
     decision, gap, kinds, indices,
     read_ptr, read, write_ptr, write, writer_ptr, writer, use_ptr, use, redo_until, last_use,
 ):  # fmt: skip
     """Fill `kinds` and `indices`; the number of events, or -1 when an op could not find what it needs.
 
     `redo_until[s]` is the last position before which the writers of `s` can run again (-1: never), `last_use[s]`
-    that of its last use. `decision[s]`, with `gap[s]` the position of the use after which it acts: KEEP to the last use (made again if a
-    recompute asks for it long after), ONCE: given up after `gap[s]`, made again for the next use; AGAIN: given up
-    after every use that no other follows soon; SWAP: to the host after `gap[s]`; SAVE: never given up.
+    that of its last use. `decision[s]`, with `gap[s]` the position of the use after which it acts: KEEP to the last
+    use (made again if a recompute asks for it long after), ONCE: given up after `gap[s]`, made again for the next
+    use; AGAIN: given up after every use that no other follows soon; SWAP: to the host after `gap[s]`; SAVE: never
+    given up.
     """
     n, m = read_ptr.shape[0] - 1, decision.shape[0]
     state = np.zeros(m, np.int8)
@@ -104,13 +105,13 @@ def expand(  # noqa: PLR0917
                         for r in range(read_ptr[w], read_ptr[w + 1]):
                             x = read[r]
                             near[x] = i
-                            if decision[x] == AGAIN and state[x] == HERE and x != top:
-                                if pointer[x] >= use_ptr[x + 1] or use[pointer[x]] > i + SOON:
-                                    if count + 4 > limit:
-                                        return -1
-                                    kinds[count], indices[count] = DROP, x
-                                    count += 1
-                                    state[x] = GONE
+                            unused = pointer[x] >= use_ptr[x + 1] or use[pointer[x]] > i + SOON
+                            if decision[x] == AGAIN and state[x] == HERE and x != top and unused:
+                                if count + 4 > limit:
+                                    return -1
+                                kinds[count], indices[count] = DROP, x
+                                count += 1
+                                state[x] = GONE
                     depth -= 1
         if count + 8 > limit:
             return -1

@@ -11,7 +11,7 @@ NEVER, HERE, GONE, LEAVING, ARRIVING, AWAY = range(6)
 
 
 @njit(cache=True)
-def measure(  # noqa: PLR0917
+def measure(
     kinds, indices, budget,
     read_ptr, read, write_ptr, write, writer_ptr, writer, size,
     pair_ptr, pair, streamed, seconds, to_host, to_device,

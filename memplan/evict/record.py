@@ -6,7 +6,9 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memplan.errors import InvalidPlan
 from memplan.graph import Graph
+from memplan.problem import Solution
 
 OFFLOAD, OFFLOAD_WAIT = "memplan.offload", "memplan.offload_wait"
 RELOAD, RELOAD_WAIT = "memplan.reload", "memplan.reload_wait"
@@ -65,3 +67,44 @@ def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Ev
         )
         previous[base] = instance
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionPlan:
+    """How a plan keeps its budget. Its graph holds every recompute and copy as an op of its own.
+
+    `budget` is in bytes; `costs` names the cost model by which `seconds` (of a step, `stall` of them waiting for
+    copies) and `base_seconds` (without evictions) are predicted. `sources[i]` is the op of the traced graph that
+    op i is or repeats, -1 for a copy. `instances` are (storage, further life of it) in the order of their births.
+    `host` places the copies on the host in an arena of their own.
+    """
+
+    policy: str
+    costs: str
+    budget: int
+    seconds: float
+    base_seconds: float
+    stall: float
+    sources: tuple[int, ...]
+    instances: tuple[tuple[int, int], ...]
+    host: Solution
+
+    @property
+    def overhead(self) -> float:
+        """Predicted seconds over those without evictions, less 1."""
+        return self.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
+
+
+def check_record(graph: Graph, plan: EvictionPlan) -> None:
+    """Raise `InvalidPlan` naming what in `plan` cannot belong to `graph`."""
+    if len(plan.sources) != len(graph.ops):
+        raise InvalidPlan("needs one source per op", where="eviction.sources")
+    for i, (op, source) in enumerate(zip(graph.ops, plan.sources, strict=True)):
+        if source < -1 or (source == -1) != (op.target in TRANSFERS):
+            raise InvalidPlan(f"names no op that {op.name!r} could repeat", where=f"eviction.sources[{i}]")
+    touched = {s for op in graph.ops for s in graph.touched(op)}
+    for i, pair in enumerate(plan.instances):
+        if not all(0 <= s < len(graph.storages) for s in pair) or pair[1] not in touched:
+            raise InvalidPlan("names no storages of the graph", where=f"eviction.instances[{i}]")
+    if plan.budget < 0 or min(plan.seconds, plan.base_seconds, plan.stall) < 0:
+        raise InvalidPlan("a budget or a time is negative", where="eviction")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from memplan.errors import InvalidEviction
-from memplan.evict.arrays import Arrays, Ints, to_events
+from memplan.evict.arrays import Arrays, Ints, measure, to_events
 from memplan.evict.events import Events
 from memplan.evict.expand_kernel import AGAIN, KEEP, ONCE, SAVE, SWAP, expand
 from memplan.evict.prefetch_kernel import prefetch
@@ -16,6 +17,9 @@ from memplan.evict.search_kernel import judge
 from memplan.evict.workload import Workload
 
 __all__ = ["AGAIN", "KEEP", "ONCE", "SAVE", "SWAP", "Decisions", "Move", "Search"]
+
+
+_LEAST = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +48,12 @@ class Search:
     def __init__(self, workload: Workload, *, swaps: bool = True) -> None:
         self.workload = w = workload
         self.arrays = Arrays(w)
-        count = len(w.graph.storages)
-        redo = [min((w.until[i] for i in w.writers[s]), default=-1) if w.recomputable[s] else -1 for s in range(count)]
         last = [uses[-1] if uses else -1 for uses in w.uses]
-        self._extra = (self.arrays.use_ptr, self.arrays.use, np.array(redo, np.int64), np.array(last, np.int64))
+        self._extra = (self.arrays.use_ptr, self.arrays.use, self.arrays.redo_until, np.array(last, np.int64))
         room = 12 * len(w.graph.ops) + 1000
         self.kinds, self.indices = np.empty(room, np.int64), np.empty(room, np.int64)
         self.evaluations = 0
-        self.moves = self._moves(redo, swaps=swaps)
+        self.moves = self._moves(swaps=swaps)
 
     @property
     def tables(self) -> tuple[Any, ...]:
@@ -71,9 +73,8 @@ class Search:
     def judged(self, decision: Ints, gap: Ints) -> Decisions:
         """Decisions with their price; `area` is infinite when they cannot be."""
         self.evaluations += 1
-        area, seconds, peak = judge(
-            decision, gap, self.workload.budget, self.kinds, self.indices, self._extra, self.tables
-        )
+        budget, room = self.workload.budget, (self.kinds, self.indices)
+        area, seconds, peak = judge(decision, gap, budget, *room, self._extra, self.tables)
         return Decisions(decision, gap, float(area), float(seconds), int(peak))
 
     def after(self, state: Decisions, move: Move) -> Decisions:
@@ -84,25 +85,32 @@ class Search:
 
     def events(self, state: Decisions) -> Events:
         """What the step does under these decisions. Raises `InvalidEviction` when they cannot be."""
-        count = expand(state.decision, state.gap, self.kinds, self.indices, *self.tables[:6], *self._extra)
+        run: Any = expand
+        count = run(state.decision, state.gap, self.kinds, self.indices, *self.tables[:6], *self._extra)
         if count < 0:
             raise InvalidEviction("an op cannot have what it needs under these decisions", where="decisions")
         kinds, indices = self.kinds[:count].copy(), self.indices[:count].copy()
         return to_events(*prefetch(kinds, indices, self.workload.budget, self.tables))
 
-    def _moves(self, redo: list[int], *, swaps: bool) -> tuple[tuple[Move, ...], ...]:
-        """What could be done with each storage that is idle for a while, at its longest idle interval."""
-        w = self.workload
+    def _moves(self, *, swaps: bool) -> tuple[tuple[Move, ...], ...]:
+        """What could be done with each storage that is idle for a while, at its longest idle interval.
+
+        Left out is what could win next to nothing: less than a hundred-thousandth of the bytes above the budget.
+        """
+        w, redo = self.workload, self.workload.redo_until
         clock = np.concatenate(([0.0], np.cumsum(w.seconds)))
+        live = measure(w, w.plain).live  # no streamed storages: a step for each op
+        over = np.concatenate(([0], np.cumsum(live > w.budget)))
+        least = _LEAST * float(np.maximum(live - w.budget, 0).sum())
         found = []
         for s, uses in enumerate(w.uses):
             if not w.size[s] or not w.graph.storages[s].planned or not w.writers[s]:
                 continue
             made = w.writers[s][-1]
-            idle = [(clock[b] - clock[a + 1], a) for a, b in zip(uses, uses[1:], strict=False) if a >= made]
+            idle = [(clock[b] - clock[a + 1], a, b) for a, b in pairwise(uses) if a >= made]
+            _, at, back = max(idle, default=(0.0, 0, 0))
             moves = []
-            if idle:
-                _, at = max(idle)
+            if w.size[s] * (over[back] - over[at]) > least:
                 if redo[s] >= 0:
                     moves += [Move(s, ONCE, at), Move(s, AGAIN, -1)]
                 if swaps:

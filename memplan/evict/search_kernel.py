@@ -28,43 +28,39 @@ def judge(decision, gap, budget, kinds, indices, extra, tables):
 
 
 @njit(cache=True)
-def anneal(  # noqa: PLR0917
-    decision, gap, budget, seconds, moves, move_gap, move_ptr, rounds, heat, seed, kinds, indices, extra, tables
+def anneal(
+    decision, gap, budget, seconds, moves, move_gap, move_ptr, rounds, heat, price, seed, kinds, indices, extra, tables
 ):
-    """Metropolis over single changes that stay under `budget`; the best decisions found and their seconds.
+    """Metropolis over single decisions; the best that keep `budget`, and their seconds.
 
-    `moves[move_ptr[c]:move_ptr[c + 1]]` are pairs (storage, decision) of candidate c, `move_gap` their gaps;
-    `heat` is the first temperature in seconds. The same seed and rounds give the same decisions.
+    Bytes above the budget may be had for `price` (seconds per byte and step), at first for a fifth of it and more
+    and more: a better way often leads through states that do not fit. `moves[move_ptr[c]:move_ptr[c + 1]]` are
+    pairs (storage, decision) of candidate c, `move_gap` their gaps; `heat` is the first temperature in seconds. The
+    same seed and rounds give the same decisions.
     """
     np.random.seed(seed)
     best, best_gap, best_seconds = decision.copy(), gap.copy(), seconds
     count = move_ptr.shape[0] - 1
+    area = 0.0
     for k in range(rounds):
-        temperature = heat * (1.0 - k / rounds)
+        done = k / rounds
+        temperature = heat * (1.0 - done) ** 2
+        now = price * 0.2 * 50.0**done
         c = np.random.randint(count)
         at = np.random.randint(move_ptr[c], move_ptr[c + 1])
         s, wanted = moves[at, 0], moves[at, 1]
-        if decision[s] == wanted and gap[s] == move_gap[at]:
+        if decision[s] != KEEP and np.random.random() < 0.5:
             wanted = KEEP
+        if decision[s] == wanted:
+            continue
         old, old_gap = decision[s], gap[s]
         decision[s], gap[s] = wanted, move_gap[at]
-        other, other_old, other_gap = -1, 0, 0
-        if np.random.random() < 0.5:  # a second change: one storage for another
-            c = np.random.randint(count)
-            at = np.random.randint(move_ptr[c], move_ptr[c + 1])
-            if moves[at, 0] != s:
-                other = moves[at, 0]
-                other_old, other_gap = decision[other], gap[other]
-                decision[other] = moves[at, 1] if decision[other] == KEEP else KEEP
-                gap[other] = move_gap[at]
-        area, took, _ = judge(decision, gap, budget, kinds, indices, extra, tables)
-        worse = took - seconds
-        if area == 0.0 and (worse <= 0.0 or np.random.random() < np.exp(-worse / max(temperature, 1e-15))):
-            seconds = took
-            if seconds < best_seconds:
+        new_area, took, _ = judge(decision, gap, budget, kinds, indices, extra, tables)
+        worse = took - seconds + now * (new_area - area)
+        if worse <= 0.0 or np.random.random() < np.exp(-worse / max(temperature, 1e-15)):
+            seconds, area = took, new_area
+            if area == 0.0 and seconds < best_seconds:
                 best[:], best_gap[:], best_seconds = decision, gap, seconds
         else:
             decision[s], gap[s] = old, old_gap
-            if other >= 0:
-                decision[other], gap[other] = other_old, other_gap
     return best, best_gap, best_seconds

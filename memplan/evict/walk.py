@@ -113,7 +113,8 @@ class Walk:
 
     def _have(self, storage: int) -> None:
         """Bring a storage to the device, and before it what it is made from."""
-        stack, held = [storage], {}
+        stack = [storage]
+        held: dict[int, tuple[int, ...]] = {}
         while stack:
             top = stack[-1]
             if self.where[top] is Where.AWAY:

@@ -92,18 +92,20 @@ class Workload:
         return tuple(found)
 
     @cached_property
-    def until(self) -> tuple[int, ...]:
-        """Of each op, the last position before which it can run again: then something that it reads is changed."""
-        n = len(self.graph.ops)
-        changed: list[int] = [n] * len(self.graph.storages)
-        found = [n] * n
-        for i in reversed(range(n)):
-            op = self.graph.ops[i]
-            written = self.graph.written(op)
-            read = {self.graph.values[v].storage for v in op.reads}
-            found[i] = min((changed[s] for s in read if s not in written), default=n)
-            for s in written:
-                changed[s] = i
+    def redo_until(self) -> tuple[int, ...]:
+        """Of each storage, the last position before which its writers can run again for its sake; -1: never."""
+        g, n = self.graph, len(self.graph.ops)
+        found = []
+        for s, writers in enumerate(self.writers):
+            last = n if self.recomputable[s] else -1
+            for i in writers if self.recomputable[s] else ():
+                op = g.ops[i]
+                results = [v for v in op.writes if g.values[v].storage == s]
+                for read in op.reads:
+                    storage = g.values[read].storage
+                    if storage != s and any((v, read) not in op.unrelated for v in results):
+                        last = min(last, next((j for j in self.writers[storage] if j > i), n))
+            found.append(last)
         return tuple(found)
 
     @cached_property

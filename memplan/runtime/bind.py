@@ -132,7 +132,7 @@ def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
 def _in_place_function(kernel: Kernel) -> Function:
     """`Tensor.copy_` and its like are bound directly; other mutating ops go through the dispatcher."""
     name = kernel.target._opname
-    if name in ("copy_", "fill_", "zero_", "mul_", "masked_fill_", "bernoulli_") and not kernel.kwargs:
+    if name in ("copy_", "fill_", "zero_", "mul_", "add_", "masked_fill_", "bernoulli_") and not kernel.kwargs:
         method: Function = getattr(torch.Tensor, name)
         return method
     overload: Function = kernel.target._op

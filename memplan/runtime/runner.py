@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +11,12 @@ import torch.utils._pytree as pytree
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, dtype_of, view_within
 from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
+from memplan.runtime.owned import OwnedGradients
 from memplan.runtime.program import build_program
 from memplan.runtime.signature import Signature
 from memplan.runtime.slots import Slots, Structure
-from memplan.runtime.step import PlannedStep
+from memplan.runtime.step import OwningStep, PlannedStep
+from memplan.trace.follow import follow
 from memplan.trace.traced import ReturnKind, Source, TracedGraph
 
 
@@ -23,14 +24,22 @@ class Runner:
     """Calls a program as the model would be called: leaves in, the model's result out."""
 
     def __init__(
-        self, structure: Structure, traced: TracedGraph, plan: Plan, arena: Arena, *, guard: str | None
+        self,
+        structure: Structure,
+        traced: TracedGraph,
+        plan: Plan,
+        arena: Arena,
+        *,
+        guard: str | None,
+        owned: bool = False,
     ) -> None:
-        traced = replace(traced, graph=plan.placed)  # from here on values are where the plan has them
+        traced = follow(traced, plan)  # from here on values are where the plan has them
         self.traced = traced
         self.arena = arena
         self.slots = Slots(structure, traced)
-        self._written_buffers = [b.name for b in traced.bindings if b.written and b.source is not Source.INPUT]
-        self.signature = Signature(traced, self._written_buffers)
+        self._written_slots = [j for j, i in enumerate(self.slots.bindings) if traced.bindings[i].written]
+        self.signature = Signature(traced, changes_model=bool(self._written_slots))
+        self._note_written(self.slots.tensors())
         tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))
         for i, b in enumerate(traced.bindings):
             if b.source is Source.INPUT:
@@ -40,6 +49,7 @@ class Runner:
         self.program = build_program(traced, plan, arena, tensors, _guards(guard, traced, plan, arena))
         self.plan = self.program.plan
         self._wire()
+        self.owned = OwnedGradients([self.slots.names[i] for i in self._wanted_slots]) if owned else None
 
     def _wire(self) -> None:
         """Work out once what each call needs: whose gradients, which tangents, what is watched, what is returned."""
@@ -51,7 +61,6 @@ class Runner:
         self._wanted_slots = [slot_of[of[i]] for i in ordered if of[i] in slot_of]
         self._wanted_inputs = [t.bindings[of[i]].index for i in ordered if of[i] not in slot_of]
         self._watched_slots = [slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of]
-        self._written_slots = [slot_of[i] for i, b in enumerate(t.bindings) if b.written and i in slot_of]
         self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
         self.tangents = t.results.tangents
         # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
@@ -65,12 +74,15 @@ class Runner:
     def __call__(self, leaves: list[Any], *, training: bool) -> Any:
         """Run the forward on checked leaves; `training`: through autograd, so that a backward can follow."""
         current = self._current()
-        if self._written_buffers:
-            self.signature.check_buffers(leaves, dict(zip(self.slots.names, current, strict=True)))
+        if self._written:
+            self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
         if training:
-            differentiable = [current[i] for i in self._wanted_slots] + [leaves[i] for i in self._wanted_inputs]
-            fresh = PlannedStep.apply(self, inputs, current, *differentiable)  # type: ignore[no-untyped-call]
+            step, parameters = PlannedStep, self.wanted(current)
+            if self.owned is not None:
+                step, parameters = OwningStep, [self.owned.anchor]
+            wanted = [leaves[i] for i in self._wanted_inputs]
+            fresh = step.apply(self, inputs, current, *parameters, *wanted)  # type: ignore[no-untyped-call]
         else:
             with self.arena.ledger as ledger, torch.no_grad():
                 ledger.begin(keep=False)
@@ -80,16 +92,20 @@ class Runner:
             return fresh[self._single]
         return self._assemble(fresh, current, leaves)
 
-    def whole_step(self, leaves: list[Any]) -> torch.Tensor:
-        """Run forward and backward of a step whose backward updates the parameters; the loss."""
+    def whole_step(self, leaves: list[Any], tangent: torch.Tensor) -> torch.Tensor:
+        """Run forward and backward of a step whose backward updates the parameters; the loss.
+
+        `tangent` is the gradient of what is minimised with respect to the loss.
+        """
         current = self._current()
+        self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
         backward = self.program.backward
         assert backward is not None
         with self.arena.ledger as ledger, torch.no_grad():
             ledger.begin(keep=False)
             (loss,), saved = self.program.forward(*inputs)
-            backward(*saved, torch.ones_like(loss))
+            backward(*saved, tangent)
         self.count_writes(inputs, current)
         return loss  # type: ignore[no-any-return]
 
@@ -99,7 +115,15 @@ class Runner:
         if self.slots.state(current) != self.slots.noted:
             for i in self.slots.moved(current):
                 self.program.rebind(self.slots.bindings[i], current[i])
+            self._note_written(current)
         return current
+
+    def _note_written(self, current: Sequence[torch.Tensor]) -> None:
+        """Where the parameters, buffers and state lie that the step changes, and what they are."""
+        self._written = {}
+        for i in self._written_slots:
+            source = self.traced.bindings[self.slots.bindings[i]].source
+            self._written[current[i].untyped_storage().data_ptr()] = f"the {source.value} {self.slots.names[i]!r}"
 
     def _assemble(self, fresh: Sequence[torch.Tensor], current: list[torch.Tensor], leaves: list[Any]) -> Any:
         """The model's result: fresh tensors, and views of them, of inputs or of parameters that autograd knows."""
@@ -130,6 +154,10 @@ class Runner:
         return tensor.as_strided(two.shape, two.strides, tensor.storage_offset() + two.offset - one.offset)
 
     # -- what autograd asks for --------------------------------------------------------------------------
+
+    def wanted(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of the parameters and buffers (`current`), those that get gradients, in the order of `in_order`."""
+        return [current[i] for i in self._wanted_slots]
 
     def watched(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of the parameters and buffers (`current`), those that the backward reads."""

@@ -15,19 +15,18 @@ from memplan.trace.traced import Source, TracedGraph
 class Signature:
     """Checks a call against the traced one and turns it into the tensors that `forward` takes."""
 
-    def __init__(self, traced: TracedGraph, written_buffers: Sequence[str]) -> None:
+    def __init__(self, traced: TracedGraph, *, changes_model: bool) -> None:
         self.spec = traced.in_spec
         self.examples = traced.example_inputs
         self.bound = [b.index for b in traced.bound(Source.INPUT)]
         self._unplanned = [b.index for b in traced.bound(Source.INPUT) if traced.training and not b.requires_grad]
         self._written = {b.index for b in traced.bound(Source.INPUT) if b.written}
-        self._written_buffers = written_buffers
         tensors = [(i, x) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)]
         self._simple = len(tensors) == len(self.examples) and self.spec == _spec_of(self.examples)
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
         self._ties = _ties(self.examples)
-        self._check_ties = bool(self._written or written_buffers) or len(set(self._ties.values())) < len(self._ties)
+        self._check_ties = bool(self._written) or changes_model or len(set(self._ties.values())) < len(self._ties)
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of a call. Raises `InputMismatch` naming the first difference from the traced call."""
@@ -68,13 +67,12 @@ class Signature:
             if leaves[i].requires_grad:
                 raise _mismatch(f"input {i}", "requires a gradient, the plan was made for one that does not")
 
-    def check_buffers(self, leaves: list[Any], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Raise when an input shares its memory with a buffer that the step changes."""
-        mine = {buffers[name].untyped_storage().data_ptr(): name for name in self._written_buffers}
+    def check_apart(self, leaves: list[Any], written: Mapping[int, str]) -> None:
+        """Raise when an input shares its memory with what the step changes (`written`: data pointer -> what)."""
         for i in self.bound:
-            name = mine.get(leaves[i].untyped_storage().data_ptr())
-            if name is not None:
-                raise _mismatch(f"input {i}", f"shares its memory with the buffer {name!r}, which the model changes")
+            what = written.get(leaves[i].untyped_storage().data_ptr())
+            if what is not None:
+                raise _mismatch(f"input {i}", f"shares its memory with {what}, which the step changes")
 
     def tensors(self, leaves: list[Any]) -> list[torch.Tensor]:
         """The leaves that `forward` takes, in the order of its arguments."""

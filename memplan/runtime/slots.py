@@ -11,6 +11,7 @@ from torch import nn
 
 from memplan.errors import InputMismatch
 from memplan.trace.traced import Binding, Source, TracedGraph
+from memplan.trace.updates import ACCUMULATED
 
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
 _COMPILE_AGAIN = "compile the model again after changing it"
@@ -89,6 +90,7 @@ class StepStructure(Structure):
         self._state: Any = optimizer.state
         self._groups = [p for group in optimizer.param_groups for p in group["params"]]
         self._dicts = [optimizer.state[p] for p in self._groups]
+        self._accumulated: dict[str, dict[str, Any]] = {}
         super().__init__(model)
 
     def modes(self) -> list[bool]:
@@ -103,9 +105,14 @@ class StepStructure(Structure):
         return super().modes()
 
     def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
-        """As `Structure.slot`, and for the optimizer's state."""
+        """As `Structure.slot`, and for the optimizer's state and gradients that outlive a step, made here at need."""
         if binding.source is not Source.STATE:
             return super().slot(binding)
+        if binding.key == ACCUMULATED:
+            if binding.name not in self._accumulated:
+                zeros = torch.zeros_like(self.model.get_parameter(binding.name), requires_grad=False)
+                self._accumulated[binding.name] = {ACCUMULATED: zeros}
+            return self._accumulated[binding.name], binding.key
         return self.optimizer.state[self.model.get_parameter(binding.name)], binding.key
 
 

@@ -58,6 +58,34 @@ class PlannedStep(torch.autograd.Function):
         return (None, None, None, *runner.in_order(gradients, grads))
 
 
+class OwningStep(PlannedStep):
+    """The same with one anchor in the place of all parameters, whose gradients it assigns itself (`owned.py`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runner: Any,
+        inputs: Sequence[torch.Tensor],
+        current: Sequence[torch.Tensor],
+        *differentiable: torch.Tensor,
+    ) -> Any:
+        runner.owned.require_no_reducer()
+        ctx.parameters = runner.wanted(current)
+        return PlannedStep.forward(ctx, runner, inputs, current)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        runner, parameters = ctx.runner, ctx.parameters
+        anchor = ctx.next_functions[0][0]
+        wanted = torch._C._will_engine_execute_node(anchor)  # not by autograd.grad(loss, inputs)
+        if wanted:
+            runner.owned.require_no_hooks(parameters)
+        gradients = PlannedStep.backward(ctx, *grads)[3:]
+        if wanted:
+            runner.owned.assign(parameters, gradients[: len(parameters)])
+        return (None, None, None, None, *gradients[len(parameters) :])
+
+
 def _changed(watched: Sequence[torch.Tensor], versions: Sequence[int], step: InFlight) -> StaleActivationsError:
     tensor = next(t for t, version in zip(watched, versions, strict=True) if t._version != version)
     return StaleActivationsError(

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.errors import UnsupportedGraph
+from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.plan import Plan
-from memplan.runtime.arena import Arena
+from memplan.runtime.arena import Arena, dtype_of
 from memplan.runtime.guards import redzone_of
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import StepStructure
 from memplan.trace import alignment_of, plan_traced, trace_step
+from memplan.trace.updates import Accumulate
 
 
 class Loss(nn.Module):
@@ -39,22 +40,34 @@ class CompiledStep:
     """One training step. Made by `memplan.compile_step`; `step(*batch)` returns the loss, detached.
 
     The parameters and the optimizer's state are changed in place, as `optimizer.step()` would; gradients
-    live and die in the arena, and `.grad` is left alone. `plan` is the plan that it runs.
+    live and die in the arena, and `.grad` is left alone. `plan` is the plan that it runs. Compiled with
+    `accumulate=k`, every k-th call updates the parameters, and `pending` says how many calls since the last
+    update wait for the next.
     """
 
     plan: Plan
 
-    def __init__(self, structure: StepStructure, runner: Runner) -> None:
-        self.plan = runner.plan
+    def __init__(self, structure: StepStructure, adding: Runner | None, updating: Runner, accumulate: int) -> None:
+        self.plan = updating.plan
+        self.accumulate = accumulate
+        self.pending = 0
         self._structure = structure
-        self._runner = runner
+        self._adding = adding
+        self._updating = updating
         self._modes = structure.modes()
+        loss = updating.traced.graph.values[updating.traced.results.fresh[0]]
+        self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=updating.traced.device)
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Run a step. Raises `InputMismatch` rather than be silently wrong."""
         self._structure.require_modes(self._modes)
-        loss = self._runner.whole_step(self._runner.signature.flatten(batch, {}))
-        self._structure.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        runner = self._updating
+        if self._adding is not None and self.pending + 1 < self.accumulate:
+            runner = self._adding
+        loss = runner.whole_step(runner.signature.flatten(batch, {}), self._tangent)
+        if runner is self._updating:
+            self._structure.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        self.pending = (self.pending + 1) % self.accumulate
         return loss
 
 
@@ -65,6 +78,10 @@ def compile_step(
     example_batch: Any,
     *,
     clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    budget: Any = None,
+    policy: Any = "auto",
+    costs: Any = None,
     solver: Any = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
@@ -78,18 +95,31 @@ def compile_step(
     is updated as soon as its gradient exists and its old value has had its last reader; `clip_grad_norm`
     (the maximal global 2-norm) makes all updates wait for all gradients.
 
+    `accumulate=k`: each call is a micro-batch, and every k-th updates the parameters, as k times eager's
+    `(loss_fn(...) / k).backward()` and then `optimizer.step()` would; the loss is returned undivided. The
+    sums of gradients live from call to call: they lie outside the arena, and count as optimizer state.
+
     Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known.
     """
+    if accumulate < 1:
+        raise MemplanError(f"accumulate={accumulate}", hint="pass the number of micro-batches per update, 1 or more")
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss = Loss(model, loss_fn)
     if loss.with_targets and len(batch) != 2:
         what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
         raise UnsupportedGraph("example_batch", what, "pass (inputs, targets), or a loss_fn of one argument")
-    traced = trace_step(loss, optimizer, batch, clip_grad_norm=clip_grad_norm, in_place=in_place)
-    redzone = redzone_of(guard, alignment_of(traced.device))
-    plan = plan_traced(traced, redzone=redzone, solver=solver, time_limit=time_limit)
+    kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
+    traced = [
+        trace_step(loss, optimizer, batch, clip_grad_norm=clip_grad_norm, accumulate=kind, in_place=in_place)
+        for kind in kinds
+    ]
+    redzone = redzone_of(guard, alignment_of(traced[0].device))
+    options = {"budget": budget, "policy": policy, "costs": costs, "solver": solver, "time_limit": time_limit}
+    plans = [plan_traced(t, redzone=redzone, **options) for t in traced]
     structure = StepStructure(loss, optimizer)
-    return CompiledStep(structure, Runner(structure, traced, plan, Arena(plan.arena_size, traced.device), guard=guard))
+    arena = Arena(max(plan.arena_size for plan in plans), traced[0].device)  # they take turns
+    runners = [Runner(structure, t, plan, arena, guard=guard) for t, plan in zip(traced, plans, strict=True)]
+    return CompiledStep(structure, runners[0] if accumulate > 1 else None, runners[-1], accumulate)
 
 
 def _positional_arguments(function: Callable[..., Any]) -> int:

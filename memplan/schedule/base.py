@@ -16,7 +16,8 @@ class Evidence(enum.Enum):
 
     WORKING_SET = "what {op} reads and writes"
     CUT = "the cut at {op}"
-    SEARCH = "a search through all orders"
+    SEARCH = "a search through all orders"  # of the portfolio, which anyone can repeat
+    LONG_SEARCH = "a long search through all orders"  # of another policy, which nobody repeats to read a plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,22 +76,22 @@ def cut(core: Core, op: int, *, before: int = -1, after: int = -1, interpreted: 
         host = c.host[chance]
         users = c.user[c.user_ptr[host] : c.user_ptr[host + 1]]
         if not (side[users[users != op]] == AFTER).any():  # else the input outlives the op
-            found = _least(core, ops, op, side, int(host), int(c.saved[chance]))
+            found = _least(core, op, side, (int(host), int(c.saved[chance])), ops)
             work += found.work
             best = found if best is None or found.bytes < best.bytes else best
     if best is None:
-        return _least(core, ops, op, side, -1, 0)
+        return _least(core, op, side, (-1, 0), ops)
     return replace(best, work=work)
 
 
-def _least(core: Core, ops: int, op: int, side: Ints, host: int, saved: int) -> Cut:
-    """The least cut at `op` if it saves `saved` bytes when it is the last to touch the storage `host` (-1: none)."""
+def _least(core: Core, op: int, side: Ints, chance: tuple[int, int], ops: int) -> Cut:
+    """The least cut at `op` with one chance: a storage (-1: none), and the bytes saved where the op is its last."""
     from memplan.schedule.cut_kernel import BEFORE, network
     from memplan.schedule.flow_kernel import max_flow
 
     c = core
     nodes, tail, head, capacity, fixed, node = network(
-        *(ops, op, side, host, saved, c.pred_ptr, c.pred, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size, c.kept)
+        *(ops, op, side, *chance, c.pred_ptr, c.pred, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size, c.kept)
     )
     flow, near, work = max_flow(ops, nodes, tail, head, capacity)
     ideal = near[node[: c.n]] & (side >= 0) | (side == BEFORE)

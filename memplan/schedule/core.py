@@ -91,8 +91,11 @@ class Core:
         return op - (op > self.barrier)
 
 
-def make_core(graph: Graph) -> Core:
-    """The arrays of `graph`. Linear in its ops and the storages that they touch."""
+def make_core(graph: Graph, *, least: int = 1) -> Core:
+    """The arrays of `graph`. Linear in its ops and the storages that they touch.
+
+    Storages of fewer than `least` bytes count as nothing: what every order needs without them, every order needs.
+    """
     barrier = graph.forward_ops
     before = [frozenset(p + (p >= barrier) for p in found) for found in predecessors(graph)]
     pred = _with_barrier(before, barrier)
@@ -103,7 +106,7 @@ def make_core(graph: Graph) -> Core:
     users: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):
         for storage in graph.touched(op):
-            if graph.storages[storage].planned and graph.storages[storage].nbytes:
+            if graph.storages[storage].planned and graph.storages[storage].nbytes >= max(least, 1):
                 users.setdefault(storage, []).append(index + (index >= barrier))
     return _assemble(graph, barrier, pred, succ, users)
 
@@ -126,12 +129,14 @@ def _assemble(
         key = (tuple(ops), storage in kept)
         merged[key] = merged.get(key, 0) + graph.storages[storage].nbytes
     number = {key: i for i, key in enumerate(merged)}
-    chances: list[list[tuple[int, int]]] = [[] for _ in pred]
+    chances: list[dict[int, int]] = [{} for _ in pred]
     for index, op in enumerate(graph.ops):
         for result, read in op.chances:
             host = graph.values[read].storage
             saved = graph.storages[graph.values[result].storage].nbytes
-            chances[index + (index >= barrier)].append((number[tuple(users[host]), host in kept], saved))
+            if host in users:
+                row, at = chances[index + (index >= barrier)], number[tuple(users[host]), host in kept]
+                row[at] = max(saved, row.get(at, 0))
     touch: list[list[int]] = [[] for _ in pred]
     for (ops_, _), storage in number.items():
         for op_ in ops_:
@@ -140,7 +145,7 @@ def _assemble(
     succ_ptr, succ_flat = _flat(succ)
     touch_ptr, touch_flat = _flat(touch)
     user_ptr, user_flat = _flat(ops for ops, _ in merged)
-    chance_ptr, chance_flat = _flat(chances)
+    chance_ptr, chance_flat = _flat([list(row.items()) for row in chances])
     return Core(
         barrier=barrier,
         pred_ptr=pred_ptr,

@@ -57,7 +57,7 @@ def cpsat(graph: Graph, *, work: float = 60.0) -> Schedule:
     max_live = max(live_bytes(graph, order), default=0)
     least, name = working_set(graph)
     bound = max(least, int(solver.best_objective_bound))
-    evidence = Evidence.SEARCH if bound > least else Evidence.WORKING_SET
+    evidence = Evidence.LONG_SEARCH if bound > least else Evidence.WORKING_SET
     proof = "" if bound > least else name
     return Schedule(policy="cpsat", order=order, max_live=max_live, bound=bound, evidence=evidence, proof=proof)
 

@@ -24,16 +24,16 @@ FOUND, EXHAUSTED, GAVE_UP = 0, 1, 2
 
 @Kernel
 def levels(
-    target, width, limit, keys, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr, size, given, kept,
-    backwards, chance_ptr, host, saved,
+    target, width, limit, keys, waiting, left, ready, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr,
+    size, given, kept, backwards, chance_ptr, host, saved,
 ):  # fmt: skip
-    """(outcome, order, work): FOUND an order within `target` bytes; EXHAUSTED: there is none; GAVE_UP after
-    `limit` units of work, or because `width` dropped states. `keys`: a random number per op (Zobrist's hash).
+    """(outcome, order, work, states dropped): FOUND an order within `target` bytes; EXHAUSTED: there is
+    none; GAVE_UP after `limit` units of work, or because `width` dropped states. `keys`: a random number per op
+    (Zobrist's hash). `waiting`, `left`, `ready`: tables of 2 `width` rows, of predecessors, of uses, of ready ops.
     """
     n, m = touch_ptr.shape[0] - 1, size.shape[0]
     uses = user_ptr[1:] - user_ptr[:-1] + kept
-    waiting, left = np.empty((2 * width, n), np.int32), np.empty((2 * width, m), np.int32)
-    ready, count = np.empty((2 * width, n), np.int32), np.zeros(2 * width, np.int64)
+    count = np.zeros(2 * width, np.int64)
     live, row, key = np.zeros(width, np.int64), np.zeros(width, np.int64), np.zeros(width, np.int64)
     parents, moves = np.empty((n, width), np.int32), np.empty((n, width), np.int32)
     waiting[0] = pred_ptr[1:] - pred_ptr[:-1]
@@ -46,7 +46,7 @@ def levels(
         live[0] += size[s] * given[s]
     spare, spares = np.arange(2 * width - 1, -1, -1), 2 * width - 1  # rows that no state holds, row 1 on top
     order = np.empty(n, np.int64)
-    states, root, lossless, work = 1, live[0], True, 0
+    states, root, dropped, work = 1, live[0], 0, 0
     room = 4 * width + n
     c_parent, c_move = np.empty(room, np.int64), np.empty(room, np.int64)
     c_live, c_key = np.empty(room, np.int64), np.empty(room, np.int64)
@@ -75,7 +75,7 @@ def levels(
                 if free == 0 and safe < 2:
                     for k in range(succ_ptr[v], succ_ptr[v + 1]):
                         w = succ[k]
-                        if waiting[r, w] != 1 or safe == 1 and v > c_move[begin]:
+                        if waiting[r, w] != 1 or (safe == 1 and v > c_move[begin]):
                             continue
                         needs, gone = 0, 0
                         for a in range(touch_ptr[w], touch_ptr[w + 1]):
@@ -116,9 +116,9 @@ def levels(
                 c_parent[c], c_move[c] = c_parent[valley_begin + c], c_move[valley_begin + c]
                 c_live[c], c_key[c] = c_live[valley_begin + c], c_key[valley_begin + c]
         if children == 0:
-            return EXHAUSTED if lossless else GAVE_UP, order, work
+            return GAVE_UP if dropped else EXHAUSTED, order, work, dropped
         if work > limit:
-            return GAVE_UP, order, work
+            return GAVE_UP, order, work, dropped
         bits = 4
         while bits < 2 * children:
             bits *= 2
@@ -136,7 +136,7 @@ def levels(
         distinct = distinct[:count_distinct]
         if count_distinct > width:
             distinct = distinct[np.argsort(c_live[distinct], kind="mergesort")[:width]]
-            lossless = False
+            dropped += count_distinct - width
         heirs = np.zeros(states, np.int64)
         for c in distinct:
             heirs[c_parent[c]] += 1
@@ -180,4 +180,4 @@ def levels(
     for step in range(n - 1, -1, -1):
         order[step] = moves[step, at]
         at = parents[step, at]
-    return FOUND, order, work
+    return FOUND, order, work, dropped

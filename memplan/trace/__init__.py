@@ -9,7 +9,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -24,8 +25,13 @@ from memplan.trace.capture import Captured, capture
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
-from memplan.trace.updates import append_updates, ensure_state, require_supported
+from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
 from memplan.version import __version__
+
+if TYPE_CHECKING:
+    from memplan.budget import Budget
+    from memplan.evict.costs import CostModel
+    from memplan.evict.workload import Policy as EvictionPolicy
 
 __all__ = ["Captured", "TracedGraph", "alignment_of", "capture", "plan", "plan_traced", "trace", "trace_captured"]
 
@@ -54,20 +60,28 @@ def trace_step(
     example_inputs: tuple[Any, ...],
     *,
     clip_grad_norm: float | None = None,
+    accumulate: Accumulate | None = None,
     in_place: bool = True,
 ) -> TracedGraph:
     """Trace forward, backward and the optimizer's update of a model that returns its loss.
 
-    Creates the optimizer's state where it has none yet. Raises `UnsupportedGraph`.
+    `accumulate`: what the step does with its gradients when one update takes those of several steps. Creates
+    the optimizer's state where it has none yet. Raises `UnsupportedGraph`.
     """
     require_supported(optimizer)
     captured = capture(model, example_inputs, {}, train=True)
     ensure_state(optimizer)
 
     def update(graph: fx.Graph) -> None:
-        append_updates(graph, model, optimizer, clip_grad_norm=clip_grad_norm)
+        append_updates(graph, model, optimizer, clip_grad_norm=clip_grad_norm, accumulate=accumulate)
 
     traced = trace_captured(captured, type(model).__name__, update)
+    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
+
+
+def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:
+    """Trace a graph that dynamo has made of a part of a model, wrapped as a module that keeps its parameters."""
+    traced = trace_captured(capture(module, inputs, {}, train=train, by_dynamo=True), type(module).__name__)
     return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
 
 
@@ -87,13 +101,18 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
+    budget: Budget | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: CostModel | str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Plan:
     """`memplan.plan`."""
     traced = trace(model, example_inputs, example_kwargs, train=train)
-    return plan_traced(traced, schedule=schedule, solver=solver, time_limit=time_limit)
+    return plan_traced(
+        traced, schedule=schedule, solver=solver, time_limit=time_limit, budget=budget, policy=policy, costs=costs
+    )
 
 
 def plan_traced(
@@ -103,9 +122,20 @@ def plan_traced(
     solver: str | Solver = "auto",
     time_limit: float | None = None,
     redzone: int = 0,
+    budget: Budget | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: CostModel | str | None = None,
 ) -> Plan:
-    """Order a traced step and place its storages; `redzone` is in bytes (see `lifetimes.problem`)."""
-    return make_plan(
+    """Order a traced step, evict what does not fit `budget`, and place its storages.
+
+    `redzone` is in bytes (see `lifetimes.problem`), the rest as in `memplan.plan`.
+    """
+    make = make_plan
+    if budget is not None:
+        from memplan.budget import plan_within  # with the search and its compiler
+
+        make = partial(plan_within, budget, costs=costs or _device_costs(traced.device), policy=policy)
+    return make(
         model=traced.model,
         graph=traced.graph,
         schedule=order_of(traced.graph, schedule),
@@ -115,6 +145,14 @@ def plan_traced(
         solver=solver,
         time_limit=time_limit,
     )
+
+
+def _device_costs(device: torch.device) -> str:
+    """The cost model (by name) that is nearest to a device."""
+    if device.type != "cuda":
+        return "cpu"
+    name = torch.cuda.get_device_name(device).lower() if torch.cuda.is_available() else ""
+    return next((known for known in ("h200", "h100") if known in name), "a100")
 
 
 def alignment_of(device: torch.device) -> int:

@@ -8,9 +8,7 @@ Nothing is computed and no memory of the model's size is allocated.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.trace.effects import faked, settle_side_effects
 
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
 
@@ -45,10 +44,13 @@ class Captured:
     autocast: bool
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Captured:
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool, by_dynamo: bool = False
+) -> Captured:
     """Trace `model(*args, **kwargs)`, with its backward when `train`. Raises `UnsupportedGraph`.
 
     The model may hold real, fake or meta parameters; meta ones are traced as if they were on the CPU.
+    `by_dynamo`: the model is one of dynamo's own graphs, which is read as it is and may have no backward.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedGraph(type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs")
@@ -64,11 +66,11 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         # oneDNN's LSTM hands its backward a workspace whose size its fake does not know.
         recurrent = train and any(isinstance(m, nn.RNNBase) for m in model.modules())
         stack.enter_context(torch.backends.mkldnn.flags(enabled=not recurrent))
-        joint = _capture_joint(stack, model, args, kwargs)
+        joint = _capture_joint(stack, model, args, kwargs, (_as_it_is,) if by_dynamo else (_dynamo, _export))
         graph_module, out_spec = joint.graph_module, joint.out_spec
         leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
-    if train and not has_backward:
+    if train and not has_backward and not by_dynamo:
         raise UnsupportedGraph(
             type(model).__name__,
             "has no output that requires a gradient, so there is no backward to plan",
@@ -86,15 +88,24 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
     )
 
 
-def _capture_joint(stack: contextlib.ExitStack, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+FrontEnd = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], nn.Module]
+
+
+def _capture_joint(
+    stack: contextlib.ExitStack,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    front_ends: tuple[FrontEnd, ...],
+) -> Any:
     """Try each front end in turn; the clearest complaint is the one that the user can act on."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     complaints: list[Exception] = []
-    for front_end in (_dynamo, _export):
+    for front_end in front_ends:
         try:
             module = front_end(model, args, kwargs)
-            return aot_export_joint_with_descriptors(stack, module, args, kwargs)
+            return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=_AS_KERNELS_DO)
         except MemplanError:
             raise
         except Exception as error:  # whatever a front end raises, the next one may succeed
@@ -102,6 +113,21 @@ def _capture_joint(stack: contextlib.ExitStack, model: nn.Module, args: tuple[An
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
     clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
     raise _unsupported(model, clearest) from clearest
+
+
+def _layer_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+    """The kernels make both contiguous and return a gradient that is; the fake one follows their strides."""
+    if x.is_contiguous() and grad.is_contiguous():
+        return NotImplemented
+    return _LAYER_NORM_BACKWARD(grad.contiguous(), x.contiguous(), *rest)
+
+
+_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+_AS_KERNELS_DO: dict[Any, Callable[..., Any]] = {_LAYER_NORM_BACKWARD: _layer_norm_backward}
+
+
+def _as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    return model
 
 
 def _dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
@@ -112,19 +138,8 @@ def _dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         warnings.simplefilter("always")
         module = front(*args, **kwargs)
     for warning in caught:
-        _refuse_side_effects(model, str(warning.message))
+        settle_side_effects(model, args, kwargs, str(warning.message))
     return module
-
-
-def _refuse_side_effects(model: nn.Module, message: str) -> None:
-    """Dynamo reports what forward changes beside tensors; a compiled step would silently not change it."""
-    if "side effects happened" not in message:
-        return
-    changed = [source for source in re.findall(r'"(L\[[^"]+)"', message) if "_active_collector" not in source]
-    if changed:
-        reason = f"forward changes Python state that a compiled step would leave unchanged: {', '.join(changed)}"
-        hint = "return the value instead, or keep it in a registered buffer and change that in place (copy_, add_)"
-        raise UnsupportedGraph(type(model).__name__, reason, hint)
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
@@ -174,23 +189,7 @@ def _any_meta(model: nn.Module, flat: list[Any]) -> bool:
 
 def _off_meta(model: nn.Module, flat: list[Any]) -> tuple[nn.Module, list[Any]]:
     """A structural copy of `model` on fake CPU tensors: meta kernels would trace another attention than the CPU's."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
-
-    def fake(t: torch.Tensor) -> torch.Tensor:
-        with mode:
-            new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
-        if isinstance(t, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=t.requires_grad)
-        else:
-            new.requires_grad_(t.requires_grad and t.is_leaf)
-        return new
-
-    for tensor in (*model.parameters(), *model.buffers()):
-        memo[id(tensor)] = fake(tensor)
-    return copy.deepcopy(model, memo), [fake(x) if isinstance(x, torch.Tensor) else x for x in flat]
+    return faked(model, flat, device="cpu")
 
 
 def _is_tangent(node: fx.Node) -> bool:

@@ -157,6 +157,12 @@ def _embedding_backward(  # noqa: PLR0917  (the op's own signature)
     result = rw.memory(value(rw.node))
     rw.call(aten.zero_.default, result)
     flat = rw.call(aten.view.default, indices, [index.numel()])
+    if not value(grad).is_contiguous():  # of an LSTM with batch_first
+        with rw.mode:
+            dense = torch.empty_like(value(grad), memory_format=torch.contiguous_format)
+        contiguous = rw.scratch(dense)
+        rw.call(aten.copy_.default, contiguous, grad)
+        grad = contiguous
     source = rw.call(aten.view.default, grad, [index.numel(), value(grad).shape[-1]])
     rw.call(aten.index_add_.default, result, 0, flat, source)
     if padding >= 0:

@@ -8,7 +8,8 @@ at every call, so that schedulers and checkpoints work as ever.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import enum
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,19 @@ from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, val
 from memplan.trace.traced import Live
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+ACCUMULATED = "accumulated gradient"  # key of a tensor beside the optimizer's own state
+
+
+class Accumulate(enum.Enum):
+    """What a step does with its gradients when several of them make one update."""
+
+    ADD = "add them to those of earlier steps"
+    UPDATE = "add them, update the parameters, and start from zero again"
 
 
 @dataclass(frozen=True, slots=True)
 class StateInput:
-    """Descriptor of a placeholder: tensor `key` of the optimizer's state of parameter `target`."""
+    """Descriptor of a placeholder: tensor `key` of the state that an update keeps for parameter `target`."""
 
     target: str
     key: str
@@ -70,12 +79,17 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def append_updates(
-    graph: fx.Graph, model: nn.Module, optimizer: torch.optim.Optimizer, *, clip_grad_norm: float | None = None
+    graph: fx.Graph,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    clip_grad_norm: float | None = None,
+    accumulate: Accumulate | None = None,
 ) -> None:
     """Replace the returned gradients of `optimizer`'s parameters by updates; other gradients are dropped.
 
     `clip_grad_norm` scales all gradients to that global 2-norm first: every update then waits for the last
-    gradient.
+    gradient. `accumulate`: updates take sums of gradients, in memory that outlives the step.
     """
     output, results, descs = returned_by(graph)
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -93,13 +107,27 @@ def append_updates(
     output.args = (tuple(n for n, _ in kept),)
     output.meta["desc"] = [d for _, d in kept]
     factory = _Updates(graph, optimizer, output)
-    if clip_grad_norm is not None:
-        gradients = factory.clip(gradients, clip_grad_norm)
-    for name, gradient in gradients.items():
-        parameter = model.get_parameter(name)
-        factory.update(name, parameters[name], gradient, optimizer.state[parameter], group_of[id(parameter)])
-    factory.count_steps()
+    if accumulate is not None:
+        gradients = {name: factory.add(name, parameters[name], g) for name, g in gradients.items()}
+    if accumulate is not Accumulate.ADD:
+        if clip_grad_norm is not None:
+            gradients = factory.clip(gradients, clip_grad_norm, in_place=accumulate is not None)
+        for name, gradient in gradients.items():
+            parameter = model.get_parameter(name)
+            factory.update(name, parameters[name], gradient, optimizer.state[parameter], group_of[id(parameter)])
+        factory.count_steps()
+    if accumulate is Accumulate.UPDATE:
+        factory.start_from_zero(gradients.values())
     _drop_dead(graph)
+
+
+class _InBackward(Rewriter):
+    """Makes nodes of the backward, whatever the node is that they stand for."""
+
+    def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super()._node(*args, **kwargs)
+        node.meta["partitioner_tag"] = "is_backward"
+        return node
 
 
 class _Updates:
@@ -112,19 +140,37 @@ class _Updates:
         self.output = output
         self.steps: list[fx.Node] = []
 
-    def clip(self, gradients: Mapping[str, fx.Node], max_norm: float) -> dict[str, fx.Node]:
+    def add(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
+        """Add a gradient, as soon as it exists, to the accumulated one, which is returned."""
+        accumulated = self._state(name, ACCUMULATED, value(parameter))
+        place = _after_last(self.graph, _touching(self.graph, gradient))
+        rw = _InBackward(self.graph, self.mode, gradient, before=place)
+        rw.call(aten.add_.Tensor, accumulated, gradient)
+        return accumulated
+
+    def start_from_zero(self, accumulated: Iterable[fx.Node]) -> None:
+        """Empty the accumulated gradients, each after its last use."""
+        for gradient in accumulated:
+            place = _after_last(self.graph, _touching(self.graph, gradient))
+            _InBackward(self.graph, self.mode, gradient, before=place).call(aten.zero_.default, gradient)
+
+    def clip(self, gradients: Mapping[str, fx.Node], max_norm: float, *, in_place: bool) -> dict[str, fx.Node]:
         """`torch.nn.utils.clip_grad_norm_`: norm of norms, coefficient, one product per gradient."""
-        rw = Rewriter(self.graph, self.mode, list(gradients.values())[-1], before=self.output)
+        rw = _InBackward(self.graph, self.mode, list(gradients.values())[-1], before=self.output)
         norms = [rw.call(aten.linalg_vector_norm.default, g, 2.0) for g in gradients.values()]
         total = rw.call(aten.linalg_vector_norm.default, rw.call(aten.stack.default, norms), 2.0)
         inverse = rw.call(aten.reciprocal.default, rw.call(aten.add.Tensor, total, _CLIP_EPSILON))
         coefficient = rw.call(aten.clamp_max.default, rw.call(aten.mul.Tensor, inverse, max_norm), 1.0)
+        if in_place:
+            for g in gradients.values():
+                rw.call(aten.mul_.Tensor, g, coefficient)
+            return dict(gradients)
         return {name: rw.call(aten.mul.Tensor, g, coefficient) for name, g in gradients.items()}
 
     def update(self, name: str, parameter: fx.Node, gradient: fx.Node, state: Mapping[str, Any], group: int) -> None:
         """One fused kernel after the gradient's definition and the parameter's last reader."""
         place = _after_last(self.graph, [*_touching(self.graph, gradient), *_touching(self.graph, parameter)])
-        rw = Rewriter(self.graph, self.mode, gradient, before=place)
+        rw = _InBackward(self.graph, self.mode, gradient, before=place)
         if value(gradient).stride() != value(parameter).stride():  # the kernel walks both alike
             laid_out = rw.scratch(value(parameter))
             rw.call(aten.copy_.default, laid_out, gradient)
@@ -152,22 +198,23 @@ class _Updates:
             constants = {"amsgrad": False}
         node = rw.call(target, *args, **{key: one.value() for key, one in live.items()}, **constants)
         node.meta["live"] = live
-        node.meta["partitioner_tag"] = "is_backward"
 
     def count_steps(self) -> None:
         """Increment all step counters by one kernel, before the first update."""
         if not self.steps:
             return
         first = next(n for n in self.graph.nodes if n.op == "call_function" and "live" in n.meta)
-        rw = Rewriter(self.graph, self.mode, first)
-        rw.call(aten._foreach_add_.Scalar, self.steps, 1).meta["partitioner_tag"] = "is_backward"
+        _InBackward(self.graph, self.mode, first).call(aten._foreach_add_.Scalar, self.steps, 1)
 
     def _state(self, name: str, key: str, tensor: torch.Tensor) -> fx.Node:
         last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
         with self.graph.inserting_after(last):
-            node = self.graph.placeholder(f"{name.replace('.', '_')}_{key}")
+            node = self.graph.placeholder(f"{name}_{key}".replace(".", "_").replace(" ", "_"))
         node.meta["desc"] = StateInput(name, key)
-        node.meta["val"] = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        with self.mode:
+            node.meta["val"] = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
         return node
 
 

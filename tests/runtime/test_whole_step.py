@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.zoo import ZOO
-from memplan.errors import InputMismatch, UnsupportedGraph
+from memplan.errors import InputMismatch, MemplanError, UnsupportedGraph
 from memplan.runtime import compile_step
 from memplan.trace import plan as memplan_plan
 
@@ -167,3 +167,98 @@ def test_misuse_raises() -> None:
         assert caught.value.hint
     with pytest.raises(UnsupportedGraph, match="loss_fn"):
         compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), F.mse_loss, torch.randn(5, 8))
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_accumulation_is_that_of_eager(kind: str, clip: float | None) -> None:
+    """20 updates of 3 micro-batches each, with a schedule, against (loss / 3).backward() three times, then step()."""
+    net, other = _net(), _net()
+    ours, theirs = (OPTIMIZERS[kind](n.parameters()) for n in (net, other))
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (ours, theirs)]
+    step = compile_step(net, ours, F.mse_loss, _batch(), accumulate=3, clip_grad_norm=clip, guard="poison")
+    for update in range(20):
+        theirs.zero_grad()
+        for micro in range(3):
+            batch = _batch(3 * update + micro)
+            before = net.get_parameter("0.weight").clone()
+            assert step.pending == micro
+            loss = F.mse_loss(other(batch[0]), batch[1])
+            (loss / 3).backward()  # type: ignore[no-untyped-call]
+            ours_loss = step(*batch)
+            assert _close(ours_loss, loss, exact=clip is None)
+            assert (micro < 2) is torch.equal(before, net.get_parameter("0.weight"))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(other.parameters(), clip)
+        theirs.step()
+        for schedule in schedules:
+            schedule.step()
+    assert all(_close(p, q, exact=clip is None) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+    assert all(p.grad is None for p in net.parameters())
+
+
+def _close(one: torch.Tensor, two: torch.Tensor, *, exact: bool) -> bool:
+    return torch.equal(one, two) if exact else torch.allclose(one, two, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_accumulation_on_models_of_the_zoo(name: str) -> None:
+    model, batch = ZOO[name]("nano")
+    eager = copy.deepcopy(model)
+    ours, theirs = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, eager))
+    step = compile_step(model, ours, _itself, batch, accumulate=2)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        one = step(*batch)
+        torch.manual_seed(seed)
+        two = eager(*batch)
+        (two / 2).backward()
+        assert torch.equal(one, two.detach())
+        if seed % 2:
+            theirs.step()
+            theirs.zero_grad()
+    assert _same_parameters(model, eager)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), eager.buffers(), strict=True))
+
+
+def test_accumulated_gradients_are_counted() -> None:
+    net = _net()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = compile_step(net, sgd, F.mse_loss, _batch(), accumulate=2)
+    assert step.plan.outside["optimizer state"] == sum(p.numel() * 4 for p in net.parameters())
+    assert not sgd.state_dict()["state"].get(0), "they are not the optimizer's"
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_twenty_steps_and_checkpoints_both_ways(kind: str) -> None:
+    """Groups with hyperparameters of their own; every five steps each side goes on from the other's checkpoint."""
+    nets = [_net(), _net()]
+    optimizers = [OPTIMIZERS[kind](_groups_of(net)) for net in nets]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 20) for o in optimizers]
+    step = compile_step(nets[0], optimizers[0], F.mse_loss, _batch())
+    for seed in range(20):
+        assert torch.equal(step(*_batch(seed)), _eager(WithLoss(nets[1]), optimizers[1], *_batch(seed)))
+        for schedule in schedules:
+            schedule.step()
+        if seed % 5 == 4:
+            saved = [copy.deepcopy((n.state_dict(), o.state_dict())) for n, o in zip(nets, optimizers, strict=True)]
+            for net, optimizer, (weights, state) in zip(nets, optimizers, reversed(saved), strict=True):
+                net.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+    assert _same_parameters(*nets)
+
+
+def _groups_of(net: nn.Sequential) -> Any:
+    return [{"params": net[0].parameters(), "lr": 0.05}, {"params": net[2].parameters(), "weight_decay": 0.2}]
+
+
+def test_an_input_that_is_a_parameter_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(8, 8))
+    step = compile_step(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), F.mse_loss, (torch.randn(8, 8), torch.randn(8, 8))
+    )
+    x = net.get_parameter("0.weight").detach()
+    with pytest.raises(InputMismatch, match=r"the parameter .*weight"):
+        step(x, torch.randn(8, 8))
+    with pytest.raises(MemplanError, match="accumulate"):
+        compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), F.mse_loss, (x, x), accumulate=0)

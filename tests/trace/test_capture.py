@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.zoo import ZOO
 from memplan.errors import UnsupportedGraph
-from memplan.trace import plan, trace
+from memplan.trace import capture, plan, trace
 
 
 class Breaks(nn.Module):
@@ -106,3 +106,26 @@ print(peak() - before)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[-1]) < 2**30
+
+
+class Counting(nn.Module):
+    """Sets an attribute to a value that settles after one call, or not."""
+
+    def __init__(self, settles: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.settles = settles
+        self.scale = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = 2 if self.settles else self.scale + 1
+        out: torch.Tensor = self.linear(x) * self.scale
+        return out
+
+
+def test_an_attribute_that_settles_is_set_as_a_call_sets_it() -> None:
+    model = Counting(settles=True)
+    capture(model, (torch.ones(2, 4),), {}, train=True)
+    assert model.scale == 2
+    with pytest.raises(UnsupportedGraph, match="changes Python state"):
+        capture(Counting(settles=False), (torch.ones(2, 4),), {}, train=True)

@@ -1,0 +1,187 @@
+"""`torch.compile(backend="memplan")`: graph breaks, several calls in flight, other shapes, against eager."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.zoo import ZOO
+from memplan.backend import Backend
+
+# Dynamo itself looks at .grad of what one graph hands to the next.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _train(model: nn.Module, call: Any, batches: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    """The losses of some steps, gradients accumulated over two of them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step, batch in enumerate(batches):
+        torch.manual_seed(step)
+        loss = call(*batch)
+        loss.backward()
+        losses.append(loss.detach())
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def _assert_trains_like_eager(model: nn.Module, batches: list[tuple[Any, ...]], backend: Backend) -> None:
+    eager = copy.deepcopy(model)
+    ours = _train(model, torch.compile(model, backend=backend), batches)
+    theirs = _train(eager, eager, batches)
+    for one, two in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, two, rtol=1e-5, atol=1e-6)
+    for (name, p), (_, q) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-5), name
+    for (name, b), (_, c) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
+        assert torch.allclose(b, c, rtol=1e-4, atol=1e-5), name
+
+
+class Broken(nn.Module):
+    """Two parts with a graph break between them, and an output of the first that the second uses twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU())
+        self.two = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x)
+        torch._dynamo.graph_break()
+        loss: torch.Tensor = (self.two(hidden) + hidden.sum(1, keepdim=True)).square().mean()
+        return loss
+
+
+def test_a_graph_break_gives_two_planned_graphs() -> None:
+    torch.manual_seed(0)
+    backend = Backend(guard="poison")
+    _assert_trains_like_eager(Broken(), [(torch.randn(4, 8),) for _ in range(5)], backend)
+    assert len(backend.graphs) == 2
+    assert all(graph.plans[0].arena_size == graph.plans[0].max_live for graph in backend.graphs)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "bert"])
+def test_models_of_the_zoo_train_like_eager(name: str) -> None:
+    model, inputs = ZOO[name]("nano")
+    backend = Backend(guard="poison")
+    _assert_trains_like_eager(model, [inputs] * 4, backend)
+    assert sum(len(graph.plans) for graph in backend.graphs) == 1
+
+
+class Layer(nn.Module):
+    """Dynamo compiles its forward once for all layers, which then are in flight together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        hidden: torch.Tensor = self.linear(x)
+        return x + hidden.tanh()
+
+
+def test_layers_that_share_a_graph_keep_their_activations() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(3)), nn.Linear(8, 1), nn.Flatten(0))
+    backend = Backend(guard="poison")
+    inputs = [torch.randn(4, 8) for _ in range(4)]
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend)
+    _assert_same_gradients(model, eager, [compiled(x).sum() for x in inputs[:2]], [eager(x).sum() for x in inputs[:2]])
+    lanes = sum(len(graph.lanes) for graph in backend.graphs)
+    for x in inputs:
+        _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
+    assert sum(len(graph.lanes) for graph in backend.graphs) == lanes, "lanes are used again"
+
+
+def _assert_same_gradients(one: nn.Module, two: nn.Module, ours: list[Any], theirs: list[Any]) -> None:
+    sum(ours).backward()
+    sum(theirs).backward()
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_other_shapes_get_plans_of_their_own() -> None:
+    torch.manual_seed(0)
+    backend = Backend(guard="poison")
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.Flatten(0))
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=backend)
+    for rows in (4, 6, 5, 4, 6, 7):
+        x = torch.randn(rows, 8)
+        _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
+    plans = [plan for graph in backend.graphs for plan in graph.plans]
+    assert len({plan.arena_size for plan in plans}) > 1
+
+
+def test_inference_has_no_backward_in_its_plan() -> None:
+    torch.manual_seed(0)
+    backend = Backend()
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.ReLU(), nn.Linear(16, 1)).eval()
+    compiled = torch.compile(model, backend=backend)
+    x = torch.randn(4, 8)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(compiled(x), model(x))
+            assert torch.equal(compiled(x), model(x))
+    assert all(not plan.graph.gradients for graph in backend.graphs for plan in graph.plans)
+
+
+def test_inputs_that_change_and_outputs_that_are_inputs() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y.add_(1)
+        return x, y[1:], (x * y).sum()
+
+    compiled = torch.compile(function, backend=Backend(guard="poison"))
+    x, y = torch.randn(3, requires_grad=True), torch.zeros(3)
+    for count in (1, 2):
+        same, view, total = compiled(x, y)
+        assert same is x
+        assert torch.equal(y, torch.full((3,), float(count)))
+        assert view.data_ptr() == y[1:].data_ptr()
+        total.backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.full((3,), float(count)))
+        x.grad = None
+
+
+def test_torch_finds_the_backend_by_name(tmp_path: Path) -> None:
+    """As after an installation: a distribution on the path whose entry points are those of pyproject.toml."""
+    import tomllib
+
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    info = tmp_path / "memplan-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: memplan\nVersion: 0\n")
+    lines = [f"{name} = {target}" for name, target in project["entry-points"]["torch_dynamo_backends"].items()]
+    (info / "entry_points.txt").write_text("[torch_dynamo_backends]\n" + "\n".join(lines) + "\n")
+    code = (
+        "import torch\n"
+        "f = torch.compile(torch.nn.Linear(4, 2), backend='memplan')\n"
+        "f(torch.ones(3, 4)).sum().backward()\n"
+        "assert 'memplan' in torch._dynamo.list_backends()\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)

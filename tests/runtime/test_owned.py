@@ -1,0 +1,104 @@
+"""`gradients="owned"`: the same `.grad` as autograd's, and an error where something would be skipped."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.zoo import ZOO
+from memplan.errors import MemplanError, UnsupportedCall
+from memplan.runtime import CompiledModule, compile
+
+
+def _owned(model: nn.Module, *args: Any) -> CompiledModule:
+    return compile(model, args, gradients="owned", guard="poison")
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_same_gradients_as_handed_to_autograd(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    other = copy.deepcopy(model)
+    owned, safe = _owned(model, *args), compile(other, args)
+    for seed in range(3):
+        for compiled in (owned, safe):
+            torch.manual_seed(seed)
+            compiled(*args).backward()
+        for (key, p), (_, q) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), key
+            if p.grad is not None and q.grad is not None:
+                assert torch.equal(p.grad, q.grad), key
+                assert p.grad.is_contiguous() == q.grad.is_contiguous(), key
+        if seed == 1:  # accumulated once, then from zero
+            for m in (model, other):
+                m.zero_grad()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x).tanh(), x * 2
+
+
+def test_inputs_get_theirs_and_autograd_grad_leaves_parameters_alone() -> None:
+    net = Net()
+    x = torch.randn(3, 4, requires_grad=True)
+    compiled, eager = _owned(net, x), copy.deepcopy(net)
+    out, double = compiled(x)
+    (ours,) = torch.autograd.grad((out + double).sum(), x)
+    (theirs,) = torch.autograd.grad(sum(y.sum() for y in eager(x)), x)
+    assert torch.equal(ours, theirs)
+    assert net.linear.weight.grad is None
+    compiled(x)[1].sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 4), 2.0))  # type: ignore[arg-type]
+    assert net.linear.weight.grad is None, "it does not depend on the parameters"
+
+
+def test_gradients_survive_the_next_step_and_release_their_graph() -> None:
+    net = nn.Linear(4, 4)
+    compiled = _owned(net, torch.randn(3, 4))
+    compiled(torch.randn(3, 4)).sum().backward()
+    kept = net.weight.grad
+    assert kept is not None
+    before = kept.clone()
+    net.zero_grad()
+    compiled(torch.randn(3, 4)).sum().backward()
+    assert torch.equal(kept, before)
+
+
+def test_hooks_raise_before_anything_is_computed() -> None:
+    net = nn.Linear(4, 4)
+    x = torch.randn(3, 4)
+    compiled = _owned(net, x)
+    for register in (net.weight.register_hook, net.weight.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)  # type: ignore[no-untyped-call]
+        with pytest.raises(UnsupportedCall, match="weight"):
+            compiled(x).sum().backward()
+        assert net.bias.grad is None
+        handle.remove()
+    compiled(x).sum().backward()
+    assert net.bias.grad is not None
+    with pytest.raises(MemplanError, match="gradients"):
+        compile(net, x, gradients="stolen")
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_distributed_data_parallel_raises() -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        net, x = nn.Linear(4, 4), torch.randn(3, 4)
+        parallel = nn.parallel.DistributedDataParallel(_owned(net, x))
+        with pytest.raises(UnsupportedCall, match="DistributedDataParallel"):
+            parallel(x)
+        safe = nn.parallel.DistributedDataParallel(compile(net, x))
+        safe(x).sum().backward()
+        assert net.weight.grad is not None
+    finally:
+        torch.distributed.destroy_process_group()
