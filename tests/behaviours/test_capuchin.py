@@ -54,14 +54,14 @@ def test_P5_a_swap_that_hides_is_free() -> None:  # noqa: N802
     _, figures = judged(graph, workload, events)
     assert figures.peak <= workload.budget
     assert figures.seconds == pytest.approx(sum(workload.seconds))
-    assert [event.index for event in events if event.kind is Kind.OFFLOAD] == [gaps_of(workload)[0].storage]
+    assert [event.of for event in events if event.kind is Kind.OFFLOAD] == [gaps_of(workload)[0].storage]
 
 
 def test_P5_where_none_hides_the_most_bytes_per_second_are_computed_again() -> None:  # noqa: N802
     graph, workload = _chain(6, bandwidth=1.0, slow=0)
     events = capuchin(workload)
     assert judged(graph, workload, events)[1].peak <= workload.budget
-    runs = [event.index for event in events if event.kind is Kind.RUN]
+    runs = [event.of for event in events if event.kind is Kind.RUN]
     again = [op for k, op in enumerate(runs) if op in runs[:k]]
     assert again == [1]  # of those that cost least the first; op 0 costs ten times as much
     assert not any(event.kind is Kind.OFFLOAD for event in events)

@@ -17,7 +17,7 @@ from memplan.evict.dtr import Candidate, dtr, dtr_addresses, h_dtr
 from memplan.evict.events import Events, Kind
 from memplan.evict.memory import Addresses
 from memplan.evict.flow import flow
-from memplan.evict.record import OFFLOAD, RELOAD
+from memplan.evict.record import OFFLOAD, RELOAD, evictions_of
 from memplan.evict.walk import Way
 from memplan.evict.workload import Policy, Workload
 from memplan.graph import Graph, Phase, StorageKind
@@ -117,10 +117,10 @@ def _names(graph: Graph, events: Events, kind: Kind) -> list[str]:
     found, ran = [], set()
     for event in events:
         if event.kind is Kind.DROP is kind:
-            found.append(graph.storages[event.index].name)
-        elif event.kind is Kind.RUN is kind and event.index in ran:
-            found.append(graph.ops[event.index].name)
-        ran.add(event.index) if event.kind is Kind.RUN else None
+            found.append(graph.storages[event.of].name)
+        elif event.kind is Kind.RUN is kind and event.of in ran:
+            found.append(graph.ops[event.of].name)
+        ran.add(event.of) if event.kind is Kind.RUN else None
     return found
 
 
@@ -169,8 +169,9 @@ def test_E1_what_is_released_and_when_is_known_before_anything_runs() -> None:  
     for policy in (recompute, delta):
         applied, figures = judged(graph, workload, policy(workload))
         assert figures.peak <= workload.budget
-        assert applied.evictions
-        for one in applied.evictions:
+        evictions = evictions_of(applied.graph, applied.instances)
+        assert evictions
+        for one in evictions:
             assert one.evicted_access < one.in_trigger <= one.back_access < len(applied.graph.ops)
 
 

@@ -66,7 +66,7 @@ def test_T3_flow_is_faster_the_more_bytes_there_are_and_faster_than_genoa(name: 
         figures = judged(graph, fitted, events)[1]
         assert figures.peak <= fitted.budget
         assert figures.seconds < slowest
-        runs = [event.index for event in events if event.kind is Kind.RUN]
+        runs = [event.of for event in events if event.kind is Kind.RUN]
         assert runs == sorted(set(runs))  # nothing is computed twice
     if not streamed:
         whole = replace(workload, budget=plain)
