@@ -159,10 +159,13 @@ class Plan:
         return make_report(self)
 
     def to_text(self) -> str:
-        """The step x partition table of this plan as plain text (tract's picture)."""
+        """The step x partition table of this plan as plain text (tract's picture), and for the layout `tstack` the
+        addresses by step (ext-tstack's)."""
         from memplan.report.partition_table import partition_table
+        from memplan.report.stack_text import stack_text
 
-        return partition_table(self.problem)
+        stack = stack_text(self.problem, self.solution) if self.solution.solver == "tstack" else ""
+        return partition_table(self.problem) + stack
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON to `path`, whole or not at all. Raises `UnreadableFile` when it cannot be written."""

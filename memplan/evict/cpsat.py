@@ -41,7 +41,7 @@ class Optimum:
         return self.seconds <= self.bound + len(self.events) / _TICKS
 
 
-def cpsat(workload: Workload, *, work: float = 30.0) -> Events:
+def cpsat(workload: Workload, *, work: float = 5.0) -> Events:
     """The faster of `optimum` and the greedy `recompute`; streamed storages stay on the device.
 
     Raises `BudgetInfeasible` when neither finds a way.
@@ -65,7 +65,7 @@ def _best(workload: Workload, work: float) -> Events:
     return found.events
 
 
-def optimum(workload: Workload, *, work: float = 30.0, lives: int = 2, hint: Events | None = None) -> Optimum:
+def optimum(workload: Workload, *, work: float = 5.0, lives: int = 2, hint: Events | None = None) -> Optimum:
     """The cheapest plan in which every storage has at most `lives` lives, if OR-Tools' deterministic time `work` is
     enough; else the best found. `hint`: events to start from. `workload` streams nothing.
 
