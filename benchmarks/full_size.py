@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 
 from benchmarks import zoo
 from benchmarks.branching import BRANCHING, CLASSES, Images, images
@@ -29,6 +30,13 @@ class Result(nn.Module):
     def forward(self, *args: Tensor) -> Tensor:
         out: Tensor = self.model(*args, return_dict=False)[0]
         return out
+
+
+class Denoised(Result):
+    """Mean squared error of the predicted noise."""
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return F.mse_loss(super().forward(*args[:-1]), args[-1])
 
 
 class Inference(nn.Module):
@@ -115,6 +123,21 @@ def unet(batch: int) -> tuple[Example, Example]:
     return (Result(model), (noisy, steps, context)), (zoo.Denoising(model), (noisy, steps, context, noisy.clone()))
 
 
+def ddpm(batch: int) -> tuple[Example, Example]:
+    """The unconditional UNet of diffusers' training example (114 million parameters), 64 x 64 images."""
+    from diffusers import UNet2DModel
+
+    plain, attends = "DownBlock2D", "AttnDownBlock2D"
+    model = UNet2DModel(
+        sample_size=64, in_channels=3, out_channels=3, layers_per_block=2,
+        block_out_channels=(128, 128, 256, 256, 512, 512),
+        down_block_types=(plain, plain, plain, plain, attends, plain),
+        up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D", "UpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    noisy, steps = torch.randn(batch, 3, 64, 64), torch.zeros(batch, dtype=torch.long)
+    return (Result(model), (noisy, steps)), (Denoised(model), (noisy, steps, noisy.clone()))
+
+
 def _branching(name: str) -> Callable[[int], tuple[Example, Example]]:
     def make(batch: int) -> tuple[Example, Example]:
         model = BRANCHING[name]()
@@ -135,6 +158,7 @@ FULL_SIZE: Mapping[str, tuple[Callable[[int], tuple[Example, Example]], int]] = 
         "vit": (vit, 64),
         "resnet": (resnet, 64),
         "unet": (unet, 16),
+        "ddpm": (ddpm, 16),
         **{name: (_branching(name), 32) for name in BRANCHING},
     }
 )  # name -> factory, usual batch

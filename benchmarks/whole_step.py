@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind
+from memplan.inplace import with_chances
 
 
 def whole_step(graph: Graph, parameter_of: Mapping[int, int]) -> Graph:
@@ -28,12 +29,13 @@ def whole_step(graph: Graph, parameter_of: Mapping[int, int]) -> Graph:
         )
         for gradient, parameter in parameter_of.items()
     )
-    return replace(
+    step = replace(
         graph,
         ops=tuple(replace(op, phase=Phase.FORWARD) for op in graph.ops) + updates,
         storages=tuple(_planned(s) if i in planned else s for i, s in enumerate(graph.storages)),
         gradients=tuple(g for g in graph.gradients if g not in parameter_of),
     )
+    return with_chances(step) if any(op.chances for op in graph.ops) else step  # gradients may lie in place now
 
 
 def _planned(storage: Storage) -> Storage:

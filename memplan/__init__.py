@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memplan.backend import Backend
+    from memplan.budget import Budget
+    from memplan.evict.costs import CostModel
+    from memplan.evict.workload import Policy as EvictionPolicy
     from memplan.runtime import CompiledModule, CompiledStep, compile, compile_step
     from memplan.schedule import Policy
     from memplan.solve import Solver
@@ -77,6 +80,9 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
+    budget: Budget | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: CostModel | str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     time_limit: float | None = None,
@@ -85,13 +91,27 @@ def plan(
 
     `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others;
     real, fake and meta tensors will do, and so they will as parameters. `train`: plan forward and backward
-    (None: as `model.training` says) or the forward alone. `schedule`: which order of the ops to
-    plan, by the name of its policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own.
+    (None: as `model.training` says) or the forward alone. `budget`: the most that the arena may have, in bytes, as
+    a text ("8GiB"), as a share of its size without a budget (0.5, "50%"), or "min"; what does not fit is evicted
+    by `policy` ("auto": computed again or copied to the host and back, whatever costs least by `costs`, a
+    `CostModel` or the name of a device: "a100", "h100", "h200", "cpu"; "recompute": without copies; or a function
+    of your own, see `memplan.evict.workload.Policy`). `schedule`: which order of the ops to plan, by the name of its
+    policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own.
     `time_limit` is the solver's, in seconds. Raises
-    `UnsupportedGraph` when the model cannot be traced as one graph.
+    `UnsupportedGraph` when the model cannot be traced as one graph, and `BudgetInfeasible`, with the smallest
+    budget that can be kept, when `budget` cannot.
     """
     from memplan import trace
 
     return trace.plan(
-        model, example_inputs, example_kwargs, train=train, schedule=schedule, solver=solver, time_limit=time_limit
+        model,
+        example_inputs,
+        example_kwargs,
+        train=train,
+        budget=budget,
+        policy=policy,
+        costs=costs,
+        schedule=schedule,
+        solver=solver,
+        time_limit=time_limit,
     )

@@ -84,3 +84,20 @@ class ArenaCorruption(MemplanError, RuntimeError):
 
 class LimitExceeded(MemplanError, ValueError):
     """A limit given by the user that a plan does not keep (raised by the pytest plugin; the CLI exits 1)."""
+
+
+class InvalidCosts(MemplanError, ValueError):
+    """A cost model with a rate or a time that cannot be."""
+
+
+class InvalidEviction(MemplanError, ValueError):
+    """An eviction that would lose or change a number: what it needs is not there, or not what it was."""
+
+
+class BudgetInfeasible(MemplanError, ValueError):
+    """A budget that no plan keeps. `op` is the op whose working set is the floor, `smallest` the bytes that do."""
+
+    def __init__(self, what: str, *, op: str, smallest: int, where: str | None = None, hint: str | None = None) -> None:
+        self.op = op
+        self.smallest = smallest
+        super().__init__(what, where=where, hint=hint)

@@ -27,6 +27,7 @@ class StorageKind(enum.StrEnum):
     OUTPUT = "output"
     TANGENT = "tangent"
     OPTIMIZER_STATE = "optimizer state"
+    HOST = "host copy"
 
 
 class Phase(enum.StrEnum):
@@ -76,6 +77,10 @@ class Op:
 
     `direct`: the kernel writes its results where it is told to. Otherwise it returns fresh tensors, which
     are copied to their place, and their bytes lie outside the arena while it runs.
+
+    `chances` are pairs (result, input) of value indices: the result may take the bytes of the input's storage,
+    in an order in which nothing touches that storage after this op. See `memplan.inplace`. `unrelated` are such pairs
+    too: the result does not depend on the input, although the kernel reads it.
     """
 
     name: str
@@ -86,6 +91,8 @@ class Op:
     direct: bool
     random: bool
     origin: Origin
+    chances: tuple[tuple[int, int], ...] = ()
+    unrelated: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +147,10 @@ class Graph:
         for op in self.ops:
             reads = ", ".join(self._describe(v) for v in op.reads)
             writes = ", ".join(self._describe(v) for v in op.writes)
-            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{' random' if op.random else ''}"
+            chances = "".join(f" or in {self.values[i].name}" for _, i in op.chances)
+            random = " random" if op.random else ""
+            unrelated = "".join(f", {self.values[o].name} not of {self.values[i].name}" for o, i in op.unrelated)
+            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{chances}{random}{unrelated}"
         yield f"outputs: {', '.join(self._describe(v) for v in self.outputs)}"
         yield f"gradients: {', '.join(self._describe(v) for v in self.gradients)}"
 
@@ -184,6 +194,30 @@ def check_graph(graph: Graph) -> None:
     for i, op in enumerate(graph.ops):
         if op.phase is Phase.FORWARD and i >= graph.forward_ops:
             raise InvalidPlan("is of the forward, and stands behind the backward", where=f"graph.ops[{i}].phase")
+    _check_chances(graph)
+
+
+def _check_chances(graph: Graph) -> None:
+    """Both storages are planned, of one size and not the caller's; the op makes the one and reads the other."""
+    kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
+    made: dict[int, int] = {}
+    for i, op in enumerate(graph.ops):
+        for storage in graph.touched(op):
+            made.setdefault(storage, i)
+        for k, (result, read) in enumerate(op.unrelated):
+            if result not in op.writes or read not in op.reads:
+                where = f"graph.ops[{i}].unrelated[{k}]"
+                raise InvalidPlan("is not a result and an input of its op", where=where)
+        for k, (result, read) in enumerate(op.chances):
+            where = f"graph.ops[{i}].chances[{k}]"
+            if result not in op.writes or read not in op.reads:
+                raise InvalidPlan("is not a result and an input of its op", where=where)
+            born, host = (graph.values[v].storage for v in (result, read))
+            one, two = graph.storages[born], graph.storages[host]
+            if born in kept or host in kept or host in graph.written(op) or made[born] != i:
+                raise InvalidPlan("cannot be: the bytes are not free, or the result is not new", where=where)
+            if not one.planned or not two.planned or (one.nbytes, one.device) != (two.nbytes, two.device):
+                raise InvalidPlan("is between storages that do not fit each other", where=where)
 
 
 def _check_storages(graph: Graph) -> None:

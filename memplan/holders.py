@@ -43,7 +43,7 @@ def alive_at(plan: Plan, step: int, count: int | None = None) -> tuple[Holder, .
 
 def _makers(plan: Plan) -> dict[str, str]:
     """Storage -> the first op that writes it: for an allocation with `out=`, more telling than the allocation."""
-    graph, makers = plan.graph, dict[str, str]()
+    graph, makers = plan.placed, dict[str, str]()
     for index in plan.schedule.order:
         for storage in graph.written(graph.ops[index]):
             makers.setdefault(graph.storages[storage].name, graph.ops[index].target)

@@ -1,4 +1,6 @@
-"""In-place reuse: an op's result takes the bytes of an input that dies at that op.
+"""In-place reuse: an op's result may take the bytes of an input that dies at that op.
+
+Here the chances are found; `schedule/reuse.py` takes those that an order leaves.
 
 Safe where the kernel reads an element only before it writes that element's place: pointwise kernels, and
 those of the softmax family, which finish a row before they write it. An op that runs functionally returns
@@ -7,6 +9,7 @@ fresh memory first, so its result may go anywhere. Each entry of the list is hel
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from memplan.graph import Graph, Op, Value
@@ -29,34 +32,34 @@ ROWWISE = frozenset(f"aten.{name}" for name in _ROWWISE_NAMES.split())
 _COPY = "aten.copy_.default"
 
 
-def reuse_in_place(graph: Graph) -> Graph:
-    """The graph with results merged into dying inputs, wherever the traced order and the op allow it.
+def with_chances(graph: Graph) -> Graph:
+    """The graph in which each op says which results may take the bytes of which inputs.
 
-    The merge makes such an op a write after all other reads of that storage; orders that keep to
-    `schedule.legal.predecessors` stay right. Outputs, gradients and what is not planned are never touched.
+    Which of the chances are taken depends on the order: an input must have had its last use. Outputs, gradients
+    and what is not planned take no part.
     """
-    last_touch = {s: i for i, op in enumerate(graph.ops) for s in graph.touched(op)}
-    first_touch = {s: i for i, op in reversed(list(enumerate(graph.ops))) for s in graph.touched(op)}
     kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
-    host: dict[int, int] = {}  # storage -> the one whose bytes it takes
-
-    def root(storage: int) -> int:
-        return root(host[storage]) if storage in host else storage
-
+    made: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
-        if not _can_overwrite(graph, op):
-            continue
-        for out in _whole_results(graph, op):
-            born = graph.values[out].storage
-            if first_touch[born] != index or born in kept or born in host:
-                continue
-            dying = {s for s in graph.touched(op) if last_touch[s] == index} - kept - set(graph.written(op))
-            found = _dying_input(graph, op, out, dying)
-            if found is not None:
-                host[born] = found
-                break  # one input can hold one result
-    values = tuple(replace(v, storage=root(v.storage)) if v.storage in host else v for v in graph.values)
-    return replace(graph, values=values)
+        for storage in graph.touched(op):
+            made.setdefault(storage, index)
+    new = {op.name: {s for s in graph.written(op) if made[s] == index} - kept for index, op in enumerate(graph.ops)}
+    ops = tuple(replace(op, chances=tuple(_chances(graph, op, new[op.name], kept))) for op in graph.ops)
+    return replace(graph, ops=ops)
+
+
+def _chances(graph: Graph, op: Op, new: set[int], kept: set[int]) -> Iterator[tuple[int, int]]:
+    """One pair for each result in `new` and each other storage that it could take the bytes of."""
+    if not new or not _can_overwrite(graph, op):
+        return
+    for out in _whole_results(graph, op):
+        if graph.values[out].storage in new:
+            seen = kept | set(graph.written(op))
+            for read in op.reads:
+                storage = graph.values[read].storage
+                if storage not in seen and _fits(graph, op, out, storage):
+                    yield out, read
+                seen.add(storage)
 
 
 def _can_overwrite(graph: Graph, op: Op) -> bool:
@@ -71,22 +74,14 @@ def _whole_results(graph: Graph, op: Op) -> list[int]:
     return [v for v in op.writes if _spans(graph, graph.values[v]) and graph.storages[graph.values[v].storage].planned]
 
 
-def _dying_input(graph: Graph, op: Op, out: int, dying: set[int]) -> int | None:
-    """The storage in `dying` of an input of `op` whose bytes can hold `out`."""
-    result = graph.values[out]
-    for read in op.reads:
-        value = graph.values[read]
-        storage = graph.storages[value.storage]
-        reads = [graph.values[r] for r in op.reads if graph.values[r].storage == value.storage]
-        if (
-            storage.planned
-            and value.storage in dying
-            and storage.nbytes == graph.storages[result.storage].nbytes
-            and storage.device == graph.storages[result.storage].device
-            and (not op.direct or all(_same_place(r, result) for r in reads))
-        ):
-            return value.storage
-    return None
+def _fits(graph: Graph, op: Op, out: int, storage: int) -> bool:
+    """Whether the bytes of `storage`, which `op` reads, can hold `out`."""
+    result, host = graph.values[out], graph.storages[storage]
+    own = graph.storages[result.storage]
+    if not host.planned or not host.nbytes or (host.nbytes, host.device) != (own.nbytes, own.device):
+        return False
+    reads = [graph.values[r] for r in op.reads if graph.values[r].storage == storage]
+    return not op.direct or all(_same_place(r, result) for r in reads)
 
 
 def _same_place(one: Value, two: Value) -> bool:

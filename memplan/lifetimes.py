@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from memplan.graph import Graph
+from collections.abc import Callable
+
+from memplan.graph import Graph, Storage, StorageKind
 from memplan.problem import Buffer, Problem
 from memplan.schedule import Schedule
 from memplan.schedule.base import storage_intervals
@@ -14,10 +16,21 @@ def problem(graph: Graph, schedule: Schedule, *, alignment: int, redzone: int = 
     Sizes are rounded up to `alignment` bytes, so that every end is aligned too; `redzone` adds so many bytes
     (a multiple of `alignment`) on each side of every buffer. Buffers stand in the order of their births.
     """
+    return _problem(graph, schedule, lambda storage: storage.planned, alignment, redzone)
+
+
+def host_problem(graph: Graph, schedule: Schedule, *, alignment: int) -> Problem:
+    """The problem of the copies on the host, which take no bytes of the arena."""
+    return _problem(graph, schedule, lambda storage: storage.kind is StorageKind.HOST, alignment, 0)
+
+
+def _problem(
+    graph: Graph, schedule: Schedule, chosen: Callable[[Storage], bool], alignment: int, redzone: int
+) -> Problem:
     buffers = []
     for index, live in storage_intervals(graph, schedule.order).items():
         storage = graph.storages[index]
-        if storage.planned and storage.nbytes:
+        if chosen(storage) and storage.nbytes:
             buffers.append(
                 Buffer(
                     id=storage.name,

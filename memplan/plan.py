@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 from memplan import lifetimes
 from memplan.errors import InvalidPlan
+from memplan.evict.record import Eviction, EvictionPlan, check_record, evictions_of
 from memplan.graph import Graph, StorageKind, check_graph
 from memplan.problem import Problem, Solution, Status
 from memplan.schedule import Schedule, live_bytes, require_evidence, require_legal, working_set_bound
 from memplan.schedule.base import storage_intervals
+from memplan.schedule.reuse import placed
 from memplan.solve import Solver, solve
 from memplan.validate import validate
 
@@ -41,7 +43,8 @@ class Plan:
 
     `alignment` and `redzone` (bytes) shaped the problem. `temporaries[op]` are the bytes that the op's
     kernel allocates outside the arena by itself while it runs, measured when the plan was compiled; None
-    means that it was not: kernels' own scratch memory cannot be known from fake tensors.
+    means that it was not: kernels' own scratch memory cannot be known from fake tensors. `eviction`: how a
+    budget is kept; then `graph` holds what is computed again and what is copied to the host and back.
     """
 
     model: str
@@ -53,6 +56,7 @@ class Plan:
     redzone: int = 0
     versions: Mapping[str, str]
     temporaries: tuple[int, ...] | None = None
+    eviction: EvictionPlan | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
@@ -61,6 +65,11 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the graph: a plan fits exactly the models that trace to it."""
         return self.graph.fingerprint
+
+    @cached_property
+    def placed(self) -> Graph:
+        """The graph as it lies in the arena: results that take the bytes of an input are values of its storage."""
+        return placed(self.graph, self.schedule.order)
 
     @property
     def arena_size(self) -> int:
@@ -83,6 +92,16 @@ class Plan:
         return self.max_live - self.schedule.max_live
 
     @cached_property
+    def evictions(self) -> tuple[Eviction, ...]:
+        """Every absence of a storage from the arena that ends in a use, by the step at which it ends."""
+        return evictions_of(self.graph, self.eviction.instances) if self.eviction else ()
+
+    @property
+    def host_size(self) -> int:
+        """Bytes of the arena on the host that holds what is evicted by copy."""
+        return self.eviction.host.arena_size if self.eviction else 0
+
+    @cached_property
     def transient(self) -> tuple[int, ...]:
         """Bytes outside the arena while each op (by index) runs: measured if known, else its fallback results."""
         if self.temporaries is not None:
@@ -96,7 +115,7 @@ class Plan:
         change = [0] * (steps + 1)
         for index, live in storage_intervals(self.graph, self.schedule.order).items():
             storage = self.graph.storages[index]
-            if not storage.planned and storage.kind not in _MODEL_KINDS:
+            if not storage.planned and storage.kind not in (*_MODEL_KINDS, StorageKind.HOST):
                 change[live.start] += storage.nbytes
         kept, profile = 0, []
         for step, op in enumerate(self.schedule.order):
@@ -196,6 +215,11 @@ def check_consistency(plan: Plan) -> None:
     if plan.solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise InvalidPlan(f"is {plan.solution.status.name.lower()}", where="solution.status")
     validate(plan.problem, plan.solution)
+    if plan.eviction is not None:
+        check_record(plan.graph, plan.eviction)
+        validate(lifetimes.host_problem(plan.graph, plan.schedule, alignment=plan.alignment), plan.eviction.host)
+        if plan.arena_size > plan.eviction.budget and not plan.redzone:
+            raise InvalidPlan(f"the arena is larger than its budget {plan.eviction.budget}", where="eviction.budget")
 
 
 def _check_schedule(graph: Graph, schedule: Schedule) -> None:

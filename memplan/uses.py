@@ -36,7 +36,7 @@ def op_at(plan: Plan, step: int) -> OpAt:
 
 def touches(plan: Plan) -> Mapping[str, tuple[int, ...]]:
     """Storage name -> the steps whose ops read or write it, ascending."""
-    graph, steps = plan.graph, dict[int, list[int]]()
+    graph, steps = plan.placed, dict[int, list[int]]()
     for step, index in enumerate(plan.schedule.order):
         for storage in graph.touched(graph.ops[index]):
             steps.setdefault(storage, []).append(step)

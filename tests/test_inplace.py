@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
-from memplan.inplace import POINTWISE, ROWWISE, reuse_in_place
+from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value, check_graph
+from memplan.inplace import POINTWISE, ROWWISE, with_chances
+from memplan.schedule.reuse import placed
 
 _MORE = {  # what an op takes beside its tensors
     "pow.Tensor_Scalar": (3.0,),
@@ -104,6 +105,9 @@ def _graph(target: str, *, direct: bool, strides: tuple[int, ...], later: bool) 
     ],
 )
 def test_when_bytes_are_reused(target: str, direct: bool, strides: tuple[int, ...], later: bool, reused: bool) -> None:
-    graph = reuse_in_place(_graph(target, direct=direct, strides=strides, later=later))
-    assert (graph.values[1].storage == graph.values[0].storage) is reused
-    assert graph.values[2].storage == 2
+    graph = with_chances(_graph(target, direct=direct, strides=strides, later=later))
+    check_graph(graph)
+    assert with_chances(graph) == graph
+    values = placed(graph, (0, 1, 2)).values
+    assert (values[1].storage == values[0].storage) is reused
+    assert values[2].storage == 2

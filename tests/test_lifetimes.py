@@ -7,6 +7,7 @@ from memplan import lifetimes
 from memplan.graph import Graph
 from memplan.problem import Interval
 from memplan.schedule import live_bytes, traced
+from memplan.schedule.reuse import placed
 from tests.graph_strategies import graphs, schedules
 from tests.samples import sample_graph
 
@@ -38,7 +39,8 @@ def test_sizes_are_aligned_and_hold_their_bytes(data: st.DataObject, alignment: 
 @given(graphs())
 @settings(deadline=None)
 def test_every_planned_storage_that_is_used_is_a_buffer(graph: Graph) -> None:
-    used = {s for op in graph.ops for s in graph.touched(op)}
+    lies = placed(graph, range(len(graph.ops)))
+    used = {s for op in graph.ops for s in lies.touched(op)}
     planned = [s.name for i, s in enumerate(graph.storages) if s.planned and s.nbytes and i in used]
     problem = lifetimes.problem(graph, traced(graph), alignment=8)
     assert sorted(b.id for b in problem.buffers) == sorted(planned)

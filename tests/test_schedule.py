@@ -36,7 +36,13 @@ def recounted(graph: Graph, order: tuple[int, ...]) -> list[int]:
             for s, steps in touches.items()
             if graph.storages[s].planned and min(steps) <= step and (s in kept or step <= max(steps))
         ]
-        profile.append(sum(graph.storages[s].nbytes for s in alive))
+        dying = {
+            graph.values[read].storage
+            for _, read in graph.ops[order[step]].chances
+            if max(touches[graph.values[read].storage]) == step
+        }
+        in_place = max((graph.storages[s].nbytes for s in dying), default=0)
+        profile.append(sum(graph.storages[s].nbytes for s in alive) - in_place)
     return profile
 
 

@@ -76,6 +76,26 @@ def certificate(report: Report) -> str:
     return f"order by {report.policy!r}: {text}"
 
 
+def waiting_lines(report: Report) -> tuple[str, ...]:
+    """What it costs that updates wait: for all gradients, as in clipping, or for several steps."""
+    lines = []
+    if report.barrier is not None:
+        b = report.barrier
+        needs, least = bytes_apart(b.max_live, b.without)
+        price = f"{format_bytes(b.costs)} of max live; without it the step would need {least} instead of {needs}"
+        cost = price if b.costs else f"nothing: without it the step would need {needs} too"
+        lines.append(
+            f"{op_name(b.target)} ({b.op}), for which all updates wait, holds all {b.gradients} gradients "
+            f"({format_bytes(b.nbytes)}) until the last one: that costs {cost}"
+        )
+    if report.accumulated:
+        lines.append(
+            f"accumulated gradients hold {format_bytes(report.accumulated)} outside the arena from step to step; "
+            "an update in every step would not need them"
+        )
+    return tuple(lines)
+
+
 def peak_line(peak: Peak) -> str:
     """Where the peak is: "step 12 (forward): aten.mm in h.0.attn, model.py:12; 31 buffers alive"."""
     module = f" in {peak.module}" if peak.module else ""

@@ -8,7 +8,7 @@ from memplan.advice import Lever, levers
 from memplan.graph import StorageKind
 from memplan.holders import Holder, alive_at, largest
 from memplan.plan import Plan
-from memplan.schedule import Evidence, live_bytes
+from memplan.schedule import Barrier, Evidence, accumulated, live_bytes, price
 
 LARGEST = 10
 
@@ -74,7 +74,9 @@ class Report:
     in this order. `order_max_live` and `order_bound` are without alignment: what this order needs, and what
     every order needs at least, as `order_evidence` proves (at the op `order_proof`, unless that is empty);
     `order_traced` is what the traced order needs.
-    `order_certified`: they are equal, so that no order needs less. `peak` is None when
+    `order_certified`: they are equal, so that no order needs less. `barrier` is what makes all updates of a whole
+    step wait for all gradients (None: nothing does), with its price; `accumulated` the bytes of gradients that
+    are kept from step to step (a part of the optimizer's state). `peak` is None when
     nothing is planned. `advice` are levers that follow from the plan, each with the most that it saves.
     """
 
@@ -98,6 +100,8 @@ class Report:
     order_gap: float
     order_evidence: Evidence
     order_proof: str
+    barrier: Barrier | None
+    accumulated: int
     outside: Outside
     outside_total: int
     total: int
@@ -109,7 +113,8 @@ class Report:
 
 
 def make_report(plan: Plan) -> Report:
-    """Read every figure off `plan`. Pure; takes milliseconds on thousands of ops."""
+    """Read every figure off `plan`. Pure; takes milliseconds on thousands of ops, and as long as ordering them
+    again where all updates wait for all gradients."""
     outside = _outside(plan)
     return Report(
         model=plan.model,
@@ -132,6 +137,8 @@ def make_report(plan: Plan) -> Report:
         order_gap=plan.schedule.gap,
         order_evidence=plan.schedule.evidence,
         order_proof=plan.schedule.proof,
+        barrier=price(plan.graph, plan.schedule.max_live),
+        accumulated=accumulated(plan.graph),
         outside=outside,
         outside_total=outside.total,
         total=plan.total,

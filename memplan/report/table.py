@@ -8,7 +8,17 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan.holders import Holder
-from memplan.report.lines import certificate, memory_lines, op_name, origin, peak_line, printable, title, verdict
+from memplan.report.lines import (
+    certificate,
+    memory_lines,
+    op_name,
+    origin,
+    peak_line,
+    printable,
+    title,
+    verdict,
+    waiting_lines,
+)
 from memplan.report.summary import Functional, Report
 from memplan.units import format_bytes
 
@@ -32,6 +42,7 @@ def render(report: Report, width: int) -> RenderableType:
         _text(title(report), "bold"),
         _text(verdict(report)),
         _text(certificate(report)),
+        *map(_text, waiting_lines(report)),
         _memory(report, width),
     ]
     if report.peak is not None:

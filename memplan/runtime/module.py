@@ -11,7 +11,6 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedCall
-from memplan.graph import require_same
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.arena import Arena
@@ -21,6 +20,7 @@ from memplan.runtime.select import Selector
 from memplan.runtime.slots import Structure
 from memplan.schedule.legal import require_legal
 from memplan.trace import alignment_of, plan_traced, trace
+from memplan.trace.follow import require_planned
 
 ON_MISMATCH = ("error", "eager", "replan")
 GRADIENTS = ("safe", "owned")
@@ -46,6 +46,9 @@ class CompiledModule(nn.Module):
         *,
         train: bool | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,
+        budget: Any = None,
+        policy: Any = "auto",
+        costs: Any = None,
         schedule: Any = "auto",
         solver: Any = "auto",
         time_limit: float | None = None,
@@ -62,7 +65,10 @@ class CompiledModule(nn.Module):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["_structure"] = Structure(model)
-        self.__dict__["_options"] = {"schedule": schedule, "solver": solver, "time_limit": time_limit}
+        self.__dict__["_options"] = {
+            **{"budget": budget, "policy": policy, "costs": costs},
+            **{"schedule": schedule, "solver": solver, "time_limit": time_limit},
+        }
         self.__dict__["_in_place"] = in_place
         self.__dict__["_gradients"] = gradients
         self.__dict__["_guard"] = guard
@@ -101,8 +107,8 @@ class CompiledModule(nn.Module):
         if given is None:
             plan = plan_traced(traced, redzone=redzone, **self._options)
         else:
-            require_same(given.graph, traced.graph)
-            require_legal(traced.graph, given.schedule.order)
+            require_planned(traced, given)
+            require_legal(given.graph, given.schedule.order)
             if given.alignment % alignment_of(traced.device):
                 needed = alignment_of(traced.device)
                 what = f"the given plan aligns to {given.alignment} bytes, {traced.device} needs {needed}"
@@ -192,6 +198,9 @@ def compile(
     *,
     train: bool | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    budget: Any = None,
+    policy: Any = "auto",
+    costs: Any = None,
     schedule: Any = "auto",
     solver: Any = "auto",
     time_limit: float | None = None,
@@ -205,10 +214,10 @@ def compile(
     `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others: real
     tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
-    of making one; it must have been made for this very graph. `schedule`, `solver`, `time_limit`: as in
-    `memplan.plan`. `in_place`: let results take the
-    bytes of inputs that die there, where the kernel allows it. `gradients`: "safe"
-    hands them to autograd; "owned" makes the backward set `.grad` itself, which is faster, and has limits: hooks
+    of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`,
+    `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where the
+    kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the backward set `.grad` itself, which
+    is faster, and has limits: hooks
     on parameters and DistributedDataParallel raise `UnsupportedCall`, and `torch.autograd.grad` and
     `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
@@ -224,6 +233,9 @@ def compile(
         example_kwargs or {},
         train=train,
         plan=plan,
+        budget=budget,
+        policy=policy,
+        costs=costs,
         schedule=schedule,
         solver=solver,
         time_limit=time_limit,

@@ -16,6 +16,7 @@ from memplan.runtime.program import build_program
 from memplan.runtime.signature import Signature
 from memplan.runtime.slots import Slots, Structure
 from memplan.runtime.step import OwningStep, PlannedStep
+from memplan.trace.follow import follow
 from memplan.trace.traced import ReturnKind, Source, TracedGraph
 
 
@@ -32,6 +33,7 @@ class Runner:
         guard: str | None,
         owned: bool = False,
     ) -> None:
+        traced = follow(traced, plan)  # from here on values are where the plan has them
         self.traced = traced
         self.arena = arena
         self.slots = Slots(structure, traced)

@@ -19,7 +19,7 @@ from memplan.runtime.arena import dtype_of, offset_within, view_of
 from memplan.runtime.bind import Binder, BoundOp, Form, materialise
 from memplan.runtime.codegen import Layout
 from memplan.runtime.measure import peak_bytes
-from memplan.trace.traced import Source, TracedGraph
+from memplan.trace.traced import Kernel, Source, TracedGraph
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
@@ -54,7 +54,9 @@ def _bind_by_running(
     binder = Binder(traced.graph)
     bound: dict[int, BoundOp] = {}
     for index in plan.schedule.order:
-        bound[index] = binder.bind(traced.kernels[index], env)
+        kernel = traced.kernels[index]
+        assert isinstance(kernel, Kernel)
+        bound[index] = binder.bind(kernel, env)
         if _changes_nothing_of_the_users(traced, layout, index):
             _run(bound[index], env)
     return tuple(bound[index] for index in range(len(bound)))

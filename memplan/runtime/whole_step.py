@@ -79,6 +79,9 @@ def compile_step(
     *,
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
+    budget: Any = None,
+    policy: Any = "auto",
+    costs: Any = None,
     solver: Any = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
@@ -111,7 +114,8 @@ def compile_step(
         for kind in kinds
     ]
     redzone = redzone_of(guard, alignment_of(traced[0].device))
-    plans = [plan_traced(t, redzone=redzone, solver=solver, time_limit=time_limit) for t in traced]
+    options = {"budget": budget, "policy": policy, "costs": costs, "solver": solver, "time_limit": time_limit}
+    plans = [plan_traced(t, redzone=redzone, **options) for t in traced]
     structure = StepStructure(loss, optimizer)
     arena = Arena(max(plan.arena_size for plan in plans), traced[0].device)  # they take turns
     runners = [Runner(structure, t, plan, arena, guard=guard) for t, plan in zip(traced, plans, strict=True)]

@@ -7,6 +7,7 @@ Loops that must be fast are in `*_kernel.py`, compiled on large graphs only.
 
 from __future__ import annotations
 
+from memplan.schedule.barrier import Barrier, accumulated, price
 from memplan.schedule.base import Evidence, Schedule, live_bytes, make_schedule
 from memplan.schedule.bound import cut_bound, working_set_bound
 from memplan.schedule.evidence import require_evidence
@@ -15,15 +16,18 @@ from memplan.schedule.select import POLICIES, Policy, order
 from memplan.schedule.traced import traced
 
 __all__ = [
+    "Barrier",
     "Evidence",
     "POLICIES",
     "Policy",
     "Schedule",
+    "accumulated",
     "cut_bound",
     "live_bytes",
     "make_schedule",
     "order",
     "predecessors",
+    "price",
     "require_evidence",
     "require_legal",
     "traced",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from memplan.graph import Graph
 from memplan.problem import Interval
 from memplan.schedule.bound import working_set
+from memplan.schedule.reuse import placed
 
 
 class Evidence(enum.Enum):
@@ -15,7 +16,8 @@ class Evidence(enum.Enum):
 
     WORKING_SET = "what {op} reads and writes"
     CUT = "the cut at {op}"
-    SEARCH = "a search through all orders"
+    SEARCH = "a search through all orders"  # of the portfolio, which anyone can repeat
+    LONG_SEARCH = "a long search through all orders"  # of another policy, which nobody repeats to read a plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +57,10 @@ def make_schedule(graph: Graph, order: tuple[int, ...], policy: str) -> Schedule
 def storage_intervals(graph: Graph, order: tuple[int, ...]) -> dict[int, Interval]:
     """Storage index -> [first touch, last touch + 1) in steps, for every storage that an op touches.
 
-    What the caller keeps (outputs, gradients) stays alive to the end of the step.
+    What the caller keeps (outputs, gradients) stays alive to the end of the step. A storage whose bytes others
+    take lives as long as the last of them, and those others are left out.
     """
+    graph = placed(graph, order)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for step, op_index in enumerate(order):

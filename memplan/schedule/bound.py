@@ -3,29 +3,36 @@
 The *cut* at an op v (FINDINGS 7). Whatever the order, the ops that ran before v are an ideal I: with each
 op it holds all that must run before it. What v touches is alive while v runs, and so is every storage whose
 producer is in I and whose last user is not; the sum is submodular in I, and its least value over all ideals
-that v allows is one minimum cut. No order can do with less at v.
+that v allows is one minimum cut. No order can do with less at v. A result of v that may take the bytes of
+an input is alive beside it only if something else touches that input later, which is one storage more in the
+network; with several such inputs, one cut for each, and the least of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from memplan.graph import Graph
+from memplan.graph import Graph, Op
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from memplan.schedule.core import Core
+    from memplan.schedule.core import Core, Ints
 
 
 def working_set(graph: Graph) -> tuple[int, str]:
     """Bytes of the largest working set, and the op (its name) that touches them: all that one op touches is
-    alive while it runs, whatever the order."""
-    sizes = [sum(graph.storages[s].nbytes for s in graph.touched(op) if graph.storages[s].planned) for op in graph.ops]
+    alive while it runs, whatever the order; a result that may lie in an input counts once."""
+    sizes = [_touched_bytes(graph, op) for op in graph.ops]
     most = max(sizes, default=0)
     return most, graph.ops[sizes.index(most)].name if sizes else ""
+
+
+def _touched_bytes(graph: Graph, op: Op) -> int:
+    touched = sum(graph.storages[s].nbytes for s in graph.touched(op) if graph.storages[s].planned)
+    return touched - max((graph.storages[graph.values[result].storage].nbytes for result, _ in op.chances), default=0)
 
 
 def working_set_bound(graph: Graph) -> int:
@@ -60,13 +67,31 @@ def cut(core: Core, op: int, *, before: int = -1, after: int = -1, interpreted: 
 
     With `before` (`after`), an op that may run on either side: over those ideals in which it has run (has not).
     """
-    from memplan.schedule.cut_kernel import BEFORE, network, sides_of
-    from memplan.schedule.flow_kernel import max_flow
+    from memplan.schedule.cut_kernel import AFTER, sides_of
 
     c, ops = core, 0 if interpreted else core.n
     side = sides_of(ops, op, before, after, c.pred_ptr, c.pred, c.succ_ptr, c.succ)
+    best, work = None, 0
+    for chance in range(c.chance_ptr[op], c.chance_ptr[op + 1]):
+        host = c.host[chance]
+        users = c.user[c.user_ptr[host] : c.user_ptr[host + 1]]
+        if not (side[users[users != op]] == AFTER).any():  # else the input outlives the op
+            found = _least(core, op, side, (int(host), int(c.saved[chance])), ops)
+            work += found.work
+            best = found if best is None or found.bytes < best.bytes else best
+    if best is None:
+        return _least(core, op, side, (-1, 0), ops)
+    return replace(best, work=work)
+
+
+def _least(core: Core, op: int, side: Ints, chance: tuple[int, int], ops: int) -> Cut:
+    """The least cut at `op` with one chance: a storage (-1: none), and the bytes saved where the op is its last."""
+    from memplan.schedule.cut_kernel import BEFORE, network
+    from memplan.schedule.flow_kernel import max_flow
+
+    c = core
     nodes, tail, head, capacity, fixed, node = network(
-        *(ops, op, side, c.pred_ptr, c.pred, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size, c.kept)
+        *(ops, op, side, *chance, c.pred_ptr, c.pred, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size, c.kept)
     )
     flow, near, work = max_flow(ops, nodes, tail, head, capacity)
     ideal = near[node[: c.n]] & (side >= 0) | (side == BEFORE)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ class Core:
     `pred` and `succ`: ops that must run directly before and after. `touch`: the planned storages that an op
     touches; `user`: the ops that touch a storage, in traced order. `size` is in bytes. A `given` storage is
     alive before the first op (1 or 0), a `kept` one after the last. Storages that the same ops touch are one.
+    `chance`: for each op storages whose bytes a result may take; if the op is the last to touch `host`, then
+    `saved` bytes less are alive while it runs (the most of its chances). `backwards`: the first to touch it.
     """
 
     barrier: int
@@ -42,6 +45,10 @@ class Core:
     size: Ints
     given: Ints
     kept: Ints
+    chance_ptr: Ints
+    host: Ints
+    saved: Ints
+    backwards: bool = False
 
     @property
     def n(self) -> int:
@@ -60,7 +67,14 @@ class Core:
     def working_set(self) -> Ints:
         """Bytes that each op touches."""
         total = np.concatenate(([0], np.cumsum(self.size[self.touch])))
-        return np.asarray(total[self.touch_ptr[1:]] - total[self.touch_ptr[:-1]], np.int64)
+        less = np.zeros(self.n, np.int64)
+        np.maximum.at(less, self.taker, self.saved)
+        return np.asarray(total[self.touch_ptr[1:]] - total[self.touch_ptr[:-1]] - less, np.int64)
+
+    @cached_property
+    def taker(self) -> Ints:
+        """The op of each chance."""
+        return np.repeat(np.arange(self.n), np.diff(self.chance_ptr))
 
     def graph_order(self, order: Ints) -> tuple[int, ...]:
         """An order of the graph's own ops."""
@@ -77,8 +91,11 @@ class Core:
         return op - (op > self.barrier)
 
 
-def make_core(graph: Graph) -> Core:
-    """The arrays of `graph`. Linear in its ops and the storages that they touch."""
+def make_core(graph: Graph, *, least: int = 1) -> Core:
+    """The arrays of `graph`. Linear in its ops and the storages that they touch.
+
+    Storages of fewer than `least` bytes count as nothing: what every order needs without them, every order needs.
+    """
     barrier = graph.forward_ops
     before = [frozenset(p + (p >= barrier) for p in found) for found in predecessors(graph)]
     pred = _with_barrier(before, barrier)
@@ -89,7 +106,7 @@ def make_core(graph: Graph) -> Core:
     users: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):
         for storage in graph.touched(op):
-            if graph.storages[storage].planned and graph.storages[storage].nbytes:
+            if graph.storages[storage].planned and graph.storages[storage].nbytes >= max(least, 1):
                 users.setdefault(storage, []).append(index + (index >= barrier))
     return _assemble(graph, barrier, pred, succ, users)
 
@@ -111,14 +128,24 @@ def _assemble(
     for storage, ops in users.items():
         key = (tuple(ops), storage in kept)
         merged[key] = merged.get(key, 0) + graph.storages[storage].nbytes
+    number = {key: i for i, key in enumerate(merged)}
+    chances: list[dict[int, int]] = [{} for _ in pred]
+    for index, op in enumerate(graph.ops):
+        for result, read in op.chances:
+            host = graph.values[read].storage
+            saved = graph.storages[graph.values[result].storage].nbytes
+            if host in users:
+                row, at = chances[index + (index >= barrier)], number[tuple(users[host]), host in kept]
+                row[at] = max(saved, row.get(at, 0))
     touch: list[list[int]] = [[] for _ in pred]
-    for number, (ops_, _) in enumerate(merged):
-        for op in ops_:
-            touch[op].append(number)
+    for (ops_, _), storage in number.items():
+        for op_ in ops_:
+            touch[op_].append(storage)
     pred_ptr, pred_flat = _flat(pred)
     succ_ptr, succ_flat = _flat(succ)
     touch_ptr, touch_flat = _flat(touch)
     user_ptr, user_flat = _flat(ops for ops, _ in merged)
+    chance_ptr, chance_flat = _flat([list(row.items()) for row in chances])
     return Core(
         barrier=barrier,
         pred_ptr=pred_ptr,
@@ -132,10 +159,13 @@ def _assemble(
         size=np.array(list(merged.values()), np.int64),
         given=np.zeros(len(merged), np.int64),
         kept=np.array([keep for _, keep in merged], np.int64),
+        chance_ptr=chance_ptr,
+        host=chance_flat.reshape(-1, 2)[:, 0].copy(),
+        saved=chance_flat.reshape(-1, 2)[:, 1].copy(),
     )
 
 
-def _flat(rows: Iterable[Sequence[int]]) -> tuple[Ints, Ints]:
+def _flat(rows: Iterable[Sequence[Any]]) -> tuple[Ints, Ints]:
     listed = list(rows)
     ptr = np.array([0, *accumulate(map(len, listed))], np.int64)
     return ptr, np.array([item for row in listed for item in row], np.int64)
@@ -171,6 +201,10 @@ def reverse(core: Core) -> Core:
         size=core.size[::-1].copy(),
         given=core.kept[::-1].copy(),
         kept=core.given[::-1].copy(),
+        chance_ptr=_turned(core.chance_ptr),
+        host=(last_storage - core.host)[::-1].copy(),
+        saved=core.saved[::-1].copy(),
+        backwards=not core.backwards,
     )
 
 
@@ -191,4 +225,7 @@ def step_bytes(core: Core, order: Ints) -> Ints:
     change = np.zeros(core.n + 1, np.int64)
     np.add.at(change, first, core.size)
     np.subtract.at(change, last + 1, core.size)
-    return np.asarray(np.cumsum(change[:-1]), np.int64)
+    taken = (first if core.backwards else last)[core.host] == position[core.taker]
+    less = np.zeros(core.n, np.int64)
+    np.maximum.at(less, position[core.taker[taken]], core.saved[taken])
+    return np.asarray(np.cumsum(change[:-1]) - less, np.int64)

@@ -6,6 +6,9 @@ storages are intervals over positions, and their cumulative load is minimised.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph
 from memplan.schedule.base import Evidence, Schedule, live_bytes
@@ -25,15 +28,17 @@ def cpsat(graph: Graph, *, work: float = 60.0) -> Schedule:
             model.add(position[other] < position[op])
     for op in range(graph.forward_ops):
         model.add(position[op] < graph.forward_ops)
+    taken = _chances(graph, model, position)
     sizes, intervals = [], []
     kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
     for index, storage in enumerate(graph.storages):
-        users = [position[i] for i, op in enumerate(graph.ops) if index in graph.touched(op)]
+        users = {i: position[i] for i, op in enumerate(graph.ops) if index in graph.touched(op)}
         if not users or not storage.planned:
             continue
         start, end = model.new_int_var(0, count, ""), model.new_int_var(0, count, "")
-        model.add_min_equality(start, users)
-        model.add_max_equality(end, [p + 1 for p in users] + ([count] if index in kept else []))
+        model.add_min_equality(start, users.values())
+        ends = [p + 1 - sum(taken.get((i, index), ())) for i, p in users.items()]
+        model.add_max_equality(end, ends + ([count] if index in kept else []))
         intervals.append(model.new_interval_var(start, model.new_int_var(0, count, ""), end, ""))
         sizes.append(storage.nbytes)
     peak = model.new_int_var(0, sum(sizes), "peak")
@@ -52,6 +57,22 @@ def cpsat(graph: Graph, *, work: float = 60.0) -> Schedule:
     max_live = max(live_bytes(graph, order), default=0)
     least, name = working_set(graph)
     bound = max(least, int(solver.best_objective_bound))
-    evidence = Evidence.SEARCH if bound > least else Evidence.WORKING_SET
+    evidence = Evidence.LONG_SEARCH if bound > least else Evidence.WORKING_SET
     proof = "" if bound > least else name
     return Schedule(policy="cpsat", order=order, max_live=max_live, bound=bound, evidence=evidence, proof=proof)
+
+
+def _chances(graph: Graph, model: Any, position: Sequence[Any]) -> dict[tuple[int, int], list[Any]]:
+    """(op, storage) -> variables that are true where a result of the op takes the storage's bytes: it ends a step
+    earlier. One at most for each op, and only after all others that touch the storage."""
+    taken: dict[tuple[int, int], list[Any]] = {}
+    for index, op in enumerate(graph.ops):
+        chosen = [model.new_bool_var("") for _ in op.chances]
+        model.add_at_most_one(chosen)
+        for variable, (_, read) in zip(chosen, op.chances, strict=True):
+            host = graph.values[read].storage
+            taken.setdefault((index, host), []).append(variable)
+            for other, user in enumerate(graph.ops):
+                if other != index and host in graph.touched(user):
+                    model.add(position[other] < position[index]).only_enforce_if(variable)
+    return taken

@@ -50,13 +50,14 @@ def sides_of(v, before, after, pred_ptr, pred, succ_ptr, succ):
 
 
 @Kernel
-def network(v, side, pred_ptr, pred, touch_ptr, touch, user_ptr, user, size, kept):
+def network(v, side, host, saved, pred_ptr, pred, touch_ptr, touch, user_ptr, user, size, kept):
     """(nodes, tails, heads, capacities, bytes alive in any case, node of each op or storage).
 
     Node 0 stands for all that runs before `v`, node 1 for `v` and all that runs after it; free ops and
     storages whose last use is open have nodes of their own. An op on the source's side runs before `v`, so
     its predecessors do; a storage whose producer does and whose last user does not is alive: its bytes are
-    the arc from the producer, and no cut may leave a user behind the storage.
+    the arc from the producer, and no cut may leave a user behind the storage. If `v` is the last to touch
+    `host` (-1: none), `saved` bytes less are alive: as if a storage of that size lived until all others had.
     """
     n, m = side.shape[0], size.shape[0]
     infinite = size.sum() + 1
@@ -74,7 +75,7 @@ def network(v, side, pred_ptr, pred, touch_ptr, touch, user_ptr, user, size, kep
     for k in range(touch_ptr[v], touch_ptr[v + 1]):
         own[touch[k]] = True
         fixed += size[touch[k]]
-    most = pred.shape[0] + user.shape[0] + m
+    most = pred.shape[0] + 2 * user.shape[0] + m + 1
     tail, head, capacity = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
     arcs = 0
     for u in range(n):
@@ -107,4 +108,17 @@ def network(v, side, pred_ptr, pred, touch_ptr, touch, user_ptr, user, size, kep
         node[n + s] = end
         tail[arcs], head[arcs], capacity[arcs] = origin, end, size[s]
         arcs += 1
+    if host >= 0:
+        end = 0
+        for k in range(user_ptr[host], user_ptr[host + 1]):
+            if node[user[k]] > 1:
+                if end == 0:
+                    end = nodes
+                    nodes += 1
+                tail[arcs], head[arcs], capacity[arcs] = end, node[user[k]], infinite
+                arcs += 1
+        fixed -= saved
+        if end > 0:
+            tail[arcs], head[arcs], capacity[arcs] = 0, end, saved
+            arcs += 1
     return nodes, tail[:arcs], head[:arcs], capacity[:arcs], fixed, node

@@ -6,16 +6,22 @@ from memplan.errors import InvalidPlan
 from memplan.graph import Graph
 from memplan.schedule.base import Evidence, Schedule
 from memplan.schedule.bound import cut_bound, working_set
+from memplan.schedule.select import order
 
 
 def require_evidence(graph: Graph, schedule: Schedule) -> None:
     """Raise `InvalidPlan` unless the bound is what the cut or the working set named by `proof` gives.
 
-    A search is not repeated: its bound is taken as said, within what the caller has checked.
+    The portfolio's search is repeated: it counts work, not seconds, so that it proves everywhere what it has
+    proven once. A long search by another policy is not, and its bound is taken as said, within what the caller
+    has checked.
     """
-    if schedule.evidence is Evidence.SEARCH:
+    if schedule.evidence in (Evidence.SEARCH, Evidence.LONG_SEARCH):
         if schedule.proof:
             raise InvalidPlan("a search names no op", where="schedule.proof")
+        proven = order(graph).bound if schedule.evidence is Evidence.SEARCH else schedule.bound
+        if proven < schedule.bound:
+            raise InvalidPlan(f"says {schedule.bound}, a search proves {proven}", where="schedule.bound")
         return
     if not graph.ops and not schedule.proof:
         return

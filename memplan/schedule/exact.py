@@ -6,16 +6,16 @@ For graphs of some tens of ops, and for larger ones whose ops can hardly change 
 from __future__ import annotations
 
 from memplan.graph import Graph
-from memplan.schedule.base import Schedule
+from memplan.schedule.base import Evidence, Schedule
 from memplan.schedule.core import make_core
 from memplan.schedule.prover import Prover
-from memplan.schedule.search import narrow, widest
+from memplan.schedule.search import narrow, unsearched, widest
 
 
 def exact(graph: Graph, *, work: int = 10**9) -> Schedule:
     """An order that is certified, unless the states outgrow 64 MiB or the work its limit."""
     core = make_core(graph)
     prover = Prover(core, 0)
-    found = narrow(core, core.traced, prover.bound, width=widest(core), work=work)
-    prover.searched(found.bound)
+    found = narrow(core, unsearched(core, core.traced, prover.bound, work), width=widest(core))
+    prover.searched(found.bound, Evidence.LONG_SEARCH)
     return prover.schedule(graph, found.order, "exact")

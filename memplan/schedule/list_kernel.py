@@ -11,7 +11,10 @@ LPMF, GREEDY, EARLY_FREE = 0, 1, 2
 
 
 @Kernel
-def list_order(rule, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr, user, size, given, kept):
+def list_order(
+    rule, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr, user, size, given, kept,
+    backwards, chance_ptr, host, saved,
+):  # fmt: skip
     """An order by `rule`. Ties go to the lowest key, then to the traced order.
 
     `alloc` and `freed` of an op are kept up to date as storages are born and near their last use, so that a
@@ -41,26 +44,30 @@ def list_order(rule, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr, user,
             count += 1
     order = np.empty(n, np.int64)
     for step in range(n):
-        at, best0, best1, best2 = -1, 0, 0, 0
+        at, best0, best1, best2, least = -1, 0, 0, 0, 0
         for i in range(count):
             v = ready[i]
-            fits = live + alloc[v] <= peak
+            needs = alloc[v]
+            for k in range(chance_ptr[v], chance_ptr[v + 1]):
+                s = host[k]
+                if (not alive[s]) if backwards else left[s] == 1:
+                    needs = min(needs, alloc[v] - saved[k])
+            fits = live + needs <= peak
             if rule == LPMF:
-                key0, key1 = 0 if fits else alloc[v], alloc[v] - freed[v]
+                key0, key1 = 0 if fits else needs, alloc[v] - freed[v]
             elif rule == GREEDY:
-                key0, key1 = alloc[v] - freed[v], alloc[v]
+                key0, key1 = alloc[v] - freed[v], needs
             else:
                 key0, key1 = 0 if fits and alloc[v] <= freed[v] else 1, 0
             if at < 0 or key0 < best0 or (key0 == best0 and (key1 < best1 or (key1 == best1 and v < best2))):
-                at, best0, best1, best2 = i, key0, key1, v
+                at, best0, best1, best2, least = i, key0, key1, v, needs
         v = ready[at]
         count -= 1
         ready[at] = ready[count]
         order[step] = v
         done[v] = True
-        live += alloc[v]
-        peak = max(peak, live)
-        live -= freed[v]
+        peak = max(peak, live + least)
+        live += alloc[v] - freed[v]
         for k in range(touch_ptr[v], touch_ptr[v + 1]):
             s = touch[k]
             left[s] -= 1

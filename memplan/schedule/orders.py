@@ -13,7 +13,7 @@ def listed(core: Core, rule: int, *, backwards: bool = False) -> Ints:
     c = reverse(core) if backwards else core
     order: Ints = list_order(
         *(c.n, rule, c.pred_ptr, c.succ_ptr, c.succ, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size),
-        *(c.given, c.kept),
+        *(c.given, c.kept, c.backwards, c.chance_ptr, c.host, c.saved),
     )
     return c.n - 1 - order[::-1] if backwards else order
 

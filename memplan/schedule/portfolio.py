@@ -6,7 +6,10 @@ so that the same graph gets the same schedule on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from memplan.graph import Graph
 from memplan.schedule.base import Schedule
@@ -18,7 +21,7 @@ from memplan.schedule.propagate import propagate
 from memplan.schedule.prover import Prover
 from memplan.schedule.repair import repair
 from memplan.schedule.reverse_greedy import reverse_greedy_order
-from memplan.schedule.search import narrow, widest
+from memplan.schedule.search import Narrowed, narrow, unsearched, widest
 
 _ORDERS: tuple[tuple[str, Callable[[Core], Ints]], ...] = (
     ("traced", lambda core: core.traced),
@@ -28,7 +31,8 @@ _ORDERS: tuple[tuple[str, Callable[[Core], Ints]], ...] = (
     ("greedy", greedy_order),
     ("reverse_greedy", reverse_greedy_order),
 )
-_WIDTHS = (8, 64, 512, 4096)
+_NARROW = (8, 64)  # states
+_WIDE = (64, 512, 4096, 16384)
 
 
 def portfolio(graph: Graph) -> Schedule:
@@ -39,7 +43,10 @@ def portfolio(graph: Graph) -> Schedule:
     if peak > prover.bound:
         prover.raise_bound(best)
     if peak > prover.bound:
-        best, peak, name = _searched(core, prover, best, peak, name)
+        found = _searched(graph, core, unsearched(core, best, prover.bound, _search_work(core)))
+        prover.searched(found.bound)
+        if found.max_live < peak:
+            best, name = found.order, "search"
     return prover.schedule(graph, best, name)
 
 
@@ -60,29 +67,46 @@ def _listed(core: Core, prover: Prover) -> tuple[Ints, str, int]:
     return best, name, peak
 
 
-def _searched(core: Core, prover: Prover, best: Ints, peak: int, name: str) -> tuple[Ints, int, str]:
-    """The best order after propagation and ever wider searches, and what they prove."""
-    work, cut_work = _search_work(core), _cut_work(core)
-    narrower, target = core, 0
-    for width in _WIDTHS:
-        if peak - 1 != target:
-            target = peak - 1
-            found = propagate(narrower, best, target, cut_work)
-            cut_work = found.left
-            if found.core is None:
-                prover.searched(peak)
-                break
-            narrower = found.core
-        if work <= 0:
+def _searched(graph: Graph, core: Core, start: Narrowed) -> Narrowed:
+    """The best order after propagation and ever wider searches, and what they prove: first narrow ones, then
+    without the small storages, which leave a search many choices for a few bytes, then, if that left more open than
+    a few bytes, with them again."""
+    found = _widened(core, replace(start, left=start.left // 4), _NARROW)
+    found = replace(found, left=found.left + start.left - start.left // 4)
+    rough = _rough(graph, core, found.max_live)
+    if rough is not None and found.max_live > found.bound:
+        without = _widened(rough, unsearched(rough, found.order, found.bound, found.left), _WIDE)
+        found = replace(found, bound=max(found.bound, without.bound), left=without.left)
+        needs = int(step_bytes(core, without.order).max())
+        if needs < found.max_live:
+            found = replace(found, order=without.order, max_live=needs)
+        if without.max_live == without.bound:
+            return found  # what is left open is a few bytes of small storages
+    return _widened(core, found, _WIDE) if found.max_live > found.bound else found
+
+
+def _rough(graph: Graph, core: Core, peak: int) -> Core | None:
+    """The core without the smallest storages, of at most a thousandth of `peak` together; None if that is all."""
+    sizes = np.sort(core.size)
+    out = int(np.searchsorted(np.cumsum(sizes), peak // 1000, side="right"))
+    return make_core(graph, least=int(sizes[out])) if 0 < out < len(sizes) else None
+
+
+def _widened(core: Core, found: Narrowed, widths: Sequence[int]) -> Narrowed:
+    """Propagate and search, ever wider, until order and bound meet or the work is spent."""
+    cut_work, target, narrower = _cut_work(core), 0, core
+    for width in widths:
+        if found.max_live - 1 != target:
+            target = found.max_live - 1
+            edges = propagate(narrower, found.order, target, cut_work)
+            cut_work = edges.left
+            if edges.core is None:
+                return replace(found, bound=found.max_live)
+            narrower = edges.core
+        if found.max_live == found.bound or found.left <= 0:
             break
-        result = narrow(narrower, best, prover.bound, width=min(width, widest(core)), work=work)
-        prover.searched(result.bound)
-        work = result.left
-        if result.max_live < peak:
-            best, name, peak = result.order, "search", result.max_live
-        if peak == prover.bound:
-            break
-    return best, peak, name
+        found = narrow(narrower, found, width=min(width, widest(core)))
+    return found
 
 
 def _cut_work(core: Core) -> int:
@@ -90,4 +114,4 @@ def _cut_work(core: Core) -> int:
 
 
 def _search_work(core: Core) -> int:
-    return max(25_000_000, 8_000 * core.n)  # 2 to 20 ns each
+    return max(64_000_000, 8_000 * core.n)  # 2 to 20 ns each

@@ -64,11 +64,13 @@ def _excluded(core: Core, first: int, then: int, target: int, work: int) -> tupl
 
 
 def _pairs(core: Core, order: Ints, target: int) -> Iterator[tuple[int, int]]:
-    """Pairs that might run either way: an op at the peak with those around it and with large ones; two large ones."""
+    """Pairs that might run either way: an op at the peak with those that its cut would have on the other side, with
+    those around it and with large ones; two large ones."""
     large = np.argsort(-core.working_set, kind="stable")[:_LARGEST].tolist()
     seen: set[tuple[int, int]] = set()
     near = np.flatnonzero(step_bytes(core, order) > target)[:_LARGEST]
-    groups = [(order[at], [*order[max(at - _NEAR, 0) : at + _NEAR].tolist(), *large]) for at in near]
+    groups = [(order[at], _misplaced(core, order, int(at))) for at in near]
+    groups += [(order[at], [*order[max(at - _NEAR, 0) : at + _NEAR].tolist(), *large]) for at in near]
     groups += [(one, large) for one in large]
     for one, others in groups:
         for two in others:
@@ -76,6 +78,15 @@ def _pairs(core: Core, order: Ints, target: int) -> Iterator[tuple[int, int]]:
             if one != two and pair not in seen:
                 seen.add(pair)
                 yield pair
+
+
+def _misplaced(core: Core, order: Ints, at: int) -> list[int]:
+    """Ops that run before step `at` and had better run after it, and the other way round; the largest of them."""
+    ran = np.zeros(core.n, np.bool_)
+    ran[order[:at]] = True
+    other = np.flatnonzero(cut(core, int(order[at])).ideal != ran)
+    found: list[int] = other[np.argsort(-core.working_set[other], kind="stable")][:_LARGEST].tolist()
+    return found
 
 
 def _related(core: Core, op: int) -> Ints:

@@ -32,10 +32,10 @@ class Prover:
             self.bound, self.evidence, self.op = found.bytes, Evidence.CUT, op
         return found
 
-    def searched(self, bound: int) -> None:
+    def searched(self, bound: int, evidence: Evidence = Evidence.SEARCH) -> None:
         """Take note that a search excluded everything below `bound`."""
         if bound > self.bound:
-            self.bound, self.evidence = bound, Evidence.SEARCH
+            self.bound, self.evidence = bound, evidence
 
     def raise_bound(self, order: Ints) -> None:
         """Cut where `order` needs the most, while a cut there could still raise the bound.
@@ -49,7 +49,8 @@ class Prover:
 
     def schedule(self, graph: Graph, order: Ints, policy: str) -> Schedule:
         """The order with what is proven about all."""
-        proof = "" if self.evidence is Evidence.SEARCH or not graph.ops else graph.ops[self.core.graph_op(self.op)].name
+        at_an_op = self.evidence in (Evidence.CUT, Evidence.WORKING_SET) and graph.ops
+        proof = graph.ops[self.core.graph_op(self.op)].name if at_an_op else ""
         return Schedule(
             policy=policy,
             order=self.core.graph_order(order),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +24,13 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """`order` is of the core's ops, and within the target when FOUND; `work` is in units of the kernel."""
+    """`order` is of the core's ops, and within the target when FOUND; `work` is in units of the kernel, `dropped`
+    the states that were too many for the width."""
 
     outcome: Outcome
     order: Ints
     work: int
+    dropped: int
 
 
 def search(core: Core, target: int, *, width: int, limit: int, backwards: bool = False) -> Found:
@@ -37,74 +40,85 @@ def search(core: Core, target: int, *, width: int, limit: int, backwards: bool =
     """
     c = reverse(core) if backwards else core
     keys = np.random.default_rng(0).integers(1, 2**62, c.n)
-    outcome, order, work = levels(
-        *(
-            max(c.n, c.n * width // _USUAL),
-            target,
-            width,
-            limit,
-            keys,
-            c.pred_ptr,
-            c.succ_ptr,
-            c.succ,
-            c.touch_ptr,
-            c.touch,
-            c.user_ptr,
-        ),
-        *(c.size, c.given, c.kept),
+    tables = (np.empty((2 * width, row), _numbers(c)) for row in (c.n, c.m, c.n))
+    outcome, order, work, dropped = levels(
+        *(max(c.n, c.n * width // _USUAL), target, width, limit, keys),
+        *(*tables, c.pred_ptr, c.succ_ptr, c.succ, c.touch_ptr, c.touch, c.user_ptr),
+        *(c.size, c.given, c.kept, c.backwards, c.chance_ptr, c.host, c.saved),
     )
     kind = {FOUND: Outcome.FOUND, EXHAUSTED: Outcome.EXHAUSTED}.get(int(outcome), Outcome.GAVE_UP)
-    return Found(outcome=kind, order=c.n - 1 - order[::-1] if backwards else order, work=int(work))
+    return Found(
+        outcome=kind, order=c.n - 1 - order[::-1] if backwards else order, work=int(work), dropped=int(dropped)
+    )
 
 
-def widest(core: Core, memory: int = 2**26) -> int:
+def widest(core: Core, memory: int = 2**27) -> int:
     """The most states that a search may hold so that its tables stay within `memory` bytes."""
-    return max(1, memory // (24 * core.n + 8 * core.m + 1))
+    each = 2 * (2 * core.n + core.m) * _numbers(core).itemsize + 8 * core.n
+    return max(1, memory // (each + 1))
 
 
-_BETWEEN = (1, 2, 4, 6)  # eighths of the way from the bound to the best
+def _numbers(core: Core) -> np.dtype[np.signedinteger[Any]]:
+    """Of what the tables are: ops by number, and counts of them."""
+    return np.dtype(np.int16 if core.n < 2**15 - 1 else np.int32)
+
+
+_NARROW = 64  # states
+_FAR = 4  # times more states dropped in one direction of time than in the other: not worth a search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Narrowed:
-    """The best order found, its max live, a bound of all orders, and the work that is left."""
+    """The best order found, its max live, a bound of all orders, and the work that is left; `dropped` are the
+    states that the last search dropped, forwards and backwards in time."""
 
     order: Ints
     max_live: int
     bound: int
     left: int
+    dropped: tuple[int, int] = (0, 0)
 
 
-def narrow(core: Core, order: Ints, bound: int, *, width: int, work: int) -> Narrowed:
-    """Search for ever better orders between `bound` and what `order` needs, until they meet or `work` is spent.
+def unsearched(core: Core, order: Ints, bound: int, work: int) -> Narrowed:
+    """Where a search begins."""
+    peak = int(step_bytes(core, order).max(initial=0))
+    return Narrowed(order=order, max_live=peak, bound=min(bound, peak), left=work)
 
-    First at the bound, which ends it if it succeeds; then one byte below the best as long as that succeeds,
-    which ends it if all orders are excluded; at last, where states were dropped, at some targets in between
-    (a lower target leaves fewer states to drop).
+
+def narrow(core: Core, best: Narrowed, *, width: int) -> Narrowed:
+    """Search for ever better orders between the bound and the best, until they meet or the work is spent.
+
+    One byte below the best as long as that succeeds, which ends it if all orders are excluded, and at the bound,
+    which ends it if it succeeds: first where the search is narrow, as a wide one is likely to exclude all. A
+    narrow one goes to the middle too: a lower target leaves fewer states to drop.
     """
-    best = Narrowed(order=order, max_live=int(step_bytes(core, order).max(initial=0)), bound=bound, left=work)
-    if best.max_live > bound:
-        best = _attempt(core, best, bound, width)
+    is_narrow = width <= _NARROW
+    if is_narrow:
+        best = _attempt(core, best, best.bound, width)
     before = best.max_live + 1
-    while best.bound < best.max_live < before and best.left > 0:
+    while best.max_live < before:
         before = best.max_live
         best = _attempt(core, best, best.max_live - 1, width)
-    for eighths in _BETWEEN:
-        target = best.bound + (best.max_live - best.bound) * eighths // 8
-        if best.bound < target < best.max_live - 1 and best.left > 0:
-            best = _attempt(core, best, target, width)
-    return best
+    return _attempt(core, best, (best.bound + best.max_live) // 2 if is_narrow else best.bound, width)
 
 
 def _attempt(core: Core, best: Narrowed, target: int, width: int) -> Narrowed:
-    """Search for `target`, forwards and then backwards in time."""
-    left = best.left
-    for backwards in (False, True):
+    """Search for `target` in both directions of time, first in the one that dropped less before; if there is need."""
+    if not best.bound <= target < best.max_live or best.left <= 0:
+        return best
+    left, dropped = best.left, list(best.dropped)
+    likely = dropped[1] < dropped[0]
+    for backwards in (likely, not likely):
+        if dropped[backwards] > _FAR * dropped[not backwards] > 0:
+            continue
         found = search(core, target, width=width, limit=left, backwards=backwards)
         left -= found.work
+        dropped[backwards] = found.dropped
+        best = replace(best, left=left, dropped=(dropped[0], dropped[1]))
         if found.outcome is Outcome.FOUND:
-            peak = int(step_bytes(core, found.order).max())
-            return Narrowed(order=found.order, max_live=peak, bound=best.bound, left=left)
+            return replace(best, order=found.order, max_live=int(step_bytes(core, found.order).max()))
         if found.outcome is Outcome.EXHAUSTED:
-            return replace(best, bound=max(best.bound, target + 1), left=left)
-    return replace(best, left=left)
+            return replace(best, bound=max(best.bound, target + 1))
+        if left <= 0:
+            break
+    return best

@@ -9,12 +9,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
-from memplan.inplace import reuse_in_place
+from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
 from memplan.schedule import Policy
 from memplan.schedule import order as order_of
@@ -26,6 +27,11 @@ from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
 from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
 from memplan.version import __version__
+
+if TYPE_CHECKING:
+    from memplan.budget import Budget
+    from memplan.evict.costs import CostModel
+    from memplan.evict.workload import Policy as EvictionPolicy
 
 __all__ = ["Captured", "TracedGraph", "alignment_of", "capture", "plan", "plan_traced", "trace", "trace_captured"]
 
@@ -45,7 +51,7 @@ def trace(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
     traced = trace_captured(capture(model, args, example_kwargs or {}, train=train), type(model).__name__)
-    return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
+    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
 
 
 def trace_step(
@@ -70,13 +76,13 @@ def trace_step(
         append_updates(graph, model, optimizer, clip_grad_norm=clip_grad_norm, accumulate=accumulate)
 
     traced = trace_captured(captured, type(model).__name__, update)
-    return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
+    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
 
 
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:
     """Trace a graph that dynamo has made of a part of a model, wrapped as a module that keeps its parameters."""
     traced = trace_captured(capture(module, inputs, {}, train=train, by_dynamo=True), type(module).__name__)
-    return replace(traced, graph=reuse_in_place(traced.graph)) if in_place else traced
+    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
 
 
 def trace_captured(captured: Captured, model: str, finish: Callable[[fx.Graph], None] = own_the_results) -> TracedGraph:
@@ -95,13 +101,18 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
+    budget: Budget | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: CostModel | str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Plan:
     """`memplan.plan`."""
     traced = trace(model, example_inputs, example_kwargs, train=train)
-    return plan_traced(traced, schedule=schedule, solver=solver, time_limit=time_limit)
+    return plan_traced(
+        traced, schedule=schedule, solver=solver, time_limit=time_limit, budget=budget, policy=policy, costs=costs
+    )
 
 
 def plan_traced(
@@ -111,9 +122,20 @@ def plan_traced(
     solver: str | Solver = "auto",
     time_limit: float | None = None,
     redzone: int = 0,
+    budget: Budget | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: CostModel | str | None = None,
 ) -> Plan:
-    """Order a traced step and place its storages; `redzone` is in bytes (see `lifetimes.problem`)."""
-    return make_plan(
+    """Order a traced step, evict what does not fit `budget`, and place its storages.
+
+    `redzone` is in bytes (see `lifetimes.problem`), the rest as in `memplan.plan`.
+    """
+    make = make_plan
+    if budget is not None:
+        from memplan.budget import plan_within  # with the search and its compiler
+
+        make = partial(plan_within, budget, costs=costs or _device_costs(traced.device), policy=policy)
+    return make(
         model=traced.model,
         graph=traced.graph,
         schedule=order_of(traced.graph, schedule),
@@ -123,6 +145,14 @@ def plan_traced(
         solver=solver,
         time_limit=time_limit,
     )
+
+
+def _device_costs(device: torch.device) -> str:
+    """The cost model (by name) that is nearest to a device."""
+    if device.type != "cuda":
+        return "cpu"
+    name = torch.cuda.get_device_name(device).lower() if torch.cuda.is_available() else ""
+    return next((known for known in ("h200", "h100") if known in name), "a100")
 
 
 def alignment_of(device: torch.device) -> int:

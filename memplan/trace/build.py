@@ -202,12 +202,20 @@ class _Builder:
                 direct=bool(written) or out_variant(node.target) is not None,
                 random=torch.Tag.nondeterministic_seeded in node.target.tags,
                 origin=origin_of(node),
+                unrelated=self._unrelated(node, outs),
             )
         )
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: Ref(self.value_of[n]))  # type: ignore[arg-type, return-value]
         kwargs = {**dict(kwargs), **node.meta.get("live", {})}
         several = isinstance(node.meta["val"], (tuple, list))
         self.kernels.append(Kernel(target=node.target, args=tuple(args), kwargs=kwargs, outs=outs, several=several))
+
+    def _unrelated(self, node: fx.Node, outs: tuple[int | None, ...]) -> tuple[tuple[int, int], ...]:
+        """Batch norm in training mode reads the running statistics for nothing but their next values."""
+        if node.target is not aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
+            return ()
+        running = [self.value_of[n] for n in node.args[3:5] if isinstance(n, fx.Node)]
+        return tuple((out, statistic) for out in outs[:3] if out is not None for statistic in running)
 
     # -- tables ------------------------------------------------------------------------------------------
 

@@ -48,6 +48,17 @@ class Kernel:
     several: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """What a copy between device and host does: `target` is one of `memplan.evict.record.TRANSFERS`, `reads` and
+    `writes` are its op's.
+    """
+
+    target: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
 class Source(enum.Enum):
     """Where the bytes come from that the arena does not hold and no op makes."""
 
@@ -126,7 +137,7 @@ class TracedGraph:
 
     model: str
     graph: Graph
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Kernel | Transfer, ...]
     bindings: tuple[Binding, ...]
     results: Results
     in_spec: pytree.TreeSpec

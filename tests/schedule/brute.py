@@ -37,6 +37,13 @@ def optimum(graph: Graph) -> int:
             storage.nbytes
             for s, storage in enumerate(graph.storages)
             if storage.planned and touchers[s] & now and (s in kept or touchers[s] - done)
+        ) - max(
+            (
+                graph.storages[s].nbytes
+                for _, v in graph.ops[op].chances
+                if touchers[s := graph.values[v].storage] <= now
+            ),
+            default=0,
         )
 
     best: dict[frozenset[int], int] = {frozenset(): 0}

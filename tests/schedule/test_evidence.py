@@ -15,6 +15,7 @@ from memplan.planfile import load
 from memplan.schedule import Evidence, order, require_evidence
 from tests.graph_strategies import graphs
 from tests.samples import branching_graph, branching_plan
+from tests.schedule.test_bound import diamonds
 
 
 @given(graphs())
@@ -42,6 +43,19 @@ def test_a_false_certificate_is_refused(changes: dict[str, object], where: str) 
     false = dataclasses.replace(plan, schedule=dataclasses.replace(schedule, **changes))  # type: ignore[arg-type]
     with pytest.raises(InvalidPlan, match=rf"schedule\.{where}"):
         check_consistency(false)
+
+
+def test_a_search_is_repeated_unless_it_was_a_long_one() -> None:
+    """Of two branches either may come last, and the other's result is alive then: no cut says so."""
+    graph = diamonds(2)
+    found = order(graph)
+    assert found.evidence is Evidence.SEARCH
+    require_evidence(graph, found)
+    worse = dataclasses.replace(found, bound=found.bound + 1, max_live=found.max_live + 1)
+    with pytest.raises(InvalidPlan, match="a search proves"):
+        require_evidence(graph, worse)
+    assert order(graph, "exact").evidence is Evidence.LONG_SEARCH
+    require_evidence(graph, order(graph, "exact"))
 
 
 def test_the_certificate_is_saved_and_loaded(tmp_path: Path) -> None:

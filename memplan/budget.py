@@ -1,0 +1,122 @@
+"""A budget as people give it, and the plan that keeps it: evict, place, and evict a little more if places are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from memplan import lifetimes
+from memplan.errors import BudgetInfeasible, InvalidSize
+from memplan.evict.arrays import measure
+from memplan.evict.costs import DEVICES, CostModel
+from memplan.evict.fit import Fitted, fit, make_workload, smallest
+from memplan.evict.record import EvictionPlan
+from memplan.evict.select import fit_policy
+from memplan.evict.workload import Policy, Workload
+from memplan.graph import Graph
+from memplan.plan import Plan, make_plan
+from memplan.schedule import Schedule, make_schedule
+from memplan.solve import Solver, solve
+from memplan.units import format_bytes, parse_share, parse_size
+
+Budget = int | float | str
+_TRIES = 4
+
+
+def plan_within(
+    budget: Budget,
+    *,
+    model: str,
+    graph: Graph,
+    schedule: Schedule,
+    alignment: int,
+    versions: Mapping[str, str],
+    costs: CostModel | str,
+    policy: str | Policy = "auto",
+    redzone: int = 0,
+    solver: str | Solver = "auto",
+    time_limit: float | None = None,
+) -> Plan:
+    """A plan of a scheduled graph whose arena is at most `budget`.
+
+    `budget` is in bytes, a text ("8GiB"), a share of what the step needs without evictions (0.5, "50%"), or "min".
+    The arena counts, not the sum of live bytes: where places are lost, more is evicted. Red zones come on top.
+    Raises `BudgetInfeasible`, naming the op that needs the most at once and the smallest budget that can be kept.
+    """
+    decide, name = fit_policy(policy), policy if isinstance(policy, str) else getattr(policy, "__name__", "custom")
+    prices = cost_model(costs)
+    workload = make_workload(graph, schedule.order, prices, alignment)
+    wanted = _bytes(budget, workload, decide)
+    workload = replace(workload, budget=wanted)
+    for _ in range(_TRIES):
+        fitted = fit(graph, workload, decide)
+        plan = _placed(
+            fitted,
+            make_plan(
+                model=model,
+                graph=fitted.graph,
+                schedule=make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), schedule.policy),
+                alignment=alignment,
+                versions=versions,
+                redzone=redzone,
+                solver=solver,
+                time_limit=time_limit,
+            ),
+            EvictionPlan(
+                policy=name,
+                costs=prices.name,
+                budget=wanted,
+                seconds=fitted.measured.seconds,
+                base_seconds=fitted.base.seconds,
+                stall=fitted.measured.stall,
+                sources=fitted.sources,
+                instances=fitted.instances,
+                host=solve(()),
+            ),
+        )
+        over = plan.arena_size - wanted
+        if over <= 0 or redzone:
+            return plan
+        workload = replace(workload, budget=workload.budget - over)
+    raise BudgetInfeasible(
+        f"its buffers need {format_bytes(plan.max_live)} and do not fit into {format_bytes(wanted)} without holes",
+        op="",
+        smallest=plan.arena_size,
+        where="budget",
+        hint=f"give at least {plan.arena_size} bytes, or the solver more time",
+    )
+
+
+def cost_model(costs: CostModel | str) -> CostModel:
+    """A cost model by the name of a device (`memplan.evict.costs.DEVICES`), or as it is."""
+    if isinstance(costs, CostModel):
+        return costs
+    if costs.lower() not in DEVICES:
+        hint = f"choose one of: {', '.join(DEVICES)}, or measure one: memplan.profile(model, inputs)"
+        raise InvalidSize(f"there is no cost model {costs!r}", where="costs", hint=hint)
+    return DEVICES[costs.lower()]
+
+
+def _placed(fitted: Fitted, plan: Plan, eviction: EvictionPlan) -> Plan:
+    """The plan with its host copies placed too."""
+    host = lifetimes.host_problem(fitted.graph, plan.schedule, alignment=plan.alignment)
+    return replace(plan, eviction=replace(eviction, host=solve(host)))
+
+
+def _bytes(budget: Budget, workload: Workload, policy: Policy) -> int:
+    hint = "give bytes (8589934592), a text ('8GiB'), a share of the need without a budget (0.5, '50%'), or 'min'"
+    if budget == "min":
+        return smallest(workload, policy)
+    if isinstance(budget, str):
+        if not budget.strip().endswith("%"):
+            return parse_size(budget)
+        budget = parse_share(budget)
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise InvalidSize(f"{budget!r} is no budget", where="budget", hint=hint)
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise InvalidSize(f"{budget!r} is no share between 0 and 1", where="budget", hint=hint)
+        return int(measure(workload, workload.plain).peak * budget)
+    if budget < 0:
+        raise InvalidSize(f"{budget!r} is negative", where="budget", hint=hint)
+    return budget

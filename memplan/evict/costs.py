@@ -1,0 +1,183 @@
+"""What time costs: seconds of an op and of a copy between device and host, from a roofline or as measured.
+
+The roofline takes, for each op, the longer of its arithmetic at the device's peak rate and its bytes at the
+memory's bandwidth, and a launch (Williams, Waterman, Patterson 2009). It orders choices well; it is no
+prediction of a kernel. `memplan.profile` measures instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+
+from memplan.errors import InvalidCosts
+from memplan.graph import Graph, Op, Value
+
+_MATRIX = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm"})
+_NARROW = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way for bytes: `bytes_per_second` after `latency` (seconds)."""
+
+    bytes_per_second: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or not self.latency >= 0:
+            raise InvalidCosts(
+                f"a link of {self.bytes_per_second} bytes per second and {self.latency} seconds of latency",
+                hint="give a positive bandwidth and a latency of at least 0",
+            )
+
+    def seconds(self, nbytes: int) -> float:
+        """Time of one copy."""
+        return self.latency + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Seconds of ops and copies on one kind of device.
+
+    `matrix_flops` and `narrow_flops` are floating-point operations per second of matrix products in 32 bits and
+    in 16 or fewer, `bytes_per_second` is the device memory's bandwidth, `launch` the seconds that every op costs.
+    `measured`: seconds by op signature (`signature_of`), which the roofline gives way to.
+    """
+
+    name: str
+    matrix_flops: float
+    narrow_flops: float
+    bytes_per_second: float
+    launch: float
+    to_host: Link
+    to_device: Link
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rates = {"matrix_flops": self.matrix_flops, "narrow_flops": self.narrow_flops}
+        rates |= {"bytes_per_second": self.bytes_per_second}
+        for key, rate in rates.items():
+            if not 0 < rate < float("inf"):
+                raise InvalidCosts(f"is {rate}", where=key, hint="give a positive rate per second")
+        if not 0 <= self.launch < float("inf"):
+            raise InvalidCosts(f"is {self.launch}", where="launch", hint="give seconds, at least 0")
+        for key, seconds in self.measured.items():
+            if not 0 <= seconds < float("inf"):
+                raise InvalidCosts(f"is {seconds}", where=f"measured[{key!r}]", hint="give seconds, at least 0")
+        object.__setattr__(self, "measured", MappingProxyType(dict(self.measured)))
+
+    def op_seconds(self, graph: Graph, op: Op) -> float:
+        """Seconds of one op: measured if it was, else the roofline's."""
+        known = self.measured.get(signature_of(graph, op)) if self.measured else None
+        if known is not None:
+            return known
+        nbytes = sum(_value_bytes(graph, v) for v in dict.fromkeys((*op.reads, *op.writes)))
+        widest = max((graph.values[v].dtype for v in op.reads), key=lambda d: d not in _NARROW, default="float32")
+        rate = self.narrow_flops if widest in _NARROW else self.matrix_flops
+        return self.launch + max(flops_of(graph, op) / rate, nbytes / self.bytes_per_second)
+
+    def seconds(self, graph: Graph) -> tuple[float, ...]:
+        """Seconds of every op of `graph`, by index."""
+        return tuple(self.op_seconds(graph, op) for op in graph.ops)
+
+
+def signature_of(graph: Graph, op: Op) -> str:
+    """What decides an op's time: target, shapes, strides and dtypes; the same for equal calls of any model."""
+
+    def describe(index: int) -> str:
+        v = graph.values[index]
+        return f"{v.dtype}{list(v.shape)}{list(v.strides)}"
+
+    return f"{op.target}({', '.join(map(describe, op.reads))}) -> {', '.join(map(describe, op.writes))}"
+
+
+def flops_of(graph: Graph, op: Op) -> float:
+    """Floating-point operations of matrix products, convolutions and attention; 0 of what memory bounds."""
+    name = op.target.removeprefix("aten.").split(".")[0]
+    reads = [graph.values[v] for v in op.reads]
+    writes = [graph.values[v] for v in op.writes]
+    if name in _MATRIX:
+        matrices = [v for v in reads if len(v.shape) >= 2][-2:]
+        return 2.0 * prod(matrices[0].shape) * matrices[-1].shape[-1] if matrices else 0.0
+    if "convolution" in name:
+        return _convolution_flops(name, reads, writes)
+    if "attention" in name:
+        return _attention_flops(name, reads)
+    return 0.0
+
+
+def _convolution_flops(name: str, reads: list[Value], writes: list[Value]) -> float:
+    """Forward: 2 x result x kernel elements per output channel; backward: once per gradient that is made."""
+    images = [v for v in reads if len(v.shape) >= 3]
+    if "backward" not in name:
+        return 2.0 * prod(writes[0].shape) * prod(images[-1].shape[1:]) if len(images) > 1 and writes else 0.0
+    if len(images) < 3:
+        return 0.0
+    grad, _, weight = images[:3]
+    made = sum(len(v.shape) >= 3 for v in writes)
+    return 2.0 * made * prod(grad.shape) * prod(weight.shape[1:])
+
+
+def _attention_flops(name: str, reads: list[Value]) -> float:
+    """Two matrix products per head forward, five backward (FlashAttention, Dao 2022)."""
+    heads = [v for v in reads if len(v.shape) == 4]
+    if len(heads) < 2:
+        return 0.0
+    query, key = (heads[1], heads[2]) if "backward" in name and len(heads) > 2 else (heads[0], heads[1])
+    products = 5 if "backward" in name else 2
+    return 2.0 * products * prod(query.shape) * key.shape[-2]
+
+
+def _value_bytes(graph: Graph, index: int) -> int:
+    """Bytes that a kernel moves for a value: its elements, or those that its storage has when it is expanded."""
+    v = graph.values[index]
+    elements = prod(n for n, s in zip(v.shape, v.strides, strict=True) if s)
+    return min(elements * _ITEMSIZE.get(v.dtype, 4), max(graph.storages[v.storage].nbytes, 1))
+
+
+_ITEMSIZE: Mapping[str, int] = MappingProxyType(
+    {
+        "float64": 8,
+        "int64": 8,
+        "complex64": 8,
+        "complex128": 16,
+        "bfloat16": 2,
+        "float16": 2,
+        "int16": 2,
+        "int8": 1,
+        "uint8": 1,
+        "bool": 1,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+    }
+)
+
+
+def _pcie(gigabytes: float) -> Link:
+    return Link(bytes_per_second=gigabytes * 1e9, latency=10e-6)
+
+
+def _device(name: str, matrix: float, narrow: float, memory: float, launch: float, link: float) -> CostModel:  # noqa: PLR0917
+    return CostModel(
+        name=name,
+        matrix_flops=matrix * 1e12,
+        narrow_flops=narrow * 1e12,
+        bytes_per_second=memory * 1e12,
+        launch=launch,
+        to_host=_pcie(link),
+        to_device=_pcie(link),
+    )
+
+
+# Data sheets: TFLOP/s of dense matrix products (TF32, BF16), TB/s of memory; GB/s that PCIe 4 and 5 reach in practice.
+DEVICES: Mapping[str, CostModel] = MappingProxyType(
+    {
+        "a100": _device("a100", 156, 312, 2.0, 2e-6, 25),
+        "h100": _device("h100", 495, 989, 3.35, 2e-6, 50),
+        "h200": _device("h200", 495, 989, 4.8, 2e-6, 50),
+        "cpu": _device("cpu", 0.1, 0.1, 0.02, 3e-6, 8),
+    }
+)

@@ -1,0 +1,79 @@
+"""`delta`: DELTA (Tang et al. 2022), a baseline that plans are compared with.
+
+On demand, like DTR, with two functions: the *filter* says which storage is released, the *director* whether it is
+swapped or computed again. Copies are then moved under the ops, which stands for DELTA's prefetching and overlapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memplan.evict.dtr import Candidate, Neighbourhoods, candidate, h_dtr
+from memplan.evict.events import Events
+from memplan.evict.memory import Counter
+from memplan.evict.overlap import overlapped
+from memplan.evict.walk import Walk, Way
+from memplan.evict.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """A storage that the filter chose: seconds to compute it again with what it is made from, seconds to copy it to
+    the host (0 when the host has it) and back, and seconds until its next use."""
+
+    recompute: float
+    out: float
+    back: float
+    gap: float
+
+
+Filter = Callable[[Candidate], float]  # the storage with the smallest value is released
+Director = Callable[[Released], Way]
+
+
+def cheapest(candidate: Candidate) -> float:
+    """DTR's h."""
+    return h_dtr(candidate)
+
+
+def direct(released: Released) -> Way:
+    """Swap where what the gap does not hide of the copies is less than the recompute."""
+    visible = max(0.0, released.out + released.back - released.gap)
+    return Way.SWAP if visible < released.recompute else Way.DROP
+
+
+def delta(workload: Workload, *, filter: Filter = cheapest, director: Director = direct) -> Events:  # noqa: A002
+    """Events that keep the budget. Raises `BudgetInfeasible` when an op's operands cannot be had."""
+    walk = Walk(workload, Counter(workload.budget), _Delta(workload, filter, director))
+    return overlapped(workload, walk.walk())
+
+
+class _Delta:
+    """The filter and the director at work."""
+
+    swaps = True
+
+    def __init__(self, workload: Workload, choose: Filter, director: Director) -> None:
+        self._filter, self._director = choose, director
+        self._around = Neighbourhoods(workload)
+        clock = [0.0]
+        for seconds in workload.seconds:
+            clock.append(clock[-1] + seconds)
+        self._clock = clock
+
+    def choose(self, walk: Walk, candidates: Sequence[int]) -> int:
+        return min(candidates, key=lambda s: (self._filter(candidate(walk, self._around, s)), s))
+
+    def way(self, walk: Walk, storage: int) -> Way:
+        w = walk.workload
+        released = Released(
+            recompute=walk.seconds(storage) + self._around.seconds(walk, storage),
+            out=0.0 if walk.clean(storage) else w.to_host[storage],
+            back=w.to_device[storage],
+            gap=self._clock[walk.next_use(storage)] - self._clock[walk.position],
+        )
+        return self._director(released)
+
+    def changed(self, walk: Walk, storage: int) -> None:
+        self._around.changed(walk, storage)

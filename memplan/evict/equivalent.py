@@ -1,0 +1,179 @@
+"""The oracle of evictions: both graphs are run on names instead of numbers, and must compute the same.
+
+It shares no code with what makes the events. The content of a storage is what wrote it from what; an op of the
+evicted graph must find in its operands exactly what the traced op finds, and leave the caller the same. Copies
+take time: what one reads must not change before its wait, what one writes must not be used before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from memplan.errors import InvalidEviction
+from memplan.graph import Graph, Op, Value
+
+_HINT = "this is a mistake of the policy that made the plan; please report it, or use policy='auto'"
+_Content = int
+
+
+@dataclass(slots=True)
+class _Names:
+    """Numbers for contents: equal descriptions, equal numbers."""
+
+    known: dict[object, _Content] = field(default_factory=dict)
+
+    def __call__(self, *description: object) -> _Content:
+        return self.known.setdefault(description, len(self.known))
+
+
+@dataclass(slots=True)
+class _Run:
+    """A graph that runs on names. `found[source]`: what the traced op finds in its operands."""
+
+    graph: Graph
+    names: _Names
+    content: dict[int, _Content] = field(default_factory=dict)
+    reading: dict[int, str] = field(default_factory=dict)  # storage -> the copy that still reads it
+    arriving: dict[int, str] = field(default_factory=dict)  # storage -> the copy that still writes it
+
+    def operands(self, op: Op) -> tuple[_Content, ...]:
+        return tuple(self._content(self.graph.values[v].storage) for v in op.reads)
+
+    def op(self, op: Op, source: int) -> None:
+        """Let a computing op write."""
+        operands = self.operands(op)
+        for k, v in enumerate(op.writes):
+            value = self.graph.values[v]
+            whole = v not in op.reads and _whole(self.graph, value)
+            before = None if whole else self._content(value.storage)
+            related = tuple(c for r, c in zip(op.reads, operands, strict=True) if (v, r) not in op.unrelated)
+            self.content[value.storage] = self.names("op", source, k, related, before)
+
+    def found(self, op: Op, *, again: bool) -> object:
+        """What an op finds in its operands; run again, only in those that all of its results depend on."""
+        immaterial = {r for _, r in op.unrelated} if again else set()
+        pairs = zip(op.reads, self.operands(op), strict=True)
+        return tuple(-1 if r in immaterial else content for r, content in pairs)
+
+    def copy(self, op: Op) -> None:
+        """Start or end a copy."""
+        storages = [self.graph.values[v].storage for v in (*op.reads, *op.writes)]
+        if op.target == "memplan.offload":
+            device, host = storages
+            self.require_idle(op)
+            self.reading[device] = self.arriving[host] = op.name
+        elif op.target == "memplan.offload_wait":
+            device, host = storages[:2]
+            self._end(op, self.reading, device)
+            self._end(op, self.arriving, host)
+            self.content[host] = self._content(device)
+        elif op.target == "memplan.reload":
+            host, device = storages
+            self.require_idle(op)
+            self.reading[host] = self.arriving[device] = op.name
+        else:
+            host, device = storages[:2]
+            self._end(op, self.reading, host)
+            self._end(op, self.arriving, device)
+            self.content[device] = self._content(host)
+
+    def require_idle(self, op: Op) -> None:
+        """No operand of `op` is still being copied into, and nothing that it writes is still being read."""
+        for v in (*op.reads, *op.writes):
+            storage = self.graph.values[v].storage
+            if storage in self.arriving:
+                raise _fault(op, f"uses {self._name(storage)} before {self.arriving[storage]} has ended")
+        for v in op.writes:
+            storage = self.graph.values[v].storage
+            if storage in self.reading:
+                raise _fault(op, f"changes {self._name(storage)} while {self.reading[storage]} copies it")
+
+    def _end(self, op: Op, copies: dict[int, str], storage: int) -> None:
+        if copies.pop(storage, None) is None:
+            raise _fault(op, f"waits for a copy of {self._name(storage)} that was not started")
+
+    def _content(self, storage: int) -> _Content:
+        if storage not in self.content:
+            s = self.graph.storages[storage]
+            self.content[storage] = self.names("never written" if s.planned else ("given", storage))
+        return self.content[storage]
+
+    def _name(self, storage: int) -> str:
+        return self.graph.storages[storage].name
+
+
+def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) -> None:
+    """Raise `InvalidEviction` naming the first op of `evicted` that would compute something else than `traced`.
+
+    `sources` maps its ops to the traced ones, -1 for copies. Both graphs have the same values and storages, and
+    `evicted` more behind them.
+    """
+    names = _Names()
+    base = _Run(traced, names)
+    expected: list[tuple[object, ...]] = []
+    for i, op in enumerate(traced.ops):
+        expected.append((base.found(op, again=False), base.found(op, again=True), _layouts(traced, op)))
+        base.op(op, i)
+    run = _Run(evicted, names)
+    times = [0] * len(traced.ops)
+    randoms: list[int] = []
+    if len(sources) != len(evicted.ops):
+        raise InvalidEviction(f"{len(sources)} sources for {len(evicted.ops)} ops", where="sources", hint=_HINT)
+    for op, source in zip(evicted.ops, sources, strict=True):
+        if source < 0:
+            run.copy(op)
+            continue
+        if source >= len(traced.ops) or traced.ops[source].target != op.target:
+            raise _fault(op, "is no op of the traced graph")
+        run.require_idle(op)
+        again = times[source] > 0
+        if (run.found(op, again=again), _layouts(evicted, op)) != (expected[source][again], expected[source][2]):
+            raise _fault(op, f"does not find what {traced.ops[source].name} does")
+        run.op(op, source)
+        times[source] += 1
+        randoms += [source] if op.random else []
+    _require_once(traced, times, randoms)
+    _require_results(traced, evicted, base, run)
+
+
+def _require_once(traced: Graph, times: Sequence[int], randoms: Sequence[int]) -> None:
+    """Every op runs, and once where a second time would show; random ops in their order."""
+    for op, count in zip(traced.ops, times, strict=True):
+        shows = any(not traced.storages[s].planned for s in traced.written(op))
+        if count < 1 or (count > 1 and (shows or op.random)):
+            raise _fault(op, f"runs {count} times")
+    if list(randoms) != sorted(randoms):
+        raise InvalidEviction("random ops run in another order", where="evicted graph", hint=_HINT)
+
+
+def _require_results(traced: Graph, evicted: Graph, base: _Run, run: _Run) -> None:
+    """What the caller and the model hold at the end is the same, and no copy is under way."""
+    if run.arriving or run.reading:
+        raise InvalidEviction("a copy is still under way at the end", where="evicted graph", hint=_HINT)
+    if (traced.outputs, traced.gradients) != (evicted.outputs, evicted.gradients):
+        raise InvalidEviction("returns other values", where="evicted graph", hint=_HINT)
+    for index, storage in enumerate(traced.storages):
+        if not storage.planned and base._content(index) != run._content(index):
+            raise InvalidEviction("is left with another content", where=storage.name, hint=_HINT)
+
+
+def _layouts(graph: Graph, op: Op) -> tuple[object, ...]:
+    values = (graph.values[v] for v in (*op.reads, *op.writes))
+    return tuple((v.dtype, v.shape, v.strides, v.offset) for v in values)
+
+
+def _whole(graph: Graph, value: Value) -> bool:
+    """Whether the value's elements are all of its storage's bytes; expanded values are not."""
+    dense = sorted((s, n) for s, n in zip(value.strides, value.shape, strict=True) if n > 1)
+    expected = 1
+    for stride, n in dense:
+        if stride != expected:
+            return False
+        expected *= n
+    return value.offset == 0 and 0 not in value.shape and prod(value.shape) == expected
+
+
+def _fault(op: Op, what: str) -> InvalidEviction:
+    return InvalidEviction(what, where=op.name, hint=_HINT)

@@ -1,0 +1,93 @@
+"""A scheduled graph and a budget in bytes -> the graph that keeps it, checked; or why it cannot be kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from memplan.errors import BudgetInfeasible, InvalidEviction
+from memplan.evict.apply import apply
+from memplan.evict.arrays import Measured, measure
+from memplan.evict.auto import auto, recompute
+from memplan.evict.costs import CostModel
+from memplan.evict.equivalent import require_equivalent
+from memplan.evict.floor import floor
+from memplan.evict.workload import Policy, Workload, in_order
+from memplan.graph import Graph
+from memplan.units import format_bytes
+
+_CLOSE = 0.005  # of the smallest budget found: what more precision would win
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The graph that runs (its ops in order), where its ops and storages come from, and what it needs and takes."""
+
+    graph: Graph
+    sources: tuple[int, ...]
+    instances: tuple[tuple[int, int], ...]
+    measured: Measured
+    base: Measured
+
+
+def make_workload(graph: Graph, order: tuple[int, ...], costs: CostModel, alignment: int) -> Workload:
+    """The question, with a budget of 0: set it with `dataclasses.replace`."""
+    return Workload(graph=in_order(graph, order), sources=order, costs=costs, budget=0, alignment=alignment)
+
+
+def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
+    """The step of `workload` within its budget; `traced` is the graph as it was traced, for the oracle.
+
+    Raises `BudgetInfeasible` when the budget is below an op's working set or the policy finds no way, and
+    `InvalidEviction` when a policy's events are nonsense or break the budget.
+    """
+    base = measure(workload, workload.plain)
+    lowest, op = floor(workload)
+    if base.peak <= workload.budget:
+        events = workload.plain
+    elif lowest > workload.budget:
+        raise _infeasible(workload, policy, f"cannot run in {format_bytes(workload.budget)}", op)
+    else:
+        try:
+            events = policy(workload)
+        except BudgetInfeasible as error:
+            what = f"no way was found to run the step in {format_bytes(workload.budget)}; its largest op"
+            raise _infeasible(workload, policy, what, op) from error
+    measured = measure(workload, events)
+    if measured.peak > workload.budget:
+        what = f"the policy's events need {measured.peak} bytes, the budget is {workload.budget}"
+        raise InvalidEviction(what, where=getattr(policy, "__name__", "policy"), hint="use policy='auto'")
+    applied = apply(workload, events)
+    require_equivalent(traced, applied.graph, applied.sources)
+    return Fitted(
+        graph=applied.graph, sources=applied.sources, instances=applied.instances, measured=measured, base=base
+    )
+
+
+def smallest(workload: Workload, policy: Policy) -> int:
+    """The smallest budget (bytes) at which `policy` finds a way, by bisection between the floor and the peak."""
+    quick: Policy = partial(policy, work=0) if policy in (auto, recompute) else policy
+    low, high = floor(workload)[0] - 1, measure(workload, workload.plain).peak
+    tried = low + 1
+    while high - low > max(_CLOSE * high, workload.alignment):
+        try:
+            at = replace(workload, budget=tried)
+            high = min(tried, measure(at, quick(at)).peak)
+        except BudgetInfeasible:
+            low = tried
+        tried = (low + high) // 2
+    return high
+
+
+def _infeasible(workload: Workload, policy: Policy, what: str, index: int) -> BudgetInfeasible:
+    lowest, _ = floor(workload)
+    least = smallest(workload, policy)
+    op = workload.graph.ops[index]
+    module = f" in {op.origin.module}" if op.origin.module else ""
+    return BudgetInfeasible(
+        f"{what} {op.name} ({op.target}){module} reads and writes {format_bytes(lowest)}",
+        op=op.name,
+        smallest=least,
+        where="budget",
+        hint=f"give at least {least} bytes ({format_bytes(least)}), or budget='min'",
+    )

@@ -1,0 +1,49 @@
+"""`flow`: from the bytes available and every storage's future uses, what stays, what leaves, when it comes back.
+
+torch.TensorRef named this policy and never built it. Nothing is computed twice: when bytes are wanted, the storage
+whose next use is furthest goes to the host (Belady 1966, as a page replacement that knows the future), without a copy
+when the host has its bytes already; then copies are moved under the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memplan.errors import BudgetInfeasible
+from memplan.evict.arrays import measure
+from memplan.evict.events import Events
+from memplan.evict.floor import require_floor
+from memplan.evict.genoa import genoa
+from memplan.evict.memory import Counter
+from memplan.evict.overlap import overlapped
+from memplan.evict.walk import Walk, Way
+from memplan.evict.workload import Workload
+
+
+class _Furthest:
+    """Gives up what is needed last."""
+
+    swaps = True
+
+    def choose(self, walk: Walk, candidates: Sequence[int]) -> int:
+        return max(candidates, key=lambda s: (walk.next_use(s), -s))
+
+    def way(self, walk: Walk, storage: int) -> Way:  # noqa: ARG002
+        return Way.SWAP
+
+    def changed(self, walk: Walk, storage: int) -> None:
+        pass
+
+
+def flow(workload: Workload) -> Events:
+    """Events within the budget, never slower than those of `genoa`, which take over where Belady's leave no room.
+
+    Raises `BudgetInfeasible` below the floor.
+    """
+    require_floor(workload)
+    found = [overlapped(workload, genoa(workload))]
+    try:
+        found.insert(0, overlapped(workload, Walk(workload, Counter(workload.budget), _Furthest()).walk()))
+    except BudgetInfeasible:
+        pass
+    return min(found, key=lambda events: measure(workload, events).seconds)

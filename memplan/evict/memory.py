@@ -1,0 +1,73 @@
+"""Device memory as an evicting runtime sees it: a number of bytes, or addresses that can be fragmented."""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import Protocol
+
+
+class Memory(Protocol):
+    """Who holds how many bytes. Keys are any integers; a key holds one block at a time."""
+
+    def take(self, key: int, size: int) -> bool:
+        """Give `key` so many bytes (more than none); False when they cannot be had, and nothing has changed."""
+        ...
+
+    def give(self, key: int) -> None:
+        """Take the bytes of `key` back."""
+        ...
+
+    def hand_over(self, key: int, to: int) -> None:
+        """Let `to` have the block of `key`."""
+        ...
+
+
+class Counter:
+    """`capacity` bytes that fit whatever their sum allows: memory as most papers count it."""
+
+    def __init__(self, capacity: int) -> None:
+        self.free = capacity
+        self._held: dict[int, int] = {}
+
+    def take(self, key: int, size: int) -> bool:
+        if size > self.free:
+            return False
+        self.free -= size
+        self._held[key] = size
+        return True
+
+    def give(self, key: int) -> None:
+        self.free += self._held.pop(key)
+
+    def hand_over(self, key: int, to: int) -> None:
+        self._held[to] = self._held.pop(key)
+
+
+class Addresses:
+    """`capacity` bytes from address 0, each block at the lowest address where it fits (first-fit)."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._blocks: list[tuple[int, int, int]] = []  # (offset, end, key), ascending
+
+    @property
+    def offsets(self) -> dict[int, int]:
+        """Where each key's block begins."""
+        return {key: offset for offset, _, key in self._blocks}
+
+    def take(self, key: int, size: int) -> bool:
+        offset = 0
+        for start, end, _ in self._blocks:
+            if start - offset >= size:
+                break
+            offset = end
+        if offset + size > self.capacity:
+            return False
+        insort(self._blocks, (offset, offset + size, key))
+        return True
+
+    def give(self, key: int) -> None:
+        self._blocks = [block for block in self._blocks if block[2] != key]
+
+    def hand_over(self, key: int, to: int) -> None:
+        self._blocks = [(a, b, to if k == key else k) for a, b, k in self._blocks]

@@ -1,0 +1,110 @@
+"""What a plan says of its evictions: which storage, how, and at which steps."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memplan.errors import InvalidPlan
+from memplan.graph import Graph
+from memplan.problem import Solution
+
+OFFLOAD, OFFLOAD_WAIT = "memplan.offload", "memplan.offload_wait"
+RELOAD, RELOAD_WAIT = "memplan.reload", "memplan.reload_wait"
+TRANSFERS = (OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT)
+
+
+class Action(enum.Enum):
+    """How a storage's bytes are given up and had again; the value is the word for people."""
+
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """One absence of a storage from the device (Capuchin's terms; steps of the plan's schedule).
+
+    `evicted_access` is the last use before, `back_access` the next after it; at `in_trigger` the reload (or the
+    op that makes it again) starts. `instance` is the storage that holds it from then on.
+    """
+
+    storage: str
+    instance: str
+    action: Action
+    nbytes: int
+    evicted_access: int
+    in_trigger: int
+    back_access: int
+
+
+def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Eviction, ...]:
+    """Every absence that ends in a use; `instances`: (storage, further life of it) in the order of their births."""
+    touches: dict[int, list[int]] = {}
+    for step, op in enumerate(graph.ops):
+        for s in graph.touched(op):
+            touches.setdefault(s, []).append(step)
+    found = []
+    previous: dict[int, int] = {}
+    for base, instance in instances:
+        steps = touches[instance]
+        using = [s for s in steps if instance not in graph.written(graph.ops[s])]
+        if not using:
+            continue  # thrown away, or waiting for the end
+        before = [s for s in touches.get(previous.get(base, base), ()) if s < steps[0]]
+        accesses = [s for s in before if graph.ops[s].target not in TRANSFERS]
+        found.append(
+            Eviction(
+                storage=graph.storages[base].name,
+                instance=graph.storages[instance].name,
+                action=Action.OFFLOAD if graph.ops[steps[0]].target == RELOAD else Action.RECOMPUTE,
+                nbytes=graph.storages[base].nbytes,
+                evicted_access=accesses[-1] if accesses else 0,
+                in_trigger=steps[0],
+                back_access=using[0],
+            )
+        )
+        previous[base] = instance
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionPlan:
+    """How a plan keeps its budget. Its graph holds every recompute and copy as an op of its own.
+
+    `budget` is in bytes; `costs` names the cost model by which `seconds` (of a step, `stall` of them waiting for
+    copies) and `base_seconds` (without evictions) are predicted. `sources[i]` is the op of the traced graph that
+    op i is or repeats, -1 for a copy. `instances` are (storage, further life of it) in the order of their births.
+    `host` places the copies on the host in an arena of their own.
+    """
+
+    policy: str
+    costs: str
+    budget: int
+    seconds: float
+    base_seconds: float
+    stall: float
+    sources: tuple[int, ...]
+    instances: tuple[tuple[int, int], ...]
+    host: Solution
+
+    @property
+    def overhead(self) -> float:
+        """Predicted seconds over those without evictions, less 1."""
+        return self.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
+
+
+def check_record(graph: Graph, plan: EvictionPlan) -> None:
+    """Raise `InvalidPlan` naming what in `plan` cannot belong to `graph`."""
+    if len(plan.sources) != len(graph.ops):
+        raise InvalidPlan("needs one source per op", where="eviction.sources")
+    for i, (op, source) in enumerate(zip(graph.ops, plan.sources, strict=True)):
+        if source < -1 or (source == -1) != (op.target in TRANSFERS):
+            raise InvalidPlan(f"names no op that {op.name!r} could repeat", where=f"eviction.sources[{i}]")
+    touched = {s for op in graph.ops for s in graph.touched(op)}
+    for i, pair in enumerate(plan.instances):
+        if not all(0 <= s < len(graph.storages) for s in pair) or pair[1] not in touched:
+            raise InvalidPlan("names no storages of the graph", where=f"eviction.instances[{i}]")
+    if plan.budget < 0 or min(plan.seconds, plan.base_seconds, plan.stall) < 0:
+        raise InvalidPlan("a budget or a time is negative", where="eviction")

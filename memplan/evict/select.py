@@ -1,0 +1,36 @@
+"""Policies by name, each imported when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+
+from memplan.errors import MemplanError
+from memplan.evict.workload import Policy
+
+# name -> module and function
+POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "auto": ("auto", "auto"),
+        "recompute": ("auto", "recompute"),
+        "cpsat": ("cpsat", "cpsat"),
+        "flow": ("flow", "flow"),
+        "genoa": ("genoa", "genoa"),
+        "dtr": ("dtr", "dtr"),
+        "dtr-addresses": ("dtr", "dtr_addresses"),
+        "delta": ("delta", "delta"),
+        "capuchin": ("capuchin", "capuchin"),
+    }
+)
+
+
+def fit_policy(policy: str | Policy = "auto") -> Policy:
+    """The policy of that name, or the one that is given. Raises `MemplanError` for a name that is none."""
+    if callable(policy):
+        return policy
+    if policy not in POLICIES:
+        raise MemplanError(f"policy={policy!r}", hint=f"choose one of: {', '.join(map(repr, POLICIES))}")
+    module, name = POLICIES[policy]
+    found: Policy = getattr(import_module(f"memplan.evict.{module}"), name)
+    return found

@@ -1,0 +1,156 @@
+"""The question put to a policy: a scheduled step, what things cost, and how many bytes the arena may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from memplan.evict.costs import CostModel
+from memplan.evict.events import Event, Events, Kind
+from memplan.graph import Graph
+
+_COLLECTIVES = ("_c10d_functional.", "c10d.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A step to be fitted. `graph.ops` stand in the order in which they will run.
+
+    `sources[i]` is the index of op i in the traced graph. `budget` and all sizes are bytes, sizes rounded up to
+    `alignment`. `streamed`: storages of the model (parameters, inputs, optimizer state) that live on the host and
+    take arena bytes only while they are loaded.
+    """
+
+    graph: Graph
+    sources: tuple[int, ...]
+    costs: CostModel
+    budget: int
+    alignment: int = 1
+    streamed: frozenset[int] = frozenset()
+
+    @cached_property
+    def size(self) -> tuple[int, ...]:
+        """Arena bytes of each storage while it is on the device; 0 for what the arena does not hold."""
+        return tuple(
+            -(-s.nbytes // self.alignment) * self.alignment if s.planned or i in self.streamed else 0
+            for i, s in enumerate(self.graph.storages)
+        )
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """Of each op, the storages with arena bytes whose content it needs."""
+        g, held = self.graph, self._held
+        return tuple(tuple(dict.fromkeys(s for v in op.reads if (s := g.values[v].storage) in held)) for op in g.ops)
+
+    @cached_property
+    def writes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each op, the storages with arena bytes that it writes."""
+        return tuple(tuple(s for s in self.graph.written(op) if s in self._held) for op in self.graph.ops)
+
+    @cached_property
+    def writers(self) -> tuple[tuple[int, ...], ...]:
+        """Of each storage, the ops that write it, in order."""
+        found: list[list[int]] = [[] for _ in self.graph.storages]
+        for i, op in enumerate(self.graph.ops):
+            for s in self.graph.written(op):
+                found[s].append(i)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """Of each storage, the ops that touch it, in order."""
+        found: list[list[int]] = [[] for _ in self.graph.storages]
+        for i, op in enumerate(self.graph.ops):
+            for s in self.graph.touched(op):
+                found[s].append(i)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """Of each op."""
+        return self.costs.seconds(self.graph)
+
+    @cached_property
+    def to_host(self) -> tuple[float, ...]:
+        """Seconds to copy each storage to the host."""
+        return tuple(self.costs.to_host.seconds(s.nbytes) for s in self.graph.storages)
+
+    @cached_property
+    def to_device(self) -> tuple[float, ...]:
+        """Seconds to copy each storage back."""
+        return tuple(self.costs.to_device.seconds(s.nbytes) for s in self.graph.storages)
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each op, the (result, input) storages of its in-place chances, in the order in which they are taken."""
+        values = self.graph.values
+        found = []
+        for op in self.graph.ops:
+            chances = [(values[result].storage, values[read].storage) for result, read in op.chances]
+            found.append(tuple(sorted(chances, key=lambda pair: -self.size[pair[1]])))
+        return tuple(found)
+
+    @cached_property
+    def redo_until(self) -> tuple[int, ...]:
+        """Of each storage, the last position before which its writers can run again for its sake; -1: never."""
+        g, n = self.graph, len(self.graph.ops)
+        found = []
+        for s, writers in enumerate(self.writers):
+            last = n if self.recomputable[s] else -1
+            for i in writers if self.recomputable[s] else ():
+                op = g.ops[i]
+                results = [v for v in op.writes if g.values[v].storage == s]
+                for read in op.reads:
+                    storage = g.values[read].storage
+                    if storage != s and any((v, read) not in op.unrelated for v in results):
+                        last = min(last, next((j for j in self.writers[storage] if j > i), n))
+            found.append(last)
+        return tuple(found)
+
+    @cached_property
+    def recomputable(self) -> tuple[bool, ...]:
+        """Of each storage, whether its bytes can be made again, the same bit by bit, by running its writers."""
+        return tuple(self._recomputable(s) for s in range(len(self.graph.storages)))
+
+    @cached_property
+    def plain(self) -> Events:
+        """Every op in its turn; streamed storages loaded before their first use, written back after a change."""
+        events: list[Event] = []
+        for s in sorted(self.streamed):
+            if self.uses[s]:
+                events += [Event(Kind.RELOAD, s), Event(Kind.RELOADED, s)]
+        events += [Event(Kind.RUN, i) for i in range(len(self.graph.ops))]
+        for s in sorted(self.streamed):
+            if self.writers[s]:
+                events += [Event(Kind.OFFLOAD, s), Event(Kind.OFFLOADED, s)]
+        return tuple(events)
+
+    @cached_property
+    def _held(self) -> frozenset[int]:
+        return frozenset(i for i, s in enumerate(self.graph.storages) if s.planned or i in self.streamed)
+
+    def _recomputable(self, storage: int) -> bool:
+        """Planned; made by ops that draw no numbers, talk to no one, change nothing else, before anyone reads it."""
+        writers = self.writers[storage]
+        if not self.graph.storages[storage].planned or not writers:
+            return False
+        for i in writers:
+            op = self.graph.ops[i]
+            written = self.graph.written(op)
+            if op.random or op.target.startswith(_COLLECTIVES):
+                return False
+            if any(not self.graph.storages[s].planned for s in written):
+                return False
+            if any(len(self.writers[s]) > 1 and written != (storage,) for s in written):
+                return False
+        readers = [i for i in self.uses[storage] if i not in writers]
+        return not readers or readers[0] > writers[-1]
+
+
+Policy = Callable[[Workload], Events]
+
+
+def in_order(graph: Graph, order: tuple[int, ...]) -> Graph:
+    """The graph with its ops in the order in which they will run."""
+    return replace(graph, ops=tuple(graph.ops[i] for i in order))

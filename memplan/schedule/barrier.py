@@ -1,0 +1,152 @@
+"""What it costs that updates wait: for all gradients (clipping by the global norm), or for several steps.
+
+A whole step is small because each gradient dies in its parameter's update, one by one. An op that needs all
+gradients and that all updates need keeps every one of them alive until the last exists. Here that op is found
+from the graph alone, and the same step without it is ordered, so that the price can be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from memplan.graph import Graph, Op, StorageKind
+from memplan.schedule.legal import predecessors
+from memplan.schedule.select import order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Barrier:
+    """Every update waits for the op `op` (of kind `target`), which waits for all `gradients` of `nbytes` together.
+
+    `max_live` is what the step needs as it is, `without` what the best order found needs when no update waits.
+    """
+
+    op: str
+    target: str
+    gradients: int
+    nbytes: int
+    max_live: int
+    without: int
+
+    @property
+    def costs(self) -> int:
+        """Bytes of max live that waiting costs."""
+        return max(self.max_live - self.without, 0)
+
+
+def price(graph: Graph, max_live: int) -> Barrier | None:
+    """The barrier of a step that needs `max_live` bytes, or None. Orders the step once more where there is one."""
+    before = predecessors(graph)
+    updates = [i for i, op in enumerate(graph.ops) if _parameters(graph, op)]
+    for last in _last_before_all(before, updates):
+        held = _held(graph, before, last, updates)
+        if held is not None:
+            op = graph.ops[last]
+            return Barrier(
+                op=op.name,
+                target=op.target,
+                gradients=len(held),
+                nbytes=sum(graph.storages[s].nbytes for s in held),
+                max_live=max_live,
+                without=order(_without(graph, before, last)).max_live,
+            )
+    return None
+
+
+def _parameters(graph: Graph, op: Op) -> list[int]:
+    """Numbers of elements of the parameters that `op` writes."""
+    written = (graph.values[v] for v in op.writes)
+    return [_count(v.shape) for v in written if graph.storages[v.storage].kind is StorageKind.PARAMETER]
+
+
+def _last_before_all(before: tuple[frozenset[int], ...], updates: list[int]) -> list[int]:
+    """Ops for which all updates wait, and for which no such op waits."""
+    if len(updates) < 2:
+        return []
+    waiting = [0] * len(before)  # updates (as bits) that wait for an op
+    shared = [True] * len(before)
+    everything = (1 << len(updates)) - 1
+    bit = {update: 1 << i for i, update in enumerate(updates)}
+    for op in range(len(before) - 1, -1, -1):
+        for earlier in before[op]:
+            waiting[earlier] |= waiting[op] | bit.get(op, 0)
+            shared[earlier] &= waiting[op] != everything
+    return [op for op, found in enumerate(waiting) if found == everything and shared[op]]
+
+
+def _held(graph: Graph, before: tuple[frozenset[int], ...], last: int, updates: list[int]) -> set[int] | None:
+    """Planned storages with a gradient of each parameter, made before `last` and needed after it by the update or
+    what leads to it alone; None unless every update has one."""
+    early = _ancestors(before, [last])
+    made = {s for i in early for s in graph.written(graph.ops[i]) if graph.storages[s].planned}
+    held: set[int] = set()
+    for update in updates if made else ():
+        late = _ancestors(before, [update], but=early | {last}) | {update}
+        found = {
+            graph.values[v].storage
+            for i in late
+            for v in graph.ops[i].reads
+            if graph.values[v].storage in made
+            and _count(graph.values[v].shape) in _parameters(graph, graph.ops[update])
+        }
+        if not found:
+            return None
+        held |= found
+    return held or None
+
+
+def _without(graph: Graph, before: tuple[frozenset[int], ...], last: int) -> Graph:
+    """The graph without `last` and what is there for it alone; nothing reads their results any more."""
+    after: list[set[int]] = [set() for _ in before]
+    for op, needed in enumerate(before):
+        for earlier in needed:
+            after[earlier].add(op)
+    kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
+    gone = {last}
+    for op in range(last - 1, -1, -1):
+        written = graph.written(graph.ops[op])
+        if after[op] and after[op] <= gone and all(graph.storages[s].planned and s not in kept for s in written):
+            gone.add(op)
+    lost = {s for op in gone for s in graph.written(graph.ops[op])}
+    lost -= {s for i, op in enumerate(graph.ops) if i not in gone for s in graph.written(op)}
+    return replace(graph, ops=tuple(_unread(graph, op, lost) for i, op in enumerate(graph.ops) if i not in gone))
+
+
+def _unread(graph: Graph, op: Op, lost: set[int]) -> Op:
+    reads = tuple(v for v in op.reads if graph.values[v].storage not in lost)
+    return replace(op, reads=reads, chances=tuple(pair for pair in op.chances if pair[1] in reads))
+
+
+def accumulated(graph: Graph) -> int:
+    """Bytes of gradients that are summed up over several steps: what an op that updates no parameter adds something
+    of their size to, and that outlives the step like the optimizer's state."""
+    found: set[int] = set()
+    for op in graph.ops:
+        if not _parameters(graph, op):
+            sizes = {graph.storages[graph.values[v].storage].nbytes for v in op.reads if _planned(graph, v)}
+            outlive = {s for s in graph.written(op) if graph.storages[s].kind is StorageKind.OPTIMIZER_STATE}
+            found |= {s for s in outlive if graph.storages[s].nbytes in sizes}
+    return sum(graph.storages[s].nbytes for s in found)
+
+
+def _planned(graph: Graph, value: int) -> bool:
+    return graph.storages[graph.values[value].storage].planned
+
+
+def _ancestors(before: tuple[frozenset[int], ...], ops: Iterable[int], but: Collection[int] = frozenset()) -> set[int]:
+    """All that must run before `ops`, as far as that leads over no op in `but`."""
+    found: set[int] = set()
+    stack = list(ops)
+    while stack:
+        for earlier in before[stack.pop()].difference(found, but):
+            found.add(earlier)
+            stack.append(earlier)
+    return found
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count

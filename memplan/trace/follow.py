@@ -1,0 +1,45 @@
+"""A traced step as a plan runs it: recomputes and copies get kernels, values the storages where the plan has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.utils._pytree as pytree
+
+from memplan.evict.equivalent import require_equivalent
+from memplan.graph import Op, require_same
+from memplan.plan import Plan
+from memplan.trace.traced import Kernel, Ref, TracedGraph, Transfer
+
+
+def require_planned(traced: TracedGraph, plan: Plan) -> None:
+    """Raise unless `plan` was made for this very graph: `PlanMismatch`, or `InvalidEviction` when it would evict
+    something that is needed."""
+    if plan.eviction is None:
+        require_same(plan.graph, traced.graph)
+    else:
+        require_equivalent(traced.graph, plan.graph, plan.eviction.sources)
+
+
+def follow(traced: TracedGraph, plan: Plan) -> TracedGraph:
+    """`traced` with the graph of `plan` as it lies in the arena, and a kernel for each of its ops."""
+    kernels: tuple[Kernel | Transfer, ...] = traced.kernels
+    if plan.eviction is not None:
+        pairs = zip(plan.graph.ops, plan.eviction.sources, strict=True)
+        kernels = tuple(_kernel(traced, op, source) for op, source in pairs)
+    return replace(traced, graph=plan.placed, kernels=kernels)
+
+
+def _kernel(traced: TracedGraph, op: Op, source: int) -> Kernel | Transfer:
+    """The traced op's kernel on the values of `op`, which stand in the same places."""
+    if source < 0:
+        return Transfer(target=op.target, reads=op.reads, writes=op.writes)
+    kernel, base = traced.kernels[source], traced.graph.ops[source]
+    assert isinstance(kernel, Kernel)
+    new = dict(zip((*base.reads, *base.writes), (*op.reads, *op.writes), strict=True))
+    args, kwargs = pytree.tree_map(
+        lambda leaf: Ref(new.get(leaf.value, leaf.value)) if isinstance(leaf, Ref) else leaf,
+        (kernel.args, kernel.kwargs),
+    )
+    outs = tuple(None if out is None else new[out] for out in kernel.outs)
+    return replace(kernel, args=args, kwargs=kwargs, outs=outs)

@@ -1,0 +1,43 @@
+"""How tests judge events: applied, held against the oracle, and measured twice (by events, and by the graph)."""
+
+from __future__ import annotations
+
+from memplan import lifetimes
+from memplan.evict.apply import Applied, apply
+from memplan.evict.arrays import Measured, measure
+from memplan.evict.costs import DEVICES, CostModel
+from memplan.evict.equivalent import require_equivalent
+from memplan.evict.events import Events
+from memplan.evict.workload import Workload, in_order
+from memplan.graph import Graph, StorageKind
+from memplan.schedule import make_schedule, order
+from memplan.schedule.reuse import placed
+
+
+def workload_of(
+    graph: Graph, *, budget: int = 0, alignment: int = 1, streamed: bool = False, costs: CostModel = DEVICES["a100"]
+) -> Workload:
+    """The traced order of `graph` as a workload; `streamed`: with the model's own storages on the host."""
+    schedule = order(graph, "traced")
+    given = (StorageKind.PARAMETER, StorageKind.INPUT, StorageKind.OPTIMIZER_STATE)
+    return Workload(
+        graph=in_order(graph, schedule.order),
+        sources=schedule.order,
+        costs=costs,
+        budget=budget,
+        alignment=alignment,
+        streamed=frozenset(i for i, s in enumerate(graph.storages) if streamed and s.kind in given),
+    )
+
+
+def judged(traced: Graph, workload: Workload, events: Events) -> tuple[Applied, Measured]:
+    """The applied graph and its figures, after everything that must hold of any events was found to hold."""
+    applied = apply(workload, events)
+    require_equivalent(traced, applied.graph, applied.sources)
+    ids = tuple(range(len(applied.graph.ops)))
+    require_equivalent(traced, placed(applied.graph, ids), applied.sources)
+    found = measure(workload, events)
+    schedule = make_schedule(applied.graph, ids, "evicted")
+    problem = lifetimes.problem(applied.graph, schedule, alignment=workload.alignment)
+    assert problem.max_live == found.peak
+    return applied, found

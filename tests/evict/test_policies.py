@@ -1,0 +1,139 @@
+"""Properties of every eviction policy, over random graphs and models of the zoo."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks import zoo
+from memplan.errors import BudgetInfeasible, MemplanError
+from memplan.evict.arrays import measure
+from memplan.evict.cpsat import cpsat
+from memplan.evict.dtr import Heuristic, dtr, h_dtr, h_local, h_lru, h_size
+from memplan.evict.events import Events
+from memplan.evict.flow import flow
+from memplan.evict.floor import floor
+from memplan.evict.genoa import genoa
+from memplan.evict.select import POLICIES, fit_policy
+from memplan.evict.workload import Policy, Workload
+from memplan.graph import Graph
+from memplan.trace import trace
+from tests.evict.judge import judged, workload_of
+from tests.graph_strategies import graphs
+
+_SLOW = {"auto", "recompute", "cpsat"}
+_SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.0)  # of what the step needs without eviction; 0.0: the floor
+_PLAIN = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+_FEW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@cache
+def _model(name: str) -> Graph:
+    return trace(*getattr(zoo, name)("nano")).graph
+
+
+def _at(workload: Workload, share: float) -> Workload:
+    plain = measure(workload, workload.plain).peak
+    least = floor(workload)[0]
+    return replace(workload, budget=max(int(plain * share), least) if share else least)
+
+
+def _fitted(graph: Graph, workload: Workload, policy: Policy) -> Events | None:
+    """Events that were judged, within the budget, and the same when asked for again; None when the policy gives up."""
+    try:
+        events = policy(workload)
+    except BudgetInfeasible as error:
+        assert error.op in {op.name for op in graph.ops} | {""}
+        return None
+    assert policy(workload) == events
+    _, figures = judged(graph, workload, events)
+    assert figures.peak <= workload.budget
+    return events
+
+
+@_PLAIN
+@given(st.data(), st.sampled_from(sorted(POLICIES.keys() - _SLOW)))
+def test_within_the_budget_and_equal_to_the_traced_step(data: st.DataObject, name: str) -> None:
+    graph = data.draw(graphs(max_ops=12))
+    workload = workload_of(graph, alignment=data.draw(st.sampled_from([1, 64])), streamed=data.draw(st.booleans()))
+    _fitted(graph, _at(workload, data.draw(st.sampled_from(_SHARES))), fit_policy(name))
+
+
+@_FEW
+@given(graphs(max_ops=8), st.sampled_from(sorted(_SLOW)), st.sampled_from(_SHARES), st.sampled_from([1, 64]))
+def test_searching_policies_too(graph: Graph, name: str, share: float, alignment: int) -> None:
+    workload = workload_of(graph, alignment=alignment)
+    policy = fit_policy(name)
+    _fitted(graph, _at(workload, share), policy)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", sorted(POLICIES.keys() - _SLOW))
+@pytest.mark.parametrize("model", ["mlp", "gpt2", "resnet"])
+def test_models_of_the_zoo(model: str, name: str, streamed: bool) -> None:
+    graph = _model(model)
+    workload = workload_of(graph, alignment=64, streamed=streamed)
+    plain = measure(workload, workload.plain)
+    whole = _at(workload, 1.0)
+    if name != "genoa":  # which moves everything, however much room there is
+        kept = _fitted(graph, whole, fit_policy(name))
+        assert kept is None or name == "dtr-addresses" or measure(whole, kept).seconds <= plain.seconds * (1 + 1e-9)
+    for share in _SHARES[1:]:
+        _fitted(graph, _at(workload, share), fit_policy(name))
+
+
+@_PLAIN
+@given(graphs(max_ops=12), st.booleans(), st.sampled_from([1, 64]))
+def test_genoa_needs_the_floor(graph: Graph, streamed: bool, alignment: int) -> None:
+    workload = workload_of(graph, alignment=alignment, streamed=streamed)
+    least, op = floor(workload)
+    workload = replace(workload, budget=least)
+    assert judged(graph, workload, genoa(workload))[1].peak == least
+    if least:
+        with pytest.raises(BudgetInfeasible, match=graph.ops[workload.sources[op]].name) as raised:
+            genoa(replace(workload, budget=least - 1))
+        assert raised.value.smallest == least
+
+
+@_PLAIN
+@given(graphs(max_ops=12), st.booleans(), st.floats(0, 1))
+def test_flow_is_never_slower_than_genoa_and_needs_no_more(graph: Graph, streamed: bool, share: float) -> None:
+    workload = _at(workload_of(graph, streamed=streamed), share)
+    assert _fitted(graph, workload, flow) is not None
+    assert measure(workload, flow(workload)).seconds <= measure(workload, genoa(workload)).seconds
+
+
+@_PLAIN
+@given(graphs(max_ops=12), st.sampled_from([h_dtr, h_local, h_lru, h_size, lambda c: c.storage]))
+def test_dtr_takes_any_heuristic(graph: Graph, heuristic: Heuristic) -> None:
+    workload = _at(workload_of(graph), 0.6)
+    _fitted(graph, workload, lambda w: dtr(w, heuristic=heuristic))
+
+
+@_FEW
+@given(graphs(max_ops=8), st.sampled_from(_SHARES))
+def test_no_recompute_is_cheaper_than_the_optimum_finds(graph: Graph, share: float) -> None:
+    workload = _at(workload_of(graph), share)
+    best = _fitted(graph, workload, cpsat)
+    for name in ("recompute", "dtr"):
+        found = _fitted(graph, workload, fit_policy(name))
+        assert found is None or best is not None
+    greedy = _fitted(graph, workload, fit_policy("recompute"))
+    if greedy is not None and best is not None:
+        assert measure(workload, best).seconds <= measure(workload, greedy).seconds
+
+
+def test_a_function_is_a_policy() -> None:
+    def keep(workload: Workload) -> Events:
+        return workload.plain
+
+    assert fit_policy(keep) is keep
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(MemplanError, match="'auto', 'recompute'"):
+        fit_policy("best")

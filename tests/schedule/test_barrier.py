@@ -1,0 +1,113 @@
+"""What a barrier on the gradients costs: found from the graph alone, and held against the step without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from memplan.graph import Graph, Phase, StorageKind
+from memplan.plan import Plan
+from memplan.report.jsonform import report_json
+from memplan.report.markdown import report_markdown
+from memplan.runtime import compile_step
+from memplan.schedule import accumulated, order, price
+from memplan.units import format_bytes
+from tests.graph_strategies import GraphBuilder, graphs
+
+
+def _plan(*, clip: float | None, batch: int = 2, optimizer: str = "AdamW") -> Plan:
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    inputs = torch.randn(batch, 64), torch.randn(batch, 64)
+    owner = getattr(torch.optim, optimizer)(net.parameters(), lr=0.1, fused=True)
+    return compile_step(net, owner, F.mse_loss, inputs, clip_grad_norm=clip).plan
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_clipping_costs_what_the_step_without_it_saves(optimizer: str) -> None:
+    free, clipped = (_plan(clip=clip, optimizer=optimizer).report() for clip in (None, 1.0))
+    assert free.barrier is None
+    assert clipped.barrier is not None
+    assert clipped.barrier.gradients == 12
+    assert clipped.barrier.nbytes == 6 * (64 * 64 + 64) * 4
+    assert clipped.barrier.max_live == clipped.order_max_live
+    assert clipped.barrier.without == free.order_max_live
+    assert clipped.barrier.costs == clipped.order_max_live - free.order_max_live > clipped.barrier.nbytes // 2
+    text = report_markdown(clipped)
+    assert "holds all 12 gradients" in text
+    assert f"costs {format_bytes(clipped.barrier.costs)} of max live" in text
+    assert report_json(clipped)["barrier"]["without"] == free.order_max_live
+    assert "gradients (" not in report_markdown(free)
+
+
+def test_a_barrier_can_cost_nothing() -> None:
+    """At a large batch the peak lies where no gradient is."""
+    plan = _plan(clip=1.0, batch=4096)
+    found = plan.report().barrier
+    assert found is not None
+    assert found.costs == 0
+    assert "that costs nothing" in report_markdown(plan.report())
+
+
+def _updates(b: GraphBuilder, gradients: list[int], *more: int) -> None:
+    for gradient in gradients:
+        size = b.storages[b.values[gradient].storage].nbytes
+        parameter = b.storage(StorageKind.PARAMETER, size, planned=False)
+        b.op(Phase.FORWARD, (parameter, gradient, *more), (parameter,))
+
+
+def _made(b: GraphBuilder, count: int, *reads: int) -> list[int]:
+    found = [b.storage(StorageKind.ACTIVATION, 100, planned=True) for _ in range(count)]
+    for value in found:
+        b.op(Phase.FORWARD, reads, (value,))
+    return found
+
+
+def test_any_op_that_stands_between_all_gradients_and_all_updates_is_one() -> None:
+    """Here one that looks for infinities; what all gradients come from is none."""
+    b = GraphBuilder()
+    source = b.storage(StorageKind.ACTIVATION, 10, planned=True)
+    b.op(Phase.FORWARD, (), (source,))
+    gradients = _made(b, 3, source)
+    flag = b.storage(StorageKind.ACTIVATION, 1, planned=True)
+    b.op(Phase.FORWARD, tuple(gradients), (flag,), target="aten.any")
+    _updates(b, gradients, flag)
+    graph = b.graph()
+    found = price(graph, order(graph).max_live)
+    assert found is not None
+    assert (found.op, found.target, found.gradients, found.nbytes) == ("op4", "aten.any", 3, 300)
+    assert (found.max_live, found.without) == (310, 110)
+
+
+@pytest.mark.parametrize("waits", [1, 2])
+def test_an_op_that_only_some_updates_wait_for_is_none(waits: int) -> None:
+    b = GraphBuilder()
+    gradients = _made(b, 3)
+    flag = b.storage(StorageKind.ACTIVATION, 1, planned=True)
+    b.op(Phase.FORWARD, tuple(gradients[:waits]), (flag,))
+    _updates(b, gradients[:waits], flag)
+    _updates(b, gradients[waits:])
+    assert price(b.graph(), 0) is None
+
+
+@given(graphs())
+@settings(deadline=None)
+def test_graphs_without_updates_have_none(graph: Graph) -> None:
+    if not any(graph.storages[s].kind is StorageKind.PARAMETER for op in graph.ops for s in graph.written(op)):
+        assert price(graph, 0) is None
+    assert accumulated(graph) == 0
+
+
+def test_gradients_that_outlive_the_step_are_counted() -> None:
+    b = GraphBuilder()
+    gradients = _made(b, 2)
+    sums = [b.storage(StorageKind.OPTIMIZER_STATE, 100, planned=False) for _ in gradients]
+    counter = b.storage(StorageKind.OPTIMIZER_STATE, 4, planned=False)
+    for gradient, total in zip(gradients, sums, strict=True):
+        b.op(Phase.FORWARD, (total, gradient), (total,))
+    b.op(Phase.FORWARD, (counter,), (counter,))
+    assert accumulated(b.graph()) == 200
+    _updates(b, sums)
+    assert accumulated(b.graph()) == 200
