@@ -10,10 +10,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedCall
+from memplan.errors import InputMismatch, MemplanError, PlanMismatch
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.arena import Arena, arena_for
+from memplan.runtime.duplicate import rebuild, recipe
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
@@ -83,6 +84,8 @@ class CompiledModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step. Raises `InputMismatch` or `StaleActivationsError` rather than be silently wrong."""
+        if torch.compiler.is_compiling():  # a part of a model that is being traced: the outer plan holds it all
+            return self._original(*args, **kwargs)
         try:
             runner, leaves = self._selector.select(args, kwargs)
         except InputMismatch:
@@ -153,11 +156,15 @@ class CompiledModule(nn.Module):
         """Load into the original, which is to load into this."""
         return self._original.load_state_dict(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        raise _uncopyable(self)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _uncopyable(self)
+        """A copy, or what is loaded from a pickle, is compiled again (`duplicate.py`)."""
+        options = {
+            **self._options,
+            **{"in_place": self._in_place, "gradients": self._gradients},
+            **{"guard": self._guard, "on_mismatch": self._on_mismatch},
+        }
+        made = recipe(CompiledModule, self._original, self._selector.main, options, self._selector.main_modes)
+        return rebuild, made
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -176,14 +183,6 @@ def _require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             raise InputMismatch(
                 f"a fake or {tensor.device} tensor holds no numbers to compute with", where=name, hint=hint
             )
-
-
-def _uncopyable(module: CompiledModule) -> UnsupportedCall:
-    return UnsupportedCall(
-        "a compiled module is addresses in its arena, and cannot be copied or pickled",
-        where=type(module._original).__name__,
-        hint="copy or save the original model (its state_dict is this one's), then compile the copy",
-    )
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.plan import Plan
 from memplan.runtime.arena import arena_for, dtype_of
 from memplan.runtime.guards import redzone_of
@@ -69,6 +69,12 @@ class CompiledStep:
             self._structure.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         self.pending = (self.pending + 1) % self.accumulate
         return loss
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedCall(
+            "a compiled step is bound to its model and optimizer, and cannot be copied or pickled",
+            hint="save their state_dicts, or copy both together, and compile a step for the copies",
+        )
 
 
 def compile_step(
