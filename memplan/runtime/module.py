@@ -104,7 +104,7 @@ class CompiledModule(nn.Module):
             return self._build_normally(args, kwargs, train, given)
 
     def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
-        _require_real(self._original, args, kwargs)
+        require_real(self._original, args, kwargs)
         traced = trace(self._original, args, kwargs, train=train, in_place=self._in_place)
         redzone = redzone_of(self._guard, alignment_of(traced.device))
         if given is None:
@@ -173,7 +173,7 @@ class CompiledModule(nn.Module):
             return getattr(self.__dict__["_original"], name)
 
 
-def _require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     from torch._subclasses.fake_tensor import FakeTensor
 
     inputs = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]

@@ -35,6 +35,7 @@ class Program:
     arena: Arena
     host: Memory
     bound: tuple[BoundOp, ...]
+    layout: Layout
     namespace: Namespace
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
@@ -86,6 +87,7 @@ def build_program(
         arena=arena,
         host=host,
         bound=bound,
+        layout=layout,
         namespace=namespace,
         forward=forward.finish([traced.results.fresh, saved]),
         backward=backward,
