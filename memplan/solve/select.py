@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 
 from memplan.errors import InvalidProblem, UnsupportedProblem
 from memplan.problem import Buffer, Problem, Solution
@@ -97,10 +98,12 @@ def check_numbers(problem: Problem, time_limit: float | None, work_limit: int | 
     for where, limit in (("time_limit", time_limit), ("work_limit", work_limit)):
         if limit is not None and not limit >= 0:
             raise InvalidProblem(f"{limit} is not a number from 0 upwards", where=where, hint="leave it out")
-    widest = max((b.alignment for b in problem.buffers), default=1)
-    naive = sum(b.size for b in problem.buffers) + widest * len(problem.buffers)
-    naive += max((b.pinned_offset or 0 for b in problem.buffers), default=0)
-    steps = max((max(abs(b.live.start), abs(b.live.end)) for b in problem.buffers), default=0)
+    sizes, alignments, lives, pins = (
+        map(attrgetter(name), problem.buffers) for name in ("size", "alignment", "live", "pinned_offset")
+    )
+    naive = sum(sizes) + max(alignments, default=1) * len(problem.buffers) + max(filter(None, pins), default=0)
+    first = min(map(attrgetter("live.start"), problem.buffers), default=0)
+    steps = max(max(map(attrgetter("end"), lives), default=0), -first)
     if max(naive, steps) > _MOST:
         raise InvalidProblem(
             f"sizes with their padding add up to {naive}, steps go to {steps}: more than {_MOST}",
