@@ -51,8 +51,8 @@ NOTES = (
     "unet: Stable Diffusion 1.5's. ddpm: the UNet2DModel of diffusers' example of unconditional training.",
     "In-place reuse is part of every order here: each result takes the bytes of an input that dies at its op in that"
     " order, where the kernel allows it; bounds hold over all orders and all such reuse.",
-    "Inductor's set: the best of as-is, lpmf, bfs and dfs, on the same graph. CPU s: the portfolio with its certificate,"
-    " kernels compiled before.",
+    "Inductor's set: the best of as-is, lpmf, bfs and dfs, on the same graph. CPU s: the portfolio with its"
+    " certificate, kernels compiled before.",
 )
 
 
