@@ -81,4 +81,4 @@ def test_the_peak_can_lie_between_forward_and_backward() -> None:
     require_evidence(graph, found)
     for changes in ({"bound": 191}, {"proof": "op3"}):
         with pytest.raises(InvalidPlan, match="bound"):
-            require_evidence(graph, dataclasses.replace(found, **changes))  # type: ignore[arg-type]
+            require_evidence(graph, dataclasses.replace(found, **changes))
