@@ -77,6 +77,9 @@ def plan_within(
         over = plan.arena_size - wanted
         if over <= 0 or redzone:
             return plan
+        if budget == "min":  # to the byte where places are lost
+            assert plan.eviction is not None
+            return replace(plan, eviction=replace(plan.eviction, budget=plan.arena_size))
         workload = replace(workload, budget=workload.budget - over)
     raise BudgetInfeasible(
         f"its buffers need {format_bytes(plan.max_live)} and do not fit into {format_bytes(wanted)} without holes",
