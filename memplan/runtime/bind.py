@@ -19,7 +19,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph
 from memplan.runtime.arena import Memory, dtype_of, view_of
 from memplan.trace.outvariants import out_names, out_variant
-from memplan.trace.traced import Kernel, Ref
+from memplan.trace.traced import Kernel, Live, Ref
 
 Function = Callable[..., Any]
 # How a binding says that it does not take these arguments.
@@ -130,8 +130,14 @@ class Binder:
 
 
 def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """`tree` with the tensors in place of `Ref`s."""
-    return pytree.tree_map(lambda leaf: tensors[leaf.value] if isinstance(leaf, Ref) else leaf, tree)
+    """`tree` with the tensors in place of `Ref`s, and hyperparameters as they are now."""
+
+    def now(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return tensors[leaf.value]
+        return leaf.value() if isinstance(leaf, Live) else leaf
+
+    return pytree.tree_map(now, tree)
 
 
 def _in_place_function(kernel: Kernel) -> Function:
