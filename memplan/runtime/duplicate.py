@@ -17,7 +17,8 @@ from memplan.errors import UnsupportedCall
 from memplan.runtime.runner import Runner
 
 _Make = Callable[..., nn.Module]
-_Recipe = tuple[_Make, nn.Module, tuple[Any, ...], dict[str, Any], Mapping[str, Any], list[bool]]
+_Example = tuple[tuple[Any, ...], dict[str, Any]]
+_Recipe = tuple[_Make, nn.Module, _Example, Mapping[str, Any], list[bool]]
 
 
 def recipe(make: _Make, model: nn.Module, main: Runner, options: Mapping[str, Any], modes: list[bool]) -> _Recipe:
@@ -30,24 +31,23 @@ def recipe(make: _Make, model: nn.Module, main: Runner, options: Mapping[str, An
             hint="copy or save the original model (its state_dict is this one's), then compile the copy",
         )
     examples = [_detached(x) for x in traced.example_inputs]
-    args, kwargs = pytree.tree_unflatten(examples, traced.in_spec)
-    return make, model, args, kwargs, {**options, "train": traced.training}, modes
+    example = pytree.tree_unflatten(examples, traced.in_spec)
+    return make, model, example, {**options, "train": traced.training}, modes
 
 
-def rebuild(  # noqa: PLR0917
+def rebuild(
     make: _Make,
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    example: _Example,
     options: Mapping[str, Any],
     modes: list[bool],
 ) -> nn.Module:
-    """`make(model, args, kwargs, **options)` in the modes of the first time; the model's own are kept."""
+    """`make(model, *example, **options)` in the modes of the first time; the model's own are kept."""
     modules = list(model.modules())
     before = [m.training for m in modules]
     _set(modules, modes)
     try:
-        return make(model, args, kwargs, **options)
+        return make(model, *example, **options)
     finally:
         _set(modules, before)
 

@@ -15,6 +15,7 @@ from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.arena import Arena, arena_for
 from memplan.runtime.duplicate import rebuild, recipe
+from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
@@ -57,6 +58,7 @@ class CompiledModule(nn.Module):
         gradients: str = "safe",
         guard: str | None = None,
         on_mismatch: str = "error",
+        cuda_graph: bool = False,
     ) -> None:
         _check_choice("gradients", gradients, GRADIENTS)
         _check_choice("guard", guard, (None, *GUARDS))
@@ -74,6 +76,7 @@ class CompiledModule(nn.Module):
         self.__dict__["_gradients"] = gradients
         self.__dict__["_guard"] = guard
         self.__dict__["_on_mismatch"] = on_mismatch
+        self.__dict__["_cuda_graph"] = cuda_graph
         self.__dict__["_arena"] = None
         given = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         main = self._build(args, kwargs, model.training if train is None else train, given)
@@ -95,6 +98,12 @@ class CompiledModule(nn.Module):
                 return self._original(*args, **kwargs)
             runner, leaves = self._selector.replan(args, kwargs)
         return runner(leaves, training=runner.traced.training)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that CUDA graphs keep in their private pool, beside the arena."""
+        graphed = self._selector.main.graphed
+        return 0 if graphed is None else int(graphed.recorder.pool_bytes)
 
     # -- building ----------------------------------------------------------------------------------------
 
@@ -123,7 +132,9 @@ class CompiledModule(nn.Module):
                 )
             plan = given
         arena = self._arena_for(plan, traced.device)
-        return Runner(self._structure, traced, plan, arena, guard=self._guard, owned=self._gradients == "owned")
+        recorder = make_recorder(traced.device, self._guard) if self._cuda_graph else None
+        owned = self._gradients == "owned"
+        return Runner(self._structure, traced, plan, arena, guard=self._guard, owned=owned, recorder=recorder)
 
     def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
         """The module's arena if the plan fits in it (programs take turns), else one of its own."""
@@ -161,7 +172,7 @@ class CompiledModule(nn.Module):
         options = {
             **self._options,
             **{"in_place": self._in_place, "gradients": self._gradients},
-            **{"guard": self._guard, "on_mismatch": self._on_mismatch},
+            **{"guard": self._guard, "on_mismatch": self._on_mismatch, "cuda_graph": self._cuda_graph},
         }
         made = recipe(CompiledModule, self._original, self._selector.main, options, self._selector.main_modes)
         return rebuild, made
@@ -207,6 +218,7 @@ def compile(
     gradients: str = "safe",
     guard: str | None = None,
     on_mismatch: str = "error",
+    cuda_graph: bool = False,
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
@@ -220,7 +232,8 @@ def compile(
     on parameters and DistributedDataParallel raise `UnsupportedCall`, and `torch.autograd.grad` and
     `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
-    model ("eager"), or gets a plan of its own ("replan").
+    model ("eager"), or gets a plan of its own ("replan"). `cuda_graph`: record forward and backward as two CUDA graphs
+    at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie beside the arena).
 
     Raises `UnsupportedGraph` before anything is allocated when the model cannot be traced as one graph,
     `PlanMismatch` when `plan` was made for another graph, and what `memplan.load` raises.
@@ -242,4 +255,5 @@ def compile(
         gradients=gradients,
         guard=guard,
         on_mismatch=on_mismatch,
+        cuda_graph=cuda_graph,
     )

@@ -71,19 +71,27 @@ def trace_step(
     *,
     clip_grad_norm: float | None = None,
     accumulate: Accumulate | None = None,
+    rates_in_memory: bool = False,
     in_place: bool = True,
 ) -> TracedGraph:
     """Trace forward, backward and the optimizer's update of a model that returns its loss.
 
     `accumulate`: what the step does with its gradients when one update takes those of several steps. Creates
-    the optimizer's state where it has none yet. Raises `UnsupportedGraph`.
+    the optimizer's state where it has none yet. `rates_in_memory`: see `append_updates`. Raises `UnsupportedGraph`.
     """
     require_supported(optimizer)
     captured = capture(model, example_inputs, {}, train=True)
     ensure_state(optimizer)
 
     def update(graph: fx.Graph) -> None:
-        append_updates(graph, model, optimizer, clip_grad_norm=clip_grad_norm, accumulate=accumulate)
+        append_updates(
+            graph,
+            model,
+            optimizer,
+            clip_grad_norm=clip_grad_norm,
+            accumulate=accumulate,
+            rates_in_memory=rates_in_memory,
+        )
 
     traced = trace_captured(captured, type(model).__name__, update)
     return replace(traced, graph=with_chances(traced.graph)) if in_place else traced

@@ -130,7 +130,7 @@ def test_whole_steps_write_parameters_and_state_back(make: Make, net: Net, x: to
     runner = _runner(StepStructure(net, ours), trace_step(net, ours, (x,)))
     assert isinstance(runner.arena.copies, ThreadCopies)
     for _ in range(3):
-        loss = runner.whole_step([x])
+        loss = runner.whole_step([x], torch.ones(()))
         theirs.zero_grad()
         expected = eager(x)
         expected.backward()
