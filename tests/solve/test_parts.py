@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.instances import network, planted
+from benchmarks.instances import network, planted, scattered
 from memplan.problem import Buffer, Interval, Problem
-from memplan.solve import Limits, solve
+from memplan.solve import Limits, solve, squeaky
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget
 from memplan.solve.core import core_of, load_of, subset
@@ -106,3 +106,23 @@ def test_budgets_count_inner_work_too() -> None:
     assert outer.remaining_work() == 500
     assert outer.slice(10_000).nodes(10_000, 100) == 501
     assert Budget(Limits(seconds=0.0)).is_over
+
+
+@given(problem=problems(aligned=False), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataObject) -> None:
+    core = core_of(problem)
+    if core.n:
+        value = np.array(data.draw(st.lists(st.integers(0, 99), min_size=core.sections, max_size=core.sections)))
+        expected = [value[lo:hi].max() for lo, hi in zip(core.lo, core.hi, strict=True)]
+        assert squeaky._highest(value, core.lo, core.hi).tolist() == expected
+
+
+def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:
+    core = core_of(scattered(2_500, seed=1, mean_life=400))
+    budget = Budget(Limits(work=800_000))
+    goal = core.max_offset(lower_bound(core))
+    ends = [int((offsets + core.size).max()) for offsets in squeaky.rounds(core, goal, budget)]
+    assert budget.is_over
+    assert min(ends) < ends[0]
+    assert not list(squeaky.rounds(core, goal, Budget(Limits(seconds=0.001))))
