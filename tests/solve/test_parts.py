@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from benchmarks.instances import network, planted, scattered
 from memplan.problem import Buffer, Interval, Problem
-from memplan.solve import Limits, solve, squeaky
+from memplan.solve import Limits, cpsat_model, search, solve, squeaky
+from memplan.solve.base import finish
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget
 from memplan.solve.core import core_of, load_of, subset
 from memplan.solve.quick import fill, first_fit, online, pairs_alive_together, unplaced
 from memplan.solve.reduce import Piece, _peel, reduce
 from memplan.solve.tlsf import class_of_request, size_class
+from memplan.validate import validate
 from tests.strategies import problems
 
 
@@ -126,3 +128,29 @@ def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:
     assert budget.is_over
     assert min(ends) < ends[0]
     assert not list(squeaky.rounds(core, goal, Budget(Limits(seconds=0.001))))
+
+
+@given(problem=problems(most=9), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Problem, data: st.DataObject) -> None:
+    core = core_of(problem)
+    if not core.n:
+        return
+    capacity = data.draw(st.integers(problem.max_live, solve(problem, solver="greedy").arena_size))
+    max_offset = core.max_offset(capacity)
+    if (max_offset < core.low).any():
+        return
+    expected, _ = cpsat_model.decide(core, max_offset, core.low, Budget(Limits(work=5_000_000)))
+    assert expected is not search.Outcome.LIMIT
+    for rule in search._RULES:
+        offsets = np.zeros(core.n, np.int64)
+        outcome, _ = search._run(
+            search.instance_of(core, max_offset), core.size.astype(np.float64), rule=rule, nodes=1_000_000,
+            table=np.zeros(1 << 10, np.int64), offsets=offsets, budget=Budget(Limits(work=2_000_000)),
+        )  # fmt: skip
+        assert outcome is expected, rule
+        if outcome is search.Outcome.SOLVED:
+            assert (offsets <= max_offset).all()
+            placed = dict.fromkeys((b.id for b in problem.buffers), 0)
+            placed |= {problem.buffers[i].id: int(at) * core.unit for i, at in zip(core.source, offsets, strict=True)}
+            validate(problem, finish(problem, placed, solver="search", seconds=0.0))
