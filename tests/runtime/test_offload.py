@@ -111,6 +111,30 @@ def _net(batch: int = 8) -> tuple[Net, tuple[torch.Tensor]]:
     return Net(), (torch.randn(batch, 16),)
 
 
+class Recurrent(nn.Module):
+    """What oneDNN's LSTM returns as None where the trace has a tensor, and kernels with several results."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU]) -> None:
+        super().__init__()
+        self.into, self.rnn, self.out = nn.Linear(8, 8), kind(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.rnn(torch.tanh(self.into(x)))[0]).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_models(kind: type[nn.LSTM | nn.GRU]) -> None:
+    torch.manual_seed(0)
+    model, args = Recurrent(kind), (torch.randn(2, 3, 8),)
+    traced = trace(model, args)
+    expected = step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
+    for policy in (QUICK, QUICK_RECOMPUTE):
+        plan = plan_traced(traced, budget=0.9, policy=policy, costs=FAST_LINK)
+        assert plan.evictions
+        assert step_of(runner_of(model, traced, plan), model, args, 0).same_as(expected)
+    assert step_of(runner_of(model, traced, plan_of_everything(traced)), model, args, 0).same_as(expected)
+
+
 def _names() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("memplan copies")]
 
