@@ -20,13 +20,16 @@ class Step:
 
     `run` does one forward and backward from empty gradients; `clear` empties them. `standing` is
     what it allocated beforehand for its intermediates, in bytes (an arena); `planned` is the predicted peak of
-    everything, in bytes, where there is one.
+    everything, in bytes, where there is one. `kernels` calls the step's kernels and does nothing else, where
+    they can be had apart; `pool` tells the bytes that CUDA graphs keep beside the arena.
     """
 
     run: Callable[[], object]
     clear: Callable[[], None]
     standing: int = 0
     planned: int | None = None
+    kernels: Callable[[], object] | None = None
+    pool: Callable[[], int] | None = None
 
 
 Contender = Callable[[nn.Module, tuple[Any, ...]], Step]
@@ -36,9 +39,7 @@ def _step(
     model: nn.Module,
     call: Callable[..., Any],
     inputs: tuple[Any, ...],
-    *,
-    standing: int = 0,
-    planned: int | None = None,
+    **more: Any,
 ) -> Step:
     parameters = list(model.parameters())
 
@@ -52,7 +53,7 @@ def _step(
         loss.backward()
         return loss
 
-    return Step(run=run, clear=clear, standing=standing, planned=planned)
+    return Step(run=run, clear=clear, **more)
 
 
 def eager(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
@@ -60,15 +61,31 @@ def eager(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
     return _step(model, model, inputs)
 
 
-def torch_compile(backend: str, model: nn.Module, inputs: tuple[Any, ...]) -> Step:
+def torch_compile(backend: Any, model: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Step:
     """`torch.compile` with a backend, one full graph."""
-    return _step(model, torch.compile(model, backend=backend, fullgraph=True), inputs)
+    return _step(model, torch.compile(model, backend=backend, fullgraph=True, **options), inputs)
 
 
-def planned(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
+def planned(model: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Step:
     """`memplan.compile`: every intermediate at its planned address."""
-    compiled = memplan.compile(model, inputs)
-    return _step(model, compiled, inputs, standing=compiled.plan.arena_size, planned=compiled.plan.total)
+    compiled = memplan.compile(model, inputs, **options)
+    runner = compiled._selector.main
+    tensors = runner.signature.tensors(runner.signature.flatten(inputs, {}))
+    one = torch.ones((), device=runner.traced.device)
+
+    def kernels() -> None:
+        fresh, saved = runner.program.forward(*tensors)
+        runner.program.backward(*saved, *(one.expand_as(t) for t in fresh))
+
+    return _step(
+        model,
+        compiled,
+        inputs,
+        standing=compiled.plan.arena_size,
+        planned=compiled.plan.total,
+        kernels=kernels,
+        pool=lambda: compiled.pool_bytes,
+    )
 
 
 def eager_step(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
@@ -85,12 +102,18 @@ def eager_step(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
     return Step(run=run, clear=optimizer.zero_grad)
 
 
-def planned_step(model: nn.Module, inputs: tuple[Any, ...]) -> Step:
+def planned_step(model: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Step:
     """`memplan.compile_step` with the same optimizer: forward, backward and updates in one arena."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = memplan.compile_step(model, optimizer, _loss_itself, inputs)
+    step = memplan.compile_step(model, optimizer, _loss_itself, inputs, **options)
     planned = step.plan.total - step.plan.outside["optimizer state"]  # which no contender counts
-    return Step(run=partial(step, *inputs), clear=optimizer.zero_grad, standing=step.plan.arena_size, planned=planned)
+    return Step(
+        run=partial(step, *inputs),
+        clear=optimizer.zero_grad,
+        standing=step.plan.arena_size,
+        planned=planned,
+        pool=lambda: step.pool_bytes,
+    )
 
 
 def _loss_itself(loss: torch.Tensor) -> torch.Tensor:
@@ -101,9 +124,14 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
         "eager": eager,
         "memplan": planned,
+        "memplan-owned": partial(planned, gradients="owned"),
+        "memplan-graph": partial(planned, cuda_graph=True),
+        "memplan-backend": partial(torch_compile, memplan.Backend()),
         "eager-step": eager_step,
         "memplan-step": planned_step,
+        "memplan-step-graph": partial(planned_step, cuda_graph=True),
         "aot_eager": partial(torch_compile, "aot_eager"),
         "inductor": partial(torch_compile, "inductor"),
+        "inductor-graph": partial(torch_compile, "inductor", mode="reduce-overhead"),
     }
 )

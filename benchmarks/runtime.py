@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.arguments import names
 from benchmarks.contenders import CONTENDERS, Step
+from benchmarks.cuda_memory import cuda_memory
 from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
 from benchmarks.zoo import ZOO, Example, Size
 
@@ -39,12 +40,21 @@ COLUMNS = {
     "peak_mb": "peak of all tensors, MB",
     "planned_mb": "planned peak, MB",
     "memory_ratio": "peak / eager's",
+    "overhead_us": "overhead per step, us",
     "setup_s": "set-up, s",
+}
+CUDA_COLUMNS = {
+    "allocated_mb": "allocated peak, MB",
+    "reserved_mb": "reserved peak, MB",
+    "pool_mb": "graph pool, MB",
+    "max_batch": "max batch",
 }
 NOTES = (
     "Speed-up: eager's time divided by the contender's, median of per-round ratios. MB = 10^6 bytes.",
     "Peak: model and inputs, what was allocated before the step (arena), and the highest sum of the profiler's"
     " memory events within one step, gradients included.",
+    "Overhead: the step's time less that of the same kernel calls with nothing around them, median of per-round"
+    " differences. Set-up: until the third step is done.",
 )
 
 
@@ -55,11 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Cell]] = []
     for name in options.models:
         print(f"{name} {options.size} ...", file=sys.stderr, flush=True)
-        rows += measure(name, options.size, options.contenders, rounds=options.rounds, device=options.device)
+        found = measure(name, options.size, options.contenders, rounds=options.rounds, device=options.device)
+        if options.device == "cuda":
+            memory = [cuda_memory(name, options.size, key, options.capacity) for key in options.contenders]
+            found = [row | more for row, more in zip(found, memory, strict=True)]
+        rows += found
     table = Table(
         name=options.output,
         title=f"Runtime, forward + backward, {options.size} models, {options.device}",
-        columns=COLUMNS,
+        columns=COLUMNS | (CUDA_COLUMNS if options.device == "cuda" else {}),
         rows=rows,
         settings={"size": options.size, "rounds": options.rounds, "threads": options.threads},
         notes=NOTES,
@@ -83,7 +97,9 @@ def measure(name: str, size: Size, contenders: Sequence[str], *, rounds: int, de
             steps[contender].run()
         setup[contender] = time.perf_counter() - started
         static[contender] = _bytes([*model.parameters(), *model.buffers(), *inputs])
-    times = interleaved({key: _timed(step.run, device) for key, step in steps.items()}, rounds)
+    runs = {key: _timed(step.run, device) for key, step in steps.items()}
+    bare = {f"{key} kernels": _timed(step.kernels, device) for key, step in steps.items() if step.kernels is not None}
+    times = interleaved(runs | bare, rounds)
     reference = contenders[0]
     peaks = {key: static[key] + step.standing + step_peak(step) for key, step in steps.items()}
     return [
@@ -97,6 +113,7 @@ def measure(name: str, size: Size, contenders: Sequence[str], *, rounds: int, de
             "peak_mb": peaks[key] / 1e6,
             "planned_mb": None if (planned := step.planned) is None else planned / 1e6,
             "memory_ratio": peaks[key] / peaks[reference],
+            "overhead_us": _overhead(times[key], times.get(f"{key} kernels")),
             "setup_s": setup[key],
         }
         for key, step in steps.items()
@@ -142,6 +159,12 @@ def _timed(run: Callable[[], object], device: str) -> Callable[[], float]:
     return lambda: sample(repeats)
 
 
+def _overhead(times: Sequence[float], kernels: Sequence[float] | None) -> Cell:
+    if kernels is None:
+        return None
+    return statistics.median(one - other for one, other in zip(times, kernels, strict=True)) * 1e6
+
+
 def _nothing() -> None:
     """The CPU has nothing to wait for."""
 
@@ -177,6 +200,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--contenders", type=names(list(CONTENDERS)), default=["eager", "memplan"],
         help="comma-separated; the first is the reference",
     )  # fmt: skip
+    parser.add_argument("--capacity", default="8GiB", help="bytes for which the largest batch is looked for (cuda)")
     parser.add_argument("--output", default="runtime", help="name of the result files")
     parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)

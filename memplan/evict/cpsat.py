@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,7 @@ class _Program:
                 active = self.model.new_bool_var(f"again{writers[0]}.{k}")
                 domain = cp_model.Domain.from_values([_slot(t, 0) for t in rows])
                 runs.append((active, self.model.new_int_var_from_domain(domain, f"row{writers[0]}.{k}")))
-            for (one, early), (two, late) in zip(runs, runs[1:], strict=False):
+            for (one, early), (two, late) in pairwise(runs):
                 self.model.add_implication(two, one)
                 self.model.add(early < late).only_enforce_if(two)
             self.runs[writers] = runs

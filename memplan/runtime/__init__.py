@@ -9,6 +9,7 @@ and `module.py` (`compile`), `whole_step.py` (`compile_step`). `guards.py` and `
 from __future__ import annotations
 
 from memplan.runtime.module import CompiledModule, compile
+from memplan.runtime.profiling import profile
 from memplan.runtime.whole_step import CompiledStep, compile_step
 
-__all__ = ["CompiledModule", "CompiledStep", "compile", "compile_step"]
+__all__ = ["CompiledModule", "CompiledStep", "compile", "compile_step", "profile"]

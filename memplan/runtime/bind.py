@@ -17,9 +17,9 @@ import torch.utils._pytree as pytree
 
 from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph
-from memplan.runtime.arena import Memory, view_of
+from memplan.runtime.arena import Memory, dtype_of, view_of
 from memplan.trace.outvariants import out_names, out_variant
-from memplan.trace.traced import Kernel, Ref
+from memplan.trace.traced import Kernel, Live, Ref
 
 Function = Callable[..., Any]
 # How a binding says that it does not take these arguments.
@@ -53,11 +53,13 @@ class _Choice:
     """A callable for a kernel; `names` are its out arguments (None: it returns fresh tensors).
 
     `absent` are the results (by position) that are None although the trace has a tensor (oneDNN's LSTM).
+    `scalars`: Python numbers are passed as tensors of no dimension.
     """
 
     function: Function
     names: tuple[str, ...] | None = None
     absent: frozenset[int] = frozenset()
+    scalars: bool = False
 
     def out_kwargs(self, outs: Sequence[Any]) -> dict[str, Any]:
         """`outs` under the names of the out arguments; a single name takes several as a tuple."""
@@ -78,8 +80,8 @@ class Binder:
     def bind(self, kernel: Kernel, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         """Choose the callable for `kernel`, given real tensors for its `Ref`s. Leaves outputs unwritten."""
         if not kernel.outs:
-            function = _in_place_function(kernel)
-            return BoundOp(form=Form.IN_PLACE, function=function, args=kernel.args, kwargs=kernel.kwargs, outs=())
+            function, args = _in_place_function(kernel), _scalars_as_tensors(kernel, self.graph)
+            return BoundOp(form=Form.IN_PLACE, function=function, args=args, kwargs=kernel.kwargs, outs=())
         key = self._signature(kernel)
         if key not in self.known:
             self.known[key] = self._choose(kernel, tensors)
@@ -87,7 +89,7 @@ class Binder:
         return BoundOp(
             form=Form.FUNCTIONAL if choice.names is None else Form.OUT,
             function=choice.function,
-            args=kernel.args,
+            args=_scalars_as_tensors(kernel, self.graph) if choice.scalars else kernel.args,
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
             several=kernel.several,
@@ -105,9 +107,10 @@ class Binder:
                 reason = "returns nothing where its trace has a tensor that is read later"
                 raise UnsupportedGraph(str(kernel.target), reason, "keep this layer out of the compiled module")
             return _Choice(kernel.target._op, absent=absent)
-        for choice in _out_choices(kernel):
+        given, _ = materialise((_scalars_as_tensors(kernel, self.graph), {}), tensors)
+        for choice in _out_choices(kernel, scalars=any(one is not two for one, two in zip(args, given, strict=True))):
             scratch = [_scratch(self.graph, out) for out in kernel.outs if out is not None]
-            if _writes(choice, args, kwargs, scratch, expected):
+            if _writes(choice, given if choice.scalars else args, kwargs, scratch, expected):
                 return choice
         for function in _fast_bindings(kernel):
             if _returns(function, args, kwargs, expected):
@@ -127,25 +130,52 @@ class Binder:
 
 
 def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """`tree` with the tensors in place of `Ref`s."""
-    return pytree.tree_map(lambda leaf: tensors[leaf.value] if isinstance(leaf, Ref) else leaf, tree)
+    """`tree` with the tensors in place of `Ref`s, and hyperparameters as they are now."""
+
+    def now(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return tensors[leaf.value]
+        return leaf.value() if isinstance(leaf, Live) else leaf
+
+    return pytree.tree_map(now, tree)
 
 
 def _in_place_function(kernel: Kernel) -> Function:
     """`Tensor.copy_` and its like are bound directly; other mutating ops go through the dispatcher."""
     name = kernel.target._opname
-    if name in ("copy_", "fill_", "zero_", "mul_", "add_", "masked_fill_", "bernoulli_") and not kernel.kwargs:
+    if (
+        name in ("copy_", "fill_", "zero_", "mul_", "add_", "sub_", "div_", "masked_fill_", "bernoulli_")
+        and not kernel.kwargs
+    ):
         method: Function = getattr(torch.Tensor, name)
         return method
     overload: Function = kernel.target._op
     return overload
 
 
-def _out_choices(kernel: Kernel) -> tuple[_Choice, ...]:
+_ARITHMETIC = ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
+
+
+def _scalars_as_tensors(kernel: Kernel, graph: Graph) -> tuple[Any, ...]:
+    """The arguments, with a number as second operand made the tensor that each call would make of it."""
+    args = kernel.args
+    if kernel.target._opname not in _ARITHMETIC or kernel.target._overloadname != "Tensor":
+        return args
+    result = graph.values[kernel.outs[0] if kernel.outs and kernel.outs[0] is not None else args[0].value]
+    if type(args[1]) not in (int, float) or result.dtype not in ("float32", "float64"):
+        return args
+    return args[0], torch.tensor(args[1], dtype=dtype_of(result)), *args[2:]
+
+
+def _out_choices(kernel: Kernel, *, scalars: bool = False) -> tuple[_Choice, ...]:
+    """Callables that may write their results where they are told, the cheapest first."""
     variant = out_variant(kernel.target)
     if variant is None or None in kernel.outs:
         return ()
-    fast = tuple(_Choice(function, ("out",)) for function in _fast_bindings(kernel))
+    bindings = _fast_bindings(kernel)
+    fast = tuple(_Choice(function, ("out",)) for function in bindings)
+    if scalars:
+        fast = (*(_Choice(function, ("out",), scalars=True) for function in bindings), *fast)
     return (*fast, _Choice(variant._op, out_names(variant)))
 
 

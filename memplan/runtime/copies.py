@@ -18,7 +18,8 @@ from typing import Protocol
 
 import torch
 
-Action = Callable[[], None]
+Action = Callable[[], object]
+Before = Callable[[int], object]
 
 
 class Direction(enum.Enum):
@@ -67,7 +68,7 @@ class ThreadCopies:
     def __init__(self) -> None:
         self._lanes = {direction: _Lane(f"memplan copies {direction.value}") for direction in Direction}
 
-    def before_each(self, action: Callable[[int], None] | None) -> None:
+    def before_each(self, action: Before | None) -> None:
         """Call `action(nbytes)` in the thread before each copy: tests make copies slow, or let them fail."""
         for lane in self._lanes.values():
             lane.before = action
@@ -126,7 +127,7 @@ class ThreadCopy:
             raise error
 
 
-def _move(destination: torch.Tensor, source: torch.Tensor, before: Callable[[int], None] | None) -> None:
+def _move(destination: torch.Tensor, source: torch.Tensor, before: Before | None) -> None:
     """No torch op runs in a lane's thread: each would bring its own pool of threads, and state per thread."""
     if before is not None:
         before(source.nbytes)
@@ -137,15 +138,15 @@ class _Lane:
     """A queue of copies and the thread that runs them, started when it is needed."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._queue: SimpleQueue[tuple[ThreadCopy | None, Action]] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.before: Callable[[int], None] | None = None
+        self.before: Before | None = None
         self.pending: set[ThreadCopy] = set()  # started, neither waited for nor drained
 
     def put(self, copy: ThreadCopy, move: Action) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self.name, daemon=True)
             self._thread.start()
         self.pending.add(copy)
         self._queue.put((copy, move))

@@ -10,10 +10,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedCall
+from memplan.errors import InputMismatch, MemplanError, PlanMismatch
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.arena import Arena, arena_for
+from memplan.runtime.duplicate import rebuild, recipe
+from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
@@ -56,6 +58,7 @@ class CompiledModule(nn.Module):
         gradients: str = "safe",
         guard: str | None = None,
         on_mismatch: str = "error",
+        cuda_graph: bool = False,
     ) -> None:
         _check_choice("gradients", gradients, GRADIENTS)
         _check_choice("guard", guard, (None, *GUARDS))
@@ -73,6 +76,7 @@ class CompiledModule(nn.Module):
         self.__dict__["_gradients"] = gradients
         self.__dict__["_guard"] = guard
         self.__dict__["_on_mismatch"] = on_mismatch
+        self.__dict__["_cuda_graph"] = cuda_graph
         self.__dict__["_arena"] = None
         given = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         main = self._build(args, kwargs, model.training if train is None else train, given)
@@ -83,6 +87,8 @@ class CompiledModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step. Raises `InputMismatch` or `StaleActivationsError` rather than be silently wrong."""
+        if torch.compiler.is_compiling():  # a part of a model that is being traced: the outer plan holds it all
+            return self._original(*args, **kwargs)
         try:
             runner, leaves = self._selector.select(args, kwargs)
         except InputMismatch:
@@ -93,6 +99,12 @@ class CompiledModule(nn.Module):
             runner, leaves = self._selector.replan(args, kwargs)
         return runner(leaves, training=runner.traced.training)
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that CUDA graphs keep in their private pool, beside the arena."""
+        graphed = self._selector.main.graphed
+        return 0 if graphed is None else int(graphed.recorder.pool_bytes)
+
     # -- building ----------------------------------------------------------------------------------------
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
@@ -101,7 +113,7 @@ class CompiledModule(nn.Module):
             return self._build_normally(args, kwargs, train, given)
 
     def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
-        _require_real(self._original, args, kwargs)
+        require_real(self._original, args, kwargs)
         traced = trace(self._original, args, kwargs, train=train, in_place=self._in_place)
         redzone = redzone_of(self._guard, alignment_of(traced.device))
         if given is None:
@@ -120,7 +132,9 @@ class CompiledModule(nn.Module):
                 )
             plan = given
         arena = self._arena_for(plan, traced.device)
-        return Runner(self._structure, traced, plan, arena, guard=self._guard, owned=self._gradients == "owned")
+        recorder = make_recorder(traced.device, self._guard) if self._cuda_graph else None
+        owned = self._gradients == "owned"
+        return Runner(self._structure, traced, plan, arena, guard=self._guard, owned=owned, recorder=recorder)
 
     def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
         """The module's arena if the plan fits in it (programs take turns), else one of its own."""
@@ -153,11 +167,15 @@ class CompiledModule(nn.Module):
         """Load into the original, which is to load into this."""
         return self._original.load_state_dict(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        raise _uncopyable(self)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _uncopyable(self)
+        """A copy, or what is loaded from a pickle, is compiled again (`duplicate.py`)."""
+        options = {
+            **self._options,
+            **{"in_place": self._in_place, "gradients": self._gradients},
+            **{"guard": self._guard, "on_mismatch": self._on_mismatch, "cuda_graph": self._cuda_graph},
+        }
+        made = recipe(CompiledModule, self._original, self._selector.main, options, self._selector.main_modes)
+        return rebuild, made
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -166,7 +184,7 @@ class CompiledModule(nn.Module):
             return getattr(self.__dict__["_original"], name)
 
 
-def _require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     from torch._subclasses.fake_tensor import FakeTensor
 
     inputs = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
@@ -176,14 +194,6 @@ def _require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             raise InputMismatch(
                 f"a fake or {tensor.device} tensor holds no numbers to compute with", where=name, hint=hint
             )
-
-
-def _uncopyable(module: CompiledModule) -> UnsupportedCall:
-    return UnsupportedCall(
-        "a compiled module is addresses in its arena, and cannot be copied or pickled",
-        where=type(module._original).__name__,
-        hint="copy or save the original model (its state_dict is this one's), then compile the copy",
-    )
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -208,6 +218,7 @@ def compile(
     gradients: str = "safe",
     guard: str | None = None,
     on_mismatch: str = "error",
+    cuda_graph: bool = False,
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
@@ -221,7 +232,8 @@ def compile(
     on parameters and DistributedDataParallel raise `UnsupportedCall`, and `torch.autograd.grad` and
     `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
-    model ("eager"), or gets a plan of its own ("replan").
+    model ("eager"), or gets a plan of its own ("replan"). `cuda_graph`: record forward and backward as two CUDA graphs
+    at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie beside the arena).
 
     Raises `UnsupportedGraph` before anything is allocated when the model cannot be traced as one graph,
     `PlanMismatch` when `plan` was made for another graph, and what `memplan.load` raises.
@@ -243,4 +255,5 @@ def compile(
         gradients=gradients,
         guard=guard,
         on_mismatch=on_mismatch,
+        cuda_graph=cuda_graph,
     )

@@ -13,6 +13,7 @@ from memplan.plan import Plan
 from memplan.runtime.arena import Arena, Memory, view_of, view_within
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
+from memplan.runtime.copies import Copy
 from memplan.runtime.guards import Guards
 from memplan.runtime.transfers import bind_transfers
 from memplan.runtime.trial import run_trial
@@ -34,7 +35,9 @@ class Program:
     plan: Plan
     arena: Arena
     host: Memory
+    copies: tuple[Copy, ...]
     bound: tuple[BoundOp, ...]
+    layout: Layout
     namespace: Namespace
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
@@ -42,6 +45,11 @@ class Program:
     saved: tuple[int, ...]
     saved_outputs: tuple[bool, ...]
     used_in_backward: frozenset[int]
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that steps have waited for copies so far."""
+        return sum(copy.stalled for copy in self.copies)
 
     def rebind(self, binding: int, tensor: torch.Tensor) -> None:
         """Let a parameter or buffer live at another address from now on."""
@@ -61,7 +69,7 @@ def build_program(
     layout = _layout(traced)
     graph, order = traced.graph, plan.schedule.order
     static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **_on_host(graph, plan, host)}, tensors, layout)
-    transfers = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
+    transfers, copies = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
     plan, bound = run_trial(traced, plan, layout, static, tensors, transfers=transfers)
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
@@ -85,7 +93,9 @@ def build_program(
         plan=plan,
         arena=arena,
         host=host,
+        copies=copies,
         bound=bound,
+        layout=layout,
         namespace=namespace,
         forward=forward.finish([traced.results.fresh, saved]),
         backward=backward,

@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, Memory, dtype_of, view_within
+from memplan.runtime.graphed import GraphedProgram, Recorder
 from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
 from memplan.runtime.owned import OwnedGradients
 from memplan.runtime.program import build_program
@@ -32,7 +33,10 @@ class Runner:
         *,
         guard: str | None,
         owned: bool = False,
+        recorder: Recorder | None = None,
+        whole: bool = False,
     ) -> None:
+        """`owned`: assign gradients (`owned.py`). `recorder`: record and replay (`graphed.py`), `whole`: as one."""
         traced = follow(traced, plan)  # from here on values are where the plan has them
         self.traced = traced
         self.arena = arena
@@ -50,6 +54,9 @@ class Runner:
         guards = _guards(guard, traced, plan, arena, host)
         self.program = build_program(traced, plan, arena, host, tensors, guards=guards)
         self.plan = self.program.plan
+        self.graphed = None if recorder is None else GraphedProgram(self.program, recorder, whole=whole)
+        self.forward = self.program.forward if self.graphed is None else self.graphed.forward
+        self.backward = self.program.backward if self.graphed is None else self.graphed.backward
         self._wire()
         self.owned = OwnedGradients([self.slots.names[i] for i in self._wanted_slots]) if owned else None
 
@@ -88,7 +95,7 @@ class Runner:
         else:
             with self.arena.ledger as ledger, torch.no_grad():
                 ledger.begin(keep=False)
-                fresh = self.program.forward(*inputs)[0]
+                fresh = self.forward(*inputs)[0]
             self.count_writes(inputs, current)
         if self._single is not None:
             return fresh[self._single]
@@ -102,14 +109,16 @@ class Runner:
         current = self._current()
         self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
-        backward = self.program.backward
-        assert backward is not None
+        assert self.backward is not None
         with self.arena.ledger as ledger, torch.no_grad():
             ledger.begin(keep=False)
-            (loss,), saved = self.program.forward(*inputs)
-            backward(*saved, tangent)
+            if self.graphed is not None:
+                loss = self.graphed.step(inputs, tangent)
+            else:
+                (loss,), saved = self.forward(*inputs)
+                self.backward(*saved, tangent)
         self.count_writes(inputs, current)
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     def _current(self) -> list[torch.Tensor]:
         """Parameters, buffers and state as they are now; the program follows those that moved."""
@@ -117,6 +126,8 @@ class Runner:
         if self.slots.state(current) != self.slots.noted:
             for i in self.slots.moved(current):
                 self.program.rebind(self.slots.bindings[i], current[i])
+                if self.graphed is not None:
+                    self.graphed.forget()
             self._note_written(current)
         return current
 

@@ -34,9 +34,9 @@ class Selector:
 
     def __init__(self, structure: Structure, main: Runner, build: Build) -> None:
         self._structure = structure
-        self._main = main
+        self.main = main
         self._build = build
-        self._main_modes = structure.modes()
+        self.main_modes = structure.modes()
         self._runners: dict[Any, Runner] = {}
 
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
@@ -44,12 +44,12 @@ class Selector:
 
         Raises `InputMismatch` naming the first difference from what the module was compiled for.
         """
-        main = self._main
+        main = self.main
         modes = self._structure.modes()
         grad = main.traced.training and torch.is_grad_enabled()
         self._check_autocast()
         runner = main
-        if modes != self._main_modes or grad is not main.traced.training:
+        if modes != self.main_modes or grad is not main.traced.training:
             self._check_modes(modes)
             leaves = main.signature.flatten(args, kwargs)
             example = pytree.tree_unflatten(leaves, main.signature.spec)
@@ -66,8 +66,8 @@ class Selector:
             (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x)
             for x in flat
         )
-        grad = self._main.traced.training and torch.is_grad_enabled()
-        autocast = torch.is_autocast_enabled(self._main.traced.device.type)
+        grad = self.main.traced.training and torch.is_grad_enabled()
+        autocast = torch.is_autocast_enabled(self.main.traced.device.type)
         state = State(grad, tuple(self._structure.modes()))
         runner = self._cached((state, autocast, str(spec), layouts), args, kwargs, train=grad)
         return runner, runner.signature.flatten(args, kwargs)
@@ -82,10 +82,10 @@ class Selector:
     def _check_modes(self, modes: list[bool]) -> None:
         """All modes as compiled, or the whole module in eval mode; anything between is likely a mistake."""
         if any(modes):
-            self._structure.require_modes(self._main_modes)
+            self._structure.require_modes(self.main_modes)
 
     def _check_autocast(self) -> None:
-        traced = self._main.traced
+        traced = self.main.traced
         now = torch.is_autocast_enabled(traced.device.type)
         if now is not traced.autocast:
             here, there = ("under autocast" if on else "without autocast" for on in (now, traced.autocast))

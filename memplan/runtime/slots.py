@@ -11,7 +11,7 @@ from torch import nn
 
 from memplan.errors import InputMismatch
 from memplan.trace.traced import Binding, Source, TracedGraph
-from memplan.trace.updates import ACCUMULATED
+from memplan.trace.updates import ACCUMULATED, LEARNING_RATE
 
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
 _COMPILE_AGAIN = "compile the model again after changing it"
@@ -91,6 +91,8 @@ class StepStructure(Structure):
         self._groups = [p for group in optimizer.param_groups for p in group["params"]]
         self._dicts = [optimizer.state[p] for p in self._groups]
         self._accumulated: dict[str, dict[str, Any]] = {}
+        self._rates: dict[str, dict[str, Any]] = {}
+        self._noted_rates = [group["lr"] for group in optimizer.param_groups]
         super().__init__(model)
 
     def modes(self) -> list[bool]:
@@ -108,12 +110,28 @@ class StepStructure(Structure):
         """As `Structure.slot`, and for the optimizer's state and gradients that outlive a step, made here at need."""
         if binding.source is not Source.STATE:
             return super().slot(binding)
+        if binding.key == LEARNING_RATE:
+            return self._rates.setdefault(binding.name, self._new_rate(binding.name)), binding.key
         if binding.key == ACCUMULATED:
             if binding.name not in self._accumulated:
                 zeros = torch.zeros_like(self.model.get_parameter(binding.name), requires_grad=False)
                 self._accumulated[binding.name] = {ACCUMULATED: zeros}
             return self._accumulated[binding.name], binding.key
         return self.optimizer.state[self.model.get_parameter(binding.name)], binding.key
+
+    def _new_rate(self, name: str) -> dict[str, Any]:
+        group = self.optimizer.param_groups[int(name.rpartition(" ")[2])]
+        return {LEARNING_RATE: torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)}
+
+    def follow_rates(self) -> None:
+        """Write learning rates that have changed to where a recorded step reads them."""
+        if not self._rates:
+            return
+        now = [group["lr"] for group in self.optimizer.param_groups]
+        if now != self._noted_rates:
+            for name, rate in self._rates.items():
+                rate[LEARNING_RATE].fill_(now[int(name.rpartition(" ")[2])])
+            self._noted_rates = now
 
 
 class Slots:

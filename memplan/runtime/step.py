@@ -25,7 +25,7 @@ class PlannedStep(torch.autograd.Function):
         with runner.arena.ledger as ledger:
             step = ledger.begin(keep=True)
             try:
-                fresh, saved = runner.program.forward(*inputs)
+                fresh, saved = runner.forward(*inputs)
             except BaseException:
                 step.done = True  # no backward can follow; a kept exception must not block the arena
                 raise
@@ -54,7 +54,7 @@ class PlannedStep(torch.autograd.Function):
             saved, watched, ctx.saved, ctx.watched = ctx.saved, ctx.watched, None, None
             if [t._version for t in watched] != ctx.versions:
                 raise _changed(watched, ctx.versions, step)
-            gradients = runner.program.backward(*saved, *runner.tangents_from(grads))
+            gradients = runner.backward(*saved, *runner.tangents_from(grads))
         return (None, None, None, *runner.in_order(gradients, grads))
 
 

@@ -16,12 +16,13 @@ from memplan.trace.traced import Kernel, Ref, Transfer
 
 def bind_transfers(
     graph: Graph, kernels: Sequence[Kernel | Transfer], order: Sequence[int], copies: Copies, host: torch.Tensor
-) -> dict[int, BoundOp]:
-    """What each transfer (by op index) calls; `host` is the memory that holds the copies.
+) -> tuple[dict[int, BoundOp], tuple[Copy, ...]]:
+    """What each transfer (by op index) calls, and the copies that they start; `host` is the memory that holds those.
 
     Raises `InvalidEviction` for a wait without its start.
     """
     bound: dict[int, BoundOp] = {}
+    made: list[Copy] = []
     flying: dict[tuple[int, int], Copy] = {}
     for index in order:
         kernel = kernels[index]
@@ -32,13 +33,14 @@ def bind_transfers(
             (destination,) = kernel.writes
             direction = Direction.TO_HOST if kernel.target == OFFLOAD else Direction.TO_DEVICE
             copy = flying[_storages(graph, source, destination)] = copies.copy(direction, host)
+            made.append(copy)
             bound[index] = _bound(Form.START, copy.start, Ref(destination), Ref(source))
         else:
             ended = flying.pop(_storages(graph, source, kernel.reads[1]), None)
             if ended is None:
                 raise InvalidEviction("waits for a copy that was not started", where=graph.ops[index].name)
             bound[index] = _bound(Form.WAIT, ended.wait)
-    return bound
+    return bound, tuple(made)
 
 
 def _storages(graph: Graph, source: int, destination: int) -> tuple[int, int]:

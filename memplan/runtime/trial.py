@@ -41,7 +41,7 @@ def run_trial(
     `transfers` are bound already; here they copy at once.
     """
     env: list[torch.Tensor | None] = [static.get(index) for index in range(len(traced.graph.values))]
-    _fill_dynamic(env, traced, layout, tensors)
+    fill_dynamic(env, traced, layout, tensors)
     devices = [traced.device] if traced.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast(traced.device):
         bound = _bind_by_running(traced, plan, layout, env, transfers)
@@ -66,8 +66,8 @@ def _bind_by_running(
         kernel = traced.kernels[index]
         if isinstance(kernel, Kernel):
             bound[index] = binder.bind(kernel, env)
-        if _changes_nothing_of_the_users(traced, layout, index):
-            _run(bound[index], env)
+        if leaves_users_alone(traced, layout, index):
+            run_bound(bound[index], env)
     return tuple(bound[index] for index in range(len(bound)))
 
 
@@ -80,8 +80,8 @@ def _measure(
 ) -> tuple[int, ...]:
     """Bytes outside the arena while each op runs, without those that become the caller's own tensors."""
     graph = traced.graph
-    order = [i for i in plan.schedule.order if _changes_nothing_of_the_users(traced, layout, i)]
-    thunks: list[Callable[[], None]] = [partial(_run, bound[i], env) for i in order]
+    order = [i for i in plan.schedule.order if leaves_users_alone(traced, layout, i)]
+    thunks: list[Callable[[], None]] = [partial(run_bound, bound[i], env) for i in order]
     found = [0] * len(graph.ops)
     for index, peak in zip(order, peak_bytes(thunks, traced.device), strict=True):
         adopted = 0
@@ -92,14 +92,14 @@ def _measure(
     return tuple(found)
 
 
-def _changes_nothing_of_the_users(traced: TracedGraph, layout: Layout, index: int) -> bool:
+def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int) -> bool:
     graph = traced.graph
     written = graph.written(graph.ops[index])
     ours = {s for s in written if graph.storages[s].planned or graph.storages[s].kind is StorageKind.HOST}
     return all(s in ours or s in layout.fresh_storages for s in written)
 
 
-def _fill_dynamic(
+def fill_dynamic(
     env: list[torch.Tensor | None], traced: TracedGraph, layout: Layout, tensors: Mapping[int, torch.Tensor]
 ) -> None:
     """Stand-ins for what moves: the example inputs, ones for tangents, memory for what the caller will own."""
@@ -124,7 +124,7 @@ def _fill_dynamic(
             env[index] = view_of(owner[value.storage], value, offset)
 
 
-def _run(bound: BoundOp, env: Sequence[torch.Tensor | None]) -> None:
+def run_bound(bound: BoundOp, env: Sequence[torch.Tensor | None]) -> None:
     """Run one op on real tensors, outside generated code."""
     args, kwargs = materialise((bound.args, bound.kwargs), env)
     if bound.form is Form.START:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.plan import Plan
 from memplan.runtime.arena import arena_for, dtype_of
+from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guards import redzone_of
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import StepStructure
@@ -61,6 +62,7 @@ class CompiledStep:
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Run a step. Raises `InputMismatch` rather than be silently wrong."""
         self._structure.require_modes(self._modes)
+        self._structure.follow_rates()
         runner = self._updating
         if self._adding is not None and self.pending + 1 < self.accumulate:
             runner = self._adding
@@ -69,6 +71,18 @@ class CompiledStep:
             self._structure.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         self.pending = (self.pending + 1) % self.accumulate
         return loss
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that CUDA graphs keep in their private pool, beside the arena."""
+        graphed = self._updating.graphed
+        return 0 if graphed is None else int(graphed.recorder.pool_bytes)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedCall(
+            "a compiled step is bound to its model and optimizer, and cannot be copied or pickled",
+            hint="save their state_dicts, or copy both together, and compile a step for the copies",
+        )
 
 
 def compile_step(
@@ -86,6 +100,7 @@ def compile_step(
     time_limit: float | None = None,
     in_place: bool = True,
     guard: str | None = None,
+    cuda_graph: bool = False,
 ) -> CompiledStep:
     """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
 
@@ -99,6 +114,10 @@ def compile_step(
     `(loss_fn(...) / k).backward()` and then `optimizer.step()` would; the loss is returned undivided. The
     sums of gradients live from call to call: they lie outside the arena, and count as optimizer state.
 
+    `cuda_graph`: record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
+    kept in memory (single precision), and may change at every step; another hyperparameter that changes is recorded
+    anew.
+
     Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known.
     """
     if accumulate < 1:
@@ -110,15 +129,27 @@ def compile_step(
         raise UnsupportedGraph("example_batch", what, "pass (inputs, targets), or a loss_fn of one argument")
     kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
     traced = [
-        trace_step(loss, optimizer, batch, clip_grad_norm=clip_grad_norm, accumulate=kind, in_place=in_place)
+        trace_step(
+            loss,
+            optimizer,
+            batch,
+            clip_grad_norm=clip_grad_norm,
+            accumulate=kind,
+            rates_in_memory=cuda_graph,
+            in_place=in_place,
+        )
         for kind in kinds
     ]
+    recorder = make_recorder(traced[0].device, guard) if cuda_graph else None
     redzone = redzone_of(guard, alignment_of(traced[0].device))
     options = {"budget": budget, "policy": policy, "costs": costs, "solver": solver, "time_limit": time_limit}
     plans = [plan_traced(t, redzone=redzone, **options) for t in traced]
     structure = StepStructure(loss, optimizer)
     arena = arena_for(max(plans, key=lambda plan: plan.arena_size), traced[0].device)  # they take turns
-    runners = [Runner(structure, t, plan, arena, guard=guard) for t, plan in zip(traced, plans, strict=True)]
+    runners = [
+        Runner(structure, t, plan, arena, guard=guard, recorder=recorder, whole=True)
+        for t, plan in zip(traced, plans, strict=True)
+    ]
     return CompiledStep(structure, runners[0] if accumulate > 1 else None, runners[-1], accumulate)
 
 

@@ -33,7 +33,17 @@ if TYPE_CHECKING:
     from memplan.evict.costs import CostModel
     from memplan.evict.workload import Policy as EvictionPolicy
 
-__all__ = ["Captured", "TracedGraph", "alignment_of", "capture", "plan", "plan_traced", "trace", "trace_captured"]
+__all__ = [
+    "device_costs",
+    "Captured",
+    "TracedGraph",
+    "alignment_of",
+    "capture",
+    "plan",
+    "plan_traced",
+    "trace",
+    "trace_captured",
+]
 
 
 def trace(
@@ -61,19 +71,27 @@ def trace_step(
     *,
     clip_grad_norm: float | None = None,
     accumulate: Accumulate | None = None,
+    rates_in_memory: bool = False,
     in_place: bool = True,
 ) -> TracedGraph:
     """Trace forward, backward and the optimizer's update of a model that returns its loss.
 
     `accumulate`: what the step does with its gradients when one update takes those of several steps. Creates
-    the optimizer's state where it has none yet. Raises `UnsupportedGraph`.
+    the optimizer's state where it has none yet. `rates_in_memory`: see `append_updates`. Raises `UnsupportedGraph`.
     """
     require_supported(optimizer)
     captured = capture(model, example_inputs, {}, train=True)
     ensure_state(optimizer)
 
     def update(graph: fx.Graph) -> None:
-        append_updates(graph, model, optimizer, clip_grad_norm=clip_grad_norm, accumulate=accumulate)
+        append_updates(
+            graph,
+            model,
+            optimizer,
+            clip_grad_norm=clip_grad_norm,
+            accumulate=accumulate,
+            rates_in_memory=rates_in_memory,
+        )
 
     traced = trace_captured(captured, type(model).__name__, update)
     return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
@@ -134,7 +152,7 @@ def plan_traced(
     if budget is not None:
         from memplan.budget import plan_within  # with the search and its compiler
 
-        make = partial(plan_within, budget, costs=costs or _device_costs(traced.device), policy=policy)
+        make = partial(plan_within, budget, costs=costs or device_costs(traced.device), policy=policy)
     return make(
         model=traced.model,
         graph=traced.graph,
@@ -147,7 +165,7 @@ def plan_traced(
     )
 
 
-def _device_costs(device: torch.device) -> str:
+def device_costs(device: torch.device) -> str:
     """The cost model (by name) that is nearest to a device."""
     if device.type != "cuda":
         return "cpu"

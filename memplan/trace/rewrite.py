@@ -40,8 +40,12 @@ class Rewriter:
 
     def instead(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Like `call`, for the one call that replaces the node: it takes over the node's own fake value."""
+        return self.making(value(self.node), target, *args, **kwargs)
+
+    def making(self, result: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Like `call`, for a call whose value is to be `result`, a fake result of the node."""
         new = self._node(target, args, kwargs)
-        new.meta["val"] = value(self.node)
+        new.meta["val"] = result
         return new
 
     def memory(self, result: torch.Tensor) -> fx.Node:

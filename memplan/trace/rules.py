@@ -87,6 +87,10 @@ def _dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx
     out, mask = value(rw.node)
     keep = rw.memory(mask)
     rw.call(aten.bernoulli_.float, keep, 1 - p)
+    if out.dtype is torch.float32:  # a kept element is rounded once either way
+        result = rw.making(out, aten.mul.Tensor, keep, 1.0 / (1 - p))
+        rw.call(aten.mul_.Tensor, result, x)
+        return result, keep
     result = rw.memory(out)
     rw.call(aten.copy_.default, result, keep)
     rw.call(aten.mul_.Tensor, result, x)
@@ -98,8 +102,11 @@ def _dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) 
     """CPU: grad * (mask * scale), without the two temporaries."""
     if value(grad).device.type != "cpu":
         return None
-    result = _copied(rw, mask)
-    rw.call(aten.mul_.Tensor, result, scale)
+    if value(rw.node).dtype is torch.float32:
+        result = rw.instead(aten.mul.Tensor, mask, scale)
+    else:
+        result = _copied(rw, mask)
+        rw.call(aten.mul_.Tensor, result, scale)
     rw.call(aten.mul_.Tensor, result, grad)
     return result
 

@@ -24,6 +24,7 @@ from memplan.trace.traced import Live
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 ACCUMULATED = "accumulated gradient"  # key of a tensor beside the optimizer's own state
+LEARNING_RATE = "learning rate"  # key of another, which belongs to a group instead of a parameter
 
 
 class Accumulate(enum.Enum):
@@ -85,11 +86,13 @@ def append_updates(
     *,
     clip_grad_norm: float | None = None,
     accumulate: Accumulate | None = None,
+    rates_in_memory: bool = False,
 ) -> None:
     """Replace the returned gradients of `optimizer`'s parameters by updates; other gradients are dropped.
 
     `clip_grad_norm` scales all gradients to that global 2-norm first: every update then waits for the last
-    gradient. `accumulate`: updates take sums of gradients, in memory that outlives the step.
+    gradient. `accumulate`: updates take sums of gradients, in memory that outlives the step. `rates_in_memory`: updates
+    read learning rates from tensors, one for each group, so that a recorded step follows a schedule.
     """
     output, results, descs = returned_by(graph)
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -106,7 +109,7 @@ def append_updates(
     kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
     output.args = (tuple(n for n, _ in kept),)
     output.meta["desc"] = [d for _, d in kept]
-    factory = _Updates(graph, optimizer, output)
+    factory = _Updates(graph, optimizer, output, rates_in_memory=rates_in_memory)
     if accumulate is not None:
         gradients = {name: factory.add(name, parameters[name], g) for name, g in gradients.items()}
     if accumulate is not Accumulate.ADD:
@@ -133,12 +136,16 @@ class _InBackward(Rewriter):
 class _Updates:
     """Makes the nodes; `steps` collects the step counters, which one kernel increments for all."""
 
-    def __init__(self, graph: fx.Graph, optimizer: torch.optim.Optimizer, output: fx.Node) -> None:
+    def __init__(
+        self, graph: fx.Graph, optimizer: torch.optim.Optimizer, output: fx.Node, *, rates_in_memory: bool
+    ) -> None:
         self.graph = graph
         self.mode = fake_mode_of(graph)
         self.optimizer = optimizer
         self.output = output
         self.steps: list[fx.Node] = []
+        self.rates_in_memory = rates_in_memory
+        self.rates: dict[int, fx.Node] = {}
 
     def add(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
         """Add a gradient, as soon as it exists, to the accumulated one, which is returned."""
@@ -180,22 +187,26 @@ class _Updates:
         }
         options = self.optimizer.param_groups[group]
         if isinstance(self.optimizer, torch.optim.SGD):
-            target = aten._fused_sgd_.default
+            packet = aten._fused_sgd_
             momentum = [inputs["momentum_buffer"]] if options["momentum"] else []
             args: tuple[Any, ...] = ([parameter], [gradient], momentum)
             live = {
                 key: Live(self.optimizer, group, key)
                 for key in ("weight_decay", "momentum", "lr", "nesterov", "maximize")
             }
-            constants = {"dampening": 0.0, "is_first_step": False}
+            constants: dict[str, Any] = {"dampening": 0.0, "is_first_step": False}
         else:
             decoupled = isinstance(self.optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay")
-            target = aten._fused_adamw_.default if decoupled else aten._fused_adam_.default
+            packet = aten._fused_adamw_ if decoupled else aten._fused_adam_
             self.steps.append(inputs["step"])
             args = ([parameter], [gradient], [inputs["exp_avg"]], [inputs["exp_avg_sq"]], [], [inputs["step"]])
             live = {key: Live(self.optimizer, group, key) for key in ("lr", "weight_decay", "eps", "maximize")}
             live |= {f"beta{i + 1}": Live(self.optimizer, group, "betas", i) for i in (0, 1)}
             constants = {"amsgrad": False}
+        target = packet.default
+        if self.rates_in_memory:
+            target, constants["lr"] = packet.tensor_lr, self._rate(group, value(parameter))
+            del live["lr"]
         node = rw.call(target, *args, **{key: one.value() for key, one in live.items()}, **constants)
         node.meta["live"] = live
 
@@ -205,6 +216,14 @@ class _Updates:
             return
         first = next(n for n in self.graph.nodes if n.op == "call_function" and "live" in n.meta)
         _InBackward(self.graph, self.mode, first).call(aten._foreach_add_.Scalar, self.steps, 1)
+
+    def _rate(self, group: int, parameter: torch.Tensor) -> fx.Node:
+        """The learning rate of a group, as a tensor where its parameters are."""
+        if group not in self.rates:
+            with self.mode:
+                rate = torch.empty((), dtype=torch.float32, device=parameter.device)
+            self.rates[group] = self._state(f"group {group}", LEARNING_RATE, rate)
+        return self.rates[group]
 
     def _state(self, name: str, key: str, tensor: torch.Tensor) -> fx.Node:
         last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]

@@ -15,8 +15,8 @@ from memplan.evict.costs import DEVICES, signature_of
 from memplan.evict.delta import Released, delta, direct
 from memplan.evict.dtr import Candidate, dtr, dtr_addresses, h_dtr
 from memplan.evict.events import Events, Kind
-from memplan.evict.memory import Addresses
 from memplan.evict.flow import flow
+from memplan.evict.memory import Addresses
 from memplan.evict.record import OFFLOAD, RELOAD, evictions_of
 from memplan.evict.walk import Way
 from memplan.evict.workload import Policy, Workload
@@ -127,7 +127,7 @@ def _names(graph: Graph, events: Events, kind: Kind) -> list[str]:
 def test_E3_dtr_at_addresses_releases_B_and_C_and_computes_both_again() -> None:  # noqa: N802
     graph, workload = _step()
     events = dtr_addresses(workload)
-    before_D = events[: [e for e, event in enumerate(events) if event == (Kind.RUN, 4)][0]]  # noqa: N806
+    before_D = events[: events.index((Kind.RUN, 4))]  # noqa: N806
     assert _names(graph, before_D, Kind.DROP) == ["B", "C"]
     assert _names(graph, events, Kind.RUN) == ["op1", "op2"]
     assert judged(graph, workload, events)[1].peak <= _CAPACITY

@@ -46,8 +46,7 @@ def _fitted(graph: Graph, workload: Workload, policy: Policy) -> Events | None:
     """Events that were judged, within the budget, and the same when asked for again; None when the policy gives up."""
     try:
         events = policy(workload)
-    except BudgetInfeasible as error:
-        assert error.op in {op.name for op in graph.ops} | {""}
+    except BudgetInfeasible:
         return None
     assert policy(workload) == events
     _, figures = judged(graph, workload, events)

@@ -62,6 +62,8 @@ def test_evidence_holds(graph: Graph) -> None:
     names = [op.name for op in graph.ops]
     if schedule.evidence is Evidence.CUT:
         assert cut_bound(graph, names.index(schedule.proof)) == schedule.bound
+    elif schedule.evidence is Evidence.BETWEEN:
+        assert cut_bound(graph, None) == schedule.bound
     elif schedule.evidence in (Evidence.SEARCH, Evidence.LONG_SEARCH):
         assert schedule.proof == ""
     elif names:

@@ -1,0 +1,195 @@
+"""`cuda_graph=True`: a program recorded once and replayed, so that a step costs no Python at all.
+
+A recorded kernel has its addresses for ever. So inputs and tangents are copied into memory that stays, and what
+the caller owns is copied out of memory that stays; the arena, parameters and state stay anyway. Parameters that
+moved, and hyperparameters that changed, are recorded anew. Recording runs the step for real once or twice:
+what it changes (buffers, parameters, optimizer state, random numbers) is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
+from memplan.runtime.arena import dtype_of
+from memplan.runtime.program import Program
+from memplan.trace.traced import Kernel, Live, Source, Transfer
+
+Function = Callable[[], Any]
+
+
+class Recorder(Protocol):
+    """Records what a function launches. Recordings of one recorder share their memory, and run in turns."""
+
+    def warm_up(self, function: Function) -> None:
+        """Run it once, so that libraries set themselves up before anything is recorded."""
+
+    def record(self, function: Function) -> tuple[Callable[[], None], Any]:
+        """A callable that runs it again on the same memory, and the tensors that it then leaves its results in."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that recordings keep beside the arena: results, and what kernels allocate by themselves."""
+
+
+class CudaRecorder:
+    """CUDA graphs on one private pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, function: Function) -> None:
+        """On a side stream, as recording will."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            function()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def record(self, function: Function) -> tuple[Callable[[], None], Any]:
+        """Capture; the generators of the device are registered with the graph by torch."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            results = function()
+        return graph.replay, results
+
+    @property
+    def pool_bytes(self) -> int:
+        """Segments of the pool, as the allocator lists them."""
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
+
+
+def make_recorder(device: torch.device, guard: str | None) -> Recorder:
+    """The recorder of a device. Raises where there is nothing that could record."""
+    if device.type != "cuda":
+        raise UnsupportedCall(f"cuda_graph=True needs a CUDA device, the model is on {device}", hint="leave it out")
+    if guard == "redzone":
+        raise MemplanError('guard="redzone" reads its patterns in every step, which cannot be recorded', hint="poison")
+    return CudaRecorder(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+    fresh: tuple[torch.Tensor, ...]
+    saved: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor, ...]
+    live: list[Any]
+
+
+class GraphedProgram:
+    """Called like a `Program`; records it at the first call. `whole`: the backward always follows the forward."""
+
+    def __init__(self, program: Program, recorder: Recorder, *, whole: bool) -> None:
+        traced = program.traced
+        for i in program.inputs:
+            if traced.bindings[i].written:
+                hint = "change a copy, or leave cuda_graph out"
+                raise UnsupportedGraph(f"input {traced.bindings[i].index}", "is changed by the model", hint)
+        if any(isinstance(k, Transfer) for k in traced.kernels):
+            what = "copies to the host run beside the step, and cannot be recorded with it"
+            raise UnsupportedCall(what, where="cuda_graph=True", hint="policy='recompute', or leave cuda_graph out")
+        self.program = program
+        self.recorder = recorder
+        self._whole = whole
+        self._inputs = [self._memory(traced.bindings[i].value) for i in program.inputs]
+        self._tangents = [self._memory(b.value) for b in traced.bound(Source.TANGENT)]
+        self._live = [
+            x for k in traced.kernels if isinstance(k, Kernel) for x in k.kwargs.values() if isinstance(x, Live)
+        ]
+        self._recording: _Recording | None = None
+
+    def forget(self) -> None:
+        """Record anew at the next call: an address has changed."""
+        self._recording = None
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """As `Program.forward`; what it returns first is the caller's, what it saves is its own."""
+        _copy_all(self._inputs, inputs)
+        recording = self._ready()
+        recording.forward()
+        return tuple(t.clone() for t in recording.fresh), recording.saved
+
+    def backward(self, *saved_and_tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As `Program.backward`, of which only the tangents are looked at."""
+        recording = self._recording
+        assert recording is not None, "a backward follows its forward"
+        _copy_all(self._tangents, saved_and_tangents[len(recording.saved) :])
+        recording.backward()
+        return tuple(t.clone() for t in recording.gradients)
+
+    def step(self, inputs: Sequence[torch.Tensor], tangent: torch.Tensor) -> torch.Tensor:
+        """Forward and backward as one recording; the loss."""
+        _copy_all(self._inputs, inputs)
+        _copy_all(self._tangents, (tangent,))
+        recording = self._ready()
+        recording.forward()
+        return recording.fresh[0].clone()
+
+    # -- recording ---------------------------------------------------------------------------------------
+
+    def _ready(self) -> _Recording:
+        live = [x.value() for x in self._live]
+        if self._recording is None or self._recording.live != live:
+            self._recording = None  # frees its memory first
+            self._recording = self._record(live)
+        return self._recording
+
+    def _record(self, live: list[Any]) -> _Recording:
+        program, recorder = self.program, self.recorder
+        saved: tuple[torch.Tensor, ...] = ()
+
+        def forward() -> Any:
+            return program.forward(*self._inputs)
+
+        def backward() -> Any:
+            return program.backward(*saved, *self._tangents) if program.backward is not None else ()
+
+        def step() -> Any:
+            nonlocal saved
+            fresh, saved = forward()
+            return fresh, saved, backward()
+
+        with torch.no_grad(), self._put_back():
+            recorder.warm_up(step)
+            if self._whole:
+                replay, (fresh, saved, gradients) = recorder.record(step)
+                return _Recording(replay, _nothing, fresh, saved, gradients, live)
+            replay, (fresh, saved) = recorder.record(forward)
+            replay_backward, gradients = _nothing, ()
+            if program.backward is not None:
+                replay_backward, gradients = recorder.record(backward)
+            return _Recording(replay, replay_backward, fresh, saved, gradients, live)
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """What the step changes for good is afterwards as it was: parameters, buffers, state, random numbers."""
+        names, traced = self.program.namespace.names, self.program.traced
+        written = [names[f"v{b.value}"] for b in traced.bindings if b.written and b.source is not Source.INPUT]
+        before = [t.clone() for t in written]
+        devices = [traced.device] if traced.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            yield
+        _copy_all(written, before)
+
+    def _memory(self, value: int) -> torch.Tensor:
+        v = self.program.traced.graph.values[value]
+        device = self.program.traced.graph.storages[v.storage].device
+        return torch.zeros(0, dtype=dtype_of(v), device=device).new_empty_strided(v.shape, v.strides).fill_(1)
+
+
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _nothing() -> None:
+    """The other half of what is recorded as one."""

@@ -1,0 +1,154 @@
+"""A compiled module among others: copied, pickled, nested, moved, in several threads."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memplan.errors import InputMismatch, UnsupportedCall
+from memplan.runtime import CompiledModule, compile, compile_step
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x) * scale
+        return out
+
+
+def _x(seed: int = 0) -> torch.Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def _net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def _gradients(model: nn.Module, x: torch.Tensor, **kwargs: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x, **kwargs).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _saved(module: CompiledModule) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[CompiledModule], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "torch.save": _saved,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_is_compiled_and_independent(how: str) -> None:
+    compiled = compile(_net(), _x(), {"scale": 2.0}, guard="poison", gradients="owned")
+    compiled.eval()
+    twin = COPIES[how](compiled)
+    assert isinstance(twin, CompiledModule)
+    assert not twin.training
+    assert twin.plan.fingerprint == compiled.plan.fingerprint
+    for module in (compiled, twin):
+        module.train()
+    before = [p.clone() for p in twin.parameters()]
+    ours = _gradients(compiled, _x(1), scale=2.0)
+    assert all(torch.equal(a, b) for a, b in zip(ours, _gradients(twin, _x(1), scale=2.0), strict=True))
+    torch.optim.SGD(compiled.parameters(), lr=0.1).step()
+    assert all(torch.equal(a, b) for a, b in zip(before, twin.parameters(), strict=True))
+    assert not any(torch.equal(p, q) for p, q in zip(compiled.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_shallow_copy_shares_parameters_and_not_the_arena() -> None:
+    compiled = compile(_net(), _x())
+    twin = copy.copy(compiled)
+    assert all(p is q for p, q in zip(compiled.parameters(), twin.parameters(), strict=True))
+    one, two = compiled(_x(1)), twin(_x(2))  # both in flight: each has activations of its own
+    (one.sum() + two.sum()).backward()
+
+
+def test_what_cannot_be_copied_says_so() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compiled = compile(nn.Linear(8, 4), _x())
+    with pytest.raises(UnsupportedCall, match="autocast"):
+        copy.deepcopy(compiled)
+    net = nn.Linear(8, 4)
+    step = compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda out: out.sum(), _x())
+    for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(UnsupportedCall, match="bound to its model"):
+            attempt(step)
+
+
+def test_compiled_parts_of_a_model_that_is_not() -> None:
+    """One compiled layer between plain ones, and two compiled layers in a row, whose activations live together."""
+    eager = nn.Sequential(nn.Linear(8, 8), _net(), nn.Linear(4, 8), _net())
+    parts = copy.deepcopy(eager)
+    parts[1], parts[3] = (compile(parts[i], _x().requires_grad_(), guard="poison") for i in (1, 3))
+    for seed in range(3):
+        assert all(
+            torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+            for a, b in zip(_gradients(parts, _x(seed)), _gradients(eager, _x(seed)), strict=True)
+        )
+    assert list(parts.state_dict()) == list(eager.state_dict())
+    parts.load_state_dict(eager.state_dict())
+    parts.eval()
+    assert not parts[1].training
+
+
+def test_a_compiled_part_of_a_compiled_model_is_traced_through() -> None:
+    eager = nn.Sequential(nn.Linear(8, 8), _net())
+    nested = copy.deepcopy(eager)
+    nested[1] = compile(nested[1], _x())
+    outer = compile(nested, _x(), guard="poison")
+    assert outer.plan.fingerprint == compile(eager, _x()).plan.fingerprint
+    for seed in range(2):
+        ours, theirs = _gradients(outer, _x(seed)), _gradients(eager, _x(seed))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_moving_to_another_type_raises_and_moving_back_works() -> None:
+    compiled = compile(_net(), _x())
+    before = _gradients(compiled, _x(1))
+    compiled.to(torch.float64)
+    with pytest.raises(InputMismatch, match="float64"):
+        compiled(_x(1))
+    compiled.to(torch.float32)
+    compiled.to("cpu")
+    assert all(torch.equal(a, b) for a, b in zip(before, _gradients(compiled, _x(1)), strict=True))
+    compiled.to("meta")
+    with pytest.raises(InputMismatch, match="meta"):
+        compiled(_x(1))
+
+
+def test_threads_with_a_module_each() -> None:
+    compiled = [compile(_net(), _x()) for _ in range(2)]
+    eager = _net()
+    expected = {seed: _gradients(eager, _x(seed)) for seed in range(20)}
+    outcomes: list[bool] = []
+
+    def work(module: CompiledModule) -> None:
+        for seed in range(20):
+            ours = _gradients(module, _x(seed))
+            outcomes.append(all(torch.equal(a, b) for a, b in zip(ours, expected[seed], strict=True)))
+
+    threads = [threading.Thread(target=work, args=(module,)) for module in compiled]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * 40

@@ -1,0 +1,45 @@
+"""What the benchmarks compute from their measurements."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.contenders import CONTENDERS
+from benchmarks.cuda_memory import MOST, largest
+from benchmarks.runtime import main, measure
+from benchmarks.zoo import ZOO
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 7, 31, 100, 1000, 10**6])
+def test_the_largest_batch_is_found_to_three_percent(limit: int) -> None:
+    found = largest(lambda count: count <= limit)
+    assert found <= limit
+    assert found >= min(limit, MOST) * 31 / 32 - 1
+
+
+def test_rows_have_overheads_and_ratios() -> None:
+    eager, planned, owned = measure("mlp", "nano", ["eager", "memplan", "memplan-owned"], rounds=2, device="cpu")
+    assert eager["speedup"] == 1
+    assert eager["overhead_us"] is None
+    assert isinstance(planned["overhead_us"], float)
+    assert isinstance(owned["planned_mb"], float)
+
+
+def test_the_gpu_suite_runs_its_tests_without_a_gpu(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a CUDA device is available: the suite itself is the test")
+    root = Path(__file__).parent.parent
+    script = (root / "scripts" / "gpu_suite.sh").read_text()
+    subprocess.run(["bash", "-n", str(root / "scripts" / "gpu_suite.sh")], check=True)
+    names = {name for line in script.splitlines() if "eager" in line for name in CONTENDERS if name in line}
+    assert {"eager", "inductor-graph", "memplan-graph", "memplan-step-graph"} <= names
+
+
+def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
+    assert main(["--models", "mlp", "--rounds", "2", "--threads", "1", "--directory", str(tmp_path)]) == 0
+    assert set(ZOO) >= {"mlp"}
+    assert (tmp_path / "runtime.md").read_text().startswith("# Runtime")
