@@ -33,11 +33,11 @@ from memplan.graph import Graph
 from memplan.inplace import with_chances
 from memplan.schedule import Schedule, order
 from memplan.trace import capture, trace_captured
-from memplan.trace.torch_budget import Point, points_of
+from memplan.trace.torch_budget import Point, partitions, points_of
 from memplan.version import __version__
 
 ALIGNMENT = 512
-MODELS = ("gpt2", "bert", "vit", "resnet", "unet", "llama", "ddpm")
+MODELS = ("gpt2", "bert", "vit", "resnet", "ddpm", "llama", "unet")
 WITHOUT_DROPOUT = ("gpt2", "bert")  # in evaluation mode: random ops are never computed again, by any contender
 BASELINES = ("dtr", "dtr-addresses", "capuchin", "delta")
 PLANNED = ("recompute", "auto")
@@ -123,8 +123,9 @@ def question(name: str, costs: CostModel, contenders: Sequence[str]) -> Question
     inputs = tuple(x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs)
     captured = capture(model, inputs, {}, train=True)
     print(f"{name}: captured", file=sys.stderr, flush=True)
+    parts = partitions(captured) if {*CONTENDERS[:2]} & {*contenders} else ()
     wanted = [(key, key == "torch-in-place") for key in CONTENDERS[:2] if key in contenders]
-    points = {key: points_of(captured, costs, ALIGNMENT, in_place=in_place) for key, in_place in wanted}
+    points = {key: points_of(parts, costs, ALIGNMENT, in_place=in_place) for key, in_place in wanted}
     graph = with_chances(trace_captured(captured, name).graph)
     schedule = order(graph)
     workload = make_workload(graph, schedule.order, costs, ALIGNMENT)
