@@ -1,4 +1,4 @@
-"""Budgets: what each way to keep one costs, in simulated step time; torch's own knob and published policies beside ours.
+"""Budgets: what keeping them costs in simulated step time: torch's own knob, published policies, memplan.
 
     python -m benchmarks.evict --models gpt2,vit --budgets 80,50
 
@@ -41,6 +41,7 @@ MODELS = ("gpt2", "bert", "vit", "resnet", "ddpm", "llama", "unet")
 WITHOUT_DROPOUT = ("gpt2", "bert")  # in evaluation mode: random ops are never computed again, by any contender
 BASELINES = ("dtr", "dtr-addresses", "capuchin", "delta")
 PLANNED = ("recompute", "auto")
+SHARES = tuple(str(n) for n in range(1, 101))
 CONTENDERS = ("torch", "torch-in-place", *BASELINES, *PLANNED)
 COLUMNS = {
     "model": "model",
@@ -208,7 +209,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=names(list(FULL_SIZE)), default=list(MODELS), help="comma-separated, or all")
     parser.add_argument(
         "--budgets",
-        type=names([str(n) for n in range(1, 101)]),
+        type=names(SHARES),
         default=["80", "60", "50", "40", "30"],
         help="% of the need",
     )
