@@ -3,6 +3,7 @@
     plan(model, example_inputs)      what a step needs, to the byte, from fake tensors
     compile(model, example_inputs)   a module that runs it in one preallocated arena
     compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
+    record(step_fn)                  what a run allocates that cannot be traced, placed by plan
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     load(path)                       a saved plan, validated
     Backend(**options)               torch.compile(model, backend="memplan"), with options
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from memplan.budget import Budget
     from memplan.evict.costs import CostModel
     from memplan.evict.workload import Policy as EvictionPolicy
-    from memplan.runtime import CompiledModule, CompiledStep, compile, compile_step
+    from memplan.runtime import CompiledModule, CompiledStep, Recording, compile, compile_step, record
     from memplan.schedule import Policy
     from memplan.solve import Solver
 
@@ -46,6 +47,7 @@ __all__ = [
     "MemplanError",
     "Plan",
     "Problem",
+    "Recording",
     "Solution",
     "Status",
     "__version__",
@@ -56,11 +58,13 @@ __all__ = [
     "explain",
     "load",
     "plan",
+    "record",
     "solve",
     "validate",
 ]
 
-_NEEDS_TORCH = dict.fromkeys(("compile", "compile_step", "CompiledModule", "CompiledStep"), "memplan.runtime")
+_RUNTIME = ("compile", "compile_step", "record", "CompiledModule", "CompiledStep", "Recording")
+_NEEDS_TORCH = dict.fromkeys(_RUNTIME, "memplan.runtime")
 _NEEDS_TORCH["Backend"] = "memplan.backend"
 
 
