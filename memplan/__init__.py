@@ -5,6 +5,8 @@
     compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
     record(step_fn)                  what a run allocates that cannot be traced, placed by plan
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
+    max_batch(make, budget)          the largest batch that fits, without running out of memory once
+    profile(model, example_inputs)   what each op takes on this machine: costs for budgets
     load(path)                       a saved plan, validated
     Backend(**options)               torch.compile(model, backend="memplan"), with options
     explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from memplan import csvio
 from memplan.diff import diff
 from memplan.errors import MemplanError
+from memplan.evict.costs import CostModel, load_costs
 from memplan.explain import explain
 from memplan.plan import Plan
 from memplan.planfile import load
@@ -32,17 +35,18 @@ if TYPE_CHECKING:
 
     from memplan.backend import Backend
     from memplan.budget import Budget
-    from memplan.evict.costs import CostModel
     from memplan.evict.workload import Policy as EvictionPolicy
-    from memplan.runtime import CompiledModule, CompiledStep, Recording, compile, compile_step, record
+    from memplan.runtime import CompiledModule, CompiledStep, Recording, compile, compile_step, profile, record
     from memplan.schedule import Policy
     from memplan.solve import Solver
+    from memplan.trace.batches import max_batch
 
 __all__ = [
     "Backend",
     "Buffer",
     "CompiledModule",
     "CompiledStep",
+    "CostModel",
     "Interval",
     "MemplanError",
     "Plan",
@@ -57,15 +61,18 @@ __all__ = [
     "diff",
     "explain",
     "load",
+    "load_costs",
+    "max_batch",
     "plan",
+    "profile",
     "record",
     "solve",
     "validate",
 ]
 
-_RUNTIME = ("compile", "compile_step", "record", "CompiledModule", "CompiledStep", "Recording")
+_RUNTIME = ("compile", "compile_step", "profile", "record", "CompiledModule", "CompiledStep", "Recording")
 _NEEDS_TORCH = dict.fromkeys(_RUNTIME, "memplan.runtime")
-_NEEDS_TORCH["Backend"] = "memplan.backend"
+_NEEDS_TORCH |= {"Backend": "memplan.backend", "max_batch": "memplan.trace.batches"}
 
 
 def __getattr__(name: str) -> Any:

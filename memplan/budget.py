@@ -8,7 +8,7 @@ from dataclasses import replace
 from memplan import lifetimes
 from memplan.errors import BudgetInfeasible, InvalidSize
 from memplan.evict.arrays import measure
-from memplan.evict.costs import DEVICES, CostModel
+from memplan.evict.costs import DEVICES, CostModel, load_costs
 from memplan.evict.fit import Fitted, fit, make_workload, smallest
 from memplan.evict.record import EvictionPlan
 from memplan.evict.select import fit_policy
@@ -77,6 +77,9 @@ def plan_within(
         over = plan.arena_size - wanted
         if over <= 0 or redzone:
             return plan
+        if budget == "min":  # what is lost to places cannot be won back by evicting more
+            assert plan.eviction is not None
+            return replace(plan, eviction=replace(plan.eviction, budget=plan.arena_size))
         workload = replace(workload, budget=workload.budget - over)
     raise BudgetInfeasible(
         f"its buffers need {format_bytes(plan.max_live)} and do not fit into {format_bytes(wanted)} without holes",
@@ -88,9 +91,11 @@ def plan_within(
 
 
 def cost_model(costs: CostModel | str) -> CostModel:
-    """A cost model by the name of a device (`memplan.evict.costs.DEVICES`), or as it is."""
+    """A cost model by the name of a device (`memplan.evict.costs.DEVICES`), from a file (.json), or as it is."""
     if isinstance(costs, CostModel):
         return costs
+    if costs.endswith(".json"):
+        return load_costs(costs)
     if costs.lower() not in DEVICES:
         hint = f"choose one of: {', '.join(DEVICES)}, or measure one: memplan.profile(model, inputs)"
         raise InvalidSize(f"there is no cost model {costs!r}", where="costs", hint=hint)

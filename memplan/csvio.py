@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
 from pathlib import Path
 
-from memplan.errors import InvalidProblem, UnreadableFile
+from memplan.errors import InvalidProblem, InvalidSolution, UnreadableFile
 from memplan.problem import Buffer, Interval, Problem, Solution
 
 _REQUIRED = ("id", "lower", "upper", "size")
@@ -26,7 +27,7 @@ def read_problem(path: str | os.PathLike[str]) -> Problem:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: bytes that are no text, a name that no file can have
         raise UnreadableFile(f"cannot be read: {error}", where=str(path)) from error
     capacity = path.suffixes[-2][1:] if len(path.suffixes) >= 2 else ""
     buffers = _parse(text, str(path))
@@ -74,21 +75,35 @@ def _buffer(fields: dict[str, str], row: list[str], header: list[str], where: st
 
 
 def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Solution) -> None:
-    """Write `id,lower,upper,size,offset` (minimalloc's own output format), replacing `path` in one step."""
+    """Write `id,lower,upper,size,offset` (minimalloc's own output format), replacing `path` in one step.
+
+    Raises `InvalidSolution` when a buffer has no offset (nothing fitted), `UnreadableFile` when it cannot be written.
+    """
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")
     rows.writerow(("id", "lower", "upper", "size", "offset"))
     for b in problem.buffers:
+        if b.id not in solution.offsets:
+            raise InvalidSolution(
+                f"has no offset: {solution.status.value}",
+                violation="missing",
+                where=f"buffer {b.id!r}",
+                hint="write only solutions that place every buffer, of this very problem",
+            )
         rows.writerow((b.id, b.live.start, b.live.end, b.size, solution.offsets[b.id]))
     write_atomic(Path(path), out.getvalue())
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file so that it is either whole or untouched. Raises `UnreadableFile` when it cannot be written."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            scratch.write_bytes(content if isinstance(content, bytes) else content.encode())
+            scratch.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+            raise
+    except (OSError, ValueError) as error:  # ValueError: a name or a text that no file can have
         raise UnreadableFile(f"cannot be written: {error}", where=str(path)) from error

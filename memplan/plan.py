@@ -159,10 +159,13 @@ class Plan:
         return make_report(self)
 
     def to_text(self) -> str:
-        """The step x partition table of this plan as plain text (tract's picture)."""
+        """The step x partition table of this plan as plain text (tract's picture), and for the layout `tstack` the
+        addresses by step (ext-tstack's)."""
         from memplan.report.partition_table import partition_table
+        from memplan.report.stack_text import stack_text
 
-        return partition_table(self.problem)
+        stack = stack_text(self.problem, self.solution) if self.solution.solver == "tstack" else ""
+        return partition_table(self.problem) + stack
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON to `path`, whole or not at all. Raises `UnreadableFile` when it cannot be written."""
@@ -218,8 +221,14 @@ def check_consistency(plan: Plan) -> None:
     if plan.eviction is not None:
         check_record(plan.graph, plan.eviction)
         validate(lifetimes.host_problem(plan.graph, plan.schedule, alignment=plan.alignment), plan.eviction.host)
-        if plan.arena_size > plan.eviction.budget and not plan.redzone:
-            raise InvalidPlan(f"the arena is larger than its budget {plan.eviction.budget}", where="eviction.budget")
+        require_budget(plan)
+
+
+def require_budget(plan: Plan) -> None:
+    """Raise `InvalidPlan` when the arena (without red zones, which are for tests) is larger than the budget."""
+    if plan.eviction is not None and plan.arena_size > plan.eviction.budget and not plan.redzone:
+        what = f"the arena of {plan.arena_size} bytes is larger than its budget of {plan.eviction.budget}"
+        raise InvalidPlan(what, where="eviction.budget")
 
 
 def _check_schedule(graph: Graph, schedule: Schedule) -> None:

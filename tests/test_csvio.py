@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from memplan.csvio import read_problem, write_solution
-from memplan.errors import UnreadableFile
-from memplan.problem import Buffer, Interval, Problem
+from memplan.errors import InvalidSolution, UnreadableFile
+from memplan.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.solve import solve
 from tests.strategies import problems
 
@@ -64,3 +64,25 @@ def test_what_is_written_reads_back_with_its_offsets(tmp_path: Path, problem: Pr
     rows = [line.split(",") for line in path.read_text().splitlines()]
     assert rows[0] == ["id", "lower", "upper", "size", "offset"]
     assert {row[0]: int(row[4]) for row in rows[1:]} == dict(solution.offsets)
+
+
+def test_what_no_file_system_takes_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    problem = Problem(buffers=(Buffer(id="a", size=1, live=Interval(0, 1)),))
+    for path in (tmp_path / "file" / "below.csv", tmp_path / "a\0b.csv", tmp_path, tmp_path / "no" / "folder.csv"):
+        with pytest.raises(UnreadableFile, match="cannot be read"):
+            read_problem(path)
+        with pytest.raises(UnreadableFile, match="cannot be written"):
+            write_solution(path, problem, solve(problem))
+    odd = Problem(buffers=(Buffer(id="\udc80", size=1, live=Interval(0, 1)),))  # half of a surrogate pair
+    with pytest.raises(UnreadableFile, match="cannot be written"):
+        write_solution(tmp_path / "odd.csv", odd, solve(odd))
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "kept")]
+
+
+def test_a_solution_without_offsets_is_not_written(tmp_path: Path) -> None:
+    problem = Problem(buffers=(Buffer(id="a", size=9, live=Interval(0, 1)),), capacity=8)
+    nothing = Solution(offsets={}, arena_size=0, status=Status.INFEASIBLE, bound=9, solver="none")
+    with pytest.raises(InvalidSolution, match="buffer 'a': has no offset"):
+        write_solution(tmp_path / "out.csv", problem, nothing)
+    assert not list(tmp_path.iterdir())

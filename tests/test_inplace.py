@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from memplan.errors import InvalidPlan
 from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value, check_graph
 from memplan.inplace import POINTWISE, ROWWISE, with_chances
 from memplan.schedule.reuse import placed
@@ -111,3 +114,17 @@ def test_when_bytes_are_reused(target: str, direct: bool, strides: tuple[int, ..
     values = placed(graph, (0, 1, 2)).values
     assert (values[1].storage == values[0].storage) is reused
     assert values[2].storage == 2
+
+
+def test_a_chance_that_cannot_be_is_refused() -> None:
+    graph = with_chances(_graph("aten.tanh.default", direct=True, strides=(4, 1), later=False))
+    assert graph.ops[1].chances == ((1, 0),)
+    for chances in (((1, 1),), ((0, 0),), ((2, 0),)):
+        ops = (graph.ops[0], replace(graph.ops[1], chances=chances), graph.ops[2])
+        with pytest.raises(InvalidPlan, match=r"graph\.ops\[1\]\.chances\[0\]"):
+            check_graph(replace(graph, ops=ops))
+    with pytest.raises(InvalidPlan, match="cannot be"):
+        check_graph(replace(graph, outputs=(0,)))
+    smaller = replace(graph.storages[1], nbytes=32)
+    with pytest.raises(InvalidPlan, match="do not fit"):
+        check_graph(replace(graph, storages=(graph.storages[0], smaller, graph.storages[2])))

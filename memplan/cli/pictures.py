@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memplan.csvio import write_atomic
-from memplan.errors import InvalidSize, UnreadableFile
+from memplan.errors import InvalidSize
 from memplan.report.picture import Picture
 
 
@@ -36,25 +36,14 @@ def write_snapshot(path: Path, picture: Picture) -> None:
     """A pickle for memory_viz."""
     from memplan.report.snapshot import snapshot_bytes
 
-    _write_bytes(path, snapshot_bytes(picture))
+    write_atomic(path, snapshot_bytes(picture))
 
 
 def write_png(path: Path, picture: Picture) -> None:
     """A still picture in pixels; needs Pillow."""
     from memplan.report.png import picture_png
 
-    _write_bytes(path, picture_png(picture))
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    scratch = path.with_name(f".{path.name}.tmp")
-    try:
-        scratch.write_bytes(data)
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise UnreadableFile(f"cannot be written: {error}", where=str(path)) from error
+    write_atomic(path, picture_png(picture))
 
 
 WRITERS: dict[str, Callable[[Path, Picture], None]] = {".html": write_html, ".svg": write_svg, ".png": write_png}

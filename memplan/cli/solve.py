@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memplan.cli.console import console, error_console, progress
+from memplan.cli.live import solver_progress
 
 if TYPE_CHECKING:
     from memplan.problem import Problem, Solution
@@ -31,6 +33,10 @@ def solve(
             "--capacity", metavar="SIZE", help="Most bytes the arena may have, as 1048576 or 1MiB; else the file's."
         ),
     ] = None,
+    minimize: Annotated[
+        bool,
+        typer.Option("--minimize", help="Under a capacity too, go on to the smallest arena, not the first that fits."),
+    ] = False,
     time_limit: Annotated[
         float | None, typer.Option("--time-limit", metavar="SECONDS", help="How long the solver may take.")
     ] = None,
@@ -39,6 +45,15 @@ def solve(
         Path | None, typer.Option("--plot", metavar="FILE.html|svg|png", help="Draw the arena, still or to zoom into.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result and all offsets as JSON.")] = False,
+    live: Annotated[
+        bool | None,
+        typer.Option(
+            "--progress/--quiet",
+            " /-q",
+            help="Best arena and bound on stderr while it runs; without either, on a terminal only.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Place the buffers of a CSV file, without torch.
 
@@ -56,11 +71,14 @@ def solve(
 
     limit, wanted = seconds_option("--time-limit", time_limit), size_option("--capacity", capacity)
     draw = writer_for("--plot", plot) if plot is not None else None
-    with progress(f"Reading {buffers}"):
+    with contextlib.nullcontext() if live is False else progress(f"Reading {buffers}"):
         problem = read_problem(buffers)
     capacity_bytes = problem.capacity if wanted is None else wanted
-    with progress(f"Placing {len(problem.buffers)} buffers"):
-        solution = solve_problem(problem, capacity=capacity_bytes, time_limit=limit, solver=solver, seed=seed)
+    with solver_progress(f"Placing {len(problem.buffers):,} buffers", wanted=live) as listener:
+        solution = solve_problem(
+            problem, capacity=capacity_bytes, time_limit=limit, minimize=minimize or None, solver=solver, seed=seed,
+            on_progress=listener,
+        )  # fmt: skip
     fits = solution.status in (Status.OPTIMAL, Status.FEASIBLE)
     if output is not None and fits:
         write_solution(output, problem, solution)

@@ -8,9 +8,9 @@ from memplan.evict.workload import Workload
 def limits(workload: Workload) -> tuple[int, ...]:
     """Of each storage, the last op before which it can be made again, whatever else was given up; -1: never.
 
-    Its writers must be able to run again by then (`Workload.redo_until`), and each storage that they read must be there:
-    it can be made again itself, or had from the host (streamed), or it still waits for a use of its own. A storage
-    may be given up between uses only if its limit is not before its last use.
+    Its writers must be able to run again by then (`Workload.redo_until`), and each storage that they read must be
+    there: it can be made again itself, or had from the host (streamed), or it still waits for a use of its own. A
+    storage may be given up between uses only if its limit is not before its last use.
     """
     w = workload
     found = [-1] * len(w.size)

@@ -7,13 +7,20 @@ prediction of a kernel. `memplan.profile` measures instead.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from types import MappingProxyType
 
-from memplan.errors import InvalidCosts
+from memplan.csvio import write_atomic
+from memplan.errors import InvalidCosts, MemplanError, UnreadableFile
 from memplan.graph import Graph, Op, Value
+from memplan.jsonio import from_json, to_json
+
+VERSION = 1
 
 _MATRIX = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm"})
 _NARROW = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"})
@@ -79,9 +86,34 @@ class CostModel:
         rate = self.narrow_flops if widest in _NARROW else self.matrix_flops
         return self.launch + max(flops_of(graph, op) / rate, nbytes / self.bytes_per_second)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON to `path`, whole or not at all; `load_costs` reads it. Raises `UnreadableFile`."""
+        body = {"cost_model": VERSION, **to_json(self)}
+        write_atomic(Path(path), json.dumps(body, indent=1, allow_nan=False) + "\n")
+
     def seconds(self, graph: Graph) -> tuple[float, ...]:
         """Seconds of every op of `graph`, by index."""
         return tuple(self.op_seconds(graph, op) for op in graph.ops)
+
+
+def load_costs(path: str | os.PathLike[str]) -> CostModel:
+    """Read a cost model. Raises `UnreadableFile` or `InvalidCosts` naming what in the file cannot be."""
+    where = os.fspath(path)
+    hint = "make it anew: memplan.profile(model, example_inputs).save(path)"
+    try:
+        data = json.loads(Path(where).read_bytes())
+    except OSError as error:
+        raise UnreadableFile(f"cannot be read: {error.strerror or error}", where=where) from error
+    except (ValueError, RecursionError) as error:
+        raise UnreadableFile(f"is not JSON: {error}", where=where, hint=hint) from error
+    if not isinstance(data, dict) or data.pop("cost_model", None) != VERSION:
+        raise UnreadableFile(f"is no cost model of version {VERSION}", where=where, hint=hint)
+    try:
+        return from_json(CostModel, data, "costs")
+    except MemplanError as error:
+        error.where = f"{where}: {error.where}" if error.where else where
+        error.hint = error.hint or hint
+        raise
 
 
 def signature_of(graph: Graph, op: Op) -> str:

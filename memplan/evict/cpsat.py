@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class Optimum:
         return self.seconds <= self.bound + len(self.events) / _TICKS
 
 
-def cpsat(workload: Workload, *, work: float = 30.0) -> Events:
+def cpsat(workload: Workload, *, work: float = 5.0) -> Events:
     """The faster of `optimum` and the greedy `recompute`; streamed storages stay on the device.
 
     Raises `BudgetInfeasible` when neither finds a way.
@@ -65,7 +66,7 @@ def _best(workload: Workload, work: float) -> Events:
     return found.events
 
 
-def optimum(workload: Workload, *, work: float = 30.0, lives: int = 2, hint: Events | None = None) -> Optimum:
+def optimum(workload: Workload, *, work: float = 5.0, lives: int = 2, hint: Events | None = None) -> Optimum:
     """The cheapest plan in which every storage has at most `lives` lives, if OR-Tools' deterministic time `work` is
     enough; else the best found. `hint`: events to start from. `workload` streams nothing.
 
@@ -147,7 +148,7 @@ class _Program:
                 active = self.model.new_bool_var(f"again{writers[0]}.{k}")
                 domain = cp_model.Domain.from_values([_slot(t, 0) for t in rows])
                 runs.append((active, self.model.new_int_var_from_domain(domain, f"row{writers[0]}.{k}")))
-            for (one, early), (two, late) in zip(runs, runs[1:], strict=False):
+            for (one, early), (two, late) in pairwise(runs):
                 self.model.add_implication(two, one)
                 self.model.add(early < late).only_enforce_if(two)
             self.runs[writers] = runs

@@ -43,7 +43,7 @@ def direct(released: Released) -> Way:
     return Way.SWAP if visible < released.recompute else Way.DROP
 
 
-def delta(workload: Workload, *, filter: Filter = cheapest, director: Director = direct) -> Events:  # noqa: A002
+def delta(workload: Workload, *, filter: Filter = cheapest, director: Director = direct) -> Events:
     """Events that keep the budget. Raises `BudgetInfeasible` when an op's operands cannot be had."""
     walk = Walk(workload, Counter(workload.budget), _Delta(workload, filter, director))
     return overlapped(workload, walk.walk())

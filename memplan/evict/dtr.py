@@ -77,7 +77,7 @@ class _Dropper:
     def choose(self, walk: Walk, candidates: Sequence[int]) -> int:
         return min(candidates, key=lambda s: (self._heuristic(candidate(walk, self._around, s)), s))
 
-    def way(self, walk: Walk, storage: int) -> Way:  # noqa: ARG002
+    def way(self, walk: Walk, storage: int) -> Way:
         return Way.DROP
 
     def changed(self, walk: Walk, storage: int) -> None:

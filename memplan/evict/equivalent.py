@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from memplan.errors import InvalidEviction
+from memplan.evict.record import OFFLOAD, RELOAD, RELOAD_WAIT, TRANSFERS
 from memplan.graph import Graph, Op, Value
 
 _HINT = "this is a mistake of the policy that made the plan; please report it, or use policy='auto'"
@@ -35,8 +36,7 @@ class _Run:
     graph: Graph
     names: _Names
     content: dict[int, _Content] = field(default_factory=dict)
-    reading: dict[int, str] = field(default_factory=dict)  # storage -> the copy that still reads it
-    arriving: dict[int, str] = field(default_factory=dict)  # storage -> the copy that still writes it
+    flying: dict[tuple[int, int], str] = field(default_factory=dict)  # (from, to) -> the op that started the copy
 
     def operands(self, op: Op) -> tuple[_Content, ...]:
         return tuple(self._content(self.graph.values[v].storage) for v in op.reads)
@@ -59,40 +59,43 @@ class _Run:
 
     def copy(self, op: Op) -> None:
         """Start or end a copy."""
-        storages = [self.graph.values[v].storage for v in (*op.reads, *op.writes)]
-        if op.target == "memplan.offload":
-            device, host = storages
+        starts = op.target in (OFFLOAD, RELOAD)
+        pair = self._ends(op, waits=not starts)
+        if starts:
             self.require_idle(op)
-            self.reading[device] = self.arriving[host] = op.name
-        elif op.target == "memplan.offload_wait":
-            device, host = storages[:2]
-            self._end(op, self.reading, device)
-            self._end(op, self.arriving, host)
-            self.content[host] = self._content(device)
-        elif op.target == "memplan.reload":
-            host, device = storages
-            self.require_idle(op)
-            self.reading[host] = self.arriving[device] = op.name
+            self.flying[pair] = op.name
+        elif self.flying.pop(pair, None) is None:
+            raise _fault(op, f"waits for a copy of {self._name(pair[0])} to {self._name(pair[1])} that was not started")
         else:
-            host, device = storages[:2]
-            self._end(op, self.reading, host)
-            self._end(op, self.arriving, device)
-            self.content[device] = self._content(host)
+            self.content[pair[1]] = self._content(pair[0])
 
     def require_idle(self, op: Op) -> None:
         """No operand of `op` is still being copied into, and nothing that it writes is still being read."""
-        for v in (*op.reads, *op.writes):
-            storage = self.graph.values[v].storage
-            if storage in self.arriving:
-                raise _fault(op, f"uses {self._name(storage)} before {self.arriving[storage]} has ended")
-        for v in op.writes:
-            storage = self.graph.values[v].storage
-            if storage in self.reading:
-                raise _fault(op, f"changes {self._name(storage)} while {self.reading[storage]} copies it")
+        if not self.flying:
+            return
+        touched, written = self.graph.touched(op), self.graph.written(op)
+        for (source, destination), name in self.flying.items():
+            if destination in touched:
+                raise _fault(op, f"uses {self._name(destination)} before {name} has ended")
+            if source in written:
+                raise _fault(op, f"changes {self._name(source)} while {name} copies it")
 
-    def _end(self, op: Op, copies: dict[int, str], storage: int) -> None:
-        if copies.pop(storage, None) is None:
-            raise _fault(op, f"waits for a copy of {self._name(storage)} that was not started")
+    def _ends(self, op: Op, *, waits: bool) -> tuple[int, int]:
+        """From where to where `op` copies: all bytes of a storage to one of the same size, one of them on the host."""
+        values = self.graph.values
+        expected = (*op.reads[:1], *op.writes) if waits else op.reads
+        if op.target not in TRANSFERS or len(op.writes) != 1 or len(op.reads) != 1 + waits or op.reads != expected:
+            raise _fault(op, "is no copy from one storage to another")
+        pair = values[op.reads[0]].storage, values[op.writes[0]].storage
+        from_host = op.target in (RELOAD, RELOAD_WAIT)
+        source, destination = (self.graph.storages[s] for s in pair)
+        all_bytes = ("uint8", (source.nbytes,), (1,), 0)
+        layouts = {(v.dtype, v.shape, v.strides, v.offset) for v in (values[i] for i in (*op.reads, *op.writes))}
+        if layouts != {all_bytes} or source.nbytes != destination.nbytes:
+            raise _fault(op, "does not copy all bytes of a storage to another of its size")
+        if (source.planned, destination.planned) != (not from_host, from_host):
+            raise _fault(op, "is not between the arena and the host")
+        return pair
 
     def _content(self, storage: int) -> _Content:
         if storage not in self.content:
@@ -150,7 +153,7 @@ def _require_once(traced: Graph, times: Sequence[int], randoms: Sequence[int]) -
 
 def _require_results(traced: Graph, evicted: Graph, base: _Run, run: _Run) -> None:
     """What the caller and the model hold at the end is the same, and no copy is under way."""
-    if run.arriving or run.reading:
+    if run.flying:
         raise InvalidEviction("a copy is still under way at the end", where="evicted graph", hint=_HINT)
     if (traced.outputs, traced.gradients) != (evicted.outputs, evicted.gradients):
         raise InvalidEviction("returns other values", where="evicted graph", hint=_HINT)

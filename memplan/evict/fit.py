@@ -65,16 +65,20 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
 
 
 def smallest(workload: Workload, policy: Policy) -> int:
-    """The smallest budget (bytes) at which `policy` finds a way, by bisection between the floor and the peak."""
+    """The smallest budget (bytes) that bisection between the floor and the peak finds at which `policy` finds a way.
+
+    It is a budget that was tried: a policy that needs less than it may have need not find the same way with less.
+    """
     quick: Policy = partial(policy, work=0) if policy in (auto, recompute) else policy
     low, high = floor(workload)[0] - 1, measure(workload, workload.plain).peak
     tried = low + 1
     while high - low > max(_CLOSE * high, workload.alignment):
         try:
             at = replace(workload, budget=tried)
-            high = min(tried, measure(at, quick(at)).peak)
+            kept = measure(at, quick(at)).peak <= tried
         except BudgetInfeasible:
-            low = tried
+            kept = False
+        low, high = (low, tried) if kept else (tried, high)
         tried = (low + high) // 2
     return high
 

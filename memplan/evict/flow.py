@@ -8,6 +8,7 @@ when the host has its bytes already; then copies are moved under the ops.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.arrays import measure
@@ -28,7 +29,7 @@ class _Furthest:
     def choose(self, walk: Walk, candidates: Sequence[int]) -> int:
         return max(candidates, key=lambda s: (walk.next_use(s), -s))
 
-    def way(self, walk: Walk, storage: int) -> Way:  # noqa: ARG002
+    def way(self, walk: Walk, storage: int) -> Way:
         return Way.SWAP
 
     def changed(self, walk: Walk, storage: int) -> None:
@@ -42,8 +43,6 @@ def flow(workload: Workload) -> Events:
     """
     require_floor(workload)
     found = [overlapped(workload, genoa(workload))]
-    try:
+    with suppress(BudgetInfeasible):
         found.insert(0, overlapped(workload, Walk(workload, Counter(workload.budget), _Furthest()).walk()))
-    except BudgetInfeasible:
-        pass
     return min(found, key=lambda events: measure(workload, events).seconds)

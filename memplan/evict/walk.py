@@ -141,7 +141,8 @@ class Walk:
         """Run op i, whose operands are here, in bytes that are found for its results."""
         w = self.workload
         first = [s for s in w.writes[i] if s not in w.streamed and w.writers[s][0] == i]
-        new = [s for s in first if self.where[s] is (Where.GONE if again else Where.NEVER)]
+        was = Where.GONE if again else Where.NEVER
+        new = [s for s in first if self.where[s] is was and not (again and self.position > self.limit[s])]
         lost = [s for s in first if s not in new]  # written once more, to be thrown away
         whole = not again or all(len(w.writers[s]) == 1 for s in new)  # no later writer wants the same inputs
         host, result = self._takeover(i, new) if whole else (-1, -1)

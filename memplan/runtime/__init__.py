@@ -9,7 +9,8 @@ In the order in which data flows: `arena.py`, `bind.py` and `trial.py` (which ca
 from __future__ import annotations
 
 from memplan.runtime.module import CompiledModule, compile
+from memplan.runtime.profiling import profile
 from memplan.runtime.recorded import Recording, record
 from memplan.runtime.whole_step import CompiledStep, compile_step
 
-__all__ = ["CompiledModule", "CompiledStep", "Recording", "compile", "compile_step", "record"]
+__all__ = ["CompiledModule", "CompiledStep", "Recording", "compile", "compile_step", "profile", "record"]

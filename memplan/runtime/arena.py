@@ -6,21 +6,26 @@ counter, would move under `as_strided`'s absolute offsets, and would let a kerne
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
 from memplan.graph import Value
+from memplan.plan import Plan, require_budget
+from memplan.runtime.copies import make_copies
 from memplan.runtime.ledger import Ledger
 
 
-class Arena:
-    """`nbytes` bytes on `device`. Tensors made from it do not keep it alive: whoever holds them holds the arena."""
+class Memory:
+    """`nbytes` bytes on `device`, never moved; `pinned`: of the host, such that a GPU can copy them by itself.
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    Tensors made from it do not keep it alive: whoever holds them holds the memory.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.nbytes = nbytes
-        self.ledger = Ledger()
         self.device = self.memory.device
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
@@ -29,6 +34,29 @@ class Arena:
         pointer = self.memory.data_ptr() + offset
         made: Any = torch._C._construct_storage_from_data_pointer(pointer, self.device, nbytes)
         return made  # type: ignore[no-any-return]
+
+
+class Arena(Memory):
+    """Where a step lives. Programs that share it take turns (`ledger`), and share what copies to the host."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        super().__init__(nbytes, device)
+        self.copies = make_copies(self.device)
+        weakref.finalize(self, self.copies.close)  # before its bytes are given back
+        self.ledger = Ledger(self.copies.drain)
+        self._host = Memory(0, torch.device("cpu"))
+
+    def host(self, nbytes: int) -> Memory:
+        """The memory on the host beside the arena: that of the programs before, where it is large enough."""
+        if nbytes > self._host.nbytes:
+            self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
+        return self._host
+
+
+def arena_for(plan: Plan, device: torch.device) -> Arena:
+    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`."""
+    require_budget(plan)
+    return Arena(plan.arena_size, device)
 
 
 def view_of(storage: torch.UntypedStorage, value: Value, offset: int | None = None) -> torch.Tensor:

@@ -17,9 +17,9 @@ import torch.utils._pytree as pytree
 
 from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph
-from memplan.runtime.arena import Arena, dtype_of, view_of
+from memplan.runtime.arena import Memory, dtype_of, view_of
 from memplan.trace.outvariants import out_names, out_variant
-from memplan.trace.traced import Kernel, Ref
+from memplan.trace.traced import Kernel, Live, Ref
 
 Function = Callable[..., Any]
 # How a binding says that it does not take these arguments.
@@ -32,6 +32,8 @@ class Form(enum.Enum):
     OUT = "writes into out= arguments"
     IN_PLACE = "changes its arguments"
     FUNCTIONAL = "returns fresh tensors"
+    START = "starts a copy between device and host"
+    WAIT = "waits for a copy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +130,14 @@ class Binder:
 
 
 def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """`tree` with the tensors in place of `Ref`s."""
-    return pytree.tree_map(lambda leaf: tensors[leaf.value] if isinstance(leaf, Ref) else leaf, tree)
+    """`tree` with the tensors in place of `Ref`s, and hyperparameters as they are now."""
+
+    def now(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return tensors[leaf.value]
+        return leaf.value() if isinstance(leaf, Live) else leaf
+
+    return pytree.tree_map(now, tree)
 
 
 def _in_place_function(kernel: Kernel) -> Function:
@@ -218,10 +226,10 @@ def _scratch(graph: Graph, index: int) -> torch.Tensor:
     """Throw-away memory with the layout of a value, in a storage that cannot be resized, filled with 0xFF."""
     value = graph.values[index]
     storage = graph.storages[value.storage]
-    arena = Arena(storage.nbytes, torch.device(storage.device))
-    arena.memory.fill_(255)
-    made = view_of(arena.storage(0, storage.nbytes), value)
-    made.arena = arena  # type: ignore[attr-defined]  # keeps the bytes alive as long as the tensor
+    memory = Memory(storage.nbytes, torch.device(storage.device))
+    memory.memory.fill_(255)
+    made = view_of(memory.storage(0, storage.nbytes), value)
+    made.arena = memory  # type: ignore[attr-defined]  # keeps the bytes alive as long as the tensor
     return made
 
 

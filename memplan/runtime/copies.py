@@ -1,61 +1,240 @@
-"""Copies of a compiled module: the model is copied or pickled, then compiled again from the same example.
+"""Copies between the arena and the host that run beside the step: started by one op, waited for by another.
 
-A compiled module is addresses in its arena, which mean nothing elsewhere. What made it does: the original, the
-example inputs and the options; a copy has parameters, a plan and an arena of its own.
+On the CPU, where "device" and "host" are two arenas, a worker thread per direction copies. On CUDA, a stream per
+direction does, and events order it with the stream that computes: a copy starts after all that was launched before
+it, and what follows its wait runs after it. Copies in one direction run in the order of their starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import ctypes
+import enum
+import threading
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Protocol
 
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
 
-from memplan.errors import UnsupportedCall
-from memplan.runtime.runner import Runner
-
-_Make = Callable[..., nn.Module]
-_Example = tuple[tuple[Any, ...], dict[str, Any]]
-_Recipe = tuple[_Make, nn.Module, _Example, Mapping[str, Any], list[bool]]
+Action = Callable[[], object]
+Before = Callable[[int], object]
 
 
-def recipe(make: _Make, model: nn.Module, main: Runner, options: Mapping[str, Any], modes: list[bool]) -> _Recipe:
-    """The arguments of `rebuild`. `modes`: the training flag of every submodule when the model was compiled."""
-    traced = main.traced
-    if traced.autocast:
-        raise UnsupportedCall(
-            "a module compiled under autocast cannot be copied or pickled",
-            where=type(model).__name__,
-            hint="copy or save the original model (its state_dict is this one's), then compile the copy",
-        )
-    examples = [_detached(x) for x in traced.example_inputs]
-    example = pytree.tree_unflatten(examples, traced.in_spec)
-    return make, model, example, {**options, "train": traced.training}, modes
+class Direction(enum.Enum):
+    """Where the bytes go."""
+
+    TO_HOST = "to host"
+    TO_DEVICE = "to device"
 
 
-def rebuild(
-    make: _Make,
-    model: nn.Module,
-    example: _Example,
-    options: Mapping[str, Any],
-    modes: list[bool],
-) -> nn.Module:
-    """`make(model, *example, **options)` in the modes of the first time; the model's own are kept."""
-    modules = list(model.modules())
-    before = [m.training for m in modules]
-    _set(modules, modes)
-    try:
-        return make(model, *example, **options)
-    finally:
-        _set(modules, before)
+class Copy(Protocol):
+    """One planned copy, run once in each step. `stalled`: the seconds that all its waits have taken."""
+
+    stalled: float
+
+    def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Let the bytes of `source` be copied to those of `destination`; both are contiguous."""
+
+    def wait(self) -> None:
+        """Return when they are there, or raise what went wrong."""
 
 
-def _set(modules: list[nn.Module], modes: list[bool]) -> None:
-    for module, training in zip(modules, modes, strict=True):
-        module.training = training
+class Copies(Protocol):
+    """All copies of an arena."""
+
+    def copy(self, direction: Direction, host: torch.Tensor) -> Copy:
+        """A new planned copy. Until it is done, it keeps `host` alive, the memory that holds its bytes there."""
+
+    def drain(self) -> None:
+        """Return when no copy is under way; a copy that is waited for later is done."""
+
+    def close(self) -> None:
+        """Drain, and give back what copies need."""
 
 
-def _detached(x: Any) -> Any:
-    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+def make_copies(device: torch.device) -> Copies:
+    """What copies between an arena on `device` and the host. Nothing is started before the first copy is."""
+    return StreamCopies(device) if device.type == "cuda" else ThreadCopies()
+
+
+# -- on the CPU ------------------------------------------------------------------------------------------
+
+
+class ThreadCopies:
+    """Copies by a thread per direction."""
+
+    def __init__(self) -> None:
+        self._lanes = {direction: _Lane(f"memplan copies {direction.value}") for direction in Direction}
+
+    def before_each(self, action: Before | None) -> None:
+        """Call `action(nbytes)` in the thread before each copy: tests make copies slow, or let them fail."""
+        for lane in self._lanes.values():
+            lane.before = action
+
+    def copy(self, direction: Direction, host: torch.Tensor) -> ThreadCopy:
+        """A new planned copy."""
+        return ThreadCopy(self._lanes[direction], host)
+
+    def drain(self) -> None:
+        """Return when no copy is under way."""
+        for lane in self._lanes.values():
+            lane.drain()
+
+    def close(self) -> None:
+        """Drain, and end the threads; a later copy starts them again."""
+        for lane in self._lanes.values():
+            lane.close()
+
+
+class ThreadCopy:
+    """See `Copy`."""
+
+    __slots__ = ("_done", "_error", "_host", "_lane", "stalled")
+
+    def __init__(self, lane: _Lane, host: torch.Tensor) -> None:
+        self._lane = lane
+        self._host = host
+        self._done = threading.Lock()  # free from the end of a copy to its wait
+        self._error: BaseException | None = None
+        self.stalled = 0.0
+
+    def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Hand the copy to the thread."""
+        assert source.nbytes == destination.nbytes
+        self._done.acquire(blocking=False)
+        self._error = None
+        self._lane.put(self, partial(_move, destination, source, self._lane.before))
+
+    def run(self, move: Action) -> None:
+        """Copy (in the lane's thread)."""
+        try:
+            move()
+        except BaseException as error:  # raised where the step waits
+            self._error = error
+        self._done.release()
+
+    def wait(self) -> None:
+        """Block until the copy is there."""
+        if not self._done.acquire(blocking=False):
+            since = perf_counter()
+            self._done.acquire()
+            self.stalled += perf_counter() - since
+        self._lane.pending.discard(self)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+def _move(destination: torch.Tensor, source: torch.Tensor, before: Before | None) -> None:
+    """No torch op runs in a lane's thread: each would bring its own pool of threads, and state per thread."""
+    if before is not None:
+        before(source.nbytes)
+    ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)  # lets go of the interpreter's lock
+
+
+class _Lane:
+    """A queue of copies and the thread that runs them, started when it is needed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: SimpleQueue[tuple[ThreadCopy | None, Action]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.before: Before | None = None
+        self.pending: set[ThreadCopy] = set()  # started, neither waited for nor drained
+
+    def put(self, copy: ThreadCopy, move: Action) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=_serve, args=(self._queue,), name=self.name, daemon=True)
+            self._thread.start()
+        self.pending.add(copy)
+        self._queue.put((copy, move))
+
+    def drain(self) -> None:
+        if self.pending and self._thread is not None and self._thread.is_alive():
+            done = threading.Event()
+            self._queue.put((None, done.set))
+            done.wait()
+        self.pending.clear()
+
+    def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._queue.put((None, _leave))
+        if thread is not threading.current_thread():  # garbage may be collected there
+            thread.join()
+        self.pending.clear()
+
+
+def _leave() -> None:
+    """What ends a lane's thread when it comes to it."""
+
+
+def _serve(queue: SimpleQueue[tuple[ThreadCopy | None, Action]]) -> None:
+    """Run what comes, and hold nothing while nothing comes."""
+    while True:
+        copy, action = queue.get()
+        if action is _leave:
+            return
+        if copy is None:
+            action()
+        else:
+            copy.run(action)
+        del copy, action
+
+
+# -- on CUDA ---------------------------------------------------------------------------------------------
+
+
+class StreamCopies:
+    """Copies by a stream per direction, to and from pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pending: set[StreamCopy] = set()
+        self._streams: dict[Direction, torch.cuda.Stream] = {}
+
+    def copy(self, direction: Direction, host: torch.Tensor) -> StreamCopy:
+        """A new planned copy. Pinned memory that is given up is kept by torch's allocator until its copies end."""
+        if direction not in self._streams:
+            self._streams[direction] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return StreamCopy(self, self._streams[direction])
+
+    def drain(self) -> None:
+        """Wait, on the host, for copies that no op has waited for."""
+        if self.pending:
+            for stream in self._streams.values():
+                stream.synchronize()
+            self.pending.clear()
+
+    def close(self) -> None:
+        """Drain."""
+        self.drain()
+
+
+class StreamCopy:
+    """See `Copy`. It is the computing stream that waits, not the host: `stalled` stays 0."""
+
+    __slots__ = ("_done", "_owner", "_ready", "_stream", "stalled")
+
+    def __init__(self, owner: StreamCopies, stream: torch.cuda.Stream) -> None:
+        self._owner = owner
+        self._stream = stream
+        self._ready, self._done = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        self.stalled = 0.0
+
+    def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """After the producer of the source, and after the last user of what the destination's bytes held."""
+        self._ready.record(torch.cuda.current_stream(self._owner.device))
+        self._stream.wait_event(self._ready)
+        self._owner.pending.add(self)
+        with torch.cuda.stream(self._stream):
+            destination.copy_(source, non_blocking=True)
+        self._done.record(self._stream)
+
+    def wait(self) -> None:
+        """Whatever is launched from now on runs after the copy."""
+        torch.cuda.current_stream(self._owner.device).wait_event(self._done)
+        self._owner.pending.discard(self)

@@ -18,7 +18,7 @@ import torch
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.arena import dtype_of
 from memplan.runtime.program import Program
-from memplan.trace.traced import Kernel, Live, Source
+from memplan.trace.traced import Kernel, Live, Source, Transfer
 
 Function = Callable[[], Any]
 
@@ -94,6 +94,9 @@ class GraphedProgram:
             if traced.bindings[i].written:
                 hint = "change a copy, or leave cuda_graph out"
                 raise UnsupportedGraph(f"input {traced.bindings[i].index}", "is changed by the model", hint)
+        if any(isinstance(k, Transfer) for k in traced.kernels):
+            what = "copies to the host run beside the step, and cannot be recorded with it"
+            raise UnsupportedCall(what, where="cuda_graph=True", hint="policy='recompute', or leave cuda_graph out")
         self.program = program
         self.recorder = recorder
         self._whole = whole

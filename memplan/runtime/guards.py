@@ -7,14 +7,16 @@ looks at all of them after every step, so that a write outside its bytes is caug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from memplan.errors import ArenaCorruption
+from memplan.lifetimes import host_problem
 from memplan.plan import Plan
-from memplan.runtime.arena import Arena
+from memplan.problem import Buffer
+from memplan.runtime.arena import Arena, Memory
 from memplan.trace.traced import TracedGraph
 
 Hook = Callable[[], None]
@@ -44,22 +46,29 @@ def redzone_of(guard: str | None, alignment: int) -> int:
     return alignment if guard == "redzone" else 0
 
 
-def make_poison(traced: TracedGraph, plan: Plan, arena: Arena) -> Guards:
-    """Poison at birth and after death."""
+def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Guards:
+    """Poison at birth and after death, in the arena and on the host."""
     steps = len(plan.schedule.order)
     before: list[list[Hook]] = [[] for _ in range(steps)]
     after: list[list[Hook]] = [[] for _ in range(steps)]
-    dtype_of = {}
-    for value in reversed(traced.graph.values):
-        dtype_of[traced.graph.storages[value.storage].name] = getattr(torch, value.dtype)
-    nbytes = {s.name: s.nbytes for s in traced.graph.storages}
-    for buffer in plan.problem.buffers:
-        dtype: torch.dtype = dtype_of[buffer.id]
-        storage = arena.storage(plan.solution.offsets[buffer.id] + plan.redzone, nbytes[buffer.id])
-        count = nbytes[buffer.id] // dtype.itemsize
-        view = torch.empty(0, dtype=dtype, device=arena.device).set_(storage, 0, (count,), (1,))
-        before[buffer.live.start].append(_poison(view))
-        after[buffer.live.end - 1].append(_poison(view))
+    graph = traced.graph
+    dtype_of: dict[str, torch.dtype] = {}
+    for value in sorted(graph.values, key=lambda value: value.dtype == "uint8"):  # as copies see it
+        dtype_of.setdefault(graph.storages[value.storage].name, getattr(torch, value.dtype))
+    nbytes = {s.name: s.nbytes for s in graph.storages}
+    places: list[tuple[Sequence[Buffer], Mapping[str, int], Memory, int]]
+    places = [(plan.problem.buffers, plan.solution.offsets, arena, plan.redzone)]
+    if plan.eviction is not None:
+        copies = host_problem(plan.graph, plan.schedule, alignment=plan.alignment).buffers
+        places.append((copies, plan.eviction.host.offsets, host, 0))
+    for buffers, offsets, memory, redzone in places:
+        for buffer in buffers:
+            dtype = dtype_of[buffer.id]
+            storage = memory.storage(offsets[buffer.id] + redzone, nbytes[buffer.id])
+            count = nbytes[buffer.id] // dtype.itemsize
+            view = torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, (count,), (1,))
+            before[buffer.live.start].append(_poison(view))
+            after[buffer.live.end - 1].append(_poison(view))
     return Guards(tuple(map(tuple, before)), tuple(map(tuple, after)))
 
 

@@ -24,9 +24,13 @@ class InFlight:
 
 
 class Ledger:
-    """Which step owns an arena; programs that share the arena share the ledger."""
+    """Which step owns an arena; programs that share the arena share the ledger.
 
-    def __init__(self) -> None:
+    `drain()` returns when no copy into or out of the arena is under way. A step that ends early leaves none.
+    """
+
+    def __init__(self, drain: Callable[[], None]) -> None:
+        self._drain = drain
         self._lock = threading.Lock()
         self.steps = 0
         self._current: Callable[[], InFlight | None] = lambda: None
@@ -40,8 +44,12 @@ class Ledger:
             )
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is not None:
+                self._drain()
+        finally:
+            self._lock.release()
 
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `StaleActivationsError` when one is in flight; `keep`: a backward will follow."""
@@ -54,6 +62,7 @@ class Ledger:
                 hint="call backward first, or run forwards that need none under torch.no_grad(), "
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
             )
+        self._drain()  # of a forward that was given up
         step = InFlight(self.steps)
         self._current = weakref.ref(step) if keep else lambda: None
         return step

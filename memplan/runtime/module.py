@@ -13,8 +13,8 @@ from torch import nn
 from memplan.errors import InputMismatch, MemplanError, PlanMismatch
 from memplan.plan import Plan
 from memplan.planfile import load
-from memplan.runtime.arena import Arena
-from memplan.runtime.copies import rebuild, recipe
+from memplan.runtime.arena import Arena, arena_for
+from memplan.runtime.duplicate import rebuild, recipe
 from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.runtime.runner import Runner
@@ -113,7 +113,7 @@ class CompiledModule(nn.Module):
             return self._build_normally(args, kwargs, train, given)
 
     def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
-        _require_real(self._original, args, kwargs)
+        require_real(self._original, args, kwargs)
         traced = trace(self._original, args, kwargs, train=train, in_place=self._in_place)
         redzone = redzone_of(self._guard, alignment_of(traced.device))
         if given is None:
@@ -139,9 +139,9 @@ class CompiledModule(nn.Module):
     def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
         """The module's arena if the plan fits in it (programs take turns), else one of its own."""
         if self._arena is None:
-            self.__dict__["_arena"] = Arena(plan.arena_size, device)
+            self.__dict__["_arena"] = arena_for(plan, device)
         arena: Arena = self._arena
-        return arena if plan.arena_size <= arena.nbytes else Arena(plan.arena_size, device)
+        return arena if plan.arena_size <= arena.nbytes else arena_for(plan, device)
 
     # -- being the model ---------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class CompiledModule(nn.Module):
         return self._original.load_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy, or what is loaded from a pickle, is compiled again (`copies.py`)."""
+        """A copy, or what is loaded from a pickle, is compiled again (`duplicate.py`)."""
         options = {
             **self._options,
             **{"in_place": self._in_place, "gradients": self._gradients},
@@ -184,7 +184,7 @@ class CompiledModule(nn.Module):
             return getattr(self.__dict__["_original"], name)
 
 
-def _require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     from torch._subclasses.fake_tensor import FakeTensor
 
     inputs = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from memplan.graph import Phase
+from memplan.graph import Graph, Phase, StorageKind
 from memplan.plan import Plan
-from memplan.runtime.arena import Arena, view_of, view_within
+from memplan.runtime.arena import Arena, Memory, view_of, view_within
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
+from memplan.runtime.copies import Copy
 from memplan.runtime.guards import Guards
+from memplan.runtime.transfers import bind_transfers
 from memplan.runtime.trial import run_trial
 from memplan.trace.traced import Binding, Source, TracedGraph
 
@@ -26,13 +28,16 @@ class Program:
 
     `inputs` are the bindings (indices) that `forward` takes. `saved` are the values that must be kept for
     `backward`: inputs, and outputs (`saved_outputs` says which); what lives in the arena needs no keeping.
-    `used_in_backward` are the bindings whose bytes the backward reads.
+    `used_in_backward` are the bindings whose bytes the backward reads. `host` holds what is away from the arena.
     """
 
     traced: TracedGraph
     plan: Plan
     arena: Arena
+    host: Memory
+    copies: tuple[Copy, ...]
     bound: tuple[BoundOp, ...]
+    layout: Layout
     namespace: Namespace
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
@@ -40,6 +45,11 @@ class Program:
     saved: tuple[int, ...]
     saved_outputs: tuple[bool, ...]
     used_in_backward: frozenset[int]
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that steps have waited for copies so far."""
+        return sum(copy.stalled for copy in self.copies)
 
     def rebind(self, binding: int, tensor: torch.Tensor) -> None:
         """Let a parameter or buffer live at another address from now on."""
@@ -50,17 +60,18 @@ class Program:
 
 
 def build_program(
-    traced: TracedGraph, plan: Plan, arena: Arena, tensors: Mapping[int, torch.Tensor], guards: Guards
+    traced: TracedGraph, plan: Plan, arena: Arena, host: Memory, tensors: Mapping[int, torch.Tensor], *, guards: Guards
 ) -> Program:
     """Bind, measure and compile a step. `tensors` maps bindings (indices) to parameters, buffers, example inputs.
 
     The program's plan is `plan` with what the trial run found out about the kernels.
     """
     layout = _layout(traced)
-    static = _static_tensors(traced, plan, arena, tensors, layout)
-    plan, bound = run_trial(traced, plan, layout, static, tensors)
-    namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
     graph, order = traced.graph, plan.schedule.order
+    static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **_on_host(graph, plan, host)}, tensors, layout)
+    transfers, copies = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
+    plan, bound = run_trial(traced, plan, layout, static, tensors, transfers=transfers)
+    namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
     inputs = tuple(i for i, b in enumerate(traced.bindings) if b.source is Source.INPUT)
     dynamic_bases = {b.value for b in traced.bindings if b.source is Source.INPUT} | set(traced.results.fresh)
@@ -81,7 +92,10 @@ def build_program(
         traced=traced,
         plan=plan,
         arena=arena,
+        host=host,
+        copies=copies,
         bound=bound,
+        layout=layout,
         namespace=namespace,
         forward=forward.finish([traced.results.fresh, saved]),
         backward=backward,
@@ -93,9 +107,12 @@ def build_program(
 
 
 def _layout(traced: TracedGraph) -> Layout:
-    """Static is what never moves: the arena, parameters, buffers, constants. The rest has a base value each."""
+    """Static is what never moves: the arena, its copies on the host, parameters, buffers, constants.
+
+    The rest has a base value each.
+    """
     graph = traced.graph
-    static_storages = {i for i, s in enumerate(graph.storages) if s.planned}
+    static_storages = {i for i, s in enumerate(graph.storages) if s.planned or s.kind is StorageKind.HOST}
     static_storages |= {graph.values[b.value].storage for b in traced.bindings if b.source in _STATIC_SOURCES}
     base_of: dict[int, int] = {}
     for index, value in enumerate(graph.values):
@@ -111,17 +128,34 @@ def _layout(traced: TracedGraph) -> Layout:
     )
 
 
-def _static_tensors(
-    traced: TracedGraph, plan: Plan, arena: Arena, tensors: Mapping[int, torch.Tensor], layout: Layout
-) -> dict[int, torch.Tensor]:
-    """Every static value as a tensor: made once, here."""
-    graph = traced.graph
+def _in_arena(graph: Graph, plan: Plan, arena: Arena) -> dict[int, torch.UntypedStorage]:
+    """The planned storages (by index) at their offsets."""
     offsets = plan.solution.offsets
-    planned = {
+    return {
         index: arena.storage(offsets[s.name] + plan.redzone if s.nbytes else 0, s.nbytes)
         for index, s in enumerate(graph.storages)
         if s.planned and (s.name in offsets or not s.nbytes)  # the rest no op touches
     }
+
+
+def _on_host(graph: Graph, plan: Plan, host: Memory) -> dict[int, torch.UntypedStorage]:
+    """The copies on the host (by index) at their offsets."""
+    offsets = plan.eviction.host.offsets if plan.eviction else {}
+    return {
+        index: host.storage(offsets[s.name], s.nbytes)
+        for index, s in enumerate(graph.storages)
+        if s.kind is StorageKind.HOST and s.name in offsets
+    }
+
+
+def _static_tensors(
+    traced: TracedGraph,
+    planned: Mapping[int, torch.UntypedStorage],
+    tensors: Mapping[int, torch.Tensor],
+    layout: Layout,
+) -> dict[int, torch.Tensor]:
+    """Every static value as a tensor: made once, here. `planned`: the storages that are ours."""
+    graph = traced.graph
     binding_of = {graph.values[b.value].storage: i for i, b in reversed(list(enumerate(traced.bindings)))}
     made: dict[int, torch.Tensor] = {}
     for index in layout.static:

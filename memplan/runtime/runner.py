@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.plan import Plan
-from memplan.runtime.arena import Arena, dtype_of, view_within
+from memplan.runtime.arena import Arena, Memory, dtype_of, view_within
 from memplan.runtime.graphed import GraphedProgram, Recorder
 from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
 from memplan.runtime.owned import OwnedGradients
@@ -50,7 +50,9 @@ class Runner:
                 tensors[i] = traced.example_inputs[b.index].detach()
             elif b.tensor is not None:
                 tensors[i] = b.tensor
-        self.program = build_program(traced, plan, arena, tensors, _guards(guard, traced, plan, arena))
+        host = arena.host(plan.host_size)
+        guards = _guards(guard, traced, plan, arena, host)
+        self.program = build_program(traced, plan, arena, host, tensors, guards=guards)
         self.plan = self.program.plan
         self.graphed = None if recorder is None else GraphedProgram(self.program, recorder, whole=whole)
         self.forward = self.program.forward if self.graphed is None else self.graphed.forward
@@ -205,9 +207,9 @@ class Runner:
         return [None if needs[i] and needs[i] <= missing else gradients[i] for i in self._gradient_order]
 
 
-def _guards(guard: str | None, traced: TracedGraph, plan: Plan, arena: Arena) -> Guards:
+def _guards(guard: str | None, traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Guards:
     if guard == "poison":
-        return make_poison(traced, plan, arena)
+        return make_poison(traced, plan, arena, host)
     if guard == "redzone":
         return make_redzone(traced, plan, arena)
     return NO_GUARDS

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from memplan.graph import Value
+from memplan.graph import StorageKind, Value
 from memplan.plan import Plan
 from memplan.runtime.arena import dtype_of, offset_within, view_of
 from memplan.runtime.bind import Binder, BoundOp, Form, materialise
@@ -33,13 +33,18 @@ def run_trial(
     layout: Layout,
     static: Mapping[int, torch.Tensor],
     tensors: Mapping[int, torch.Tensor],
+    *,
+    transfers: Mapping[int, BoundOp],
 ) -> tuple[Plan, tuple[BoundOp, ...]]:
-    """The bound ops (indexed like the graph's) and the plan with measured kernels and temporaries."""
+    """The bound ops (indexed like the graph's) and the plan with measured kernels and temporaries.
+
+    `transfers` are bound already; here they copy at once.
+    """
     env: list[torch.Tensor | None] = [static.get(index) for index in range(len(traced.graph.values))]
-    _fill_dynamic(env, traced, layout, tensors)
+    fill_dynamic(env, traced, layout, tensors)
     devices = [traced.device] if traced.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast(traced.device):
-        bound = _bind_by_running(traced, plan, layout, env)
+        bound = _bind_by_running(traced, plan, layout, env, transfers)
         temporaries = None
         if not torch.autograd.profiler._is_profiler_enabled:  # a session of the user's would be ended
             temporaries = _measure(traced, plan, layout, bound, env)
@@ -49,16 +54,20 @@ def run_trial(
 
 
 def _bind_by_running(
-    traced: TracedGraph, plan: Plan, layout: Layout, env: Sequence[torch.Tensor | None]
+    traced: TracedGraph,
+    plan: Plan,
+    layout: Layout,
+    env: Sequence[torch.Tensor | None],
+    transfers: Mapping[int, BoundOp],
 ) -> tuple[BoundOp, ...]:
     binder = Binder(traced.graph)
-    bound: dict[int, BoundOp] = {}
+    bound = dict(transfers)
     for index in plan.schedule.order:
         kernel = traced.kernels[index]
-        assert isinstance(kernel, Kernel)
-        bound[index] = binder.bind(kernel, env)
-        if _changes_nothing_of_the_users(traced, layout, index):
-            _run(bound[index], env)
+        if isinstance(kernel, Kernel):
+            bound[index] = binder.bind(kernel, env)
+        if leaves_users_alone(traced, layout, index):
+            run_bound(bound[index], env)
     return tuple(bound[index] for index in range(len(bound)))
 
 
@@ -71,8 +80,8 @@ def _measure(
 ) -> tuple[int, ...]:
     """Bytes outside the arena while each op runs, without those that become the caller's own tensors."""
     graph = traced.graph
-    order = [i for i in plan.schedule.order if _changes_nothing_of_the_users(traced, layout, i)]
-    thunks: list[Callable[[], None]] = [partial(_run, bound[i], env) for i in order]
+    order = [i for i in plan.schedule.order if leaves_users_alone(traced, layout, i)]
+    thunks: list[Callable[[], None]] = [partial(run_bound, bound[i], env) for i in order]
     found = [0] * len(graph.ops)
     for index, peak in zip(order, peak_bytes(thunks, traced.device), strict=True):
         adopted = 0
@@ -83,13 +92,14 @@ def _measure(
     return tuple(found)
 
 
-def _changes_nothing_of_the_users(traced: TracedGraph, layout: Layout, index: int) -> bool:
+def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int) -> bool:
     graph = traced.graph
     written = graph.written(graph.ops[index])
-    return all(graph.storages[s].planned or s in layout.fresh_storages for s in written)
+    ours = {s for s in written if graph.storages[s].planned or graph.storages[s].kind is StorageKind.HOST}
+    return all(s in ours or s in layout.fresh_storages for s in written)
 
 
-def _fill_dynamic(
+def fill_dynamic(
     env: list[torch.Tensor | None], traced: TracedGraph, layout: Layout, tensors: Mapping[int, torch.Tensor]
 ) -> None:
     """Stand-ins for what moves: the example inputs, ones for tangents, memory for what the caller will own."""
@@ -114,9 +124,15 @@ def _fill_dynamic(
             env[index] = view_of(owner[value.storage], value, offset)
 
 
-def _run(bound: BoundOp, env: Sequence[torch.Tensor | None]) -> None:
+def run_bound(bound: BoundOp, env: Sequence[torch.Tensor | None]) -> None:
     """Run one op on real tensors, outside generated code."""
     args, kwargs = materialise((bound.args, bound.kwargs), env)
+    if bound.form is Form.START:
+        destination, source = args
+        destination.copy_(source)
+        return
+    if bound.form is Form.WAIT:
+        return
     results = bound.function(*args, **kwargs)
     if bound.form is Form.FUNCTIONAL:
         for out, result in zip(bound.outs, results if bound.several else (results,), strict=True):

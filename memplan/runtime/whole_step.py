@@ -11,7 +11,7 @@ from torch import nn
 
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.plan import Plan
-from memplan.runtime.arena import Arena, dtype_of
+from memplan.runtime.arena import arena_for, dtype_of
 from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guards import redzone_of
 from memplan.runtime.runner import Runner
@@ -145,7 +145,7 @@ def compile_step(
     options = {"budget": budget, "policy": policy, "costs": costs, "solver": solver, "time_limit": time_limit}
     plans = [plan_traced(t, redzone=redzone, **options) for t in traced]
     structure = StepStructure(loss, optimizer)
-    arena = Arena(max(plan.arena_size for plan in plans), traced[0].device)  # they take turns
+    arena = arena_for(max(plans, key=lambda plan: plan.arena_size), traced[0].device)  # they take turns
     runners = [
         Runner(structure, t, plan, arena, guard=guard, recorder=recorder, whole=True)
         for t, plan in zip(traced, plans, strict=True)

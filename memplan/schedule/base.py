@@ -16,6 +16,7 @@ class Evidence(enum.Enum):
 
     WORKING_SET = "what {op} reads and writes"
     CUT = "the cut at {op}"
+    BETWEEN = "the cut between forward and backward"
     SEARCH = "a search through all orders"  # of the portfolio, which anyone can repeat
     LONG_SEARCH = "a long search through all orders"  # of another policy, which nobody repeats to read a plan
 

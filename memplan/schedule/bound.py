@@ -43,12 +43,13 @@ def working_set_bound(graph: Graph) -> int:
 _INTERPRETED = 5000  # ops: one cut alone is sooner found than numba imported
 
 
-def cut_bound(graph: Graph, op: int) -> int:
-    """Bytes that any legal order needs while `op` (an index into the graph's ops) runs."""
+def cut_bound(graph: Graph, op: int | None) -> int:
+    """Bytes that any legal order needs while `op` (an index into the graph's ops) runs; None: after the forward."""
     from memplan.schedule.core import make_core
 
     core = make_core(graph)
-    return cut(core, op + (op >= core.barrier), interpreted=core.n < _INTERPRETED).bytes
+    number = core.barrier if op is None else op + (op >= core.barrier)
+    return cut(core, number, interpreted=core.n < _INTERPRETED).bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

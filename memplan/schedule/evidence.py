@@ -25,6 +25,10 @@ def require_evidence(graph: Graph, schedule: Schedule) -> None:
         return
     if not graph.ops and not schedule.proof:
         return
+    if schedule.evidence is Evidence.BETWEEN:
+        if schedule.proof or cut_bound(graph, None) != schedule.bound:
+            raise InvalidPlan(f"says {schedule.bound}, its evidence does not", where="schedule.bound")
+        return
     index = next((i for i, op in enumerate(graph.ops) if op.name == schedule.proof), None)
     if index is None:
         raise InvalidPlan("names no op of the graph", where="schedule.proof")

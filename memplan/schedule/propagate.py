@@ -16,6 +16,7 @@ from memplan.schedule.bound import cut
 from memplan.schedule.core import Core, Ints, step_bytes, with_edge
 
 _LARGEST = 32  # ops that touch the most: others hardly matter to each other
+_MISPLACED = 4  # ops on the other side of a cut that are looked at
 _NEAR = 32  # steps before and after a peak step whose ops might as well be on the other side of it
 
 
@@ -85,7 +86,7 @@ def _misplaced(core: Core, order: Ints, at: int) -> list[int]:
     ran = np.zeros(core.n, np.bool_)
     ran[order[:at]] = True
     other = np.flatnonzero(cut(core, int(order[at])).ideal != ran)
-    found: list[int] = other[np.argsort(-core.working_set[other], kind="stable")][:_LARGEST].tolist()
+    found: list[int] = other[np.argsort(-core.working_set[other], kind="stable")][:_MISPLACED].tolist()
     return found
 
 

@@ -29,7 +29,8 @@ class Prover:
         self.work -= found.work
         self._cuts[op] = found
         if found.bytes > self.bound:
-            self.bound, self.evidence, self.op = found.bytes, Evidence.CUT, op
+            self.bound, self.op = found.bytes, op
+            self.evidence = Evidence.BETWEEN if op == self.core.barrier else Evidence.CUT
         return found
 
     def searched(self, bound: int, evidence: Evidence = Evidence.SEARCH) -> None:

@@ -7,7 +7,9 @@ maximal sets of buffers that are alive together (a new section begins at a death
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -68,12 +70,15 @@ class Core:
 
 def core_of(problem: Problem) -> Core:
     """The arrays of `problem`. n log n."""
-    source = np.array([i for i, b in enumerate(problem.buffers) if b.size], np.int64)
-    buffers = problem.buffers if len(source) == len(problem.buffers) else tuple(problem.buffers[i] for i in source)
-    raw = _ints(b.size for b in buffers)
-    align = _ints(b.alignment for b in buffers)
-    pinned = np.array([b.pinned_offset is not None for b in buffers], np.bool_)
-    low = _ints(b.pinned_offset or 0 for b in buffers)
+    raw = _column(problem.buffers, "size")
+    source = np.flatnonzero(raw)
+    buffers = problem.buffers if len(source) == len(raw) else tuple(problem.buffers[i] for i in source)
+    raw, align = raw[source], _column(buffers, "alignment")
+    pins = [b.pinned_offset for b in buffers]
+    pinned, low = np.zeros(len(pins), np.bool_), np.zeros(len(pins), np.int64)
+    if pins.count(None) < len(pins):
+        pinned = np.array([pin is not None for pin in pins], np.bool_)
+        low = np.array([pin or 0 for pin in pins], np.int64)
     unit, size, align = _units(raw, align, low)
     seg_ptr, start, end = _segments(buffers)
     seg_lo, seg_hi, steps = sections_of(start, end)
@@ -99,8 +104,8 @@ def subset(core: Core, ids: Ints, base: int = 0) -> Core:
     )  # fmt: skip
 
 
-def _ints(values: object) -> Ints:
-    return np.fromiter(values, np.int64)  # type: ignore[call-overload, no-any-return]
+def _column(rows: Sequence[object], name: str) -> Ints:
+    return np.fromiter(map(attrgetter(name), rows), np.int64, len(rows))
 
 
 def _units(raw: Ints, align: Ints, low: Ints) -> tuple[int, Ints, Ints]:
@@ -120,11 +125,11 @@ def _segments(buffers: tuple[Buffer, ...]) -> tuple[Ints, Ints, Ints]:
     """First steps and last steps (exclusive) of all segments, and where each buffer's begin."""
     n = len(buffers)
     if not any(b.gaps for b in buffers):
-        return np.arange(n + 1), _ints(b.live.start for b in buffers), _ints(b.live.end for b in buffers)
+        return np.arange(n + 1), _column(buffers, "live.start"), _column(buffers, "live.end")
     ptr = np.zeros(n + 1, np.int64)
     ptr[1:] = np.cumsum([len(b.gaps) + 1 for b in buffers])
     segments = [segment for b in buffers for segment in b.segments]
-    return ptr, _ints(s.start for s in segments), _ints(s.end for s in segments)
+    return ptr, _column(segments, "start"), _column(segments, "end")
 
 
 def sections_of(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from memplan.problem import Problem, Solution
 from memplan.solve.base import NO_LIMITS, finish
-from memplan.solve.budget import Budget, Limits
+from memplan.solve.budget import Budget, Limits, Progress
 from memplan.solve.greedy import Greedy
 
 _SMALL = 400  # buffers: up to here plain Python greedy is tried before numba is even imported
@@ -28,7 +28,10 @@ class Portfolio:
         if len(problem.buffers) <= _SMALL:
             quick = Greedy().solve(problem)
             if quick.arena_size == problem.max_live or _is_enough(problem, quick.arena_size, limits):
-                return finish(problem, quick.offsets, solver=self.name, seconds=budget.seconds)
+                found = finish(problem, quick.offsets, solver=self.name, seconds=budget.seconds)
+                if limits.on_progress is not None:
+                    limits.on_progress(Progress(incumbent=found.arena_size, bound=found.bound, seconds=found.seconds))
+                return found
         # numpy and numba are imported only now: most small problems never need them.
         from memplan.solve.core import core_of
         from memplan.solve.race import Race

@@ -68,7 +68,7 @@ def first_answers(core: Core) -> Iterator[Ints]:
                 first_fit(core, free[np.lexsort((core.lo[free], -key[free]))], offsets, best=best)
                 yield offsets
     else:
-        for best in (True, False):
+        for best in (False, True):
             yield online(core, best=best)
 
 

@@ -1,8 +1,8 @@
 """Steps 2 and 3 of the portfolio: place-or-skip search on one piece, restarted by a bandit.
 
-An arm is a ranking of the buffers and a rule for the section to decide next. Every arm is tried briefly;
-then arms are drawn by how little they left unplaced, with perturbed rankings and node limits after Luby et
-al. ("Optimal speedup of Las Vegas algorithms", 1993). Failed states are remembered across restarts.
+An arm is a ranking of the buffers and a rule for the section to decide next (`branch_kernel.py`). Every arm
+is tried briefly; then arms are drawn by how little they left unplaced, with perturbed rankings and node limits
+after Luby et al. ("Optimal speedup of Las Vegas algorithms", 1993). Failed states are remembered across restarts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy.typing as npt
 from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints, load_of
 
-_RULES = 3
+# Rules for the section: how few candidates make it urgent, and whether buffers that fit a corner come first.
+_RULES = ((3, True), (4, True), (5, False), (1, False))
 _TABLE = 1 << 18  # remembered states
 _FIRST_NODES, _SLICE_NODES, _LEAST_NODES = 2, 5, 100  # per buffer, per buffer, at least
 
@@ -60,7 +61,7 @@ def search(piece: Instance, budget: Budget, seed: int) -> tuple[Outcome, Ints]:
     n = piece.core.n
     offsets = np.zeros(n, np.int64)
     keys = _rankings(piece.core)
-    arms = [(key, rule) for key in range(len(keys)) for rule in range(_RULES)]
+    arms = [(key, rule) for key in range(len(keys)) for rule in _RULES]
     left = np.full(len(arms), np.inf)
     table = np.zeros(_TABLE, np.int64)
     random = np.random.default_rng(seed)
@@ -94,7 +95,7 @@ def _run(
     piece: Instance,
     key: npt.NDArray[np.float64],
     *,
-    rule: int,
+    rule: tuple[int, bool],
     nodes: int,
     table: Ints,
     offsets: Ints,
@@ -108,7 +109,7 @@ def _run(
     capacity = int((piece.max_offset + core.size).max())
     status, spent, area = kernel.search(
         capacity, core.size, core.align, core.low, piece.max_offset, core.seg_ptr, core.seg_lo, core.seg_hi,
-        core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, rule,
+        core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, *rule,
         budget.nodes(nodes, core.n), table, 1, offsets,
     )  # fmt: skip
     budget.spend(spent, core.n)

@@ -15,8 +15,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from memplan.solve.branch_kernel import can_block, pick_buffer, pick_section
+
 SOLVED, EXHAUSTED, LIMIT = 0, 1, 2
-MOST_CONFLICTS, MOST_UNPLACED, LEAST_SLACK = 0, 1, 2  # which section is decided next
 
 _PLACED, _ALLOWED, _HOLE, _FLOOR = 0, 1, 2, 3  # kinds of trail entries
 
@@ -42,12 +43,6 @@ def _slot(table, key):
     return first
 
 
-@njit(cache=True, inline="always")
-def _can_block(y, c, hole_c, allowed, size, maxoff):
-    """Can unplaced `y` still take some of the bytes that `c` would have taken at its hole?"""
-    return allowed[y] < hole_c + size[c] and maxoff[y] + size[y] > hole_c and allowed[y] + size[y] <= maxoff[c]
-
-
 @njit(cache=True)
 def _consistent(
     dirty_lo, dirty_hi, capacity, floor, unplaced, allowed, hole, reach, size, maxoff, placed, adj_ptr, adj,
@@ -65,7 +60,7 @@ def _consistent(
             lowest = capacity
             for k in range(adj_ptr[c], adj_ptr[c + 1]):
                 y = adj[k]
-                if not placed[y] and reach[y] + size[y] < lowest and _can_block(y, c, hole[c], reach, size, maxoff):
+                if not placed[y] and reach[y] + size[y] < lowest and can_block(y, c, hole[c], reach, size, maxoff):
                     lowest = reach[y] + size[y]
             if lowest > maxoff[c]:
                 for s in range(buf_lo[c], buf_hi[c]):
@@ -91,71 +86,6 @@ def _consistent(
             weight[s] += 1
             return False
     return True
-
-
-@njit(cache=True)
-def _pick_section(rule, lo, hi, floor, unplaced, weight):
-    """The section of [lo, hi) in which to decide next; -1 if none holds an unplaced buffer."""
-    best, best_key, best_tie = -1, 0, 0
-    for s in range(lo, hi):
-        u = unplaced[s]
-        if u == 0:
-            continue
-        if rule == MOST_UNPLACED:
-            key, tie = u, floor[s]
-        elif rule == LEAST_SLACK:
-            key, tie = floor[s] + u, u
-        else:
-            key, tie = u * (1 + weight[s]), u
-        if best < 0 or key > best_key or (key == best_key and tie > best_tie):
-            best, best_key, best_tie = s, key, tie
-    return best
-
-
-@njit(cache=True)
-def _descend(b, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj):
-    """From `b` to the buffer that must be decided before it: one that fits wholly under it, or, when it is
-    skipped where it stands, one that can block it there. Returns -1 when the chain finds no end."""
-    for _ in range(2 * size.shape[0]):
-        stale = hole[b] == allowed[b]
-        best = -1
-        for k in range(adj_ptr[b], adj_ptr[b + 1]):
-            y = adj[k]
-            if placed[y]:
-                continue
-            if stale:
-                if hole[y] == allowed[y] or not _can_block(y, b, hole[b], reach, size, maxoff):
-                    continue
-            elif reach[y] + size[y] > allowed[b]:
-                continue
-            if best < 0 or allowed[y] < allowed[best] or (allowed[y] == allowed[best] and rank[y] < rank[best]):
-                best = y
-        if best < 0:
-            return -1 if stale else b
-        b = best
-    return -1
-
-
-@njit(cache=True)
-def _pick_buffer(section, lo, hi, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj, mem_ptr, mem, buf_lo):
-    """The buffer to decide next, or -1 when every unplaced buffer of the piece is skipped where it stands."""
-    best = -1
-    for k in range(mem_ptr[section], mem_ptr[section + 1]):
-        b = mem[k]
-        if placed[b]:
-            continue
-        if best < 0 or allowed[b] < allowed[best] or (allowed[b] == allowed[best] and rank[b] < rank[best]):
-            best = b
-    best = _descend(best, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj)
-    if best >= 0:
-        return best
-    # Fallback: the lowest buffer of the piece that is not skipped; nothing unplaced can end up under it.
-    for b in range(size.shape[0]):
-        if placed[b] or hole[b] == allowed[b] or buf_lo[b] < lo or buf_lo[b] >= hi:
-            continue
-        if best < 0 or allowed[b] < allowed[best] or (allowed[b] == allowed[best] and rank[b] < rank[best]):
-            best = b
-    return best
 
 
 @njit(cache=True)
@@ -241,12 +171,13 @@ def _grow(array):
 
 @njit(cache=True, nogil=True)
 def search(
-    capacity, size, align, low, maxoff, seg_ptr, seg_lo, seg_hi, sections, adj_ptr, adj, mem_ptr, mem, rank, rule,
-    node_limit, table, salt, offsets,
+    capacity, size, align, low, maxoff, seg_ptr, seg_lo, seg_hi, sections, adj_ptr, adj, mem_ptr, mem, rank, few,
+    corners, node_limit, table, salt, offsets,
 ):  # fmt: skip
     """Place everything under `capacity`, or prove that it cannot be done, or give up after `node_limit` nodes.
 
     Returns (SOLVED | EXHAUSTED | LIMIT, nodes, smallest area that was left unplaced, in units x sections).
+    `few` and `corners` are the branching rule's (`branch_kernel.py`), `rank` breaks its ties.
     `offsets` receives the placement; `table` remembers failed states between calls with the same `salt`.
     """
     n = size.shape[0]
@@ -326,15 +257,15 @@ def search(
                 return LIMIT, nodes, best_area
             chosen = -1
             if table[_slot(table, key)] != key:
-                s = _pick_section(rule, c_lo[cell], c_hi[cell], floor, unplaced, weight)
+                s = pick_section(few, c_lo[cell], c_hi[cell], capacity, reach, unplaced, weight, placed, mem_ptr, mem)
                 lowest = capacity
                 for k in range(mem_ptr[s], mem_ptr[s + 1]):
                     if not placed[mem[k]] and allowed[mem[k]] < lowest:
                         lowest = allowed[mem[k]]
                 if lowest + unplaced[s] <= capacity:
-                    chosen = _pick_buffer(
-                        s, c_lo[cell], c_hi[cell], reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj,
-                        mem_ptr, mem, buf_lo,
+                    chosen = pick_buffer(
+                        s, corners, c_lo[cell], c_hi[cell], reach, allowed, hole, size, maxoff, rank, placed, floor,
+                        adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi,
                     )  # fmt: skip
             if chosen < 0:
                 if root:

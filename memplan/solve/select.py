@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 
 from memplan.errors import InvalidProblem, UnsupportedProblem
 from memplan.problem import Buffer, Problem, Solution
@@ -36,6 +37,7 @@ _ALL: tuple[Solver, ...] = (
 )
 SOLVERS: Mapping[str, Solver] = {solver.name: solver for solver in _ALL}
 DEFAULT = "portfolio"
+_MOST = 1 << 60  # bytes, steps: sums of a few of them must stay within 64 bits
 
 
 def select_solver(problem: Problem, solver: str | Solver = "auto") -> Solver:
@@ -74,13 +76,14 @@ def solve(
     input and seed give the same plan byte for byte). With a capacity the first placement that fits is
     returned, unless `minimize` asks for the smallest arena. `on_progress` hears of every better arena or
     bound. Raises `UnsupportedProblem` for a solver that is unknown or does not take the problem,
-    `InvalidProblem` when two pinned buffers collide, and `InvalidSolution` if a solver returned nonsense (a
-    bug; never silently accepted).
+    `InvalidProblem` when two pinned buffers collide or a limit is negative or not a number, and
+    `InvalidSolution` if a solver returned nonsense (a bug; never silently accepted).
     """
     if not isinstance(problem, Problem):
         problem = Problem(buffers=tuple(problem), capacity=capacity)
     elif capacity is not None:
         problem = Problem(buffers=problem.buffers, capacity=capacity)
+    check_numbers(problem, time_limit, work_limit)
     check_pins(problem)
     if minimize is None:
         minimize = problem.capacity is None
@@ -88,6 +91,25 @@ def solve(
     solution = select_solver(problem, solver).solve(problem, limits=limits, seed=seed)
     validate(problem, solution)
     return solution
+
+
+def check_numbers(problem: Problem, time_limit: float | None, work_limit: int | None) -> None:
+    """Raise `InvalidProblem` for limits that are none, and for bytes that 64-bit arithmetic cannot count."""
+    for where, limit in (("time_limit", time_limit), ("work_limit", work_limit)):
+        if limit is not None and not limit >= 0:
+            raise InvalidProblem(f"{limit} is not a number from 0 upwards", where=where, hint="leave it out")
+    sizes, alignments, lives, pins = (
+        map(attrgetter(name), problem.buffers) for name in ("size", "alignment", "live", "pinned_offset")
+    )
+    naive = sum(sizes) + max(alignments, default=1) * len(problem.buffers) + max(filter(None, pins), default=0)
+    first = min(map(attrgetter("live.start"), problem.buffers), default=0)
+    steps = max(max(map(attrgetter("end"), lives), default=0), -first)
+    if max(naive, steps) > _MOST:
+        raise InvalidProblem(
+            f"sizes with their padding add up to {naive}, steps go to {steps}: more than {_MOST}",
+            where="buffers",
+            hint="count sizes in larger units and number the steps from 0",
+        )
 
 
 def check_pins(problem: Problem) -> None:

@@ -33,7 +33,17 @@ if TYPE_CHECKING:
     from memplan.evict.costs import CostModel
     from memplan.evict.workload import Policy as EvictionPolicy
 
-__all__ = ["Captured", "TracedGraph", "alignment_of", "capture", "plan", "plan_traced", "trace", "trace_captured"]
+__all__ = [
+    "device_costs",
+    "Captured",
+    "TracedGraph",
+    "alignment_of",
+    "capture",
+    "plan",
+    "plan_traced",
+    "trace",
+    "trace_captured",
+]
 
 
 def trace(
@@ -142,7 +152,7 @@ def plan_traced(
     if budget is not None:
         from memplan.budget import plan_within  # with the search and its compiler
 
-        make = partial(plan_within, budget, costs=costs or _device_costs(traced.device), policy=policy)
+        make = partial(plan_within, budget, costs=costs or device_costs(traced.device), policy=policy)
     return make(
         model=traced.model,
         graph=traced.graph,
@@ -155,7 +165,7 @@ def plan_traced(
     )
 
 
-def _device_costs(device: torch.device) -> str:
+def device_costs(device: torch.device) -> str:
     """The cost model (by name) that is nearest to a device."""
     if device.type != "cuda":
         return "cpu"

@@ -60,7 +60,7 @@ def capture(
         model, flat = _off_meta(model, flat)
         args, kwargs = pytree.tree_unflatten(flat, in_spec)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(train))
         # oneDNN's LSTM hands its backward a workspace whose size its fake does not know.
@@ -197,7 +197,7 @@ def _is_tangent(node: fx.Node) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Tracing warns and logs about its own internals, which is noise to a user of memplan."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -1,9 +1,34 @@
-"""The ext-tstack design note: a released tensor leaves one contiguous hole (rows E2 and E3 of its behaviours)."""
+"""The ext-tstack design note: what is released is planned, and leaves one contiguous hole (rows E1 to E5)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from benchmarks import zoo
+from memplan import lifetimes
+from memplan.evict.arrays import measure
+from memplan.evict.auto import auto, recompute
+from memplan.evict.costs import DEVICES, signature_of
+from memplan.evict.delta import Released, delta, direct
+from memplan.evict.dtr import Candidate, dtr, dtr_addresses, h_dtr
+from memplan.evict.events import Events, Kind
+from memplan.evict.flow import flow
+from memplan.evict.memory import Addresses
+from memplan.evict.record import OFFLOAD, RELOAD, evictions_of
+from memplan.evict.walk import Way
+from memplan.evict.workload import Policy, Workload
+from memplan.graph import Graph, Phase, StorageKind
 from memplan.problem import Buffer, Interval, Problem
+from memplan.report.stack_text import stack_text
+from memplan.schedule import make_schedule
+from memplan.schedule.reuse import placed
 from memplan.solve import solve
+from memplan.trace import trace
+from tests.evict.judge import judged, workload_of
+from tests.graph_strategies import GraphBuilder
 
 _CAPACITY, _END = 80, 10
 
@@ -44,3 +69,157 @@ def test_E3_placing_in_order_of_time_needs_C_released_too() -> None:  # noqa: N8
     assert in_time.arena_size == 92 > _CAPACITY
     both = solve(Problem(buffers=_note(released=("B", "C")).buffers), solver="online-first")
     assert both.arena_size <= _CAPACITY
+
+
+def test_E2_drawn_as_text() -> None:  # noqa: N802
+    problem = _note()
+    assert stack_text(problem, solve(problem, solver="tstack")).splitlines() == [
+        "bytes | 0 | 1 | 2 | 3 | 4-9",
+        "62-76 | . | . | . | . |  D",
+        "46-62 | . | B | B | . |  D",
+        "16-46 | . | . | C | C |  C",
+        " 0-16 | A | A | A | A |  A",
+        "arena 76 bytes; max live 76 bytes",
+    ]
+
+
+_SECONDS = (100.0, 1.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0)  # loading A again costs more than anything
+
+
+def _step() -> tuple[Graph, Workload]:
+    """The note's step as ops: load A; A -> B; (A, B) -> C; something with A; load D; D -> E in place; then E is read
+    alone, and C with B and A."""
+    b = GraphBuilder()
+    host = [b.storage(StorageKind.INPUT, size, planned=False) for size in (16, 30)]
+    names = {name: b.storage(StorageKind.ACTIVATION, size, planned=True) for name, size in _SIZES.items()}
+    out = [b.storage(StorageKind.OUTPUT, 1 + k, planned=False) for k in range(3)]
+    ops: list[tuple[str, str, int]] = [("", "A", host[0]), ("A", "B", -1), ("AB", "C", -1), ("A", "", out[0])]
+    ops += [("", "D", host[1]), ("D", "E", -1), ("E", "", out[1]), ("ABC", "", out[2])]
+    for k, (reads, writes, other) in enumerate(ops):
+        loaded = (other,) if writes and other >= 0 else ()
+        read = (*(names[x] for x in reads), *loaded)
+        write = tuple(names[x] for x in writes) or (other,)
+        chances = ((names["E"], names["D"]),) if writes == "E" else ()
+        b.op(Phase.FORWARD, read, write, target=f"note.op{k}")
+        b.ops[-1] = replace(b.ops[-1], chances=chances)
+    for name, value in names.items():
+        b.storages[b.values[value].storage] = replace(b.storages[b.values[value].storage], name=name)
+    graph = b.graph(tuple(out))
+    measured = {signature_of(graph, op): s for op, s in zip(graph.ops, _SECONDS, strict=True)}
+    return graph, workload_of(graph, budget=_CAPACITY, costs=replace(DEVICES["a100"], measured=measured))
+
+
+_SIZES = {"A": 16, "B": 16, "C": 30, "D": 30, "E": 30}
+
+
+def _names(graph: Graph, events: Events, kind: Kind) -> list[str]:
+    """What is dropped (storages), or runs again (ops), in order."""
+    found, ran = [], set()
+    for event in events:
+        if event.kind is Kind.DROP is kind:
+            found.append(graph.storages[event.of].name)
+        elif event.kind is Kind.RUN is kind and event.of in ran:
+            found.append(graph.ops[event.of].name)
+        ran.add(event.of) if event.kind is Kind.RUN else None
+    return found
+
+
+def test_E3_dtr_at_addresses_releases_B_and_C_and_computes_both_again() -> None:  # noqa: N802
+    graph, workload = _step()
+    events = dtr_addresses(workload)
+    before_D = events[: events.index((Kind.RUN, 4))]  # noqa: N806
+    assert _names(graph, before_D, Kind.DROP) == ["B", "C"]
+    assert _names(graph, events, Kind.RUN) == ["op1", "op2"]
+    assert judged(graph, workload, events)[1].peak <= _CAPACITY
+
+
+def test_E3_where_bytes_only_count_and_where_it_is_planned_B_alone_goes() -> None:  # noqa: N802
+    graph, workload = _step()
+    for policy in (dtr, recompute):
+        events = policy(workload)
+        assert _names(graph, events, Kind.RUN) == ["op1"]
+        assert judged(graph, workload, events)[1].peak == 76
+    graph = judged(graph, workload, events)[0].graph
+    schedule = make_schedule(graph, tuple(range(len(graph.ops))), "evicted")
+    solution = solve(lifetimes.problem(graph, schedule, alignment=1), solver="tstack")
+    assert {name: solution.offsets[name] for name in "ABCD"} == {"A": 0, "B": 46, "C": 16, "D": 46}
+    assert solution.arena_size == 76
+
+
+def test_E3_first_fit_needs_one_hole() -> None:  # noqa: N802
+    memory = Addresses(_CAPACITY)
+    assert [memory.take(key, size) for key, size in enumerate((16, 16, 30))] == [True] * 3
+    memory.give(1)
+    assert memory.offsets == {0: 0, 2: 32}
+    assert not memory.take(3, 30)  # 34 bytes are free: 16 and 18
+    memory.give(2)
+    assert memory.take(3, 30)
+    assert memory.offsets[3] == 16
+
+
+@cache
+def _gpt2() -> tuple[Graph, Workload]:
+    graph = trace(*zoo.gpt2("nano")).graph
+    workload = workload_of(graph, alignment=64)
+    return graph, replace(workload, budget=measure(workload, workload.plain).peak // 2)
+
+
+def test_E1_what_is_released_and_when_is_known_before_anything_runs() -> None:  # noqa: N802
+    graph, workload = _gpt2()
+    for policy in (recompute, delta):
+        applied, figures = judged(graph, workload, policy(workload))
+        assert figures.peak <= workload.budget
+        evictions = evictions_of(applied.graph, applied.instances)
+        assert evictions
+        for one in evictions:
+            assert one.evicted_access < one.in_trigger <= one.back_access < len(applied.graph.ops)
+
+
+@pytest.mark.parametrize("policy", [auto, delta, flow])
+def test_E4_a_load_is_an_op_and_the_backward_sends_no_forward_tensor_away(policy: Policy) -> None:  # noqa: N802
+    graph, workload = _gpt2()
+    ops = judged(graph, workload, policy(workload))[0].graph.ops
+    assert {op.phase for op in ops if op.target == RELOAD} == {Phase.BACKWARD}
+    made = {graph.storages[s].name for op in graph.ops if op.phase is Phase.FORWARD for s in graph.written(op)}
+    sent = [op for op in ops if op.target == OFFLOAD and op.name.removeprefix("offload:") in made]
+    assert sent
+    assert {op.phase for op in sent} == {Phase.FORWARD}
+
+
+def test_E4_the_backward_releases_a_forward_tensor_at_its_last_use() -> None:  # noqa: N802
+    graph, workload = _gpt2()
+    graph = judged(graph, workload, auto(workload))[0].graph
+    schedule = make_schedule(graph, tuple(range(len(graph.ops))), "evicted")
+    buffers = lifetimes.problem(graph, schedule, alignment=64).buffers
+    graph = placed(graph, schedule.order)
+    last = {graph.storages[s].name: step for step, op in enumerate(graph.ops) for s in graph.touched(op)}
+    assert {b.id: b.live.end for b in buffers} == {b.id: last[b.id] + 1 for b in buffers}
+
+
+def test_E5_h_is_cost_over_size_times_staleness_and_pays_for_the_dropped_neighbourhood() -> None:  # noqa: N802
+    one = Candidate(storage=0, size=10, seconds=2.0, around=3.0, staleness=4.0)
+    assert h_dtr(one) == pytest.approx(5.0 / 40.0)
+    seen: list[Candidate] = []
+
+    def record(candidate: Candidate) -> float:
+        seen.append(candidate)
+        return h_dtr(candidate)
+
+    graph, workload = _step()
+    dtr_addresses(workload, heuristic=record)
+    name = [s.name for s in graph.storages]
+    before, after = (next(c for c in seen[k:] if name[c.storage] == "C") for k in (0, 3))
+    assert (before.around, after.around) == (0.0, 1.0)  # B was dropped in between, and C is made from it
+    assert {name[c.storage]: c.seconds for c in seen} == {"A": 100.0, "B": 1.0, "C": 4.0}
+
+
+def test_E5_delta_has_a_filter_and_a_director() -> None:  # noqa: N802
+    assert direct(Released(recompute=1.0, out=2.0, back=2.0, gap=4.0)) is Way.SWAP  # the gap hides the copies
+    assert direct(Released(recompute=1.0, out=2.0, back=2.0, gap=2.0)) is Way.DROP
+    graph, workload = _gpt2()
+    kinds = {}
+    for way in Way:
+        events = delta(workload, filter=lambda c: -c.size, director=lambda _, way=way: way)  # type: ignore[misc]
+        kinds[way] = {event.kind for event in events}
+        assert judged(graph, workload, events)[1].peak <= workload.budget
+    assert Kind.OFFLOAD in kinds[Way.SWAP]

@@ -38,6 +38,8 @@ def test_solve_plots(run: Run, csv_file: Path, tmp_path: Path) -> None:
     for name in ("p.svg", "p.html"):
         assert run("solve", csv_file, "--plot", name)[0] == 0
         assert "buffers.csv: 3 buffers" in (tmp_path / name).read_text()
+    assert run("solve", csv_file, "--plot", "p.png")[0] == 0
+    assert (tmp_path / "p.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     code, out, err = run("solve", csv_file, "--plot", "p.gif")
     assert (code, out) == (2, "")
     assert "ends in none of .html, .svg, .png" in err

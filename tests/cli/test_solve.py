@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.instances import planted
+from memplan.cli import live
+from memplan.csvio import write_solution
+from memplan.problem import Problem
+from memplan.solve import solve
 from tests.cli.helpers import CSV, Run
 
 
@@ -52,6 +57,42 @@ def test_solve_takes_the_capacity_from_the_files_name(run: Run, tmp_path: Path) 
     (tmp_path / "x.40.csv").write_text(CSV)
     assert run("solve", "x.40.csv")[0] == 1
     assert run("solve", "x.40.csv", "--capacity", "1KiB")[0] == 0
+
+
+@pytest.fixture
+def hard_file(tmp_path: Path) -> Path:
+    """60 buffers that no heuristic places within 1 KiB, and a search does; there is room for 4 KiB."""
+    path, problem = tmp_path / "hard.4096.csv", planted(60, seed=3)
+    write_solution(path, problem, solve(Problem(buffers=problem.buffers), solver="naive"))
+    return path
+
+
+def test_solve_goes_on_to_the_smallest_arena_when_asked(run: Run, hard_file: Path) -> None:
+    first = json.loads(run("solve", hard_file, "--json", "--quiet")[1])
+    least = json.loads(run("solve", hard_file, "--json", "--quiet", "--minimize")[1])
+    assert first["max_live"] < first["arena_size"] <= first["capacity"] == least["capacity"] == 4096
+    assert (least["arena_size"], least["status"]) == (1024, "optimal")
+
+
+def test_progress_is_lines_in_a_log_that_asks_for_it(
+    run: Run, hard_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "LINE_SECONDS", 0.001)
+    code, out, err = run("solve", hard_file, "--minimize", "--progress")
+    assert code == 0
+    assert "Placing" not in out
+    arenas = [int(re.search(r"arena .*?([\d,]+) B\W+bound .*1,024 B", line)[1].replace(",", ""))  # type: ignore[index]
+              for line in err.splitlines()]  # fmt: skip
+    assert arenas == sorted(arenas, reverse=True)
+    assert arenas[-1] == 1024
+    for quiet in ([], ["-q"], ["--quiet"], ["--json"]):
+        assert run("solve", hard_file, "--minimize", *quiet)[2] == ""
+
+
+def test_even_an_instant_answer_is_progress(run: Run, csv_file: Path) -> None:
+    err = run("solve", csv_file, "--progress")[2]
+    assert len(err.splitlines()) == 1
+    assert "arena 48 B, bound 48 B" in err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.instances import planted
 from memplan import planfile
+from memplan.csvio import write_solution
+from memplan.problem import Problem
+from memplan.solve import solve
 from tests.cli.helpers import CSV, Run
 from tests.samples import sample_plan
 
@@ -41,6 +45,14 @@ def test_colours_are_for_terminals_that_want_them(plan_file: Path) -> None:
     args = ["check", str(plan_file), "--max-arena", "1"]
     assert "\x1b[1;31m" in _on_a_terminal(args)
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", _on_a_terminal(args, NO_COLOR="1"))
+
+
+def test_a_terminal_sees_the_best_arena_while_it_is_searched(tmp_path: Path) -> None:
+    path, problem = tmp_path / "hard.csv", planted(400, seed=1, density=0.95)
+    write_solution(path, problem, solve(Problem(buffers=problem.buffers), solver="naive"))
+    text = _on_a_terminal(["solve", str(path), "--time-limit", "3"], COLUMNS="150")
+    assert re.search(r"Placing 400 buffers \.\.\. \d+\.\d s: arena .* B\W+bound .*1,024 B", text)
+    assert "Placing" not in _on_a_terminal(["solve", str(path), "--time-limit", "1", "-q"], COLUMNS="150")
 
 
 def test_narrow_terminals_are_not_overrun(plan_file: Path) -> None:

@@ -15,8 +15,8 @@ from memplan.evict.arrays import measure
 from memplan.evict.cpsat import cpsat
 from memplan.evict.dtr import Heuristic, dtr, h_dtr, h_local, h_lru, h_size
 from memplan.evict.events import Events
-from memplan.evict.flow import flow
 from memplan.evict.floor import floor
+from memplan.evict.flow import flow
 from memplan.evict.genoa import genoa
 from memplan.evict.select import POLICIES, fit_policy
 from memplan.evict.workload import Policy, Workload
@@ -46,8 +46,7 @@ def _fitted(graph: Graph, workload: Workload, policy: Policy) -> Events | None:
     """Events that were judged, within the budget, and the same when asked for again; None when the policy gives up."""
     try:
         events = policy(workload)
-    except BudgetInfeasible as error:
-        assert error.op in {op.name for op in graph.ops} | {""}
+    except BudgetInfeasible:
         return None
     assert policy(workload) == events
     _, figures = judged(graph, workload, events)

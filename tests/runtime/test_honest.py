@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.zoo import ZOO
+from memplan.evict.record import TRANSFERS
+from memplan.runtime import CompiledModule
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime.measure import quiet_kineto
+from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 
 _TANGENT = 4  # bytes: the gradient of a float32 loss, which autograd itself makes
 
@@ -22,10 +26,8 @@ def _allocations(step: Any) -> list[int]:
     return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_allocated_bytes_equal_the_plan(name: str) -> None:
-    model, args = ZOO[name]("nano")
-    compiled = memplan_compile(model, args)
+def _assert_honest(model: nn.Module, args: tuple[Any, ...], compiled: CompiledModule) -> None:
+    """What one step allocates beside the arena is what the plan says."""
     kept: list[torch.Tensor] = []
 
     def step() -> None:
@@ -46,6 +48,28 @@ def test_allocated_bytes_equal_the_plan(name: str) -> None:
     predicted = max(plan.outside_profile) + _TANGENT
     assert now == pytest.approx(owned, rel=0.01, abs=_TANGENT), "what the caller holds after the step"
     assert peak == pytest.approx(predicted, rel=0.01, abs=_TANGENT), "the most that was allocated during the step"
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_allocated_bytes_equal_the_plan(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    _assert_honest(model, args, memplan_compile(model, args))
+
+
+@pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["offload", "recompute"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "vit"])
+def test_allocated_bytes_equal_the_plan_under_a_budget(name: str, policy: Any) -> None:
+    model, args = ZOO[name]("nano")
+    compiled = memplan_compile(model, args, budget=0.7, policy=policy, costs=FAST_LINK)
+    plan, program = compiled.plan, compiled._selector._main.program
+    assert plan.eviction is not None
+    assert plan.evictions
+    allocated = {"arena": program.arena.memory.untyped_storage().nbytes(), "host": program.host.memory.nbytes}
+    assert allocated == {"arena": plan.arena_size, "host": plan.host_size}
+    assert plan.arena_size <= plan.eviction.budget
+    moves = [i for i, op in enumerate(plan.graph.ops) if op.target in TRANSFERS]
+    assert not any(plan.transient[i] for i in moves), "copies allocate nothing"
+    _assert_honest(model, args, compiled)
 
 
 def test_nothing_is_left_out_of_the_total() -> None:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 
 from memplan.errors import InvalidPlan
-from memplan.graph import Graph
+from memplan.graph import Graph, Phase, StorageKind
+from memplan.inplace import with_chances
 from memplan.plan import check_consistency
 from memplan.planfile import load
 from memplan.schedule import Evidence, order, require_evidence
-from tests.graph_strategies import graphs
+from tests.graph_strategies import GraphBuilder, graphs
 from tests.samples import branching_graph, branching_plan
 from tests.schedule.test_bound import diamonds
 
@@ -63,3 +64,21 @@ def test_the_certificate_is_saved_and_loaded(tmp_path: Path) -> None:
         plan = branching_plan(policy)
         plan.save(tmp_path / "plan.json")
         assert load(tmp_path / "plan.json").schedule == plan.schedule
+
+
+def test_the_peak_can_lie_between_forward_and_backward() -> None:
+    """Three results wait for the backward, whose ops work in place: whichever comes first, none needs as much in
+    every order as the moment before."""
+    b = GraphBuilder()
+    one, two, three, *results = (b.storage(StorageKind.ACTIVATION, 64, planned=True) for _ in range(5))
+    for value in (one, two, three):
+        b.op(Phase.FORWARD, (), (value,))
+    b.op(Phase.BACKWARD, (one,), (results[0],), target="aten.tanh.default")
+    b.op(Phase.BACKWARD, (two, three), (results[1],), target="aten.add.Tensor")
+    graph = with_chances(b.graph())
+    found = order(graph)
+    assert (found.evidence, found.proof, found.bound, found.max_live) == (Evidence.BETWEEN, "", 192, 192)
+    require_evidence(graph, found)
+    for changes in ({"bound": 191}, {"proof": "op3"}):
+        with pytest.raises(InvalidPlan, match="bound"):
+            require_evidence(graph, dataclasses.replace(found, **changes))

@@ -3,17 +3,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memplan.errors import MemplanError
-from memplan.graph import Graph
+from memplan.graph import Graph, Phase, StorageKind
+from memplan.inplace import with_chances
+from memplan.plan import check_consistency, make_plan
+from memplan.problem import Interval
 from memplan.schedule import POLICIES, cut_bound, live_bytes, make_schedule, order, require_legal, traced
 from memplan.schedule.base import Evidence
 from memplan.schedule.compiled import Kernel
-from memplan.schedule.core import make_core
+from memplan.schedule.core import make_core, step_bytes
 from memplan.schedule.propagate import propagate
 from memplan.schedule.repair import repair
 from memplan.schedule.search import Outcome, search
-from tests.graph_strategies import graphs
+from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.samples import sample_graph
 from tests.schedule.brute import optimum
 from tests.schedule.test_bound import diamonds
@@ -58,6 +62,8 @@ def test_evidence_holds(graph: Graph) -> None:
     names = [op.name for op in graph.ops]
     if schedule.evidence is Evidence.CUT:
         assert cut_bound(graph, names.index(schedule.proof)) == schedule.bound
+    elif schedule.evidence is Evidence.BETWEEN:
+        assert cut_bound(graph, None) == schedule.bound
     elif schedule.evidence in (Evidence.SEARCH, Evidence.LONG_SEARCH):
         assert schedule.proof == ""
     elif names:
@@ -132,3 +138,43 @@ def test_an_unknown_policy_is_refused() -> None:
 
 def test_a_policy_may_be_a_function() -> None:
     assert order(sample_graph(), traced) == traced(sample_graph())
+
+
+def reused() -> Graph:
+    """x(100) -> tanh(x)(100), and x -> small(10), in this order; all go into y, the caller's."""
+    b = GraphBuilder()
+    x, wide, small = (b.storage(StorageKind.ACTIVATION, n, planned=True) for n in (100, 100, 10))
+    y = b.storage(StorageKind.OUTPUT, 8, planned=False)
+    b.op(Phase.FORWARD, (), (x,))
+    b.op(Phase.FORWARD, (x,), (wide,), target="aten.tanh.default")
+    b.op(Phase.FORWARD, (x,), (small,))
+    b.op(Phase.FORWARD, (wide, small), (y,))
+    return with_chances(b.graph((y,)))
+
+
+def test_order_and_in_place_reuse_are_chosen_together() -> None:
+    """Traced, x is read once more after the tanh; in the best order the tanh comes last and lies in x."""
+    graph = reused()
+    best = order(graph)
+    assert (traced(graph).max_live, best.max_live) == (210, 110)
+    assert best.certified
+    assert best.order == (0, 2, 1, 3)
+    plan = make_plan(model="m", graph=graph, schedule=best, alignment=1, versions={})
+    assert [(b.id, b.size, b.live) for b in plan.problem.buffers] == [
+        ("activation_0", 100, Interval(0, 4)),
+        ("activation_2", 10, Interval(1, 4)),
+    ]
+    check_consistency(plan)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_without_small_storages_no_step_needs_more(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    order_ = data.draw(schedules(graph)).order
+    core = make_core(graph)
+    for least in (50, 100, 1000):
+        rough = make_core(graph, least=least)
+        left_out = step_bytes(core, core.core_order(order_)) - step_bytes(rough, rough.core_order(order_))
+        assert (left_out >= 0).all()
+        assert left_out.max(initial=0) <= sum(s.nbytes for s in graph.storages if s.nbytes < least)

@@ -164,3 +164,17 @@ def test_the_solution_is_valid_at_every_budget() -> None:
     problem = _without_capacity(planted(200, seed=9, density=0.95))
     for work in (0, 1, 100, 5_000, 50_000):
         validate(problem, solve(problem, work_limit=work))
+
+
+@pytest.mark.parametrize("limits", [{"time_limit": -1.0}, {"time_limit": float("nan")}, {"work_limit": -1}])
+def test_limits_that_are_none_are_refused(limits: dict[str, float]) -> None:
+    with pytest.raises(InvalidProblem, match=next(iter(limits))):
+        solve((), **limits)  # type: ignore[arg-type]
+
+
+def test_more_bytes_than_can_be_counted_are_refused() -> None:
+    huge = [Buffer(id=str(i), size=1 << 58, live=Interval(i, i + 2)) for i in range(500)]
+    with pytest.raises(InvalidProblem, match="larger units"):
+        solve(huge)
+    with pytest.raises(InvalidProblem, match="number the steps from 0"):
+        solve([Buffer(id="late", size=1, live=Interval(1 << 70, (1 << 70) + 1))])

@@ -1,0 +1,96 @@
+"""What a solver has so far, while it runs: one line that changes on a terminal, lines in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memplan.cli.console import error_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from memplan.solve import Progress
+
+LINE_SECONDS = 1.0  # between two lines in a log, at least
+Listener = Callable[["Progress"], None]
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Keeps the newest news; called from the solver's thread, read from another."""
+
+    doing: str
+    began: float = field(default_factory=time.perf_counter)
+    latest: Progress | None = None
+
+    def __call__(self, news: Progress) -> None:
+        self.latest = news
+
+    def line(self) -> str:
+        """Seconds so far, the best arena, the bound and how far they are apart."""
+        from memplan.units import format_exact, format_share
+
+        text = f"{self.doing} ... {time.perf_counter() - self.began:.1f} s"
+        if self.latest is None or self.latest.incumbent is None:
+            return text
+        arena, bound = self.latest.incumbent, self.latest.bound
+        apart = format_share(arena / bound - 1) if bound else "-"
+        return f"{text}: arena {format_exact(arena)}, bound {format_exact(bound)}, gap {apart}"
+
+
+@contextlib.contextmanager
+def solver_progress(doing: str, *, wanted: bool | None) -> Iterator[Listener | None]:
+    """Yields what a solver should call with its news. `wanted` None: only on a terminal; False: never."""
+    screen = error_console()
+    if wanted is False or (wanted is None and not screen.is_terminal):
+        yield None
+        return
+    watch = _Watch(doing)
+    with _on_terminal(watch, screen) if screen.is_terminal else _in_log(watch, screen):
+        yield watch
+
+
+@contextlib.contextmanager
+def _on_terminal(watch: _Watch, screen: Console) -> Iterator[None]:
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
+
+    spinner = Spinner("line")
+
+    def frame() -> Spinner:
+        spinner.update(text=Text(watch.line(), no_wrap=True, overflow="ellipsis"))
+        return spinner
+
+    with Live(get_renderable=frame, console=screen, transient=True, refresh_per_second=8):
+        yield
+
+
+@contextlib.contextmanager
+def _in_log(watch: _Watch, screen: Console) -> Iterator[None]:
+    """A line when there is news, at most one every `LINE_SECONDS`; the last news is never lost."""
+    shown: list[Progress | None] = [None]
+    over = threading.Event()
+
+    def tell() -> None:
+        if watch.latest is not shown[0]:
+            shown[0] = watch.latest
+            screen.print(watch.line(), markup=False, soft_wrap=True)
+
+    def run() -> None:
+        while not over.wait(LINE_SECONDS):
+            tell()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        tell()

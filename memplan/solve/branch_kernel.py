@@ -1,0 +1,113 @@
+"""Which decision the search takes next, compiled by numba: a section first, then a buffer in it.
+
+The branching rule is what makes the search fast. The section is one with few buffers that can still lie at
+its bottom ("fewest candidates first"), the more so the more often it proved a dead end; where none is
+short of candidates, the one with the most bytes unplaced. The buffer is the lowest one there; among equals,
+one that fits into its corner. (numba's cache of `search_kernel.py` does not see changes in this file: touch
+that one too.)
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+from __future__ import annotations
+
+from numba import njit
+
+
+@njit(cache=True, inline="always")
+def can_block(y, c, hole_c, allowed, size, maxoff):
+    """Can unplaced `y` still take some of the bytes that `c` would have taken at its hole?"""
+    return allowed[y] < hole_c + size[c] and maxoff[y] + size[y] > hole_c and allowed[y] + size[y] <= maxoff[c]
+
+
+@njit(cache=True)
+def pick_section(few, lo, hi, capacity, reach, unplaced, weight, placed, mem_ptr, mem):
+    """The section of [lo, hi) in which to decide next; -1 if none holds an unplaced buffer.
+
+    A section is short of candidates if fewer than `few` can lie at its bottom; with `few` = 1, none ever is.
+    """
+    best, best_key, best_tie = -1, 0, 0
+    for s in range(lo, hi):
+        if unplaced[s] == 0:
+            continue
+        highest = capacity - unplaced[s]  # some unplaced buffer must lie that low
+        count = 0
+        for k in range(mem_ptr[s], mem_ptr[s + 1]):
+            if reach[mem[k]] <= highest and not placed[mem[k]]:
+                count += 1
+                if count == few:
+                    break
+        key, tie = (few - count) * (1 + weight[s]), unplaced[s]
+        if best < 0 or key > best_key or (key == best_key and tie > best_tie):
+            best, best_key, best_tie = s, key, tie
+    return best
+
+
+@njit(cache=True)
+def _descend(b, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj):
+    """From `b` to the buffer that must be decided before it: one that fits wholly under it, or, when it is
+    skipped where it stands, one that can block it there. Returns -1 when the chain finds no end."""
+    for _ in range(2 * size.shape[0]):
+        stale = hole[b] == allowed[b]
+        best = -1
+        for k in range(adj_ptr[b], adj_ptr[b + 1]):
+            y = adj[k]
+            if placed[y]:
+                continue
+            if stale:
+                if hole[y] == allowed[y] or not can_block(y, b, hole[b], reach, size, maxoff):
+                    continue
+            elif reach[y] + size[y] > allowed[b]:
+                continue
+            if best < 0 or allowed[y] < allowed[best] or (allowed[y] == allowed[best] and rank[y] < rank[best]):
+                best = y
+        if best < 0:
+            return -1 if stale else b
+        b = best
+    return -1
+
+
+@njit(cache=True, inline="always")
+def _fit(b, allowed, size, floor, buf_lo, buf_hi):
+    """How well `b` fits into the corner at its lowest offset: walls at its sides, steps at its top."""
+    score = 0
+    at, top = allowed[b], allowed[b] + size[b]
+    lo, hi = buf_lo[b], buf_hi[b]
+    if lo == 0 or floor[lo - 1] > at:
+        score += 2
+    if hi == floor.shape[0] or floor[hi] > at:
+        score += 2
+    if lo > 0 and floor[lo - 1] == top:
+        score += 1
+    if hi < floor.shape[0] and floor[hi] == top:
+        score += 1
+    return score
+
+
+@njit(cache=True)
+def pick_buffer(
+    section, corners, lo, hi, reach, allowed, hole, size, maxoff, rank, placed, floor, adj_ptr, adj, mem_ptr, mem,
+    buf_lo, buf_hi,
+):  # fmt: skip
+    """The buffer to decide next, or -1 when every unplaced buffer of the piece is skipped where it stands."""
+    best, score = -1, 0
+    for k in range(mem_ptr[section], mem_ptr[section + 1]):
+        b = mem[k]
+        if placed[b]:
+            continue
+        if best >= 0 and allowed[b] > allowed[best]:
+            continue
+        own = 0
+        if corners:
+            own = _fit(b, allowed, size, floor, buf_lo, buf_hi)
+        if best < 0 or allowed[b] < allowed[best] or own > score or (own == score and rank[b] < rank[best]):
+            best, score = b, own
+    best = _descend(best, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj)
+    if best >= 0:
+        return best
+    # Fallback: the lowest buffer of the piece that is not skipped; nothing unplaced can end up under it.
+    for b in range(size.shape[0]):
+        if placed[b] or hole[b] == allowed[b] or buf_lo[b] < lo or buf_lo[b] >= hi:
+            continue
+        if best < 0 or allowed[b] < allowed[best] or (allowed[b] == allowed[best] and rank[b] < rank[best]):
+            best = b
+    return best

@@ -1,0 +1,147 @@
+"""`memplan.max_batch`: the largest batch that fits, from fake tensors, without running out of memory once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memplan.budget import cost_model, plan_within
+from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError, UnsupportedGraph
+from memplan.evict.costs import CostModel
+from memplan.evict.fit import make_workload, smallest
+from memplan.evict.select import fit_policy
+from memplan.evict.workload import Policy as EvictionPolicy
+from memplan.plan import Plan
+from memplan.solve import Solver
+from memplan.trace import device_costs, plan_traced, trace
+from memplan.units import format_bytes, parse_size
+
+Make = Callable[[int], tuple[nn.Module, Any]]
+
+
+def max_batch(
+    make: Make,
+    budget: int | str,
+    *,
+    lowest: int = 1,
+    highest: int = 1 << 20,
+    train: bool | None = None,
+    total: bool = False,
+    policy: str | EvictionPolicy | None = "auto",
+    costs: CostModel | str | None = None,
+    solver: str | Solver = "auto",
+) -> int:
+    """The largest batch size from `lowest` to `highest` whose step fits `budget` (bytes, or a text such as "8GiB").
+
+    `make(batch)` returns `(model, example_inputs)`; it is called on fake tensors, which take no memory, so it must not
+    look at a tensor's numbers. `budget` bounds the arena, evictions by `policy` included (None: nothing is evicted);
+    with `total=True` it bounds everything together: arena, parameters, gradients, inputs, outputs (`Plan.total`).
+    A larger batch is taken to need no less memory. Raises `BudgetInfeasible` when not even `lowest` fits,
+    `InvalidSize` for a budget or bounds that make no sense, and `UnsupportedGraph`.
+    """
+    limit = parse_size(budget) if isinstance(budget, str) else budget
+    if not 1 <= lowest <= highest or limit < 0:
+        raise InvalidSize(
+            f"budget={budget!r}, lowest={lowest}, highest={highest}",
+            where="max_batch",
+            hint="give a budget in bytes and 1 <= lowest <= highest",
+        )
+    search = _Search(make, limit, train=train, total=total, policy=policy, costs=costs, solver=solver)
+    if search.need(lowest) > limit:
+        least = search.need(lowest)
+        raise BudgetInfeasible(
+            f"a batch of {lowest} does not fit into {format_bytes(limit)}",
+            op="",
+            smallest=least,
+            where="max_batch",
+            hint=f"it needs {least} bytes ({format_bytes(least)})",
+        )
+    fits, fails = lowest, highest + 1
+    while fails - fits > 1:
+        guess = min(max(search.guess(fits, fails), fits + 1), fails - 1)
+        if search.need(guess) > limit:
+            fails = guess
+        else:
+            fits = guess
+    while fits > lowest and not search.placed(fits):  # nearly always placed at once
+        fits -= 1
+    return fits
+
+
+class _Search:
+    """What single batch sizes need."""
+
+    def __init__(self, make: Make, limit: int, **options: Any) -> None:
+        self.make = make
+        self.limit = limit
+        self.options = options
+        self._needs: dict[int, int] = {}
+
+    def need(self, batch: int) -> int:
+        """The least bytes that count against the budget in which this batch size can run."""
+        if batch not in self._needs:
+            plain, costs, outside = self._plain(batch)
+            least = plain.arena_size
+            if self.options["policy"] is not None and least + outside > self.limit:
+                workload = make_workload(plain.graph, plain.schedule.order, costs, plain.alignment)
+                least = smallest(workload, fit_policy(self.options["policy"]))
+            self._needs[batch] = least + outside
+        return self._needs[batch]
+
+    def guess(self, fits: int, fails: int) -> int:
+        """Where the need should meet the limit: needs are all but affine in the batch size."""
+        known = sorted(self._needs)
+        if len(known) == 1:
+            return fits * max(self.limit // max(self._needs[fits], 1), 2)
+        if len(known) > 12:
+            return (fits + fails) // 2
+        one, two = known[-2:] if fails > known[-1] else (fits, fails)
+        slope = (self._needs[two] - self._needs[one]) / (two - one)
+        return one + int((self.limit - self._needs[one]) / slope) if slope > 0 else 2 * two
+
+    def placed(self, batch: int) -> bool:
+        """Whether a plan of this batch size keeps the budget, places included."""
+        plain, costs, outside = self._plain(batch)
+        if plain.arena_size + outside <= self.limit:
+            return True
+        if self.options["policy"] is None:
+            return False
+        try:
+            plan_within(
+                max(self.limit - outside, 0),
+                model=plain.model,
+                graph=plain.graph,
+                schedule=plain.schedule,
+                alignment=plain.alignment,
+                versions=plain.versions,
+                costs=costs,
+                policy=self.options["policy"],
+                solver=self.options["solver"],
+            )
+        except BudgetInfeasible:
+            return False
+        return True
+
+    def _plain(self, batch: int) -> tuple[Plan, CostModel, int]:
+        """The plan without evictions, the costs on its device, and the bytes outside the arena that count."""
+        model, inputs = self._example(batch)
+        traced = trace(model, inputs, train=self.options["train"])
+        plan = plan_traced(traced, solver=self.options["solver"])
+        outside = plan.total - plan.arena_size if self.options["total"] else 0
+        return plan, cost_model(self.options["costs"] or device_costs(traced.device)), outside
+
+    def _example(self, batch: int) -> tuple[nn.Module, Any]:
+        """The model and inputs of a batch size, on fake tensors."""
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+                model, inputs = self.make(batch)
+        except MemplanError:
+            raise
+        except Exception as error:
+            hint = "make(batch) runs on fake tensors: build the model and inputs without looking at numbers"
+            raise UnsupportedGraph(f"make({batch})", f"{type(error).__name__}: {error}", hint) from error
+        return model, inputs

@@ -1,0 +1,155 @@
+"""What torch's own `activation_memory_budget` makes of a model: real peaks and seconds, to compare plans with.
+
+The knob is a share of the activations that the min-cut partitioner would save, not a peak, and neither peak nor
+seconds are monotone in it. Here the partitioner runs on the captured graph, and the two graphs that it makes, forward
+and backward with what the backward computes again, are judged as one sequence of events, by the same rules and costs
+as every plan.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
+
+from memplan.evict.arrays import measure
+from memplan.evict.costs import CostModel
+from memplan.evict.events import Event, Events, Kind
+from memplan.evict.fit import make_workload
+from memplan.evict.workload import Workload
+from memplan.graph import Phase
+from memplan.inplace import with_chances
+from memplan.trace.build import build
+from memplan.trace.capture import Captured, capture, quiet
+from memplan.trace.returns import own_the_results, returned_by, tangents_needed, write_back_mutations
+from memplan.trace.rewrite import fake_mode_of
+
+BUDGETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One value of the knob (`asked`), the bytes that the step really needs at its worst moment, and its seconds.
+
+    `overhead` is against the same step with nothing computed again. Even 1.0 computes some ops again: those that the
+    partitioner expects its compiler to fuse away; they are charged as the kernels that they are here.
+    """
+
+    asked: float
+    peak: int
+    seconds: float
+    overhead: float
+
+
+def torch_points(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    costs: CostModel,
+    alignment: int,
+    *,
+    budgets: Sequence[float] = BUDGETS,
+) -> tuple[Point, ...]:
+    """A point for each of `budgets`, in their order; peaks count sizes rounded up to `alignment` bytes.
+
+    Raises `UnsupportedGraph` as tracing does.
+    """
+    return points_of(capture(model, args, kwargs or {}, train=True), costs, alignment, budgets=budgets)
+
+
+def points_of(
+    captured: Captured,
+    costs: CostModel,
+    alignment: int,
+    *,
+    budgets: Sequence[float] = BUDGETS,
+    in_place: bool = False,
+) -> tuple[Point, ...]:
+    """`torch_points` of a captured model with a backward, which is left as it is.
+
+    `in_place`: let results take the bytes of dying inputs, as memplan does and torch does not.
+    """
+    points = []
+    for asked, workload, events in torch_events(captured, costs, alignment, budgets=budgets, in_place=in_place):
+        figures, plain = measure(workload, events), sum(workload.seconds)
+        overhead = figures.seconds / plain - 1 if plain else 0.0
+        points.append(Point(asked=asked, peak=figures.peak, seconds=figures.seconds, overhead=overhead))
+    return tuple(points)
+
+
+def torch_events(
+    captured: Captured, costs: CostModel, alignment: int, *, budgets: Sequence[float] = BUDGETS, in_place: bool = False
+) -> Iterator[tuple[float, Workload, Events]]:
+    """(value of the knob, the step as a workload, what torch does) for each of `budgets`."""
+    workload: Workload | None = None
+    for asked in budgets:
+        joint = _copied(captured.graph_module)
+        forward, backward = _partitioned(joint, asked)
+        if workload is None:  # of the graph as the partitioner cleaned it, so that names are the same
+            graph = _functional(replace(captured, graph_module=_copied(joint)))
+            graph = with_chances(graph) if in_place else graph
+            workload = make_workload(graph, tuple(range(len(graph.ops))), costs, alignment)
+        yield asked, workload, _events(workload, forward, backward)
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in new nodes; fake values are shared."""
+    with quiet():
+        return fx.GraphModule(module, copy.deepcopy(module.graph))
+
+
+def _functional(captured: Captured) -> Any:
+    """The graph of ops without our lowering: torch runs the ops as they are."""
+    graph = captured.graph_module.graph
+    needs = tangents_needed(graph)
+    write_back_mutations(graph, captured.alias_of)
+    own_the_results(graph)
+    return build(captured, "", needs).graph
+
+
+def _partitioned(joint: fx.GraphModule, asked: float) -> tuple[fx.Graph, fx.Graph]:
+    """Forward and backward as torch.compile would make them; `joint` is cleaned on the way."""
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    descs = [node.meta["desc"] for node in joint.graph.nodes if node.op == "placeholder"]
+    static = [i for i, desc in enumerate(descs) if isinstance(desc, (ParamAOTInput, BufferAOTInput))]
+    _, _, returned = returned_by(joint.graph)
+    results = sum(desc is not None and not isinstance(desc, GradAOTOutput) for desc in returned)
+    with quiet(), config.patch(activation_memory_budget=asked), fake_mode_of(joint.graph), torch.no_grad():
+        forward, backward = min_cut_rematerialization_partition(
+            joint, None, num_fwd_outputs=results, static_lifetime_input_indices=static
+        )
+    return forward.graph, backward.graph
+
+
+def _events(workload: Workload, forward: fx.Graph, backward: fx.Graph) -> Events:
+    """What both graphs run, in their order. What the backward makes again was dropped, but for what it was handed."""
+    g, w = workload.graph, workload
+    index = {op.name: i for i, op in enumerate(g.ops)}
+    storage = {value.name: value.storage for value in g.values}
+    handed = {storage[node.name] for node in backward.nodes if node.op == "placeholder" and node.name in storage}
+    events: list[Event] = []
+    ran: set[int] = set()
+
+    def run(ops: Sequence[int]) -> None:
+        for i in ops:
+            if i in ran:
+                events.extend(Event(Kind.DROP, s) for s in w.writes[i] if s not in handed)
+            events.append(Event(Kind.RUN, i))
+            ran.add(i)
+
+    def left(phase: Phase) -> list[int]:
+        """What our passes added: write-backs and gradients' own bytes."""
+        known = {node.name for node in (*forward.nodes, *backward.nodes)}
+        return [i for i, op in enumerate(g.ops) if op.phase is phase and op.name not in known]
+
+    for module, phase in ((forward, Phase.FORWARD), (backward, Phase.BACKWARD)):
+        run([index[node.name] for node in module.nodes if node.op == "call_function" and node.name in index])
+        run(left(phase))
+    return tuple(events)

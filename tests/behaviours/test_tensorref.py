@@ -1,0 +1,83 @@
+"""torch.TensorRef: its policies Genoa and Flow (rows T2 and T3)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from benchmarks import zoo
+from memplan.evict.arrays import measure
+from memplan.evict.events import Kind
+from memplan.evict.floor import floor
+from memplan.evict.flow import flow
+from memplan.evict.genoa import genoa
+from memplan.evict.workload import Workload
+from memplan.graph import Graph
+from memplan.trace import trace
+from tests.evict.judge import judged, workload_of
+
+
+@cache
+def _model(name: str, *, streamed: bool) -> tuple[Graph, Workload]:
+    graph = trace(*getattr(zoo, name)("nano")).graph
+    return graph, workload_of(graph, alignment=64, streamed=streamed)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_T2_genoa_needs_one_ops_working_set(name: str, streamed: bool) -> None:  # noqa: N802
+    graph, workload = _model(name, streamed=streamed)
+    least, op = floor(workload)
+    workload = replace(workload, budget=least)
+    _, figures = judged(graph, workload, genoa(workload))
+    assert figures.peak == least
+    touched = {*workload.reads[op], *workload.writes[op]}
+    assert least <= sum(workload.size[s] for s in touched)  # less where a result takes an input's place
+    assert least < measure(workload, workload.plain).peak
+
+
+def test_T2_an_operand_arrives_right_before_its_op_and_leaves_right_after() -> None:  # noqa: N802
+    _, workload = _model("gpt2", streamed=True)
+    workload = replace(workload, budget=floor(workload)[0])
+    here: set[int] = set()
+    for kind, index in genoa(workload):
+        if kind is Kind.RUN:
+            assert here <= {*workload.reads[index], *workload.writes[index]}
+            here |= {*workload.writes[index]}
+            here = {s for s in here if workload.uses[s][-1] > index or s in workload.streamed}
+        elif kind is Kind.RELOAD:
+            here.add(index)
+        elif kind in (Kind.DROP, Kind.OFFLOADED):
+            here.discard(index)
+    assert not here
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_T3_flow_is_faster_the_more_bytes_there_are_and_faster_than_genoa(name: str, streamed: bool) -> None:  # noqa: N802
+    graph, workload = _model(name, streamed=streamed)
+    plain, least = measure(workload, workload.plain).peak, floor(workload)[0]
+    slowest = measure(workload, genoa(replace(workload, budget=least))).seconds
+    for share in (1.0, 0.8, 0.6, 0.4, 0.0):
+        fitted = replace(workload, budget=max(int(plain * share), least))
+        events = flow(fitted)
+        figures = judged(graph, fitted, events)[1]
+        assert figures.peak <= fitted.budget
+        assert figures.seconds < slowest
+        runs = [event.of for event in events if event.kind is Kind.RUN]
+        assert runs == sorted(set(runs))  # nothing is computed twice
+    if not streamed:
+        whole = replace(workload, budget=plain)
+        assert flow(whole) == workload.plain
+
+
+def test_T3_what_is_needed_last_leaves_first() -> None:  # noqa: N802
+    graph, workload = _model("gpt2", streamed=False)
+    fitted = replace(workload, budget=measure(workload, workload.plain).peak * 8 // 10)
+    position = -1
+    for kind, index in flow(fitted):
+        position = index if kind is Kind.RUN else position
+        if kind is Kind.OFFLOAD:
+            assert min(u for u in fitted.uses[index] if u > position) > graph.forward_ops

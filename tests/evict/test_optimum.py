@@ -1,0 +1,81 @@
+"""CP-SAT's optimum: that of trying everything on tiny graphs; the greedy policy is close to it on models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, product
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks import zoo
+from memplan.errors import BudgetInfeasible
+from memplan.evict.arrays import Arrays, measure, to_arrays
+from memplan.evict.auto import recompute
+from memplan.evict.cpsat import optimum
+from memplan.evict.events import Event, Events, Kind
+from memplan.evict.floor import floor
+from memplan.evict.workload import Workload
+from memplan.graph import Graph
+from memplan.trace import trace
+from tests.evict.judge import judged, workload_of
+from tests.graph_strategies import graphs
+
+
+def _everything(workload: Workload) -> Iterator[Events]:
+    """Every choice of what runs again before each op, in order; what is made again is dropped first."""
+    made: dict[tuple[int, ...], list[int]] = {}
+    for s, ops in enumerate(workload.writers):
+        if workload.redo_until[s] >= 0:
+            made.setdefault(ops, []).append(s)
+    rows = []
+    for t in range(len(workload.graph.ops)):
+        able = [u for u, made_by in made.items() if u[-1] < t <= min(workload.redo_until[s] for s in made_by)]
+        rows.append([chosen for k in range(len(able) + 1) for chosen in combinations(able, k)])
+    for chosen in product(*rows):
+        events: list[Event] = []
+        for t, groups in enumerate(chosen):
+            for i in sorted(i for group in groups for i in group):
+                events += [Event(Kind.DROP, s) for s in workload.writes[i] if workload.writers[s][0] == i]
+                events.append(Event(Kind.RUN, i))
+            events.append(Event(Kind.RUN, t))
+        yield tuple(events)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(graphs(max_ops=5), st.floats(0, 1))
+def test_it_is_that_of_trying_everything(graph: Graph, share: float) -> None:
+    workload = workload_of(graph)
+    plain, least = measure(workload, workload.plain).peak, floor(workload)[0]
+    workload = replace(workload, budget=round(least + share * (plain - least)))
+    arrays = Arrays(workload)
+    figures = [arrays.measure(*to_arrays(events)) for events in _everything(workload)]
+    fitting = [one.seconds for one in figures if one is not None and one.peak <= workload.budget]
+    if not fitting:
+        with pytest.raises(BudgetInfeasible, match="proves that nothing fits"):
+            optimum(workload, lives=5)
+        return
+    found = optimum(workload, lives=5)
+    assert found.proven
+    assert found.seconds == pytest.approx(min(fitting), rel=1e-6)
+    assert judged(graph, workload, found.events)[1].peak <= workload.budget
+
+
+@cache
+def _model(name: str) -> tuple[Graph, Workload]:
+    graph = trace(*getattr(zoo, name)("nano")).graph
+    return graph, workload_of(graph, alignment=64)
+
+
+@pytest.mark.parametrize(("name", "share"), [("mlp", 0.8), ("resnet", 0.8), ("resnet", 0.5), ("vit", 0.6)])
+def test_the_greedy_policy_is_within_half_a_point_of_the_proven_optimum(name: str, share: float) -> None:
+    graph, workload = _model(name)
+    workload = replace(workload, budget=int(measure(workload, workload.plain).peak * share))
+    events = recompute(workload)
+    best = optimum(workload, hint=events)
+    assert judged(graph, workload, best.events)[1].peak <= workload.budget
+    assert best.proven
+    assert measure(workload, events).seconds - best.seconds <= 0.005 * sum(workload.seconds)

@@ -1,0 +1,97 @@
+"""What the tests of budgets share: prices that make copies cheap, a policy that copies all it can, and a runner."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.evict.arrays import measure
+from memplan.evict.auto import auto
+from memplan.evict.costs import DEVICES, Link
+from memplan.evict.events import Event, Events, Kind
+from memplan.evict.fit import make_workload
+from memplan.evict.workload import Workload
+from memplan.plan import Plan
+from memplan.runtime.arena import arena_for
+from memplan.runtime.runner import Runner
+from memplan.runtime.slots import Structure
+from memplan.schedule import order
+from memplan.trace import alignment_of, plan_traced
+from memplan.trace.traced import TracedGraph
+
+_LINK = Link(bytes_per_second=1e13, latency=1e-9)
+FAST_LINK = replace(DEVICES["cpu"], name="fast link", to_host=_LINK, to_device=_LINK)
+QUICK = partial(auto, work=0)
+QUICK_RECOMPUTE = partial(auto, work=0, swaps=False)
+
+
+def everything(workload: Workload) -> Events:
+    """Copy every storage to the host over its longest gap; each copy lasts for one op, so that copies overlap."""
+    after: dict[int, list[Event]] = defaultdict(list)
+    before: dict[int, list[Event]] = defaultdict(list)
+    for s, storage in enumerate(workload.graph.storages):
+        uses, writers = workload.uses[s], workload.writers[s]
+        if not storage.planned or not storage.nbytes or not writers:
+            continue
+        gaps = [(b - a, a, b) for a, b in pairwise(uses) if a >= writers[-1] and b - a > 3]
+        if gaps:
+            _, last, back = max(gaps)
+            after[last].append(Event(Kind.OFFLOAD, s))
+            after[last + 1].append(Event(Kind.OFFLOADED, s))
+            after[back - 2].append(Event(Kind.RELOAD, s))
+            before[back].append(Event(Kind.RELOADED, s))
+    events = []
+    for i in range(len(workload.graph.ops)):
+        events += [*before[i], Event(Kind.RUN, i), *sorted(after[i], key=lambda e: e.kind is not Kind.OFFLOADED)]
+    return tuple(events)
+
+
+def plan_of_everything(traced: TracedGraph, *, redzone: int = 0) -> Plan:
+    """The plan of that policy, with its own peak as the budget."""
+    schedule = order(traced.graph)
+    workload = make_workload(traced.graph, schedule.order, FAST_LINK, alignment_of(traced.device))
+    budget = measure(workload, everything(workload)).peak
+    plan = plan_traced(traced, budget=budget, policy=everything, costs=FAST_LINK, redzone=redzone)
+    assert plan.evictions
+    return plan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step left: the loss, the gradients, the buffers."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+    def same_as(self, other: Outcome) -> bool:
+        """Bit by bit."""
+        return torch.equal(self.loss, other.loss) and all(
+            one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+            for one, two in ((self.gradients, other.gradients), (self.buffers, other.buffers))
+        )
+
+
+def runner_of(model: nn.Module, traced: TracedGraph, plan: Plan, guard: str | None = "poison") -> Runner:
+    """What `memplan.compile(model, ..., plan=plan)` runs, without tracing once more."""
+    return Runner(Structure(model), traced, plan, arena_for(plan, traced.device), guard=guard)
+
+
+def step_of(runner: Runner, model: nn.Module, args: tuple[Any, ...], seed: int) -> Outcome:
+    """Forward and backward."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = runner(runner.signature.flatten(args, {}), training=True)
+    loss.backward()
+    return Outcome(
+        loss.detach(),
+        {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
+        {name: b.clone() for name, b in model.named_buffers()},
+    )

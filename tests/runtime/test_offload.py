@@ -1,0 +1,433 @@
+"""Plans with a budget give the same bits as plans without, whatever is computed again or copied away and back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from benchmarks.zoo import ZOO
+from memplan.errors import BudgetInfeasible, InvalidEviction, InvalidPlan, MemplanError
+from memplan.evict.arrays import measure
+from memplan.evict.fit import make_workload
+from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, Action
+from memplan.evict.workload import Workload
+from memplan.graph import Graph
+from memplan.lifetimes import host_problem
+from memplan.plan import Plan, make_plan
+from memplan.runtime import CompiledModule, compile_step
+from memplan.runtime import compile as memplan_compile
+from memplan.runtime.arena import arena_for
+from memplan.runtime.copies import Direction, ThreadCopies, ThreadCopy
+from memplan.runtime.runner import Runner
+from memplan.schedule import make_schedule
+from memplan.solve import solve
+from memplan.trace import plan_traced, trace
+from tests.runtime.budgets import (
+    FAST_LINK,
+    QUICK,
+    QUICK_RECOMPUTE,
+    Outcome,
+    everything,
+    plan_of_everything,
+    runner_of,
+    step_of,
+)
+
+SHARES = (0.8, 0.6, 0.5, 0.4)
+
+
+def _slow(_: int) -> None:
+    time.sleep(0.0005)
+
+
+def _copies(runner: Runner) -> ThreadCopies:
+    assert isinstance(runner.arena.copies, ThreadCopies)
+    return runner.arena.copies
+
+
+def _plans(traced: Any) -> dict[str, Plan]:
+    """By what they do. A share below the smallest feasible budget stands for that one."""
+    plans = {"everything": plan_of_everything(traced)}
+    for policy, name in ((QUICK, "offload"), (QUICK_RECOMPUTE, "recompute")):
+        least = 0
+        for share in SHARES:
+            try:
+                plans[f"{name} {share}"] = plan_traced(traced, budget=share, policy=policy, costs=FAST_LINK)
+            except BudgetInfeasible as error:
+                least = error.smallest
+                break
+        if least:
+            plans[f"{name} min"] = plan_traced(traced, budget=least, policy=policy, costs=FAST_LINK)
+    return plans
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_bitwise_equal_to_the_step_without_a_budget(name: str) -> None:
+    model, args = ZOO[name]("nano")
+    before = copy.deepcopy(model.state_dict())
+
+    def steps(plan: Plan) -> list[Outcome]:
+        model.load_state_dict(before)
+        runner = runner_of(model, traced, plan)
+        first = step_of(runner, model, args, 0)
+        _copies(runner).before_each(_slow)
+        return [first, step_of(runner, model, args, 1)]
+
+    traced = trace(model, args)
+    free = plan_traced(traced)
+    expected = steps(free)
+    for kind, plan in _plans(traced).items():
+        assert plan.evictions, kind
+        assert plan.eviction is not None
+        assert plan.arena_size <= plan.eviction.budget, kind
+        assert (plan.host_size > 0) is any(e.action is Action.OFFLOAD for e in plan.evictions), kind
+        assert all(one.same_as(two) for one, two in zip(steps(plan), expected, strict=True)), kind
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _net() -> tuple[Net, tuple[torch.Tensor]]:
+    torch.manual_seed(0)
+    return Net(), (torch.randn(8, 16),)
+
+
+def _names() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("memplan copies")]
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=15, deadline=None)
+def test_any_copies_at_any_steps_give_the_same_bits(seed: int) -> None:
+    generator = random.Random(seed)
+    model, args = _net()
+    traced = trace(model, args)
+    expected = step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
+
+    def some(workload: Workload) -> Any:
+        """Of the events of `everything`, those of some storages; waits and starts as far apart as they may be."""
+        chosen = {s for s in range(len(workload.graph.storages)) if generator.random() < 0.7}
+        events = [e for e in everything(workload) if e.kind == 0 or e.of in chosen]
+        for _ in range(generator.randrange(200)):
+            i = generator.randrange(len(events) - 1)
+            one, two = events[i : i + 2]
+            touched = workload.graph.touched(workload.graph.ops[two.of if one.kind else one.of])
+            if bool(one.kind) is not bool(two.kind) and (one.of if one.kind else two.of) not in touched:
+                events[i : i + 2] = two, one
+        return tuple(events)
+
+    schedule = plan_traced(traced).schedule
+    workload = make_workload(traced.graph, schedule.order, FAST_LINK, 64)
+    events = some(workload)
+    peak = measure(workload, events).peak
+    plan = plan_traced(traced, budget=peak, policy=lambda _: events, costs=FAST_LINK)
+    runner = runner_of(model, traced, plan)
+    _copies(runner).before_each(lambda _: time.sleep(generator.choice((0, 0.0002, 0.002))))
+    for _ in range(2):
+        assert step_of(runner, model, args, 0).same_as(expected)
+
+
+def test_slow_copies_change_nothing_but_the_stall() -> None:
+    model, args = ZOO["mlp"]("nano")
+    traced = trace(model, args)
+    runner = runner_of(model, traced, plan_of_everything(traced), guard=None)
+    expected = step_of(runner, model, args, 0)
+    quick = runner.program.stalled
+    gate = threading.Event()
+    _copies(runner).before_each(lambda _: gate.wait(0.02))
+    assert step_of(runner, model, args, 0).same_as(expected)
+    assert runner.program.stalled > quick
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_wait_that_does_not_wait_is_caught(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args = _net()
+    traced = trace(model, args)
+    plan = plan_of_everything(traced)
+    expected = step_of(runner_of(model, traced, plan), model, args, 0)
+    wait = ThreadCopy.wait
+    sleepless = [True]
+
+    def broken(self: ThreadCopy) -> None:
+        if self._lane.name.endswith(direction.value) and sleepless[0]:
+            return
+        wait(self)
+
+    monkeypatch.setattr(ThreadCopy, "wait", broken)
+    runner = runner_of(model, traced, plan)
+    gate = threading.Event()
+    copies = _copies(runner)
+    copies.before_each(lambda _: gate.wait(0.05))
+    assert not step_of(runner, model, args, 0).same_as(expected)
+    copies.drain()
+    sleepless[0] = False
+    assert step_of(runner, model, args, 0).same_as(expected), "the same step with waits that do"
+
+
+def test_red_zones_hold_with_copies() -> None:
+    model, args = ZOO["mlp"]("nano")
+    traced = trace(model, args)
+    plan = plan_of_everything(traced, redzone=64)
+    assert plan.redzone
+    expected = step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
+    assert step_of(runner_of(model, traced, plan, guard="redzone"), model, args, 0).same_as(expected)
+
+
+def test_an_arena_is_never_larger_than_its_budget() -> None:
+    model, args = _net()
+    plan = plan_of_everything(trace(model, args))
+    assert plan.eviction is not None
+    assert arena_for(plan, torch.device("cpu")).memory.nbytes == plan.arena_size <= plan.eviction.budget
+    tighter = replace(plan, eviction=replace(plan.eviction, budget=plan.arena_size - 1))
+    with pytest.raises(InvalidPlan, match="larger than its budget"):
+        memplan_compile(model, args, plan=tighter)
+
+
+# -- steps that end early --------------------------------------------------------------------------------
+
+
+def _compiled(model: nn.Module, args: tuple[Any, ...]) -> tuple[CompiledModule, ThreadCopies]:
+    compiled = memplan_compile(model, args, plan=plan_of_everything(trace(model, args)), guard="poison")
+    copies = compiled._arena.copies
+    assert isinstance(copies, ThreadCopies)
+    return compiled, copies
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _step(model: nn.Module, compiled: nn.Module, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = compiled(*args)
+    loss.backward()
+    return [loss.detach(), *_gradients(model)]
+
+
+def _equal(one: Iterable[torch.Tensor], two: Iterable[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("fatal", [1, 2, 5])
+def test_a_failed_copy_surfaces_and_the_next_step_is_right(fatal: int) -> None:
+    model, args = _net()
+    compiled, copies = _compiled(model, args)
+    expected = _step(model, compiled, args)
+    count = [0]
+
+    def fail(_: int) -> None:
+        count[0] += 1
+        time.sleep(0.001)
+        if count[0] == fatal:
+            raise OSError("the link is down")
+
+    copies.before_each(fail)
+    with pytest.raises(OSError, match="the link is down"):
+        _step(model, compiled, args)
+    assert _none_under_way(copies)
+    assert _equal(_step(model, compiled, args), expected)
+
+
+def _none_under_way(copies: ThreadCopies) -> bool:
+    return not any(lane.pending for lane in copies._lanes.values())
+
+
+def test_an_error_in_the_step_leaves_no_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args = _net()
+    started = [0]
+    start = ThreadCopy.start
+
+    def failing(self: ThreadCopy, destination: torch.Tensor, source: torch.Tensor) -> None:
+        start(self, destination, source)
+        started[0] += 1
+        if started[0] == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadCopy, "start", failing)
+    compiled, copies = _compiled(model, args)
+    started[0] = -100
+    expected = _step(model, compiled, args)
+    copies.before_each(_slow)
+    started[0] = 0
+    with pytest.raises(KeyboardInterrupt):
+        _step(model, compiled, args)
+    assert _none_under_way(copies)
+    assert _equal(_step(model, compiled, args), expected)
+
+
+def test_a_forward_that_was_given_up_leaves_no_copy_to_the_next() -> None:
+    model, args = _net()
+    compiled, copies = _compiled(model, args)
+    expected = _step(model, compiled, args)
+    copies.before_each(_slow)
+    compiled(*args)  # its copies may outlive it
+    with torch.no_grad():
+        assert torch.equal(compiled(*args), expected[0])
+    assert _equal(_step(model, compiled, args), expected)
+
+
+def test_a_refused_forward_leaves_the_step_in_flight_alone() -> None:
+    model, args = _net()
+    compiled, copies = _compiled(model, args)
+    expected = _step(model, compiled, args)
+    copies.before_each(_slow)
+    model.zero_grad()
+    loss = compiled(*args)
+    with pytest.raises(MemplanError, match="forward"):
+        compiled(*args)
+    loss.backward()
+    assert _equal([loss.detach(), *_gradients(model)], expected)
+
+
+def test_a_module_that_is_gone_takes_its_threads_along() -> None:
+    gc.collect()
+    before = _names()
+    model, args = _net()
+    compiled, copies = _compiled(model, args)
+    copies.before_each(_slow)
+    loss = compiled(*args)
+    assert len(_names()) > len(before)
+    del compiled, copies, loss
+    gc.collect()
+    assert _names() == before
+
+
+# -- whole steps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["offload", "recompute"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_whole_steps_equal_those_without_a_budget(kind: str, policy: Any) -> None:
+    make: Callable[..., torch.optim.Optimizer] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind]
+    model, args = ZOO["gpt2"]("nano")
+    free = copy.deepcopy(model)
+    optimizers = [make(m.parameters(), lr=1e-2, fused=True) for m in (model, free)]
+    step = compile_step(
+        model, optimizers[0], lambda x: x, args, budget=0.7, policy=policy, costs=FAST_LINK, guard="poison"
+    )
+    other = compile_step(free, optimizers[1], lambda x: x, args)
+    assert step.plan.evictions
+    assert step.plan.arena_size <= 0.7 * other.plan.arena_size
+    for seed in range(3):
+        torch.manual_seed(seed)
+        one = step(*args)
+        torch.manual_seed(seed)
+        assert torch.equal(one, other(*args))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), free.parameters(), strict=True))
+
+
+# -- plans from files ------------------------------------------------------------------------------------
+
+
+def test_a_saved_plan_with_evictions_runs(tmp_path: Path) -> None:
+    model, args = _net()
+    traced = trace(model, args)
+    for plan in _plans(traced).values():
+        path = tmp_path / "plan.json"
+        plan.save(path)
+        compiled = memplan_compile(model, args, plan=path, guard="poison")
+        assert compiled.plan.evictions == plan.evictions
+        assert _equal(_step(model, compiled, args), _step(model, memplan_compile(model, args), args))
+
+
+Evicted = tuple[Graph, tuple[int, ...]]  # with its sources
+
+
+def _position(graph: Graph, target: str) -> int:
+    return next(i for i, op in enumerate(graph.ops) if op.target == target)
+
+
+def _with_op(graph: Graph, index: int, **changes: Any) -> Graph:
+    ops = list(graph.ops)
+    ops[index] = replace(ops[index], **changes)
+    return replace(graph, ops=tuple(ops))
+
+
+def _wait_too_late(graph: Graph, sources: tuple[int, ...]) -> Evicted:
+    at = _position(graph, RELOAD_WAIT)
+    order = [i for i in range(len(graph.ops)) if i != at]
+    order.insert(order.index(at + 1) + 1, at)  # behind its first user
+    return replace(graph, ops=tuple(graph.ops[i] for i in order)), tuple(sources[i] for i in order)
+
+
+def _other_source(graph: Graph, sources: tuple[int, ...]) -> Evicted:
+    one, two = [i for i, op in enumerate(graph.ops) if op.target == "aten.tanh.default"][:2]
+    swapped = {one: sources[two], two: sources[one]}
+    return graph, tuple(swapped.get(i, s) for i, s in enumerate(sources))
+
+
+def _other_copy(graph: Graph, sources: tuple[int, ...]) -> Evicted:
+    start, wait = _position(graph, RELOAD), _position(graph, RELOAD_WAIT)
+    others = {graph.ops[i].reads[0] for i in range(start) if graph.ops[i].target == OFFLOAD_WAIT}
+    hosts = [op.writes[0] for op in graph.ops if op.target == OFFLOAD and op.reads[0] in others]
+    other = next(h for h in hosts if h != graph.ops[start].reads[0])
+    graph = _with_op(graph, start, reads=(other,))
+    return _with_op(graph, wait, reads=(other, graph.ops[wait].reads[1])), sources
+
+
+def _half_a_copy(graph: Graph, sources: tuple[int, ...]) -> Evicted:
+    values = list(graph.values)
+    index = graph.ops[_position(graph, OFFLOAD)].reads[0]
+    values[index] = replace(values[index], shape=(values[index].shape[0] // 2,))
+    return replace(graph, values=tuple(values)), sources
+
+
+def _a_small_host(graph: Graph, sources: tuple[int, ...]) -> Evicted:
+    storages, values = list(graph.storages), list(graph.values)
+    index = graph.ops[_position(graph, OFFLOAD)].writes[0]
+    at = values[index].storage
+    storages[at] = replace(storages[at], nbytes=64)
+    values[index] = replace(values[index], shape=(64,))
+    return replace(graph, storages=tuple(storages), values=tuple(values)), sources
+
+
+def _from_nowhere(graph: Graph, sources: tuple[int, ...]) -> Evicted:
+    return _with_op(graph, _position(graph, RELOAD), reads=()), sources
+
+
+def _no_start(graph: Graph, sources: tuple[int, ...]) -> Evicted:
+    at = _position(graph, RELOAD)
+    return replace(graph, ops=(*graph.ops[:at], *graph.ops[at + 1 :])), (*sources[:at], *sources[at + 1 :])
+
+
+TAMPERED = (_wait_too_late, _other_source, _other_copy, _half_a_copy, _a_small_host, _from_nowhere, _no_start)
+
+
+@pytest.mark.parametrize("tamper", TAMPERED)
+def test_a_plan_that_would_evict_wrongly_is_refused(tamper: Callable[..., Evicted], tmp_path: Path) -> None:
+    model, args = _net()
+    plan = plan_of_everything(trace(model, args))
+    assert plan.eviction is not None
+    graph, sources = tamper(plan.graph, plan.eviction.sources)
+    schedule = make_schedule(graph, tuple(range(len(graph.ops))), "traced")
+    wrong = make_plan(
+        model=plan.model, graph=graph, schedule=schedule, alignment=plan.alignment, versions=plan.versions
+    )
+    host = solve(host_problem(graph, schedule, alignment=plan.alignment))
+    record = replace(plan.eviction, sources=sources, host=host, budget=wrong.arena_size)
+    replace(wrong, eviction=record).save(tmp_path / "plan.json")  # whole in itself: checksum, offsets, lifetimes
+    with pytest.raises(InvalidEviction) as caught:
+        memplan_compile(model, args, plan=tmp_path / "plan.json")
+    assert caught.value.where
+    assert caught.value.hint

@@ -1,0 +1,142 @@
+"""Parameters and optimizer state that live on the host, and take arena bytes only while an op uses them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from memplan.evict.arrays import measure
+from memplan.evict.events import Event, Events, Kind
+from memplan.evict.fit import fit, make_workload
+from memplan.evict.record import EvictionPlan
+from memplan.evict.workload import Workload
+from memplan.graph import StorageKind
+from memplan.lifetimes import host_problem
+from memplan.plan import Plan, make_plan
+from memplan.runtime.arena import arena_for
+from memplan.runtime.copies import ThreadCopies
+from memplan.runtime.runner import Runner
+from memplan.runtime.slots import StepStructure, Structure
+from memplan.schedule import make_schedule, order
+from memplan.solve import solve
+from memplan.trace import alignment_of, trace, trace_step
+from memplan.trace.traced import TracedGraph
+from tests.runtime.budgets import FAST_LINK
+
+STREAMED = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
+
+
+def _streamed(workload: Workload) -> Events:
+    """Each is loaded for each op that uses it, one op ahead; and written back when the op changed it."""
+    events: list[Event] = []
+    for i in range(len(workload.graph.ops)):
+        used = [s for s in workload.graph.touched(workload.graph.ops[i]) if s in workload.streamed]
+        events += [Event(Kind.RELOAD, s) for s in used]
+        events += [Event(Kind.RELOADED, s) for s in used]
+        events.append(Event(Kind.RUN, i))
+        changed = [s for s in used if i in workload.writers[s]]
+        events += [Event(Kind.OFFLOAD, s) for s in changed]
+        events += [Event(Kind.OFFLOADED, s) for s in changed]
+        events += [Event(Kind.DROP, s) for s in used if s not in changed]
+    return tuple(events)
+
+
+def _plan(traced: TracedGraph) -> Plan:
+    """The plan in which all parameters and all optimizer state are streamed."""
+    streamed = frozenset(i for i, s in enumerate(traced.graph.storages) if s.kind in STREAMED)
+    alignment = alignment_of(traced.device)
+    workload = make_workload(traced.graph, order(traced.graph).order, FAST_LINK, alignment)
+    workload = replace(workload, streamed=streamed)
+    workload = replace(workload, budget=measure(workload, _streamed(workload)).peak)
+    assert workload.budget < measure(workload, workload.plain).peak
+    fitted = fit(traced.graph, workload, _streamed)
+    schedule = make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), "traced")
+    plan = make_plan(model="streamed", graph=fitted.graph, schedule=schedule, alignment=alignment, versions={})
+    record = EvictionPlan(
+        policy="streamed",
+        costs=FAST_LINK.name,
+        budget=plan.arena_size,
+        seconds=fitted.measured.seconds,
+        base_seconds=fitted.base.seconds,
+        stall=fitted.measured.stall,
+        sources=fitted.sources,
+        instances=fitted.instances,
+        host=solve(host_problem(fitted.graph, schedule, alignment=alignment)),
+    )
+    return replace(plan, eviction=record)
+
+
+def _runner(structure: Structure, traced: TracedGraph) -> Runner:
+    plan = _plan(traced)
+    assert plan.host_size == 0, "the parameters themselves are the copies on the host"
+    return Runner(structure, traced, plan, arena_for(plan, traced.device), guard="poison")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.tanh(self.one(x))).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def test_gradients_are_those_of_eager_also_after_parameters_moved(net: Net, x: torch.Tensor) -> None:
+    eager = copy.deepcopy(net)
+    runner = _runner(Structure(net), trace(net, (x,)))
+    for _ in range(2):
+        net.zero_grad()
+        eager.zero_grad()
+        loss, expected = runner([x], training=True), eager(x)
+        loss.backward()
+        expected.backward()
+        assert torch.equal(loss.detach(), expected.detach())
+        for p, q in zip(net.parameters(), eager.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert torch.equal(p.grad, q.grad)
+        for p, q in zip(net.parameters(), eager.parameters(), strict=True):
+            p.data = torch.randn(p.shape)
+            q.data = p.data.clone()
+
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: torch.optim.SGD(p, lr=0.1, fused=True), lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)],
+    ids=["sgd", "adamw"],
+)
+def test_whole_steps_write_parameters_and_state_back(make: Make, net: Net, x: torch.Tensor) -> None:
+    eager = copy.deepcopy(net)
+    ours, theirs = make(net.parameters()), make(eager.parameters())
+    runner = _runner(StepStructure(net, ours), trace_step(net, ours, (x,)))
+    assert isinstance(runner.arena.copies, ThreadCopies)
+    for _ in range(3):
+        loss = runner.whole_step([x], torch.ones(()))
+        theirs.zero_grad()
+        expected = eager(x)
+        expected.backward()
+        theirs.step()
+        assert torch.equal(loss, expected.detach())
+        for p, q in zip(net.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(p, q)
+            for key, value in theirs.state[q].items():
+                assert torch.equal(ours.state[p][key], value), key
