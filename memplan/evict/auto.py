@@ -9,18 +9,19 @@ and annealing over single decisions, both under the budget.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Events
-from memplan.evict.search import KEEP, SAVE, Decisions, Move, Search
+from memplan.evict.search import AGAIN, KEEP, ONCE, SAVE, SWAP, Decisions, Move, Search
 from memplan.evict.workload import Workload
 
 _EXPONENTS = (1.0, 0.5)  # of the seconds, by which the bytes won are divided
 _CHEAPEST = 1e-9  # seconds: what costs nothing is compared by bytes
 _WORK = 3_000_000  # ops judged by annealing, all rounds together
+_TIGHT = 0.45  # of the bytes without a budget
 _HEAT = 0.1  # the first temperature, in mean costs of one decision
 
 
@@ -34,6 +35,8 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     if start.area == 0:
         return search.events(start)
     found = [fitted for a in _EXPONENTS if (fitted := descend(search, start, a)) is not None]
+    if not found or workload.budget < _TIGHT * start.peak:  # from below there may be a better way, or one at all
+        found += [fitted for low in drastic(search) if (fitted := descend(search, low, 1.0)) is not None]
     if not found:
         raise infeasible(workload)
     best = min((trimmed(search, one) for one in found), key=lambda d: d.seconds)
@@ -76,6 +79,19 @@ def descend(search: Search, state: Decisions, exponent: float) -> Decisions | No
             continue
         state, fresh = after, False
     return state
+
+
+def drastic(search: Search) -> Iterator[Decisions]:
+    """Everything that can be is treated alike: sent away, made again for every use, made again once."""
+    for wanted in (SWAP, AGAIN, ONCE):
+        decision, gap = np.zeros_like(search.arrays.size), np.full_like(search.arrays.size, -1)
+        for moves in search.moves:
+            for move in moves:
+                if move.decision == wanted:
+                    decision[move.storage], gap[move.storage] = move.decision, move.gap
+        state = search.judged(decision, gap)
+        if np.isfinite(state.area):
+            yield state
 
 
 def trimmed(search: Search, state: Decisions) -> Decisions:
