@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, Memory, dtype_of, view_within
+from memplan.runtime.bind import BoundOp
 from memplan.runtime.graphed import GraphedProgram, Recorder
 from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
 from memplan.runtime.owned import OwnedGradients
@@ -35,8 +36,11 @@ class Runner:
         owned: bool = False,
         recorder: Recorder | None = None,
         whole: bool = False,
+        bound: tuple[BoundOp, ...] | None = None,
     ) -> None:
-        """`owned`: assign gradients (`owned.py`). `recorder`: record and replay (`graphed.py`), `whole`: as one."""
+        """`bound`: as in `build_program`. `owned`: assign gradients (`owned.py`). `recorder`: record and replay
+        (`graphed.py`), `whole`: as one.
+        """
         traced = follow(traced, plan)  # from here on values are where the plan has them
         self.traced = traced
         self.arena = arena
@@ -52,7 +56,7 @@ class Runner:
                 tensors[i] = b.tensor
         host = arena.host(plan.host_size)
         guards = _guards(guard, traced, plan, arena, host)
-        self.program = build_program(traced, plan, arena, host, tensors, guards=guards)
+        self.program = build_program(traced, plan, arena, host, tensors, guards=guards, bound=bound)
         self.plan = self.program.plan
         self.graphed = None if recorder is None else GraphedProgram(self.program, recorder, whole=whole)
         self.forward = self.program.forward if self.graphed is None else self.graphed.forward
