@@ -125,7 +125,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_models(kind: type[nn.LSTM | nn.GRU]) -> None:
     torch.manual_seed(0)
-    model, args = Recurrent(kind), (torch.randn(2, 3, 8),)
+    model, args = Recurrent(kind), (torch.randn(2, 4, 8),)
     traced = trace(model, args)
     expected = step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
     for policy in (QUICK, QUICK_RECOMPUTE):
