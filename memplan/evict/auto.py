@@ -13,9 +13,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from memplan.errors import BudgetInfeasible
+from memplan.evict.arrays import measure
 from memplan.evict.events import Events
+from memplan.evict.floor import infeasible
 from memplan.evict.search import KEEP, SAVE, Decisions, Move, Search
+from memplan.evict.seeds import seeded
 from memplan.evict.workload import Workload
 
 _EXPONENTS = (1.0, 0.5)  # of the seconds, by which the bytes won are divided
@@ -33,21 +35,25 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     start = search.start()
     if start.area == 0:
         return search.events(start)
-    found = [fitted for a in _EXPONENTS if (fitted := descend(search, start, a)) is not None]
-    if not found:
+    on_demand, seeds = seeded(search)
+    found = [
+        trimmed(search, fitted)
+        for origin in (start, *seeds)
+        for a in _EXPONENTS
+        if (fitted := descend(search, origin, a)) is not None
+    ]
+    if found:
+        best = annealed(search, min(found, key=lambda d: d.seconds), work=work, seed=seed)
+        if on_demand is None or best.seconds <= measure(workload, on_demand).seconds:
+            return search.events(best)
+    if on_demand is None:
         raise infeasible(workload)
-    best = min((trimmed(search, one) for one in found), key=lambda d: d.seconds)
-    return search.events(annealed(search, best, work=work, seed=seed))
+    return on_demand
 
 
 def recompute(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events:
     """`auto` without copies to the host."""
     return auto(workload, swaps=False, work=work, seed=seed)
-
-
-def infeasible(workload: Workload) -> BudgetInfeasible:
-    """No way was found to keep the budget; `fit` says more."""
-    return BudgetInfeasible(f"no way was found to stay within {workload.budget} bytes", op="", smallest=0)
 
 
 def descend(search: Search, state: Decisions, exponent: float) -> Decisions | None:

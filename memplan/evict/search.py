@@ -47,6 +47,7 @@ class Search:
 
     def __init__(self, workload: Workload, *, swaps: bool = True) -> None:
         self.workload = w = workload
+        self.swaps = swaps
         self.arrays = Arrays(w)
         last = [uses[-1] if uses else -1 for uses in w.uses]
         self._extra = (self.arrays.use_ptr, self.arrays.use, self.arrays.redo_until, np.array(last, np.int64))
