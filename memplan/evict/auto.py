@@ -32,7 +32,8 @@ _HEAT = 0.1  # the first temperature, in mean costs of one decision
 def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int = 0) -> Events:
     """Events that keep the budget at little cost. The same workload and seed, the same events.
 
-    `work` is how long annealing may last, in ops judged; with 0, any way will do. Raises `BudgetInfeasible` when no way is found.
+    `work` is how long annealing may last, in ops judged; with 0, any way will do. Raises `BudgetInfeasible` when no
+    way is found: with swaps, below the floor only.
     """
     search = Search(workload, swaps=swaps)
     start = search.start()
