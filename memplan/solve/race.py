@@ -13,7 +13,7 @@ from memplan.solve.quick import first_answers
 from memplan.solve.search import Outcome
 
 # Of the budget: on the capacity if that is enough, else on the bound itself (of large problems).
-_FIT_SHARE, _FIRST_SHARE, _LARGE_SHARE = 0.95, 0.2, 0.6
+_FIT_SHARE, _FIRST_SHARE, _LARGE_SHARE = 0.95, 0.1, 0.6
 _PROMOTE_SHARE = 0.7  # of what is left then, on large problems
 _EFFORT = 20_000  # units of work at first, on each capacity above the bound
 _STEPS = (0.85, 0.7, 0.5, 0.25, 0.0)  # the next capacity, between the bound (0) and the best arena (1)
