@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
+from benchmarks.arguments import names
 from benchmarks.contenders import CONTENDERS, Step
 from benchmarks.cuda_memory import cuda_memory
 from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
@@ -185,19 +186,9 @@ def _on(device: str, example: Example) -> Example:
     return model.to(device), pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
 
 
-def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = list(known) if text == "all" else text.split(",")
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(known)}, all")
-        return names
-
-    return parse
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.runtime", description="Eager against compiled training steps.")
-    parser.add_argument("--models", type=_names(list(ZOO)), default=list(ZOO), help="comma-separated, or all")
+    parser.add_argument("--models", type=names(list(ZOO)), default=list(ZOO), help="comma-separated, or all")
     parser.add_argument("--size", choices=["nano", "medium"], default="nano")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each contender")
     parser.add_argument(
@@ -206,7 +197,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--contenders", type=_names(list(CONTENDERS)), default=["eager", "memplan"],
+        "--contenders", type=names(list(CONTENDERS)), default=["eager", "memplan"],
         help="comma-separated; the first is the reference",
     )  # fmt: skip
     parser.add_argument("--capacity", default="8GiB", help="bytes for which the largest batch is looked for (cuda)")

@@ -12,9 +12,10 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.arguments import names
 from benchmarks.full_size import FULL_SIZE, example
 from benchmarks.inductor_orders import bfs, dfs, inductor
 from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
@@ -135,23 +136,13 @@ def _change(size: int, before: Schedule) -> float:
     return (size / before.max_live - 1) * 100 if before.max_live else 0.0
 
 
-def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = list(known) if text == "all" else text.split(",")
-        if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(known)}, all")
-        return names
-
-    return parse
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.schedule", description="What orders need, and what is proven.")
     parser.add_argument(
-        "--models", type=_names(list(FULL_SIZE)), default=list(FULL_SIZE), help="comma-separated, or all"
+        "--models", type=names(list(FULL_SIZE)), default=list(FULL_SIZE), help="comma-separated, or all"
     )
-    parser.add_argument("--steps", type=_names(STEPS), default=list(STEPS), help="comma-separated, or all")
-    parser.add_argument("--batches", type=_names(("one", "real")), default=["one", "real"], help="one,real")
+    parser.add_argument("--steps", type=names(STEPS), default=list(STEPS), help="comma-separated, or all")
+    parser.add_argument("--batches", type=names(("one", "real")), default=["one", "real"], help="one,real")
     parser.add_argument("--in-place", action=argparse.BooleanOptionalAction, default=True, help="results reuse inputs")
     parser.add_argument("--output", default="schedule", help="name of the result files")
     parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")

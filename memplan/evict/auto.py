@@ -9,45 +9,68 @@ and annealing over single decisions, both under the budget.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from memplan.errors import BudgetInfeasible
+from memplan.evict.arrays import measure
 from memplan.evict.events import Events
-from memplan.evict.search import KEEP, SAVE, Decisions, Move, Search
+from memplan.evict.floor import infeasible
+from memplan.evict.flow import flow
+from memplan.evict.search import AGAIN, KEEP, ONCE, SAVE, SWAP, Decisions, Move, Search
+from memplan.evict.seeds import seeded
 from memplan.evict.workload import Workload
 
 _EXPONENTS = (1.0, 0.5)  # of the seconds, by which the bytes won are divided
 _CHEAPEST = 1e-9  # seconds: what costs nothing is compared by bytes
 _WORK = 3_000_000  # ops judged by annealing, all rounds together
+_TRIMMED = 3  # of the ways found, so many are looked at closely
+_TIGHT = 0.45  # of the bytes without a budget
 _HEAT = 0.1  # the first temperature, in mean costs of one decision
 
 
 def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int = 0) -> Events:
     """Events that keep the budget at little cost. The same workload and seed, the same events.
 
-    `work` is how long annealing may last, in ops judged. Raises `BudgetInfeasible` when no way is found.
+    `work` is how long annealing may last, in ops judged; with 0, any way will do. Raises `BudgetInfeasible` when no way is found.
     """
     search = Search(workload, swaps=swaps)
     start = search.start()
     if start.area == 0:
         return search.events(start)
-    found = [fitted for a in _EXPONENTS if (fitted := descend(search, start, a)) is not None]
-    if not found:
+    found = [fitted for a in _EXPONENTS if (fitted := descend(search, start, a))]
+    if found and not work:
+        return search.events(min(found, key=lambda d: d.seconds))
+    on_demand, seeds = seeded(search)
+    found += [fitted for origin in seeds for a in _EXPONENTS if (fitted := descend(search, origin, a))]
+    if not found or workload.budget < _TIGHT * start.peak:  # from below there may be a better way, or one at all
+        found += _from_below(search)
+    if not found:  # then the smallest storages count too
+        search = Search(workload, swaps=swaps, least=0.0)
+        found += _from_below(search)
+    ways = [search.events(_improved(search, found, work, seed))] if found else []
+    ways += [on_demand] if on_demand is not None else []
+    if not ways and swaps:
+        return flow(workload)  # which always finds one, if one exists
+    if not ways:
         raise infeasible(workload)
-    best = min((trimmed(search, one) for one in found), key=lambda d: d.seconds)
-    return search.events(annealed(search, best, work=work, seed=seed))
+    return min(ways, key=lambda events: measure(workload, events).seconds)
+
+
+def _from_below(search: Search) -> list[Decisions]:
+    """What is left of treating everything alike."""
+    return [fitted for low in drastic(search) if (fitted := descend(search, low, 1.0))]
+
+
+def _improved(search: Search, found: list[Decisions], work: int, seed: int) -> Decisions:
+    promising = sorted(found, key=lambda d: d.seconds)[:_TRIMMED]
+    best = min((trimmed(search, one) for one in promising), key=lambda d: d.seconds)
+    return annealed(search, best, work=work, seed=seed)
 
 
 def recompute(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events:
     """`auto` without copies to the host."""
     return auto(workload, swaps=False, work=work, seed=seed)
-
-
-def infeasible(workload: Workload) -> BudgetInfeasible:
-    """No way was found to keep the budget; `fit` says more."""
-    return BudgetInfeasible(f"no way was found to stay within {workload.budget} bytes", op="", smallest=0)
 
 
 def descend(search: Search, state: Decisions, exponent: float) -> Decisions | None:
@@ -76,6 +99,19 @@ def descend(search: Search, state: Decisions, exponent: float) -> Decisions | No
             continue
         state, fresh = after, False
     return state
+
+
+def drastic(search: Search) -> Iterator[Decisions]:
+    """Everything that can be is treated alike: sent away, made again for every use, made again once."""
+    for wanted in (SWAP, AGAIN, ONCE):
+        decision, gap = np.zeros_like(search.arrays.size), np.full_like(search.arrays.size, -1)
+        for moves in search.moves:
+            for move in moves:
+                if move.decision == wanted:
+                    decision[move.storage], gap[move.storage] = move.decision, move.gap
+        state = search.judged(decision, gap)
+        if np.isfinite(state.area):
+            yield state
 
 
 def trimmed(search: Search, state: Decisions) -> Decisions:

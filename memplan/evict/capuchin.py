@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 
 from memplan.evict.arrays import to_arrays
-from memplan.evict.auto import infeasible
 from memplan.evict.events import Events, Kind
+from memplan.evict.floor import infeasible, require_floor
 from memplan.evict.resident import with_streamed_kept
 from memplan.evict.search import KEEP, ONCE, SWAP, Decisions, Move, Search
 from memplan.evict.workload import Workload
@@ -39,20 +39,33 @@ def capuchin(workload: Workload) -> Events:
 
 
 def _guided(workload: Workload) -> Events:
+    require_floor(workload)
     search = Search(workload)
+    state = guided(search)
+    if state.area > 0:
+        raise infeasible(workload)
+    return search.events(state)
+
+
+def guided(search: Search, *, evaluations: int | None = None) -> Decisions:
+    """Decisions within the budget, or as far as they come: nothing more helps, or `evaluations` states were judged.
+
+    Swaps nothing where `search` does not.
+    """
     state = search.start()
-    gaps = gaps_of(workload)
+    gaps = gaps_of(search.workload)
     shown: dict[Gap, float] = {}
-    while state.area > 0:
+    limit = float("inf") if evaluations is None else search.evaluations + evaluations
+    while state.area > 0 and search.evaluations < limit:
         peak = _peak_op(search, state)
         free = [g for g in gaps if state.decision[g.storage] == KEEP]
         idle = [g for g in free if g.evicted_access < peak < g.back_access]
-        after = _hidden(search, state, idle, shown) or _cheapest(search, state, idle, shown)
-        after = after or _cheapest(search, state, free, shown)
+        after = _hidden(search, state, idle, shown) if search.swaps else None
+        after = after or _cheapest(search, state, idle, shown) or _cheapest(search, state, free, shown)
         if after is None:
-            raise infeasible(workload)
+            break
         state = after
-    return search.events(state)
+    return state
 
 
 def gaps_of(workload: Workload) -> tuple[Gap, ...]:

@@ -32,3 +32,8 @@ def require_floor(workload: Workload) -> None:
             smallest=least,
             hint=f"give at least {least} bytes, or a smaller batch",
         )
+
+
+def infeasible(workload: Workload) -> BudgetInfeasible:
+    """No way was found to keep the budget; `fit` says more."""
+    return BudgetInfeasible(f"no way was found to stay within {workload.budget} bytes", op="", smallest=0)

@@ -10,6 +10,8 @@ from memplan.evict.expand_kernel import KEEP, expand
 from memplan.evict.measure_kernel import measure
 from memplan.evict.prefetch_kernel import prefetch
 
+SOFT = 0.6  # of the rounds of annealing, in which the budget has a price
+
 
 @njit(cache=True)
 def judge(decision, gap, budget, kinds, indices, extra, tables):
@@ -42,8 +44,12 @@ def anneal(
     best, best_gap, best_seconds = decision.copy(), gap.copy(), seconds
     count = move_ptr.shape[0] - 1
     area = 0.0
+    turn = int(rounds * SOFT)
     for k in range(rounds):
-        done = k / rounds
+        strict = k >= turn
+        if k == turn:
+            decision[:], gap[:], seconds, area = best, best_gap, best_seconds, 0.0
+        done = (k - turn) / (rounds - turn) if strict else k / turn
         temperature = heat * (1.0 - done) ** 2
         now = price * 0.2 * 50.0**done
         c = np.random.randint(count)
@@ -54,13 +60,24 @@ def anneal(
         if decision[s] == wanted:
             continue
         old, old_gap = decision[s], gap[s]
+        other = s
+        if old == KEEP and np.random.random() < 0.5:  # in exchange for another decision
+            for _ in range(8):
+                other = moves[move_ptr[np.random.randint(count)], 0]
+                if decision[other] != KEEP:
+                    break
+        old_other = decision[other]
+        decision[other] = KEEP
         decision[s], gap[s] = wanted, move_gap[at]
         new_area, took, _ = judge(decision, gap, budget, kinds, indices, extra, tables)
         worse = took - seconds + now * (new_area - area)
+        if strict and new_area > 0.0:
+            worse = np.inf
         if worse <= 0.0 or np.random.random() < np.exp(-worse / max(temperature, 1e-15)):
             seconds, area = took, new_area
             if area == 0.0 and seconds < best_seconds:
                 best[:], best_gap[:], best_seconds = decision, gap, seconds
         else:
+            decision[other] = old_other
             decision[s], gap[s] = old, old_gap
     return best, best_gap, best_seconds

@@ -46,6 +46,15 @@ class Point:
     overhead: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """The forward and backward graph for one value of the knob; `captured`: the joint graph, as it was cleaned."""
+
+    asked: float
+    captured: Captured
+    graphs: tuple[fx.Graph, fx.Graph]
+
+
 def torch_points(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -59,42 +68,42 @@ def torch_points(
 
     Raises `UnsupportedGraph` as tracing does.
     """
-    return points_of(capture(model, args, kwargs or {}, train=True), costs, alignment, budgets=budgets)
+    return points_of(partitions(capture(model, args, kwargs or {}, train=True), budgets), costs, alignment)
 
 
-def points_of(
-    captured: Captured,
-    costs: CostModel,
-    alignment: int,
-    *,
-    budgets: Sequence[float] = BUDGETS,
-    in_place: bool = False,
-) -> tuple[Point, ...]:
-    """`torch_points` of a captured model with a backward, which is left as it is.
-
-    `in_place`: let results take the bytes of dying inputs, as memplan does and torch does not.
-    """
-    points = []
-    for asked, workload, events in torch_events(captured, costs, alignment, budgets=budgets, in_place=in_place):
-        figures, plain = measure(workload, events), sum(workload.seconds)
-        overhead = figures.seconds / plain - 1 if plain else 0.0
-        points.append(Point(asked=asked, peak=figures.peak, seconds=figures.seconds, overhead=overhead))
-    return tuple(points)
-
-
-def torch_events(
-    captured: Captured, costs: CostModel, alignment: int, *, budgets: Sequence[float] = BUDGETS, in_place: bool = False
-) -> Iterator[tuple[float, Workload, Events]]:
-    """(value of the knob, the step as a workload, what torch does) for each of `budgets`."""
-    workload: Workload | None = None
+def partitions(captured: Captured, budgets: Sequence[float] = BUDGETS) -> tuple[Partition, ...]:
+    """What the partitioner makes of a captured model with a backward, which is left as it is."""
+    found = []
     for asked in budgets:
         joint = _copied(captured.graph_module)
         forward, backward = _partitioned(joint, asked)
-        if workload is None:  # of the graph as the partitioner cleaned it, so that names are the same
-            graph = _functional(replace(captured, graph_module=_copied(joint)))
+        found.append(Partition(asked=asked, captured=replace(captured, graph_module=joint), graphs=(forward, backward)))
+    return tuple(found)
+
+
+def points_of(
+    found: Sequence[Partition], costs: CostModel, alignment: int, *, in_place: bool = False
+) -> tuple[Point, ...]:
+    """The point of each partition. `in_place`: let results take the bytes of dying inputs, as memplan does."""
+    points = []
+    for one, workload, events in events_of(found, costs, alignment, in_place=in_place):
+        figures, plain = measure(workload, events), sum(workload.seconds)
+        overhead = figures.seconds / plain - 1 if plain else 0.0
+        points.append(Point(asked=one.asked, peak=figures.peak, seconds=figures.seconds, overhead=overhead))
+    return tuple(points)
+
+
+def events_of(
+    found: Sequence[Partition], costs: CostModel, alignment: int, *, in_place: bool = False
+) -> Iterator[tuple[Partition, Workload, Events]]:
+    """Each partition, the step as a workload (one for all), and what torch does in it."""
+    workload: Workload | None = None
+    for one in found:
+        if workload is None:  # of a graph as the partitioner cleaned it, so that names are the same
+            graph = _functional(replace(one.captured, graph_module=_copied(one.captured.graph_module)))
             graph = with_chances(graph) if in_place else graph
             workload = make_workload(graph, tuple(range(len(graph.ops))), costs, alignment)
-        yield asked, workload, _events(workload, forward, backward)
+        yield one, workload, _events(workload, *one.graphs)
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:

@@ -1,0 +1,226 @@
+"""Budgets: what keeping them costs in simulated step time: torch's own knob, published policies, memplan.
+
+    python -m benchmarks.evict --models gpt2,vit --budgets 80,50
+
+Models are full-size, traced on fake tensors in bfloat16; nothing is run. Every contender is judged by the same rules
+(`memplan.evict.arrays.measure`) and the same roofline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.arguments import names
+from benchmarks.full_size import FULL_SIZE, example
+from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
+from memplan.budget import plan_within
+from memplan.errors import BudgetInfeasible
+from memplan.evict.arrays import measure
+from memplan.evict.costs import DEVICES, CostModel
+from memplan.evict.fit import make_workload
+from memplan.evict.floor import floor
+from memplan.evict.select import fit_policy
+from memplan.evict.workload import Workload
+from memplan.graph import Graph
+from memplan.inplace import with_chances
+from memplan.schedule import Schedule, order
+from memplan.trace import capture, trace_captured
+from memplan.trace.torch_budget import Point, partitions, points_of
+from memplan.version import __version__
+
+ALIGNMENT = 512
+MODELS = ("gpt2", "bert", "vit", "resnet", "ddpm", "llama", "unet")
+WITHOUT_DROPOUT = ("gpt2", "bert")  # in evaluation mode: random ops are never computed again, by any contender
+BASELINES = ("dtr", "dtr-addresses", "capuchin", "delta")
+PLANNED = ("recompute", "auto")
+SHARES = tuple(str(n) for n in range(1, 101))
+CONTENDERS = ("torch", "torch-in-place", *BASELINES, *PLANNED)
+COLUMNS = {
+    "model": "model",
+    "ops": "ops",
+    "peak_gb": "need, GB",
+    "floor": "floor, %",
+    "budget": "budget, %",
+    "torch": "torch",
+    "torch-in-place": "torch, in place",
+    "dtr": "DTR",
+    "dtr-addresses": "DTR, addresses",
+    "capuchin": "Capuchin-like",
+    "delta": "DELTA",
+    "recompute": "memplan, recompute only",
+    "auto": "memplan",
+    "recompute_arena": "arena / budget, recompute only",
+    "auto_arena": "arena / budget",
+    "recompute_s": "planning, recompute only, s",
+    "auto_s": "planning, s",
+}
+NOTES = (
+    "Overheads in % of the step's time without a budget; -: it found no way, or none of its points fits. need: bytes"
+    " of the arena without a budget, by which budgets are shares; floor: the largest working set of one op.",
+    "torch: the cheapest of 15 values of `activation_memory_budget` whose real peak fits; in place: the same with"
+    " results in the bytes of dying inputs, which torch does not do without its compiler. The partitioner computes some"
+    " ops again that its compiler would fuse away; here they are kernels. Its overhead is against its own step with"
+    " nothing computed again.",
+    "DTR, Capuchin-like and DELTA are our reading of the papers, on our graph and order. DTR, torch and 'recompute"
+    " only' make no copies to the host.",
+    "planning: from the ordered graph to placed offsets, oracle and validator included. Rockmate 2.0.0 installs from"
+    " PyPI, but cannot be imported: the rkgb 2.0.0 that it needs has no module rkgb.core.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One model, ordered; `points` are torch's, without and with in-place reuse."""
+
+    name: str
+    graph: Graph
+    schedule: Schedule
+    workload: Workload
+    points: dict[str, tuple[Point, ...]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write the table; returns the exit status."""
+    options = _parse(arguments)
+    logging.disable(logging.WARNING)
+    rows: list[dict[str, Cell]] = []
+    _warm_up()
+    for name in options.models:
+        asked = question(name, DEVICES[options.costs], options.contenders)
+        for share in options.budgets:
+            rows.append(row(asked, int(share), options.contenders))
+            print(rows[-1], file=sys.stderr, flush=True)
+        write(table_of(rows, options), options.directory)  # after each model: the large ones take minutes
+    print(to_markdown(table_of(rows, options)))
+    return 0
+
+
+def table_of(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Table:
+    """The rows so far."""
+    kept = [r[key] for r in rows for key in ("recompute_arena", "auto_arena") if r.get(key) is not None]
+    within = sum(isinstance(share, float) and share <= 100 for share in kept)
+    return Table(
+        name=options.output,
+        title=f"Budgets: overhead in simulated step time; {within} of {len(kept)} plans within their budget",
+        columns=COLUMNS,
+        rows=rows,
+        settings={"costs": options.costs, "dtype": "bfloat16", "alignment": ALIGNMENT},
+        notes=NOTES,
+    )
+
+
+def question(name: str, costs: CostModel, contenders: Sequence[str]) -> Question:
+    """Capture a model once, for torch's partitioner and for us."""
+    model, inputs = example(name, training=True, real_batch=True)
+    model = (model.eval() if name in WITHOUT_DROPOUT else model).to(torch.bfloat16)
+    inputs = tuple(x.to(torch.bfloat16) if x.is_floating_point() else x for x in inputs)
+    captured = capture(model, inputs, {}, train=True)
+    print(f"{name}: captured", file=sys.stderr, flush=True)
+    parts = partitions(captured) if {*CONTENDERS[:2]} & {*contenders} else ()
+    wanted = [(key, key == "torch-in-place") for key in CONTENDERS[:2] if key in contenders]
+    points = {key: points_of(parts, costs, ALIGNMENT, in_place=in_place) for key, in_place in wanted}
+    graph = with_chances(trace_captured(captured, name).graph)
+    schedule = order(graph)
+    workload = make_workload(graph, schedule.order, costs, ALIGNMENT)
+    print(f"{name}: {len(graph.ops)} ops; torch's points (asked, peak, overhead):", file=sys.stderr)
+    need = measure(workload, workload.plain).peak
+    for key, found in points.items():
+        shown = " ".join(f"{p.asked:g}:{p.peak / need:.1%}:{p.overhead:+.1%}" for p in found)
+        print(f"  {key} {shown}", file=sys.stderr, flush=True)
+    return Question(name=name, graph=graph, schedule=schedule, workload=workload, points=points)
+
+
+def row(asked: Question, share: int, contenders: Sequence[str]) -> dict[str, Cell]:
+    """All contenders on one budget."""
+    plain = measure(asked.workload, asked.workload.plain)
+    budget = plain.peak * share // 100
+    workload = replace(asked.workload, budget=budget)
+    found: dict[str, Cell] = {
+        "model": asked.name,
+        "ops": len(asked.graph.ops),
+        "peak_gb": plain.peak / 1e9,
+        "floor": floor(workload)[0] / plain.peak * 100,
+        "budget": share,
+    }
+    for key, points in asked.points.items():
+        found[key] = min((p.overhead * 100 for p in points if p.peak <= budget), default=None)
+    for name in (name for name in BASELINES if name in contenders):
+        found[name] = baseline(name, workload, plain.seconds)
+    for name in (name for name in PLANNED if name in contenders):
+        found |= planned(name, asked, budget)
+    return found
+
+
+def baseline(name: str, workload: Workload, plain: float) -> float | None:
+    """Overhead of a published policy in %; None where it finds no way."""
+    try:
+        figures = measure(workload, fit_policy(name)(workload))
+    except BudgetInfeasible:
+        return None
+    return (figures.seconds / plain - 1) * 100 if figures.peak <= workload.budget else None
+
+
+def planned(name: str, asked: Question, budget: int) -> dict[str, Cell]:
+    """Overhead, arena and planning time of a whole plan."""
+    started = time.perf_counter()
+    try:
+        plan = plan_within(
+            budget,
+            model=asked.name,
+            graph=asked.graph,
+            schedule=asked.schedule,
+            alignment=ALIGNMENT,
+            versions={"memplan": __version__},
+            costs=asked.workload.costs,
+            policy=name,
+        )
+    except BudgetInfeasible:
+        return {name: None}
+    seconds = time.perf_counter() - started
+    assert plan.eviction is not None
+    return {
+        name: plan.eviction.overhead * 100,
+        f"{name}_arena": plan.arena_size / budget * 100,
+        f"{name}_s": seconds,
+    }
+
+
+def _warm_up() -> None:
+    """Compile the kernels, on a chain of a few ops."""
+    model = torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.GELU())))
+    graph = with_chances(trace_captured(capture(model, (torch.zeros(64, 8),), {}, train=True), "").graph)
+    schedule = order(graph)
+    workload = make_workload(graph, schedule.order, DEVICES["a100"], ALIGNMENT)
+    asked = Question(name="", graph=graph, schedule=schedule, workload=workload, points={})
+    for name in PLANNED:
+        planned(name, asked, measure(workload, workload.plain).peak * 8 // 10)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.evict", description="What keeping a budget costs.")
+    parser.add_argument("--models", type=names(list(FULL_SIZE)), default=list(MODELS), help="comma-separated, or all")
+    parser.add_argument(
+        "--budgets",
+        type=names(SHARES),
+        default=["80", "60", "50", "40", "30"],
+        help="% of the need",
+    )
+    parser.add_argument(
+        "--contenders", type=names(CONTENDERS), default=list(CONTENDERS), help="comma-separated, or all"
+    )
+    parser.add_argument("--costs", choices=list(DEVICES), default="a100", help="the roofline")
+    parser.add_argument("--output", default="evict", help="name of the result files")
+    parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
