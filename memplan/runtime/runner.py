@@ -62,7 +62,7 @@ class Runner:
         self.forward = self.program.forward if self.graphed is None else self.graphed.forward
         self.backward = self.program.backward if self.graphed is None else self.graphed.backward
         self._wire()
-        self.owned = OwnedGradients([self.slots.names[i] for i in self._wanted_slots]) if owned else None
+        self.owned = self._owned() if owned else None
 
     def _wire(self) -> None:
         """Work out once what each call needs: whose gradients, which tangents, what is watched, what is returned."""
@@ -81,6 +81,14 @@ class Runner:
         self._fresh_at = {value: i for i, value in enumerate(t.results.fresh)}
         returned = t.results.returned
         self._single = self._fresh_at.get(returned[0].value) if len(returned) == 1 and t.out_spec.is_leaf() else None
+
+    def _owned(self) -> OwnedGradients:
+        t, slots = self.traced, [self.slots.bindings[i] for i in self._wanted_slots]
+        gradients = [t.graph.values[t.results.gradients[i]] for i in self._gradient_order[: len(slots)]]
+        alike = [
+            g.strides == t.graph.values[t.bindings[i].value].strides for g, i in zip(gradients, slots, strict=True)
+        ]
+        return OwnedGradients([self.slots.names[i] for i in self._wanted_slots], alike)
 
     # -- a call ------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from memplan.runtime.ledger import InFlight, Ledger
 from memplan.solve import solve
 
 _MAX_LAYOUTS = 8  # of one lane: a program whose order never repeats is left alone
+_MAX_EVENTS = 1024  # of one step
 
 
 class Lane(Protocol):
@@ -68,6 +69,8 @@ class Role:
             if other is not None
             and other is not lane
             and other.ledger.pending is not None
+            and other.role is not None
+            and other.role.timeline is self.timeline  # it has not moved to another arena since
             and id(other) not in self.leaves_alone[backward]
         ]
 
@@ -107,6 +110,7 @@ class Conductor:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._events: list[Event] = []
+        self._given_up = False
 
     def note(self, lane: Lane, *, backward: bool) -> None:
         """A forward or backward of `lane` begins."""
@@ -114,6 +118,10 @@ class Conductor:
             for other in lane.role.disturbed(lane, backward=backward):
                 other.ledger.give_up()
         with self._lock:
+            if len(self._events) >= _MAX_EVENTS:  # some graph is kept for ever, and no step is ever complete
+                self._given_up, self._events = True, []
+            if self._given_up:
+                return
             waiting = {id(e.lane) for e in self._events if e.lane is not lane and e.lane.ledger.pending is not None}
             self._events.append(Event(lane, backward, frozenset(waiting)))
 

@@ -193,6 +193,16 @@ def test_another_order_is_noticed() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
+def test_graphs_kept_for_ever_do_not_grow_the_record() -> None:
+    backend = Backend()
+    kept = torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(3, 4))
+    step = torch.compile(Broken().eval(), backend=backend)
+    for _ in range(300):
+        step(torch.ones(4, 8)).backward()
+    assert len(backend._conductors.mine()._events) <= 1024
+    kept.sum().backward()
+
+
 def test_threads_share_no_arena() -> None:
     torch.manual_seed(0)
     backend = Backend()
