@@ -90,6 +90,9 @@ def _arena(canvas: Canvas, picture: Picture) -> None:
         for segment in block.segments:
             wide = INNER * len(segment) / max(picture.steps, 1)
             canvas.box(x_of(picture, segment.start), top, wide, tall, fills[block.holder.kind])
+    for arrow in picture.arrows:
+        one = x_of(picture, arrow.start), y_of(picture, arrow.offset)
+        canvas.line(*one, x_of(picture, arrow.end), y_of(picture, arrow.back_offset), "#8a8f98")
     if picture.backward_from:
         x = x_of(picture, picture.backward_from)
         canvas.line(x, TOP - 4, x, TOP + ARENA, _DARK)
