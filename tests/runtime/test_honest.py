@@ -61,7 +61,7 @@ def test_allocated_bytes_equal_the_plan(name: str) -> None:
 def test_allocated_bytes_equal_the_plan_under_a_budget(name: str, policy: Any) -> None:
     model, args = ZOO[name]("nano")
     compiled = memplan_compile(model, args, budget=0.7, policy=policy, costs=FAST_LINK)
-    plan, program = compiled.plan, compiled._selector._main.program
+    plan, program = compiled.plan, compiled._selector.main.program
     assert plan.eviction is not None
     assert plan.evictions
     allocated = {"arena": program.arena.memory.untyped_storage().nbytes(), "host": program.host.memory.nbytes}
