@@ -3,7 +3,7 @@
 Every candidate decision (compute a storage again once, or every time; send it to the host) is judged by running
 the whole step on numbers of bytes, so that no estimate is wrong. What a decision wins is the area of live bytes
 above the budget, not the peak: an area falls even while another step still holds the peak. Then reverse-delete,
-and annealing over single decisions, both under the budget.
+and annealing over one or two decisions. What published policies decide is a start too (`seeds.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from memplan.evict.workload import Workload
 _EXPONENTS = (1.0, 0.5)  # of the seconds, by which the bytes won are divided
 _CHEAPEST = 1e-9  # seconds: what costs nothing is compared by bytes
 _WORK = 3_000_000  # ops judged by annealing, all rounds together
+_WALKS = 3  # of annealing, from the best starts
 _HEAT = 0.1  # the first temperature, in mean costs of one decision
 
 
@@ -39,13 +40,15 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     found = [
         trimmed(search, fitted)
         for origin in (start, *seeds)
-        for a in _EXPONENTS
-        if (fitted := descend(search, origin, a)) is not None
+        for exponent in (_EXPONENTS if origin.area else _EXPONENTS[:1])
+        if (fitted := descend(search, origin, exponent)) is not None
     ]
     if found:
-        best = annealed(search, min(found, key=lambda d: d.seconds), work=work, seed=seed)
-        if on_demand is None or best.seconds <= measure(workload, on_demand).seconds:
-            return search.events(best)
+        best = sorted(found, key=lambda d: d.seconds)[:_WALKS]
+        best = [annealed(search, one, work=work // _WALKS, seed=seed) for one in best]
+        fastest = min(best, key=lambda d: d.seconds)
+        if on_demand is None or fastest.seconds <= measure(workload, on_demand).seconds:
+            return search.events(fastest)
     if on_demand is None:
         raise infeasible(workload)
     return on_demand
