@@ -82,7 +82,7 @@ def measure(name: str, shares: Sequence[int], rounds: int) -> list[dict[str, Cel
     for step in steps.values():
         step()
     times = interleaved(steps, rounds)
-    rows = []
+    rows: list[dict[str, Cell]] = []
     for share, compiled in kept.items():
         ratios = [with_ / without for without, with_ in zip(times["plain"], times[str(share)], strict=True)]
         low, middle, high = ((ratio - 1) * 100 for ratio in statistics.quantiles(ratios, n=4))

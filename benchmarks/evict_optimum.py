@@ -20,8 +20,8 @@ import torch
 
 from benchmarks import zoo
 from benchmarks.arguments import names
+from benchmarks.branching import CLASSES, images
 from benchmarks.evict import ALIGNMENT, SHARES
-from benchmarks.full_size import CLASSES, images
 from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
 from memplan.errors import BudgetInfeasible
 from memplan.evict.arrays import measure

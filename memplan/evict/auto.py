@@ -22,8 +22,8 @@ from memplan.evict.workload import Workload
 
 _EXPONENTS = (1.0, 0.5)  # of the seconds, by which the bytes won are divided
 _CHEAPEST = 1e-9  # seconds: what costs nothing is compared by bytes
-_WORK = 3_000_000  # ops judged by annealing, all rounds together
-_WALKS = 3  # of annealing, from the best starts
+_WORK = 4_000_000  # ops judged by annealing, all rounds together
+_WALKS = 2  # of annealing, from the best starts
 _HEAT = 0.1  # the first temperature, in mean costs of one decision
 
 
@@ -36,7 +36,7 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     start = search.start()
     if start.area == 0:
         return search.events(start)
-    on_demand, seeds = seeded(search)
+    on_demand, seeds = seeded(search, quick=work == 0)
     found = [
         trimmed(search, fitted)
         for origin in (start, *seeds)

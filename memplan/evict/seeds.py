@@ -21,8 +21,11 @@ from memplan.evict.search import AGAIN, ONCE, SWAP, Decisions, Search
 _WORK = 4_000_000  # ops judged for Capuchin's decisions: enough for all of them below some thousand ops
 
 
-def seeded(search: Search) -> tuple[Events | None, tuple[Decisions, ...]]:
-    """(DTR's events, where they keep the budget; states to start from, which need not keep it)."""
+def seeded(search: Search, *, quick: bool = False) -> tuple[Events | None, tuple[Decisions, ...]]:
+    """(DTR's events, where they keep the budget; states to start from, which need not keep it).
+
+    `quick`: without Capuchin's, which take longer than DTR's.
+    """
     workload = search.workload
     try:
         events: Events | None = dtr(workload)
@@ -33,6 +36,8 @@ def seeded(search: Search) -> tuple[Events | None, tuple[Decisions, ...]]:
         states.append(decisions_of(search, events))
         figures = search.arrays.measure(*to_arrays(events))
         events = events if figures is not None and figures.peak <= workload.budget else None
+    if quick:
+        return events, tuple(state for state in states if np.isfinite(state.area))
     state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
     states += [state, decisions_of(search, search.events(state))]  # as it is, and with what runs often AGAIN
     return events, tuple(state for state in states if np.isfinite(state.area))
