@@ -3,7 +3,7 @@
 Every candidate decision (compute a storage again once, or every time; send it to the host) is judged by running
 the whole step on numbers of bytes, so that no estimate is wrong. What a decision wins is the area of live bytes
 above the budget, not the peak: an area falls even while another step still holds the peak. Then reverse-delete,
-and annealing over single decisions, both under the budget.
+and annealing over one or two decisions. What published policies decide is a start too (`seeds.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from memplan.evict.workload import Workload
 
 _EXPONENTS = (1.0, 0.5)  # of the seconds, by which the bytes won are divided
 _CHEAPEST = 1e-9  # seconds: what costs nothing is compared by bytes
-_WORK = 3_000_000  # ops judged by annealing, all rounds together
+_WORK = 4_000_000  # ops judged by annealing, all rounds together
+_WALKS = 2  # of annealing, from the best starts
 _TRIMMED = 3  # of the ways found, so many are looked at closely
 _TIGHT = 0.45  # of the bytes without a budget
 _HEAT = 0.1  # the first temperature, in mean costs of one decision
@@ -42,8 +43,13 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     found = [fitted for a in _EXPONENTS if (fitted := descend(search, start, a))]
     if found and not work:
         return search.events(min(found, key=lambda d: d.seconds))
-    on_demand, seeds = seeded(search)
-    found += [fitted for origin in seeds for a in _EXPONENTS if (fitted := descend(search, origin, a))]
+    on_demand, seeds = seeded(search, quick=not work)
+    found += [
+        fitted
+        for origin in seeds
+        for a in _EXPONENTS[: 2 if origin.area else 1]
+        if (fitted := descend(search, origin, a))
+    ]
     if not found or workload.budget < _TIGHT * start.peak:  # from below there may be a better way, or one at all
         found += _from_below(search)
     if not found:  # then the smallest storages count too
@@ -65,8 +71,8 @@ def _from_below(search: Search) -> list[Decisions]:
 
 def _improved(search: Search, found: list[Decisions], work: int, seed: int) -> Decisions:
     promising = sorted(found, key=lambda d: d.seconds)[:_TRIMMED]
-    best = min((trimmed(search, one) for one in promising), key=lambda d: d.seconds)
-    return annealed(search, best, work=work, seed=seed)
+    best = sorted((trimmed(search, one) for one in promising), key=lambda d: d.seconds)[:_WALKS]
+    return min((annealed(search, one, work=work // _WALKS, seed=seed) for one in best), key=lambda d: d.seconds)
 
 
 def recompute(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events:

@@ -6,7 +6,8 @@ chains again on demand is far from what single decisions lead to, and better.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,13 +16,16 @@ from memplan.evict.arrays import to_arrays
 from memplan.evict.capuchin import guided
 from memplan.evict.dtr import dtr
 from memplan.evict.events import Events, Kind
-from memplan.evict.search import AGAIN, ONCE, Decisions, Search
+from memplan.evict.search import AGAIN, ONCE, SWAP, Decisions, Search
 
 _WORK = 4_000_000  # ops judged for Capuchin's decisions: enough for all of them below some thousand ops
 
 
-def seeded(search: Search) -> tuple[Events | None, tuple[Decisions, ...]]:
-    """(DTR's events, where they keep the budget; states to start from, which need not keep it)."""
+def seeded(search: Search, *, quick: bool = False) -> tuple[Events | None, tuple[Decisions, ...]]:
+    """(DTR's events, where they keep the budget; states to start from, which need not keep it).
+
+    `quick`: without Capuchin's, which take longer than DTR's.
+    """
     workload = search.workload
     try:
         events: Events | None = dtr(workload)
@@ -32,21 +36,27 @@ def seeded(search: Search) -> tuple[Events | None, tuple[Decisions, ...]]:
         states.append(decisions_of(search, events))
         figures = search.arrays.measure(*to_arrays(events))
         events = events if figures is not None and figures.peak <= workload.budget else None
-    states.append(guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1)))
+    if quick:
+        return events, tuple(state for state in states if np.isfinite(state.area))
+    state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
+    states += [state, decisions_of(search, search.events(state))]  # as it is, and with what runs often AGAIN
     return events, tuple(state for state in states if np.isfinite(state.area))
 
 
 def decisions_of(search: Search, events: Events) -> Decisions:
-    """The recomputes of `events` as decisions: once, after the use that they followed; or again and again."""
+    """What `events` do as decisions: swapped after a use; computed again once, after a use, or again and again."""
     w = search.workload
     decision, gap = (state.copy() for state in (search.start().decision, search.start().gap))
     times: dict[int, int] = {}
     after: dict[int, int] = {}
+    away: dict[int, int] = {}
     ran: set[int] = set()
     position = -1
     for kind, index in events:
         if kind is Kind.DROP:
             after.setdefault(index, position)
+        elif kind is Kind.OFFLOAD:
+            away.setdefault(index, position)
         elif kind is Kind.RUN and index in ran:
             for s in w.writes[index]:
                 times[s] = times.get(s, 0) + 1
@@ -56,7 +66,13 @@ def decisions_of(search: Search, events: Events) -> Decisions:
     for s, count in times.items():
         if w.redo_until[s] < 0 or s not in after:
             continue
-        uses = w.uses[s]
         decision[s] = ONCE if count == 1 else AGAIN
-        gap[s] = uses[max(bisect_left(uses, after[s] + 1) - 1, 0)] if count == 1 else -1
+        gap[s] = _use(w.uses[s], after[s]) if count == 1 else -1
+    for s, at in away.items():
+        decision[s], gap[s] = SWAP, _use(w.uses[s], at)
     return search.judged(decision, gap)
+
+
+def _use(uses: Sequence[int], position: int) -> int:
+    """The last use at or before a position."""
+    return uses[max(bisect_right(uses, position) - 1, 0)]
