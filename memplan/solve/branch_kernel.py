@@ -7,7 +7,7 @@ one that fits into its corner. (numba's cache of `search_kernel.py` does not see
 that one too.)
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 from __future__ import annotations
 
 import numpy as np
