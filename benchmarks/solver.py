@@ -105,6 +105,8 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for layers in (100, 1000, 3000):
         problem = network(layers, seed=layers)
         yield Case(name=f"network-{layers}", problem=problem, task="default", seconds=None, seeds=1)
+    deep = scattered(20_000, seed=1, mean_life=400.0)
+    yield Case(name="deep-20000", problem=deep, task="minimize", seconds=args.seconds, seeds=1)
     if args.scale:
         for name, problem in read:
             if problem.capacity is None:

@@ -3,6 +3,7 @@
     plan(model, example_inputs)      what a step needs, to the byte, from fake tensors
     compile(model, example_inputs)   a module that runs it in one preallocated arena
     compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
+    record(step_fn)                  what a run allocates that cannot be traced, placed by plan
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     max_batch(make, budget)          the largest batch that fits, without running out of memory once
     profile(model, example_inputs)   what each op takes on this machine: costs for budgets
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from memplan.backend import Backend
     from memplan.budget import Budget
     from memplan.evict.workload import Policy as EvictionPolicy
-    from memplan.runtime import CompiledModule, CompiledStep, compile, compile_step, profile
+    from memplan.runtime import CompiledModule, CompiledStep, Recording, compile, compile_step, profile, record
     from memplan.schedule import Policy
     from memplan.solve import Solver
     from memplan.trace.batches import max_batch
@@ -50,6 +51,7 @@ __all__ = [
     "MemplanError",
     "Plan",
     "Problem",
+    "Recording",
     "Solution",
     "Status",
     "__version__",
@@ -63,13 +65,13 @@ __all__ = [
     "max_batch",
     "plan",
     "profile",
+    "record",
     "solve",
     "validate",
 ]
 
-_NEEDS_TORCH = dict.fromkeys(
-    ("compile", "compile_step", "profile", "CompiledModule", "CompiledStep"), "memplan.runtime"
-)
+_RUNTIME = ("compile", "compile_step", "profile", "record", "CompiledModule", "CompiledStep", "Recording")
+_NEEDS_TORCH = dict.fromkeys(_RUNTIME, "memplan.runtime")
 _NEEDS_TORCH |= {"Backend": "memplan.backend", "max_batch": "memplan.trace.batches"}
 
 

@@ -3,28 +3,35 @@
 Dynamo hands over graphs that take all tensors as inputs, parameters included. `Section` makes a module of such a
 graph again, so that parameters are addresses in the generated code. A graph break leaves the activations of one
 graph alive while the next runs, and one graph may run several times before its backward (layers that share their
-code): each call that is in flight has a lane, which is a program with an arena of its own.
+code): each call that is in flight has a lane, which is a program. Lanes that run in one step share one arena
+(`runtime/shared.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.convert_frame import compile_lock
 
 from memplan.errors import InputMismatch, MemplanError
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena
+from memplan.runtime.bind import BoundOp
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.runtime.runner import Runner
+from memplan.runtime.shared import Conductor, NotedLedger, Role, part_of
 from memplan.runtime.slots import Structure
 from memplan.trace import alignment_of, plan_traced, trace_graph
 from memplan.trace.traced import TracedGraph
 
-_MAX_SHAPES = 8  # plans kept of a graph whose sizes vary
+_MAX_PLANS = 8  # kept of a graph: one for each thread, and each shape where sizes vary
 _MAX_IN_FLIGHT = 64  # calls of one graph whose backward is still to come
 
 
@@ -56,13 +63,12 @@ class Options:
 
 
 class Section(nn.Module):
-    """A graph of dynamo's that keeps its parameters and buffers, and is called with the rest of its inputs."""
+    """A graph of dynamo's that keeps some inputs (by position, with names), and is called with the others."""
 
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    def __init__(self, graph: fx.GraphModule, kept: Mapping[int, str], inputs: Sequence[Any]) -> None:
         super().__init__()
         self.graph = graph
-        names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-        self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if _is_kept(x)}
+        self._kept = kept
         for i, name in self._kept.items():
             if isinstance(inputs[i], nn.Parameter):
                 self.register_parameter(name, inputs[i])
@@ -87,34 +93,65 @@ class Section(nn.Module):
 
 
 class Lane:
-    """A section that is ready to run, in an arena of its own. `like`: another lane of the same graph and shapes."""
+    """A section that is ready to run: one call of it can be in flight. `like`: another lane of the same graph."""
 
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], options: Options, like: Lane | None) -> None:
-        self.section = Section(graph, inputs)
-        self.runner: Runner
+    def __init__(
+        self,
+        section: Section,
+        inputs: Sequence[Any],
+        options: Options,
+        conductor: Conductor,
+        *,
+        like: Lane | None,
+    ) -> None:
+        self.section = section
+        self.ledger = NotedLedger(conductor, self)
+        self.role: Role | None = None
+        self.layouts = 0
+        self._options = options
+        self._structure = Structure(self.section)
         rest = self.section.follow(inputs)
-        traced = options.trace(self.section, rest) if like is None else like.runner.traced
-        plan = options.plan(traced) if like is None else like.runner.plan
+        self.traced: TracedGraph = options.trace(self.section, rest) if like is None else like.traced
+        self.plan: Plan = options.plan(self.traced) if like is None else like.plan
+        self.runner: Runner
         with torch.inference_mode(False):
-            arena = Arena(plan.arena_size, traced.device)
-            self.runner = Runner(Structure(self.section), traced, plan, arena, guard=options.guard)
+            arena = part_of(Arena(self.plan.arena_size, self.device), self.ledger)
+            bound = None if like is None else like.runner.program.bound
+            self.runner = self._run_in(self.plan, arena, bound)
+        self.plan = self.runner.plan
+
+    @property
+    def device(self) -> torch.device:
+        """Where its arena is."""
+        return self.traced.device
 
     @property
     def idle(self) -> bool:
-        """Whether no backward is still to come."""
-        return self.runner.arena.ledger.pending is None
+        """Whether it can run now: no backward of its own is to come, nor one whose activations it would overwrite."""
+        return self.ledger.pending is None and not (self.role and self.role.disturbed(self, backward=False))
+
+    def move(self, plan: Plan, arena: Arena) -> None:
+        """As `shared.Lane.move`."""
+        with torch.inference_mode(False):
+            self.runner = self._run_in(plan, arena, self.runner.program.bound)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         leaves = self.runner.signature.flatten(tuple(self.section.follow(inputs)), {})
-        return self.runner(leaves, training=self.runner.traced.training)
+        return self.runner(leaves, training=self.traced.training)
+
+    def _run_in(self, plan: Plan, arena: Arena, bound: tuple[BoundOp, ...] | None) -> Runner:
+        return Runner(self._structure, self.traced, plan, arena, guard=self._options.guard, bound=bound)
 
 
 class PlannedGraph:
     """What dynamo calls in the place of a graph: planned at the first call, once more for each other shape."""
 
-    def __init__(self, graph: fx.GraphModule, options: Options) -> None:
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], options: Options, conductors: Conductors) -> None:
         self._graph = graph
+        names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if _is_kept(x)}
         self._options = options
+        self._conductors = conductors
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._lanes: dict[Any, list[Lane]] = {}
 
@@ -125,19 +162,21 @@ class PlannedGraph:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plan of each shape that was called."""
-        return tuple(lanes[0].runner.plan for lanes in self._lanes.values())
+        """The plan of each shape that was called, as if it were alone."""
+        return tuple(lanes[0].plan for lanes in self._lanes.values())
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph at planned addresses. Raises `UnsupportedGraph` when it cannot be planned."""
-        key = tuple(_layout(x) for x in inputs) if self._varies else ()
+        conductor = self._conductors.mine()
+        conductor.settle()
+        key = conductor, tuple(_layout(x) for x in inputs) if self._varies else ()
         if key not in self._lanes:
-            if len(self._lanes) == _MAX_SHAPES:
+            if len(self._lanes) == _MAX_PLANS:
                 del self._lanes[next(iter(self._lanes))]
             self._lanes[key] = []
-        return self._lane(self._lanes[key], inputs)(inputs)
+        return self._lane(self._lanes[key], conductor, inputs)(inputs)
 
-    def _lane(self, lanes: list[Lane], inputs: Sequence[Any]) -> Lane:
+    def _lane(self, lanes: list[Lane], conductor: Conductor, inputs: Sequence[Any]) -> Lane:
         """An idle lane, best one with these very parameters, or a new one."""
         idle = [lane for lane in lanes if lane.idle]
         found = next((lane for lane in idle if lane.section.holds(inputs)), None)
@@ -147,31 +186,65 @@ class PlannedGraph:
                 raise InputMismatch(what, where="the call", hint="run the backward, or call under torch.no_grad()")
             found = idle[0]
         if found is None:
-            lanes.append(Lane(self._graph, inputs, self._options, lanes[0] if lanes else None))
-            found = lanes[-1]
+            section = Section(self._graph, self._kept, inputs)
+            with compile_lock:  # torch traces in one thread at a time
+                found = Lane(section, inputs, self._options, conductor, like=lanes[0] if lanes else None)
+            lanes.append(found)
+        return found
+
+
+class Conductors:
+    """A conductor for each thread: threads take no turns, so they share no arena."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def mine(self) -> Conductor:
+        """That of the calling thread."""
+        if not hasattr(self._local, "conductor"):
+            self._local.conductor = Conductor()
+        found: Conductor = self._local.conductor
         return found
 
 
 class Backend:
     """A backend for `torch.compile` with options: `torch.compile(model, backend=memplan.Backend(guard="poison"))`.
 
-    The options are those of `memplan.compile`. `graphs` are the graphs that it was given, with their plans.
+    The options are those of `memplan.compile`. Graphs that run in one step share one arena, laid out when the
+    first step is complete. `graphs` are those that it was given and that are still in use, with their plans.
     """
 
     def __init__(self, **options: Any) -> None:
         self._options = Options(**options)
-        self.graphs: list[PlannedGraph] = []
+        self._conductors = Conductors()
+        self._graphs: list[weakref.ref[PlannedGraph]] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Called by dynamo with each graph that it has traced."""
-        planned = PlannedGraph(graph, self._options)
-        self.graphs.append(planned)
+        planned = PlannedGraph(graph, inputs, self._options, self._conductors)
+        self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned
+
+    @property
+    def graphs(self) -> tuple[PlannedGraph, ...]:
+        """In the order in which dynamo found them."""
+        return tuple(graph for ref in self._graphs if (graph := ref()) is not None)
+
+    @property
+    def arena_size(self) -> int:
+        """Bytes of all arenas that its graphs have now."""
+        memories = {lane.runner.arena.memory for graph in self.graphs for lane in graph.lanes}
+        return sum(memory.numel() for memory in memories)
+
+
+@functools.cache
+def _default() -> Backend:
+    return Backend()
 
 
 def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """`torch.compile(model, backend="memplan")`: the entry point, with default options."""
-    return PlannedGraph(graph, Options())
+    return _default()(graph, inputs)
 
 
 def _is_kept(x: Any) -> bool:

@@ -35,12 +35,27 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """Points by falling budget, the last of them the smallest that can be kept; `base_seconds`: without a budget."""
+    """Points by falling budget, the smallest that can be kept among them; `most` bytes, `base_seconds`: without one."""
 
     policy: str
     costs: str
+    most: int
     base_seconds: float
     points: tuple[Point, ...]
+
+    def overhead(self, point: Point) -> float:
+        """Predicted seconds of a point that can be kept over those without a budget, less 1."""
+        assert point.seconds is not None
+        return point.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """What another system makes of the same step: its setting, the bytes that are really alive, its overhead."""
+
+    name: str
+    max_live: int
+    overhead: float
 
 
 def frontier(
@@ -84,4 +99,4 @@ def frontier(
             )
         )
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "custom")
-    return Frontier(policy=name, costs=prices.name, base_seconds=base.seconds, points=tuple(points))
+    return Frontier(policy=name, costs=prices.name, most=base.peak, base_seconds=base.seconds, points=tuple(points))

@@ -17,7 +17,7 @@ if [[ -n "$missing" ]]; then
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-"$python" -m pytest -p no:cacheprovider -p memplan.pytest_plugin -m cuda -rs tests
+"$python" -m pytest -p no:cacheprovider -m cuda -rs tests/runtime
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "No CUDA device is visible to $python: its tests were skipped, the benchmark is left out." >&2
     exit 0

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from memplan.cli import check, compare, demo, doctor, report, solve
+from memplan.cli import budget, check, compare, demo, doctor, report, solve
 from memplan.cli.console import Settings, error_console, show_error, tolerate_encodings
 from memplan.errors import MemplanError
 
@@ -34,6 +34,8 @@ memplan report model.py:gpt2 --infer           what a forward alone needs
 memplan report model.py:gpt2 --html a.html     see where every tensor lies
 
 memplan report model.py:gpt2 --save plan.json  keep the plan
+
+memplan budget model.py:gpt2                   what less memory costs in time
 
 memplan explain plan.json                      who is alive at the peak, why
 
@@ -64,6 +66,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(no_args_is_help=True)(report.report)
+app.command(no_args_is_help=True)(budget.budget)
 app.command()(check.check)
 app.command(no_args_is_help=True)(compare.diff)
 app.command(no_args_is_help=True)(compare.explain)

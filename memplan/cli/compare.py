@@ -42,7 +42,7 @@ def diff(
     from memplan.report.diff_form import diff_json, diff_sections, diff_title
 
     found = compare(obtain(before), obtain(after))
-    _print(form, diff_title(found), diff_sections(found), lambda: diff_json(found))
+    print_sections(form, diff_title(found), diff_sections(found), lambda: diff_json(found))
 
 
 def explain(
@@ -63,10 +63,11 @@ def explain(
     if at != "peak" and not (at.isascii() and at.isdigit() and len(at) < 10):
         raise InvalidSize(f"{at!r} is no step", where="--at", hint="write a number of 0 or more, or peak")
     found = explain_plan(obtain(target), None if at == "peak" else int(at))
-    _print(form, explain_title(found), explain_sections(found), lambda: explain_json(found))
+    print_sections(form, explain_title(found), explain_sections(found), lambda: explain_json(found))
 
 
-def _print(form: Format, title: str, sections: Iterable[Section], data: Any) -> None:
+def print_sections(form: Format, title: str, sections: Iterable[Section], data: Any) -> None:
+    """Sections in the form that was asked for; `data()` gives the JSON."""
     if form is Format.JSON:
         typer.echo(json.dumps(data(), indent=2, allow_nan=False))
     elif form is Format.MARKDOWN:

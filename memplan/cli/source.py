@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from memplan.cli.console import progress
 from memplan.errors import InvalidModel, InvalidSize
-from memplan.modelfile import blame, load_model, names_model
+from memplan.modelfile import NamedModel, blame, load_model, names_model
 from memplan.plan import Plan
 from memplan.units import parse_share, parse_size
 
@@ -49,6 +49,15 @@ def _saved(target: str) -> Plan:
         )
     with progress(f"Loading {target}"):
         return load(target)
+
+
+@contextlib.contextmanager
+def quiet_stages(target: str) -> Iterator[NamedModel]:
+    """The named model, while something is traced of it and torch is kept quiet."""
+    with contextlib.redirect_stdout(sys.stderr):
+        named = load_model(target)
+    with progress(f"Tracing {target}"), _quiet():
+        yield named
 
 
 def _planned(target: str, *, infer: bool, solver: str, time_limit: float | None) -> Plan:

@@ -9,14 +9,15 @@ and annealing over one or two decisions. What published policies decide is a sta
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from memplan.evict.arrays import measure
 from memplan.evict.events import Events
 from memplan.evict.floor import infeasible
-from memplan.evict.search import KEEP, SAVE, Decisions, Move, Search
+from memplan.evict.flow import flow
+from memplan.evict.search import AGAIN, KEEP, ONCE, SAVE, SWAP, Decisions, Move, Search
 from memplan.evict.seeds import seeded
 from memplan.evict.workload import Workload
 
@@ -24,34 +25,54 @@ _EXPONENTS = (1.0, 0.5)  # of the seconds, by which the bytes won are divided
 _CHEAPEST = 1e-9  # seconds: what costs nothing is compared by bytes
 _WORK = 4_000_000  # ops judged by annealing, all rounds together
 _WALKS = 2  # of annealing, from the best starts
+_TRIMMED = 3  # of the ways found, so many are looked at closely
+_TIGHT = 0.45  # of the bytes without a budget
 _HEAT = 0.1  # the first temperature, in mean costs of one decision
 
 
 def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int = 0) -> Events:
     """Events that keep the budget at little cost. The same workload and seed, the same events.
 
-    `work` is how long annealing may last, in ops judged. Raises `BudgetInfeasible` when no way is found.
+    `work` is how long annealing may last, in ops judged; with 0, any way will do. Raises `BudgetInfeasible` when no
+    way is found: with swaps, below the floor only.
     """
     search = Search(workload, swaps=swaps)
     start = search.start()
     if start.area == 0:
         return search.events(start)
-    on_demand, seeds = seeded(search, quick=work == 0)
-    found = [
-        trimmed(search, fitted)
-        for origin in (start, *seeds)
-        for exponent in (_EXPONENTS if origin.area else _EXPONENTS[:1])
-        if (fitted := descend(search, origin, exponent)) is not None
+    found = [fitted for a in _EXPONENTS if (fitted := descend(search, start, a))]
+    if found and not work:
+        return search.events(min(found, key=lambda d: d.seconds))
+    on_demand, seeds = seeded(search, quick=not work)
+    found += [
+        fitted
+        for origin in seeds
+        for a in _EXPONENTS[: 2 if origin.area else 1]
+        if (fitted := descend(search, origin, a))
     ]
-    if found:
-        best = sorted(found, key=lambda d: d.seconds)[:_WALKS]
-        best = [annealed(search, one, work=work // _WALKS, seed=seed) for one in best]
-        fastest = min(best, key=lambda d: d.seconds)
-        if on_demand is None or fastest.seconds <= measure(workload, on_demand).seconds:
-            return search.events(fastest)
-    if on_demand is None:
+    if not found or workload.budget < _TIGHT * start.peak:  # from below there may be a better way, or one at all
+        found += _from_below(search)
+    if not found:  # then the smallest storages count too
+        search = Search(workload, swaps=swaps, least=0.0)
+        found += _from_below(search)
+    ways = [search.events(_improved(search, found, work, seed))] if found else []
+    ways += [on_demand] if on_demand is not None else []
+    if not ways and swaps:
+        return flow(workload)  # which always finds one, if one exists
+    if not ways:
         raise infeasible(workload)
-    return on_demand
+    return min(ways, key=lambda events: measure(workload, events).seconds)
+
+
+def _from_below(search: Search) -> list[Decisions]:
+    """What is left of treating everything alike."""
+    return [fitted for low in drastic(search) if (fitted := descend(search, low, 1.0))]
+
+
+def _improved(search: Search, found: list[Decisions], work: int, seed: int) -> Decisions:
+    promising = sorted(found, key=lambda d: d.seconds)[:_TRIMMED]
+    best = sorted((trimmed(search, one) for one in promising), key=lambda d: d.seconds)[:_WALKS]
+    return min((annealed(search, one, work=work // _WALKS, seed=seed) for one in best), key=lambda d: d.seconds)
 
 
 def recompute(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events:
@@ -85,6 +106,19 @@ def descend(search: Search, state: Decisions, exponent: float) -> Decisions | No
             continue
         state, fresh = after, False
     return state
+
+
+def drastic(search: Search) -> Iterator[Decisions]:
+    """Everything that can be is treated alike: sent away, made again for every use, made again once."""
+    for wanted in (SWAP, AGAIN, ONCE):
+        decision, gap = np.zeros_like(search.arrays.size), np.full_like(search.arrays.size, -1)
+        for moves in search.moves:
+            for move in moves:
+                if move.decision == wanted:
+                    decision[move.storage], gap[move.storage] = move.decision, move.gap
+        state = search.judged(decision, gap)
+        if np.isfinite(state.area):
+            yield state
 
 
 def trimmed(search: Search, state: Decisions) -> Decisions:

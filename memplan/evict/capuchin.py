@@ -15,7 +15,7 @@ import numpy as np
 
 from memplan.evict.arrays import to_arrays
 from memplan.evict.events import Events, Kind
-from memplan.evict.floor import infeasible
+from memplan.evict.floor import infeasible, require_floor
 from memplan.evict.resident import with_streamed_kept
 from memplan.evict.search import KEEP, ONCE, SWAP, Decisions, Move, Search
 from memplan.evict.workload import Workload
@@ -39,6 +39,7 @@ def capuchin(workload: Workload) -> Events:
 
 
 def _guided(workload: Workload) -> Events:
+    require_floor(workload)
     search = Search(workload)
     state = guided(search)
     if state.area > 0:

@@ -18,7 +18,7 @@ from memplan.errors import BudgetInfeasible
 from memplan.evict.arrays import measure
 from memplan.evict.auto import recompute
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.floor import floor
+from memplan.evict.floor import floor, require_floor
 from memplan.evict.resident import with_streamed_kept
 from memplan.evict.workload import Workload
 
@@ -51,6 +51,7 @@ def cpsat(workload: Workload, *, work: float = 5.0) -> Events:
 
 
 def _best(workload: Workload, work: float) -> Events:
+    require_floor(workload)
     try:
         greedy: Events | None = recompute(workload)
     except BudgetInfeasible:

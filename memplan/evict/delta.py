@@ -13,14 +13,15 @@ from memplan.evict.dtr import Candidate, Neighbourhoods, candidate, h_dtr
 from memplan.evict.events import Events
 from memplan.evict.memory import Counter
 from memplan.evict.overlap import overlapped
-from memplan.evict.walk import Walk, Way
+from memplan.evict.walk import Walk, Way, Where
 from memplan.evict.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
-    """A storage that the filter chose: seconds to compute it again with what it is made from, seconds to copy it to
-    the host (0 when the host has it) and back, and seconds until its next use."""
+    """A storage that the filter chose, in seconds: to compute it again with what it is made from; until a copy to the
+    host that starts at its last touch is complete; to copy it back, and what is needed before it; until its next use.
+    """
 
     recompute: float
     out: float
@@ -38,8 +39,9 @@ def cheapest(candidate: Candidate) -> float:
 
 
 def direct(released: Released) -> Way:
-    """Swap where what the gap does not hide of the copies is less than the recompute."""
-    visible = max(0.0, released.out + released.back - released.gap)
+    """Swap where what is waited for is less than the recompute: the way out now, and what the gap does not hide of
+    the way back."""
+    visible = released.out + max(0.0, released.back - released.gap)
     return Way.SWAP if visible < released.recompute else Way.DROP
 
 
@@ -61,19 +63,32 @@ class _Delta:
         for seconds in workload.seconds:
             clock.append(clock[-1] + seconds)
         self._clock = clock
+        self._away: set[int] = set()
+        self._copied: set[int] = set(workload.streamed)
+        self._busy = 0.0  # until when copies to the host take the link
 
     def choose(self, walk: Walk, candidates: Sequence[int]) -> int:
         return min(candidates, key=lambda s: (self._filter(candidate(walk, self._around, s)), s))
 
     def way(self, walk: Walk, storage: int) -> Way:
-        w = walk.workload
+        w, by = walk.workload, walk.next_use(storage)
         released = Released(
             recompute=walk.seconds(storage) + self._around.seconds(walk, storage),
-            out=0.0 if walk.clean(storage) else w.to_host[storage],
-            back=w.to_device[storage],
-            gap=self._clock[walk.next_use(storage)] - self._clock[walk.position],
+            out=0.0 if walk.clean(storage) else max(0.0, self._left(walk, storage) - walk.clock),
+            back=w.to_device[storage] + sum(w.to_device[s] for s in self._away if walk.next_use(s) <= by),
+            gap=self._clock[by] - self._clock[walk.position],
         )
         return self._director(released)
 
     def changed(self, walk: Walk, storage: int) -> None:
         self._around.changed(walk, storage)
+        self._away.discard(storage)
+        if walk.where[storage] is Where.AWAY:
+            self._away.add(storage)
+            if storage not in self._copied:
+                self._busy = self._left(walk, storage)
+            self._copied.add(storage)
+
+    def _left(self, walk: Walk, storage: int) -> float:
+        """When its copy to the host is complete, after those before it."""
+        return max(self._busy, walk.touched[storage]) + walk.workload.to_host[storage]

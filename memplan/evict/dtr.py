@@ -2,7 +2,8 @@
 
 It knows nothing of what comes: ops run in order, and when bytes are wanted that are not free, the storage with the
 smallest h is dropped, to be computed again when it is needed. `dtr` counts bytes, as the paper does; `dtr_addresses`
-gives every storage an address, first-fit, so that what is free may be in pieces that nothing fits into.
+gives every storage an address, first-fit, so that what is free may be in pieces that nothing fits into. Random numbers
+are not drawn again, so what depends on them is dropped only while they are there; streamed storages stay once loaded.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from memplan.evict.measure_kernel import DROP, OFFLOAD, OFFLOADED, RELOAD, RELOA
 def prefetch(kinds, indices, budget, tables):
     """Events in which each OFFLOAD has its OFFLOADED and each RELOADED its RELOAD, placed by the copies' times.
 
-    Bytes leave when the copy is predicted to be complete (or when they are needed back); a reload starts as late as
+    Bytes leave when the copy is predicted to be complete, or when they are needed; a reload starts as late as
     it can, after those that are needed before it, as far ahead as its bytes fit under `budget`.
     """
     seconds, to_host, to_device = tables[10], tables[11], tables[12]
@@ -52,6 +52,16 @@ def prefetch(kinds, indices, budget, tables):
         live = measure(first, firsts, budget, *tables)[5]
         if live.shape[0] < step_of[count - 1]:
             return first, firsts
+        for e in range(count):  # where bytes are short, the step waits for what leaves
+            if kinds[e] != OFFLOAD:
+                continue
+            at = e + 1
+            while at < out_at[e] and (kinds[at] == DROP or live[step_of[at]] <= budget):
+                at += 1
+            for k in range(at, out_at[e]):
+                if kinds[k] != DROP:
+                    live[step_of[k]] -= size[indices[e]]
+            out_at[e] = at
         starts = np.inf
         for e in range(count - 1, -1, -1):
             if kinds[e] != RELOADED:

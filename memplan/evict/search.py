@@ -19,9 +19,6 @@ from memplan.evict.workload import Workload
 __all__ = ["AGAIN", "KEEP", "ONCE", "SAVE", "SWAP", "Decisions", "Move", "Search"]
 
 
-_LEAST = 1e-5
-
-
 @dataclass(frozen=True, slots=True)
 class Move:
     """Let `storage` be treated as `decision` says, at the use `gap` (an op index; -1 where it has none)."""
@@ -43,9 +40,12 @@ class Decisions:
 
 
 class Search:
-    """Judges decisions on a workload; `swaps`: copies to the host are allowed."""
+    """Judges decisions on a workload; `swaps`: copies to the host are allowed.
 
-    def __init__(self, workload: Workload, *, swaps: bool = True) -> None:
+    What could win less than `least` of the bytes above the budget is left out.
+    """
+
+    def __init__(self, workload: Workload, *, swaps: bool = True, least: float = 1e-5) -> None:
         self.workload = w = workload
         self.swaps = swaps
         self.arrays = Arrays(w)
@@ -54,7 +54,7 @@ class Search:
         room = 12 * len(w.graph.ops) + 1000
         self.kinds, self.indices = np.empty(room, np.int64), np.empty(room, np.int64)
         self.evaluations = 0
-        self.moves = self._moves(swaps=swaps)
+        self.moves = self._moves(swaps=swaps, least=least)
 
     @property
     def tables(self) -> tuple[Any, ...]:
@@ -93,16 +93,13 @@ class Search:
         kinds, indices = self.kinds[:count].copy(), self.indices[:count].copy()
         return to_events(*prefetch(kinds, indices, self.workload.budget, self.tables))
 
-    def _moves(self, *, swaps: bool) -> tuple[tuple[Move, ...], ...]:
-        """What could be done with each storage that is idle for a while, at its longest idle interval.
-
-        Left out is what could win next to nothing: less than a hundred-thousandth of the bytes above the budget.
-        """
+    def _moves(self, *, swaps: bool, least: float) -> tuple[tuple[Move, ...], ...]:
+        """What could be done with each storage that is idle for a while, at its longest idle interval."""
         w, redo = self.workload, self.workload.redo_until
         clock = np.concatenate(([0.0], np.cumsum(w.seconds)))
         live = measure(w, w.plain).live  # no streamed storages: a step for each op
         over = np.concatenate(([0], np.cumsum(live > w.budget)))
-        least = _LEAST * float(np.maximum(live - w.budget, 0).sum())
+        least *= float(np.maximum(live - w.budget, 0).sum())
         found = []
         for s, uses in enumerate(w.uses):
             if not w.size[s] or not w.graph.storages[s].planned or not w.writers[s]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.holders import Holder
 from memplan.report.summary import Peak, Report
-from memplan.units import bytes_apart, format_bytes, format_share
+from memplan.units import bytes_apart, format_bytes, format_exact, format_share
 
 Line = tuple[str, int | None, str]
 
@@ -94,6 +94,26 @@ def waiting_lines(report: Report) -> tuple[str, ...]:
             "an update in every step would not need them"
         )
     return tuple(lines)
+
+
+def budget_lines(report: Report) -> tuple[str, ...]:
+    """How a budget is kept, and what that is predicted to cost."""
+    k = report.kept
+    if k is None:
+        return ()
+    what = []
+    if k.recomputes:
+        what.append(f"{_times(k.recomputes)} ({format_bytes(k.recomputed)}) computed again")
+    if k.offloads:
+        copied = f"{_times(k.offloads)} ({format_bytes(k.offloaded)}) copied to the host and back"
+        what.append(f"{copied}, where they take {format_bytes(k.host_size)}")
+    cost = f"predicted +{k.overhead * 100:.2f} % of a step's time by the costs of {k.costs}"
+    how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
+    return (f"budget {format_exact(k.budget)}, kept by {k.policy!r}: {how}",)
+
+
+def _times(count: int) -> str:
+    return f"{count} storage{'' if count == 1 else 's'}"
 
 
 def peak_line(peak: Peak) -> str:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from memplan.errors import InvalidSolution
+from memplan.evict.record import Action
 from memplan.graph import Phase
 from memplan.holders import Holder, largest
 from memplan.plan import Plan
 from memplan.problem import Interval, Problem, Solution
 from memplan.report.lines import title, verdict
+from memplan.report.summary import Report
 from memplan.units import format_bytes, format_share
 from memplan.uses import OpAt, op_at
 
@@ -37,6 +39,20 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Arrow:
+    """An eviction: the bytes leave after step `start`, and are had again from step `end` on, at another offset or the
+    same. Offsets are the middles of the blocks; `about` says what happens.
+    """
+
+    start: int
+    offset: int
+    end: int
+    back_offset: int
+    offload: bool
+    about: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
     """Sizes are bytes. `profile` is (step, live bytes from it on); `ops` the op of each step, or nothing where
     no graph is known; the backward begins at step `backward_from`. `figures` are (label, size, remark)."""
@@ -52,6 +68,7 @@ class Picture:
     backward_from: int | None = None
     figures: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    arrows: tuple[Arrow, ...] = ()
 
 
 def picture_of_plan(plan: Plan) -> Picture:
@@ -72,11 +89,52 @@ def picture_of_plan(plan: Plan) -> Picture:
         backward_from=first,
         figures=(
             *_figures(plan.problem, plan.solution),
+            *_budget(report),
             ("outside the arena", format_bytes(report.outside_total), "parameters, inputs, gradients, the caller's"),
             ("total", format_bytes(report.total), "what the device must hold"),
         ),
         notes=(verdict(report), *(lever.text for lever in report.advice)),
+        arrows=_arrows(plan),
     )
+
+
+def _budget(report: Report) -> tuple[tuple[str, str, str], ...]:
+    k = report.kept
+    if k is None:
+        return ()
+    remark = f"{k.recomputes} computed again, {k.offloads} copied; predicted +{k.overhead * 100:.2f} % of a step's time"
+    return (("budget", format_bytes(k.budget), remark),)
+
+
+def _arrows(plan: Plan) -> tuple[Arrow, ...]:
+    """From the last use before each eviction to where the bytes are had again."""
+    buffers = {b.id: b for b in plan.problem.buffers}
+    names = {s.name: i for i, s in enumerate(plan.graph.storages)}
+    lies = dict(zip((v.storage for v in plan.graph.values), (v.storage for v in plan.placed.values), strict=True))
+
+    def middle(name: str) -> int | None:
+        """Of the buffer that holds a storage, which may be that of an input whose bytes it took."""
+        home = plan.graph.storages[lies.get(names[name], names[name])].name
+        return plan.solution.offsets[home] + buffers[home].size // 2 if home in buffers else None
+
+    before: dict[str, str] = {}
+    found = []
+    for e in plan.evictions:
+        here, back = middle(before.get(e.storage, e.storage)), middle(e.instance)
+        before[e.storage] = e.instance
+        if here is not None and back is not None:
+            what = "copied to the host, and back" if e.action is Action.OFFLOAD else "computed again"
+            found.append(
+                Arrow(
+                    start=e.evicted_access + 1,
+                    offset=here,
+                    end=e.in_trigger,
+                    back_offset=back,
+                    offload=e.action is Action.OFFLOAD,
+                    about=f"{e.storage} ({format_bytes(e.nbytes)}): {what} for step {e.back_access}",
+                )
+            )
+    return tuple(found)
 
 
 def picture_of(problem: Problem, solution: Solution, name: str) -> Picture:

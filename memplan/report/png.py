@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from memplan.errors import MemplanError
@@ -20,22 +22,32 @@ _DARK, _TEXT, _DIM, _LINE, _PEAK = "#16191d", "#3a4048", "#5b636d", "#d9dde3", "
 
 def picture_png(picture: Picture) -> bytes:
     """A PNG file of 2560 x 1640 pixels. Raises `MemplanError` when Pillow is not installed."""
+    with drawn(WIDTH, HEIGHT) as (canvas, finish):
+        _header(canvas, picture)
+        _arena(canvas, picture)
+        _live(canvas, picture)
+        _legend(canvas, picture)
+    return finish()
+
+
+@contextmanager
+def drawn(width: int, height: int) -> Iterator[tuple[Canvas, Callable[[], bytes]]]:
+    """A white canvas of so many points, and what makes a file of it. Raises `MemplanError` without Pillow."""
     try:
         from PIL import Image, ImageDraw
     except ImportError as error:
         raise MemplanError("PNG needs Pillow", hint="pip install 'memplan[png]', or write --svg or --html") from error
-    image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), "white")
-    canvas = _Canvas(ImageDraw.Draw(image))
-    _header(canvas, picture)
-    _arena(canvas, picture)
-    _live(canvas, picture)
-    _legend(canvas, picture)
-    out = io.BytesIO()
-    image.save(out, format="PNG", optimize=True)
-    return out.getvalue()
+    image = Image.new("RGB", (width * SCALE, height * SCALE), "white")
+
+    def finish() -> bytes:
+        out = io.BytesIO()
+        image.save(out, format="PNG", optimize=True)
+        return out.getvalue()
+
+    yield Canvas(ImageDraw.Draw(image)), finish
 
 
-class _Canvas:
+class Canvas:
     """Draws in points."""
 
     def __init__(self, draw: ImageDraw) -> None:
@@ -60,13 +72,13 @@ class _Canvas:
         self._draw.polygon([(x * SCALE, y * SCALE) for x, y in points], fill=fill, outline=outline)
 
 
-def _header(canvas: _Canvas, picture: Picture) -> None:
+def _header(canvas: Canvas, picture: Picture) -> None:
     canvas.text(LEFT, 32, picture.title, _DARK, size=18)
     canvas.text(LEFT, 54, " · ".join(f"{label} {value}" for label, value, _ in picture.figures))
     canvas.text(LEFT, 72, picture.notes[0] if picture.notes else "", _DIM)
 
 
-def _arena(canvas: _Canvas, picture: Picture) -> None:
+def _arena(canvas: Canvas, picture: Picture) -> None:
     for offset in ticks(picture.arena, 8, binary=True):
         canvas.line(LEFT, y_of(picture, offset), WIDTH - RIGHT, y_of(picture, offset), _LINE)
         canvas.text(LEFT - 8, y_of(picture, offset), format_bytes(offset), _DIM, anchor="rm")
@@ -78,13 +90,16 @@ def _arena(canvas: _Canvas, picture: Picture) -> None:
         for segment in block.segments:
             wide = INNER * len(segment) / max(picture.steps, 1)
             canvas.box(x_of(picture, segment.start), top, wide, tall, fills[block.holder.kind])
+    for arrow in picture.arrows:
+        one = x_of(picture, arrow.start), y_of(picture, arrow.offset)
+        canvas.line(*one, x_of(picture, arrow.end), y_of(picture, arrow.back_offset), "#8a8f98")
     if picture.backward_from:
         x = x_of(picture, picture.backward_from)
         canvas.line(x, TOP - 4, x, TOP + ARENA, _DARK)
         canvas.text(x + 5, TOP - 3, "backward", _DIM)
 
 
-def _live(canvas: _Canvas, picture: Picture) -> None:
+def _live(canvas: Canvas, picture: Picture) -> None:
     points, before = [(float(LEFT), live_y(picture, 0))], 0
     for step, live in picture.profile:
         points += [(x_of(picture, step), live_y(picture, before)), (x_of(picture, step), live_y(picture, live))]
@@ -100,7 +115,7 @@ def _live(canvas: _Canvas, picture: Picture) -> None:
     canvas.text(LEFT, top, f"live bytes; max live {format_exact(picture.max_live)} at step {picture.peak_step}")
 
 
-def _legend(canvas: _Canvas, picture: Picture) -> None:
+def _legend(canvas: Canvas, picture: Picture) -> None:
     x = LEFT
     for kind, fill in colours(picture).items():
         canvas.box(x, HEIGHT - 22, 12, 12, fill)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memplan.advice import Lever, levers
+from memplan.evict.record import Action
 from memplan.graph import StorageKind
 from memplan.holders import Holder, alive_at, largest
 from memplan.plan import Plan
@@ -67,6 +68,26 @@ class Functional:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """How a budget is kept: bytes that are computed again and that are copied to the host and back in a step (as
+    often as they are), the arena on the host, and the predicted seconds by the costs of `costs`.
+    """
+
+    budget: int
+    policy: str
+    costs: str
+    recomputes: int
+    recomputed: int
+    offloads: int
+    offloaded: int
+    host_size: int
+    seconds: float
+    base_seconds: float
+    stall: float
+    overhead: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A plan in figures. Sizes are bytes, steps are positions in the schedule.
 
@@ -76,7 +97,8 @@ class Report:
     `order_traced` is what the traced order needs.
     `order_certified`: they are equal, so that no order needs less. `barrier` is what makes all updates of a whole
     step wait for all gradients (None: nothing does), with its price; `accumulated` the bytes of gradients that
-    are kept from step to step (a part of the optimizer's state). `peak` is None when
+    are kept from step to step (a part of the optimizer's state). `kept` is how a budget is kept (None: there is
+    none), by the steps of which the order figures count too. `peak` is None when
     nothing is planned. `advice` are levers that follow from the plan, each with the most that it saves.
     """
 
@@ -102,6 +124,7 @@ class Report:
     order_proof: str
     barrier: Barrier | None
     accumulated: int
+    kept: Kept | None
     outside: Outside
     outside_total: int
     total: int
@@ -139,6 +162,7 @@ def make_report(plan: Plan) -> Report:
         order_proof=plan.schedule.proof,
         barrier=price(plan.graph, plan.schedule.max_live),
         accumulated=accumulated(plan.graph),
+        kept=_kept(plan),
         outside=outside,
         outside_total=outside.total,
         total=plan.total,
@@ -147,6 +171,28 @@ def make_report(plan: Plan) -> Report:
         functional=_functional(plan),
         advice=levers(plan),
         versions=tuple(sorted(plan.versions.items())),
+    )
+
+
+def _kept(plan: Plan) -> Kept | None:
+    if plan.eviction is None:
+        return None
+    sizes: dict[Action, list[int]] = {action: [] for action in Action}
+    for e in plan.evictions:
+        sizes[e.action].append(e.nbytes)
+    return Kept(
+        budget=plan.eviction.budget,
+        policy=plan.eviction.policy,
+        costs=plan.eviction.costs,
+        recomputes=len(sizes[Action.RECOMPUTE]),
+        recomputed=sum(sizes[Action.RECOMPUTE]),
+        offloads=len(sizes[Action.OFFLOAD]),
+        offloaded=sum(sizes[Action.OFFLOAD]),
+        host_size=plan.host_size,
+        seconds=plan.eviction.seconds,
+        base_seconds=plan.eviction.base_seconds,
+        stall=plan.eviction.stall,
+        overhead=plan.eviction.overhead,
     )
 
 

@@ -12,7 +12,7 @@ from memplan.units import format_bytes, format_exact
 
 _STYLE = (
     "text{font:12px system-ui,'DejaVu Sans',sans-serif;fill:#3a4048}.h{font-size:18px;font-weight:600;fill:#16191d}"
-    ".n{fill:#5b636d}.g{stroke:#d9dde3;stroke-width:1}.b{stroke:#fff;stroke-width:.5}.p{stroke:#c23b3b;"
+    ".e{stroke:#16191d;stroke-opacity:.45;fill:none}.n{fill:#5b636d}.g{stroke:#d9dde3;stroke-width:1}.b{stroke:#fff;stroke-width:.5}.p{stroke:#c23b3b;"
     "stroke-dasharray:4 3}.a{stroke:#16191d;stroke-dasharray:2 3}.r{text-anchor:end}.m{text-anchor:middle}"
 )
 
@@ -64,6 +64,12 @@ def _blocks(picture: Picture) -> Iterator[str]:
             line = f"M{x_of(picture, one.end):.2f} {y:.2f}H{x_of(picture, two.start):.2f}"
             yield f'<path d="{line}" stroke="{fill}" stroke-dasharray="3 3" fill="none"/>'
         yield "</g>"
+    for arrow in picture.arrows:
+        x, y = x_of(picture, arrow.end), y_of(picture, arrow.back_offset)
+        dash = "" if arrow.offload else ' stroke-dasharray="5 4"'
+        line = f"M{x_of(picture, arrow.start):.2f} {y_of(picture, arrow.offset):.2f}L{x:.2f} {y:.2f}"
+        yield f'<path class="e" d="{line}"{dash}><title>{escape(printable(arrow.about))}</title></path>'
+        yield f'<circle cx="{x:.2f}" cy="{y:.2f}" r="2.5" fill="#16191d" fill-opacity=".6"/>'
     if picture.backward_from:
         x = x_of(picture, picture.backward_from)
         yield f'<path class="a" d="M{x:.2f} {TOP - 4}v{ARENA + 4}"/>'

@@ -47,7 +47,7 @@ def redzone_of(guard: str | None, alignment: int) -> int:
 
 
 def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Guards:
-    """Poison at birth and after death, in the arena and on the host."""
+    """Poison at birth and after death, in the arena, and on the host where the host itself copies."""
     steps = len(plan.schedule.order)
     before: list[list[Hook]] = [[] for _ in range(steps)]
     after: list[list[Hook]] = [[] for _ in range(steps)]
@@ -58,7 +58,7 @@ def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> 
     nbytes = {s.name: s.nbytes for s in graph.storages}
     places: list[tuple[Sequence[Buffer], Mapping[str, int], Memory, int]]
     places = [(plan.problem.buffers, plan.solution.offsets, arena, plan.redzone)]
-    if plan.eviction is not None:
+    if plan.eviction is not None and arena.device.type == "cpu":  # a GPU copies later than the host runs
         copies = host_problem(plan.graph, plan.schedule, alignment=plan.alignment).buffers
         places.append((copies, plan.eviction.host.offsets, host, 0))
     for buffers, offsets, memory, redzone in places:

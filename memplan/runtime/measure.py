@@ -14,7 +14,7 @@ import torch
 
 def peak_bytes(thunks: Sequence[Callable[[], None]], device: torch.device) -> list[int]:
     """For each thunk, the most bytes (above those at its start) that were allocated while it ran."""
-    with _quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
+    with quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
         for i, thunk in enumerate(thunks):
             with torch.autograd.profiler.record_function(f"memplan::{i}"):
                 thunk()
@@ -46,7 +46,7 @@ def _peaks(windows: dict[int, tuple[int, int]], allocations: list[tuple[int, int
 
 
 @contextmanager
-def _quiet_kineto() -> Iterator[None]:
+def quiet_kineto() -> Iterator[None]:
     """Kineto reports its own start and stop on stderr unless it is told not to when it starts."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = "99"

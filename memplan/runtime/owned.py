@@ -17,11 +17,15 @@ _HINT = 'compile with gradients="safe"'
 
 
 class OwnedGradients:
-    """Assigns gradients. `anchor` is what autograd sees in the parameters' place; `names` are the parameters'."""
+    """Assigns gradients. `anchor` is what autograd sees in the parameters' place.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    `names` are the parameters', `alike` says whose gradient is laid out as the parameter itself.
+    """
+
+    def __init__(self, names: Sequence[str], alike: Sequence[bool]) -> None:
         self.anchor = torch.zeros((), requires_grad=True)
         self._names = names
+        self._alike = alike
 
     def require_no_reducer(self) -> None:
         """Raise inside the forward of DistributedDataParallel, which waits for hooks that would not come."""
@@ -40,12 +44,13 @@ class OwnedGradients:
 
     def assign(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Make each gradient its parameter's `.grad`, or add it to the one that is there."""
-        for p, gradient in zip(parameters, gradients, strict=True):
+        for p, gradient, alike in zip(parameters, gradients, self._alike, strict=True):
             if gradient is None:
                 continue
-            if p.grad is not None:
-                p.grad.add_(gradient)
-            elif gradient.stride() == p.stride():
+            grad = p.grad
+            if grad is not None:
+                grad.add_(gradient)
+            elif alike:
                 p.grad = gradient
             else:
                 p.grad = torch.empty_like(p).copy_(gradient)

@@ -60,17 +60,26 @@ class Program:
 
 
 def build_program(
-    traced: TracedGraph, plan: Plan, arena: Arena, host: Memory, tensors: Mapping[int, torch.Tensor], *, guards: Guards
+    traced: TracedGraph,
+    plan: Plan,
+    arena: Arena,
+    host: Memory,
+    tensors: Mapping[int, torch.Tensor],
+    *,
+    guards: Guards,
+    bound: tuple[BoundOp, ...] | None = None,
 ) -> Program:
     """Bind, measure and compile a step. `tensors` maps bindings (indices) to parameters, buffers, example inputs.
 
-    The program's plan is `plan` with what the trial run found out about the kernels.
+    The program's plan is `plan` with what the trial run found out about the kernels. `bound`: what a trial of the
+    same program elsewhere has bound already.
     """
     layout = _layout(traced)
     graph, order = traced.graph, plan.schedule.order
     static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **_on_host(graph, plan, host)}, tensors, layout)
     transfers, copies = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
-    plan, bound = run_trial(traced, plan, layout, static, tensors, transfers=transfers)
+    if bound is None:
+        plan, bound = run_trial(traced, plan, layout, static, tensors, transfers=transfers)
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
     inputs = tuple(i for i, b in enumerate(traced.bindings) if b.source is Source.INPUT)

@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, Memory, dtype_of, view_within
+from memplan.runtime.bind import BoundOp
 from memplan.runtime.graphed import GraphedProgram, Recorder
 from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
 from memplan.runtime.owned import OwnedGradients
@@ -35,8 +36,11 @@ class Runner:
         owned: bool = False,
         recorder: Recorder | None = None,
         whole: bool = False,
+        bound: tuple[BoundOp, ...] | None = None,
     ) -> None:
-        """`owned`: assign gradients (`owned.py`). `recorder`: record and replay (`graphed.py`), `whole`: as one."""
+        """`bound`: as in `build_program`. `owned`: assign gradients (`owned.py`). `recorder`: record and replay
+        (`graphed.py`), `whole`: as one.
+        """
         traced = follow(traced, plan)  # from here on values are where the plan has them
         self.traced = traced
         self.arena = arena
@@ -52,13 +56,13 @@ class Runner:
                 tensors[i] = b.tensor
         host = arena.host(plan.host_size)
         guards = _guards(guard, traced, plan, arena, host)
-        self.program = build_program(traced, plan, arena, host, tensors, guards=guards)
+        self.program = build_program(traced, plan, arena, host, tensors, guards=guards, bound=bound)
         self.plan = self.program.plan
         self.graphed = None if recorder is None else GraphedProgram(self.program, recorder, whole=whole)
         self.forward = self.program.forward if self.graphed is None else self.graphed.forward
         self.backward = self.program.backward if self.graphed is None else self.graphed.backward
         self._wire()
-        self.owned = OwnedGradients([self.slots.names[i] for i in self._wanted_slots]) if owned else None
+        self.owned = self._owned() if owned else None
 
     def _wire(self) -> None:
         """Work out once what each call needs: whose gradients, which tangents, what is watched, what is returned."""
@@ -77,6 +81,14 @@ class Runner:
         self._fresh_at = {value: i for i, value in enumerate(t.results.fresh)}
         returned = t.results.returned
         self._single = self._fresh_at.get(returned[0].value) if len(returned) == 1 and t.out_spec.is_leaf() else None
+
+    def _owned(self) -> OwnedGradients:
+        t, slots = self.traced, [self.slots.bindings[i] for i in self._wanted_slots]
+        gradients = [t.graph.values[t.results.gradients[i]] for i in self._gradient_order[: len(slots)]]
+        alike = [
+            g.strides == t.graph.values[t.bindings[i].value].strides for g, i in zip(gradients, slots, strict=True)
+        ]
+        return OwnedGradients([self.slots.names[i] for i in self._wanted_slots], alike)
 
     # -- a call ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ that one too.)
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
 
@@ -89,7 +90,7 @@ def pick_buffer(
     buf_lo, buf_hi,
 ):  # fmt: skip
     """The buffer to decide next, or -1 when every unplaced buffer of the piece is skipped where it stands."""
-    best, score = -1, 0
+    best, score = np.int64(-1), 0  # a literal would compile `_descend` twice
     for k in range(mem_ptr[section], mem_ptr[section + 1]):
         b = mem[k]
         if placed[b]:
@@ -109,5 +110,5 @@ def pick_buffer(
         if placed[b] or hole[b] == allowed[b] or buf_lo[b] < lo or buf_lo[b] >= hi:
             continue
         if best < 0 or allowed[b] < allowed[best] or (allowed[b] == allowed[best] and rank[b] < rank[best]):
-            best = b
+            best = b  # type: ignore[assignment]  # numba's integers are one type
     return best

@@ -123,14 +123,14 @@ def fit(order, policy, size, align, low, seg_ptr, seg_lo, seg_hi, sections, offs
     stamp = np.full(n, -1, np.int64)
     met = np.empty(n, np.int64)
     stack = np.empty(256, np.int64)
-    used = 0
+    used = np.int64(0)  # not 0: `_hang` would be compiled twice
     for b in range(n):
         if offsets[b] >= 0:
             for k in range(seg_ptr[b], seg_ptr[b + 1]):
                 used = _hang(b, seg_lo[k], seg_hi[k], base, head, link, owner, used)
     for turn in range(order.shape[0]):
         b = order[turn]
-        count = 0
+        count = np.int64(0)
         for k in range(seg_ptr[b], seg_ptr[b + 1]):
             count = _meet(seg_lo[k], seg_hi[k], base, head, link, owner, stamp, turn, met, count, stack)
         bottoms = offsets[met[:count]]

@@ -11,7 +11,7 @@ from memplan.solve.core import Core, Ints
 
 _PAIRS = 2_000_000  # above as many pairs of buffers alive together, fitting one by one takes longer than 0.3 s
 
-_PAIRS_PER_UNIT = 16  # pairs met while fitting, for one unit of work
+PAIRS_PER_UNIT = 16  # pairs met while fitting, for one unit of work
 
 
 def unplaced(core: Core) -> Ints:
@@ -82,7 +82,7 @@ def fill(core: Core, order: Ints, max_offset: Ints, offsets: Ints, budget: Budge
     refused = order[on_top[order] < 0]
     pairs = pairs_alive_together(core) if len(refused) else 0
     if budget is not None:
-        budget.spend(len(refused) * 2 * pairs // max(core.n, 1) // _PAIRS_PER_UNIT, 1)
+        budget.spend(len(refused) * 2 * pairs // max(core.n, 1) // PAIRS_PER_UNIT, 1)
     first_fit(core, refused, on_top)
     if (on_top <= max_offset).all():
         offsets[:] = on_top

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from memplan.solve import squeaky
 from memplan.solve.attempt import LARGE, attempt
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget, Limits, Progress
@@ -11,11 +12,9 @@ from memplan.solve.core import Core, Ints
 from memplan.solve.quick import first_answers
 from memplan.solve.search import Outcome
 
-_FIT_SHARE, _FIRST_SHARE, _LARGE_SHARE = (
-    0.95,
-    0.2,
-    0.6,
-)  # of the budget: on the capacity if that is enough, else on the bound itself
+# Of the budget: on the capacity if that is enough, else on the bound itself (of large problems).
+_FIT_SHARE, _FIRST_SHARE, _LARGE_SHARE = 0.95, 0.1, 0.6
+_PROMOTE_SHARE = 0.7  # of what is left then, on large problems
 _EFFORT = 20_000  # units of work at first, on each capacity above the bound
 _STEPS = (0.85, 0.7, 0.5, 0.25, 0.0)  # the next capacity, between the bound (0) and the best arena (1)
 _SEARCH_SHARE, _EXACT = 0.7, 64  # of the budget before CP-SAT; buffers up to which CP-SAT is asked at all
@@ -45,6 +44,8 @@ class Race:
         else:
             share = _LARGE_SHARE if self.core.n > LARGE else _FIRST_SHARE
             self._try(self.bound, self.budget.share(share), seed)
+        if self.core.n > LARGE and not self._is_done():
+            self._promote(self.budget.share(_PROMOTE_SHARE))
         self._descend(self.budget.share(_SEARCH_SHARE) if self._is_small() else self.budget, seed)
         if self._is_small():
             self._close()
@@ -58,6 +59,13 @@ class Race:
             assert self.arena is not None
             outcome = self._try(self.arena - 1, self.budget, 0, hint=self.offsets)
             if outcome is Outcome.LIMIT:
+                return
+
+    def _promote(self, budget: Budget) -> None:
+        goal = self.core.max_offset(self.bound)
+        for offsets in squeaky.rounds(self.core, goal, budget):
+            self._offer(offsets)
+            if self._is_done():
                 return
 
     def _descend(self, budget: Budget, seed: int) -> None:

@@ -19,7 +19,8 @@ from memplan.solve.core import Core, Ints, load_of
 # Rules for the section: how few candidates make it urgent, and whether buffers that fit a corner come first.
 _RULES = ((3, True), (4, True), (5, False), (1, False))
 _TABLE = 1 << 18  # remembered states
-_FIRST_NODES, _SLICE_NODES, _LEAST_NODES = 2, 5, 100  # per buffer, per buffer, at least
+_NOISES = (0.05, 0.3)  # of the logarithm of a key
+_FIRST_NODES, _SLICE_NODES, _LEAST_NODES = 2, 1, 100  # per buffer, per buffer, at least
 
 
 class Outcome(enum.Enum):
@@ -73,7 +74,7 @@ def search(piece: Instance, budget: Budget, seed: int) -> tuple[Outcome, Ints]:
             by_score = np.argsort(left, kind="stable")
             arm = int(by_score[min(int(random.exponential(len(arms) / 3)), len(arms) - 1)])
             nodes = _SLICE_NODES * n * _luby(run - len(arms) + 1)
-            noise = (0.05, 0.3)[int(random.integers(2))]
+            noise = _NOISES[int(random.integers(2))]
             rank_key = keys[arms[arm][0]] * np.exp(random.normal(0.0, noise, n))
         outcome, area = _run(
             piece,

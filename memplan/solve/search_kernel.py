@@ -220,14 +220,15 @@ def search(
     c_next = np.empty(sections + n + 2, np.int64)
     c_owner = np.empty(sections + n + 2, np.int64)
     c_count = np.empty(sections + n + 2, np.int64)
-    t_kind = np.empty(64 * (n + 16), np.int8)
-    t_index = np.empty(64 * (n + 16), np.int32)
+    t_kind = np.empty(64 * (n + 16), np.int64)
+    t_index = np.empty(64 * (n + 16), np.int64)
     t_old = np.empty(64 * (n + 16), np.int64)
-    tp = 0
+    # np.int64(0), not 0: numba would compile the functions below a second time for the literal.
+    tp = np.int64(0)
 
     c_lo[0], c_hi[0], c_next[0], c_owner[0], c_count[0] = 0, sections, -1, -1, n
-    cells, cell, left, root = 1, 0, n, True
-    key = _key_of(0, sections, salt, buf_lo, placed, allowed, hole)
+    cells, cell, left, root = np.int64(1), np.int64(0), n, True
+    key = _key_of(c_lo[0], sections, salt, buf_lo, placed, allowed, hole)
     for b in range(n):
         if allowed[b] > maxoff[b]:
             return EXHAUSTED, 0, area

@@ -15,7 +15,7 @@ def _plan() -> Plan:
 
 def test_C2_a_lifetime_ends_after_the_last_use_and_outputs_are_not_planned() -> None:  # noqa: N802
     p = _plan()
-    graph, order = p.graph, p.schedule.order
+    graph, order = p.placed, p.schedule.order
     touches: dict[str, list[int]] = {}
     for step, op in enumerate(order):
         for s in graph.touched(graph.ops[op]):

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+import memplan
 from benchmarks.zoo import ZOO
 from memplan.backend import Backend
+from memplan.errors import StaleActivationsError
 
 # Dynamo itself looks at .grad of what one graph hands to the next.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -75,7 +78,11 @@ def test_a_graph_break_gives_two_planned_graphs() -> None:
     backend = Backend(guard="poison")
     _assert_trains_like_eager(Broken(), [(torch.randn(4, 8),) for _ in range(5)], backend)
     assert len(backend.graphs) == 2
-    assert all(graph.plans[0].arena_size == graph.plans[0].max_live for graph in backend.graphs)
+    plans = [graph.plans[0] for graph in backend.graphs]
+    assert all(plan.arena_size == plan.max_live for plan in plans)
+    one, two = (graph.lanes[0].runner.arena for graph in backend.graphs)
+    assert one.memory is two.memory, "one arena for both"
+    assert max(plan.arena_size for plan in plans) <= backend.arena_size <= sum(plan.arena_size for plan in plans)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "bert"])
@@ -111,6 +118,126 @@ def test_layers_that_share_a_graph_keep_their_activations() -> None:
     for x in inputs:
         _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
     assert sum(len(graph.lanes) for graph in backend.graphs) == lanes, "lanes are used again"
+
+
+class Block(nn.Module):
+    """Needs much more while it runs than it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 256, bias=False), nn.Linear(256, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        hidden: torch.Tensor = self.up(x)
+        out: torch.Tensor = self.down(hidden + 1 - hidden * 0.5)
+        return x + out
+
+
+def test_graphs_share_what_they_do_not_save() -> None:
+    """One arena for a model in pieces needs what it needs as one graph, and a little."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)), nn.Flatten(0))
+    eager, x = copy.deepcopy(model), torch.randn(32, 16)
+    whole = memplan.plan(_unbroken(model), x).arena_size
+    backend = Backend(guard="poison")
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(3):
+        _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
+    separate = sum(lane.plan.arena_size for graph in backend.graphs for lane in graph.lanes)
+    assert backend.arena_size < 0.7 * separate
+    assert backend.arena_size <= 1.3 * whole
+
+
+def _unbroken(model: nn.Sequential) -> nn.Module:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(m for m in model if isinstance(m, Block))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                assert isinstance(block, Block)
+                hidden = block.up(x)
+                x = x + block.down(hidden + 1 - hidden * 0.5)
+            return x.sum()
+
+    return Whole()
+
+
+def test_another_order_is_noticed() -> None:
+    """Two graphs that are laid out for one order of their backwards, run in the other: right, or an error."""
+    torch.manual_seed(0)
+    backend = Backend(guard="poison")
+    eager = nn.ModuleList([nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)) for _ in range(2)])
+    model = copy.deepcopy(eager)
+    parts = [torch.compile(part, backend=backend, dynamic=False) for part in model]
+    x = torch.randn(6, 8)
+    for _ in range(3):  # first forward, second forward, second backward, first backward
+        one, two = (part(x).square().sum() for part in parts)
+        two.backward()
+        one.backward()
+    lanes = [lane for graph in backend.graphs for lane in graph.lanes]
+    assert len({lane.runner.arena.memory for lane in lanes}) < len(lanes)
+    model.zero_grad()
+    one, two = (part(x).square().sum() for part in parts)
+    one.backward()
+    try:
+        two.backward()
+    except StaleActivationsError:
+        return
+    sum(part(x).square().sum() for part in eager).backward()
+    for p, q in zip(eager.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_graphs_kept_for_ever_do_not_grow_the_record() -> None:
+    backend = Backend()
+    kept = torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(3, 4))
+    step = torch.compile(Broken().eval(), backend=backend)
+    for _ in range(300):
+        step(torch.ones(4, 8)).backward()
+    assert len(backend._conductors.mine()._events) <= 1024
+    kept.sum().backward()
+
+
+def test_threads_share_no_arena() -> None:
+    torch.manual_seed(0)
+    backend = Backend()
+    models = [Broken() for _ in range(2)]
+    eager = [copy.deepcopy(model) for model in models]
+    compiled = [torch.compile(model, backend=backend) for model in models]
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    for model in (*models, *eager):
+        model.eval()
+    for call in compiled:
+        call(batches[0]).backward()  # dynamo compiles in one thread
+    for model in models:
+        model.zero_grad()
+    errors: list[BaseException] = []
+
+    def work(call: Any) -> None:
+        try:
+            for batch in batches:
+                call(batch).backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(call,)) for call in compiled]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for model, other in zip(models, eager, strict=True):
+        for batch in batches:
+            other(batch).backward()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)
 
 
 def _assert_same_gradients(one: nn.Module, two: nn.Module, ours: list[Any], theirs: list[Any]) -> None:

@@ -12,7 +12,7 @@ from benchmarks.zoo import ZOO
 from memplan.evict.record import TRANSFERS
 from memplan.runtime import CompiledModule
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime.measure import _quiet_kineto
+from memplan.runtime.measure import quiet_kineto
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 
 _TANGENT = 4  # bytes: the gradient of a float32 loss, which autograd itself makes
@@ -20,7 +20,7 @@ _TANGENT = 4  # bytes: the gradient of a float32 loss, which autograd itself mak
 
 def _allocations(step: Any) -> list[int]:
     """Signed bytes of every allocation and release on the CPU during `step()`, in order."""
-    with _quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
+    with quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
         step()
     events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
@@ -61,7 +61,7 @@ def test_allocated_bytes_equal_the_plan(name: str) -> None:
 def test_allocated_bytes_equal_the_plan_under_a_budget(name: str, policy: Any) -> None:
     model, args = ZOO[name]("nano")
     compiled = memplan_compile(model, args, budget=0.7, policy=policy, costs=FAST_LINK)
-    plan, program = compiled.plan, compiled._selector._main.program
+    plan, program = compiled.plan, compiled._selector.main.program
     assert plan.eviction is not None
     assert plan.evictions
     allocated = {"arena": program.arena.memory.untyped_storage().nbytes(), "host": program.host.memory.nbytes}

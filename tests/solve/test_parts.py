@@ -7,15 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.instances import network, planted
+from benchmarks.instances import network, planted, scattered
 from memplan.problem import Buffer, Interval, Problem
-from memplan.solve import Limits, solve
+from memplan.solve import Limits, cpsat_model, search, solve, squeaky
+from memplan.solve.base import finish
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget
 from memplan.solve.core import core_of, load_of, subset
 from memplan.solve.quick import fill, first_fit, online, pairs_alive_together, unplaced
 from memplan.solve.reduce import Piece, _peel, reduce
 from memplan.solve.tlsf import class_of_request, size_class
+from memplan.validate import validate
 from tests.strategies import problems
 
 
@@ -106,3 +108,49 @@ def test_budgets_count_inner_work_too() -> None:
     assert outer.remaining_work() == 500
     assert outer.slice(10_000).nodes(10_000, 100) == 501
     assert Budget(Limits(seconds=0.0)).is_over
+
+
+@given(problem=problems(aligned=False), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataObject) -> None:
+    core = core_of(problem)
+    if core.n:
+        value = np.array(data.draw(st.lists(st.integers(0, 99), min_size=core.sections, max_size=core.sections)))
+        expected = [value[lo:hi].max() for lo, hi in zip(core.lo, core.hi, strict=True)]
+        assert squeaky._highest(value, core.lo, core.hi).tolist() == expected
+
+
+def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:
+    core = core_of(scattered(2_500, seed=1, mean_life=400))
+    budget = Budget(Limits(work=800_000))
+    goal = core.max_offset(lower_bound(core))
+    ends = [int((offsets + core.size).max()) for offsets in squeaky.rounds(core, goal, budget)]
+    assert budget.is_over
+    assert min(ends) < ends[0]
+    assert not list(squeaky.rounds(core, goal, Budget(Limits(seconds=0.001))))
+
+
+@given(problem=problems(most=9), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Problem, data: st.DataObject) -> None:
+    core = core_of(problem)
+    if not core.n:
+        return
+    capacity = data.draw(st.integers(problem.max_live, solve(problem, solver="greedy").arena_size))
+    max_offset = core.max_offset(capacity)
+    if (max_offset < core.low).any():
+        return
+    expected, _ = cpsat_model.decide(core, max_offset, core.low, Budget(Limits(work=5_000_000)))
+    assert expected is not search.Outcome.LIMIT
+    for rule in search._RULES:
+        offsets = np.zeros(core.n, np.int64)
+        outcome, _ = search._run(
+            search.instance_of(core, max_offset), core.size.astype(np.float64), rule=rule, nodes=1_000_000,
+            table=np.zeros(1 << 10, np.int64), offsets=offsets, budget=Budget(Limits(work=2_000_000)),
+        )  # fmt: skip
+        assert outcome is expected, rule
+        if outcome is search.Outcome.SOLVED:
+            assert (offsets <= max_offset).all()
+            placed = dict.fromkeys((b.id for b in problem.buffers), 0)
+            placed |= {problem.buffers[i].id: int(at) * core.unit for i, at in zip(core.source, offsets, strict=True)}
+            validate(problem, finish(problem, placed, solver="search", seconds=0.0))

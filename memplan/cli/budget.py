@@ -1,0 +1,86 @@
+"""`memplan budget`: what each budget costs in time, and how small it can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memplan.cli.compare import TARGET, Format, print_sections
+
+if TYPE_CHECKING:
+    from memplan.frontier import Frontier, Rival
+
+
+def budget(
+    target: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help=TARGET)],
+    *,
+    costs: Annotated[
+        str, typer.Option("--costs", metavar="DEVICE|FILE", help="a100, h100, h200, cpu, or what profile saved.")
+    ] = "a100",
+    policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="Who decides what is evicted.")] = "auto",
+    infer: Annotated[bool, typer.Option("--infer", help="Plan the forward alone, without gradients.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--torch/--no-torch", help="Beside it: torch's activation_memory_budget (models only).")
+    ] = True,
+    form: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TABLE,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Draw it: one page, no network.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it as a still picture.")] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="The same in pixels; needs memplan\\[png].")
+    ] = None,
+) -> None:
+    """Show what each memory budget would cost in time.
+
+    For budgets from all that the step needs down to the smallest: what is computed again, what is copied to the host
+    and back, and the predicted time of a step. Nothing runs.
+    """
+    from memplan.cli.source import is_model, obtain
+    from memplan.errors import InvalidModel
+    from memplan.frontier import frontier
+    from memplan.report.frontier_form import frontier_json, frontier_sections, frontier_title
+
+    plan = obtain(target, infer=infer)
+    if plan.eviction is not None:
+        raise InvalidModel("was planned with a budget", where=target, hint="give the model, or a plan without a budget")
+    found = frontier(plan.graph, plan.schedule, alignment=plan.alignment, costs=costs, policy=policy)
+    rivals: tuple[Rival, ...] = ()
+    if compare and not infer and is_model(target):
+        rivals = _torch(target, costs, plan.alignment)
+    _draw(plan.model, found, rivals, html, svg, png)
+    sections = frontier_sections(found, rivals)
+    print_sections(form, frontier_title(plan.model, found), sections, lambda: frontier_json(found, rivals))
+
+
+def _torch(target: str, costs: str, alignment: int) -> tuple[Rival, ...]:
+    """torch's points for a model that has a backward."""
+    from memplan.budget import cost_model
+    from memplan.cli.source import quiet_stages
+    from memplan.errors import UnsupportedGraph
+    from memplan.frontier import Rival
+
+    with quiet_stages(target) as named:
+        from memplan.trace.torch_budget import torch_points
+
+        try:
+            points = torch_points(named.model, named.args, dict(named.kwargs), cost_model(costs), alignment)
+        except UnsupportedGraph:  # no backward to divide
+            return ()
+    return tuple(Rival(name=f"{p.asked:g}", max_live=p.peak, overhead=p.overhead) for p in points)
+
+
+def _draw(  # noqa: PLR0917
+    name: str, found: Frontier, rivals: tuple[Rival, ...], html: Path | None, svg: Path | None, png: Path | None
+) -> None:
+    from memplan.csvio import write_atomic
+    from memplan.report.frontier_form import frontier_html, frontier_svg
+
+    if html is not None:
+        write_atomic(html, frontier_html(name, found, rivals))
+    if svg is not None:
+        write_atomic(svg, frontier_svg(name, found, rivals))
+    if png is not None:
+        from memplan.report.frontier_png import frontier_png
+
+        write_atomic(png, frontier_png(name, found, rivals))

@@ -1,0 +1,174 @@
+"""A `Frontier` as sections, as JSON and as a picture: what each budget costs, beside torch's own knob."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from xml.sax.saxutils import escape
+
+from memplan.frontier import Frontier, Point, Rival
+from memplan.jsonio import to_json
+from memplan.report.lines import printable
+from memplan.report.sections import Section, columns
+from memplan.units import format_bytes, format_exact, format_share
+
+FORMAT = "memplan-frontier-1"
+WIDTH, HEIGHT = 960, 560
+LEFT, RIGHT, TOP, BOTTOM = 84, 40, 84, 64
+_STYLE = (
+    "text{font:12px system-ui,'DejaVu Sans',sans-serif;fill:#3a4048}.h{font-size:18px;font-weight:600;fill:#16191d}"
+    ".g{stroke:#d9dde3}.r{text-anchor:end}.m{text-anchor:middle}.l{stroke:#4c82d8;stroke-width:2;fill:none}"
+)
+_OURS, _TORCH = "#4c82d8", "#c26a1b"
+
+
+def frontier_title(name: str, frontier: Frontier) -> str:
+    """ "gpt2: memory against time, policy 'auto', costs of a100"."""
+    return f"{name}: memory against time, policy {frontier.policy!r}, costs of {frontier.costs}"
+
+
+def frontier_sections(frontier: Frontier, rivals: Sequence[Rival] = ()) -> Iterator[Section]:
+    """One row per budget; then torch's points, which cannot be told what peak to hit."""
+    most = frontier.most
+    least = next((p for p in reversed(frontier.points) if p.seconds is not None), None)
+    lines = [f"without a budget: {format_exact(most)}"]
+    if least is not None:
+        lines.append(f"smallest budget: {format_exact(least.budget)}, {format_share(least.budget / most)} of that")
+    rows = tuple(_row(p, frontier) for p in frontier.points)
+    names = "budget> share> step_time> recomputed>@70 to_the_host>@70 waiting>@90"
+    yield Section(lines=tuple(lines), columns=columns(names), rows=rows)
+    if rivals:
+        rows = tuple(
+            (r.name, format_bytes(r.max_live), format_share(r.max_live / most), _plus(r.overhead))
+            for r in sorted(rivals, key=lambda r: -r.max_live)
+        )
+        yield Section(
+            heading="torch's activation_memory_budget: the peaks that it really has",
+            columns=columns("asked> peak> share> step_time>"),
+            rows=rows,
+        )
+
+
+def _row(point: Point, frontier: Frontier) -> tuple[str, ...]:
+    share = format_share(point.budget / frontier.most if frontier.most else 0.0)
+    if point.seconds is None:
+        return format_bytes(point.budget), share, "cannot be kept", "", "", ""
+    return (
+        *(format_bytes(point.budget), share, _plus(frontier.overhead(point))),
+        *(format_bytes(point.recomputed), format_bytes(point.offloaded)),
+        f"{point.stall / point.seconds * 100:.1f} %" if point.seconds else "0 %",
+    )
+
+
+def _plus(overhead: float) -> str:
+    return f"+{overhead * 100:.2f} %"
+
+
+def frontier_json(frontier: Frontier, rivals: Sequence[Rival] = ()) -> dict[str, Any]:
+    """Plain types; sizes in bytes, times in seconds."""
+    return {"format": FORMAT, **to_json(frontier), "torch": [to_json(r) for r in rivals]}
+
+
+def frontier_svg(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) -> str:
+    """A whole SVG file: budgets to the right, overhead upwards. Points say on hover what they are."""
+    plot = Plot(frontier, rivals)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
+        f'<style>{_STYLE}</style><rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+        _text(LEFT, 34, frontier_title(name, frontier), "h"),
+        _text(LEFT, 58, "step time over the time without a budget, by the most bytes that are alive"),
+    ]
+    for x, label in plot.columns():
+        parts.append(f'<path class="g" d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
+        parts.append(_text(x, HEIGHT - BOTTOM + 20, label, "m"))
+    for y, label in plot.rows():
+        parts.append(f'<path class="g" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(_text(LEFT - 8, y + 4, label, "r"))
+    line = plot.ours()
+    if line:
+        parts.append(f'<path class="l" d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y, _ in line)}"/>')
+    parts += [_dot(x, y, about, _OURS) for x, y, about in line]
+    parts += [_dot(x, y, about, _TORCH) for x, y, about in plot.theirs()]
+    parts.append(f'<circle cx="{LEFT + 6}" cy="{HEIGHT - 18}" r="5" fill="{_OURS}"/>')
+    parts.append(_text(LEFT + 18, HEIGHT - 14, f"memplan ({frontier.policy})"))
+    if rivals:
+        parts.append(f'<circle cx="{LEFT + 206}" cy="{HEIGHT - 18}" r="5" fill="{_TORCH}"/>')
+        parts.append(_text(LEFT + 218, HEIGHT - 14, "torch, activation_memory_budget"))
+    return "\n".join((*parts, "</svg>")) + "\n"
+
+
+def frontier_html(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) -> str:
+    """A page that needs nothing else: the picture, and every figure as a table."""
+    tables = []
+    for section in frontier_sections(frontier, rivals):
+        head = "".join(f"<th>{escape(c.name)}</th>" for c in section.columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(printable(text))}</td>" for text in row) + "</tr>" for row in section.rows
+        )
+        lines = "".join(f"<p>{escape(printable(line))}</p>" for line in section.lines)
+        tables.append(f"<h2>{escape(section.heading)}</h2>{lines}<table><tr>{head}</tr>{body}</table>")
+    style = (
+        "body{font:14px system-ui,sans-serif;margin:24px;color:#16191d}table{border-collapse:collapse}"
+        "th,td{text-align:right;padding:3px 12px;border-bottom:1px solid #d9dde3}svg{max-width:100%;height:auto}"
+    )
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<title>{escape(printable(frontier_title(name, frontier)))}</title><style>{style}</style></head>"
+        f"<body>{frontier_svg(name, frontier, rivals)}{''.join(tables)}</body></html>\n"
+    )
+
+
+class Plot:
+    """Where points stand, in points: shared by SVG and PNG."""
+
+    def __init__(self, frontier: Frontier, rivals: Sequence[Rival]) -> None:
+        self.frontier, self.rivals = frontier, rivals
+        kept = [frontier.overhead(p) for p in frontier.points if p.seconds is not None]
+        cheap = [r.overhead for r in rivals if r.overhead <= 3 * max([*kept, 0.1])]  # one bad point hides no other
+        self.top = max(*kept, *cheap, 0.01) * 1.08
+        self.right = max(frontier.most, *(r.max_live for r in rivals), 1) * 1.04
+
+    def columns(self) -> list[tuple[float, str]]:
+        """Shares of what is needed without a budget."""
+        return [(self._x(self.frontier.most * k / 10), f"{k * 10} %") for k in range(1, 11)]
+
+    def rows(self) -> list[tuple[float, str]]:
+        """Round percentages of overhead."""
+        step = next(
+            s for s in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 1e9) if self.top / s <= 8
+        )
+        return [(self._y(k * step), f"+{k * step * 100:g} %") for k in range(int(self.top / step) + 1)]
+
+    def ours(self) -> list[tuple[float, float, str]]:
+        """x, y and what it is, of each budget that can be kept."""
+        found = []
+        for p in self.frontier.points:
+            if p.seconds is not None and p.max_live is not None:
+                about = f"{format_bytes(p.max_live)} alive, {_plus(self.frontier.overhead(p))}"
+                found.append((self._x(p.max_live), self._y(self.frontier.overhead(p)), about))
+        return found
+
+    def theirs(self) -> list[tuple[float, float, str]]:
+        """The same of torch's points; what is far above the picture stands at its edge."""
+        return [
+            (self._x(r.max_live), self._y(min(r.overhead, self.top)), f"{r.name}: {format_bytes(r.max_live)}, "
+             f"{_plus(r.overhead)}")
+            for r in self.rivals
+        ]  # fmt: skip
+
+    def _x(self, count: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * count / self.right
+
+    def _y(self, overhead: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * overhead / self.top
+
+
+def _dot(x: float, y: float, about: str, fill: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}"><title>{escape(printable(about))}</title></circle>'
+
+
+def _text(x: float, y: float, text: str, style: str = "") -> str:
+    klass = f' class="{style}"' if style else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{klass}>{escape(printable(text))}</text>'

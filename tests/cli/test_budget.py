@@ -1,0 +1,80 @@
+"""`memplan budget`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from memplan.plan import make_plan
+from memplan.planfile import save
+from memplan.schedule import traced
+from tests.cli.helpers import Run
+from tests.test_budget import chain, within
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+def net():
+    return Net(), (torch.randn(256, 32),)
+"""
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    graph = chain(8)
+    save(make_plan(model="chain", graph=graph, schedule=traced(graph), alignment=64, versions={}), tmp_path / "c.json")
+    return tmp_path / "c.json"
+
+
+def test_a_saved_plan_needs_no_model(run: Run, saved: Path) -> None:
+    code, out, err = run("budget", saved)
+    assert (code, err) == (0, "")
+    assert "smallest budget" in out
+    assert "cannot be kept" in out
+    data = json.loads(run("budget", saved, "--format", "json")[1])
+    assert data["format"] == "memplan-frontier-1"
+    assert data["torch"] == []
+    assert data["points"][0]["seconds"] == data["base_seconds"]
+    assert "| ---: |" in run("budget", saved, "--format", "markdown")[1]
+
+
+def test_pictures(run: Run, saved: Path, tmp_path: Path) -> None:
+    assert run("budget", saved, "--svg", "f.svg", "--html", "f.html", "--png", "f.png")[0] == 0
+    picture = ElementTree.fromstring((tmp_path / "f.svg").read_text())
+    data = json.loads(run("budget", saved, "--format", "json")[1])
+    kept = [p for p in data["points"] if p.get("seconds") is not None]
+    assert len(picture.findall(".//{*}circle")) == len(kept) + 1  # and one in the legend
+    page = (tmp_path / "f.html").read_text()
+    assert "cannot be kept" in page
+    assert "<svg" in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_is_compared_with_torchs_knob(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    code, out, _ = run("budget", "net.py:net", "--costs", "h100")
+    assert code == 0
+    assert "activation_memory_budget" in out
+    assert "costs of h100" in out
+
+
+def test_bad_input(run: Run, saved: Path, tmp_path: Path) -> None:
+    assert run("budget", saved, "--costs", "abacus")[0] == 2
+    assert run("budget", saved, "--policy", "hope")[0] == 2
+    within("5MiB").save(tmp_path / "evicted.json")
+    code, _, err = run("budget", tmp_path / "evicted.json")
+    assert code == 2
+    assert "was planned with a budget" in err

@@ -1,0 +1,71 @@
+"""The largest batch that fits, found without memory of its size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import memplan
+from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedGraph
+
+
+class Net(nn.Module):
+    """Five layers with something to save, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(5)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.layers(x), x)
+
+
+def make(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
+    return Net(), (torch.randn(batch, 64),)
+
+
+def test_P7_the_largest_batch_that_fits() -> None:  # noqa: N802
+    found = memplan.max_batch(make, "1MiB", policy=None)
+    fits, fails = (memplan.plan(*make(batch)).arena_size for batch in (found, found + 1))
+    assert fits <= 1 << 20 < fails
+
+
+def test_P7_evictions_make_it_larger() -> None:  # noqa: N802
+    plain, planned = (memplan.max_batch(make, "1MiB", policy=policy, costs="a100") for policy in (None, "recompute"))
+    assert planned > plain
+    assert memplan.plan(*make(planned), budget="1MiB", policy="recompute", costs="a100").arena_size <= 1 << 20
+
+
+def test_everything_together_can_be_bounded() -> None:
+    found = memplan.max_batch(make, "1MiB", policy=None, total=True)
+    assert memplan.plan(*make(found)).total <= 1 << 20 < memplan.plan(*make(found + 1)).total
+
+
+def test_bounds_are_kept() -> None:
+    assert memplan.max_batch(make, "1GiB", highest=3) == 3
+    with pytest.raises(BudgetInfeasible, match="batch of 100000"):
+        memplan.max_batch(make, "1MiB", lowest=100_000, policy=None)
+    with pytest.raises(InvalidSize):
+        memplan.max_batch(make, "1MiB", lowest=0)
+
+
+def test_nothing_of_the_models_size_is_allocated() -> None:
+    def huge(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
+        model, _ = make(1)
+        return model, (torch.randn(batch << 30, 64),)  # 256 GiB a sample
+
+    with pytest.raises(BudgetInfeasible):
+        memplan.max_batch(huge, "1GiB", policy=None)
+
+
+def test_a_factory_that_looks_at_numbers_is_told_so() -> None:
+    def looking(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
+        x = torch.randn(batch, 64)
+        return Net(), (x if x.sum().item() > 0 else -x,)
+
+    with pytest.raises(UnsupportedGraph, match="fake tensors"):
+        memplan.max_batch(looking, "1MiB")
