@@ -41,7 +41,8 @@ COLUMNS = {
 }
 NOTES = (
     "Overhead of the compiled step with a budget over the compiled step without one, forward and backward, one thread,"
-    " in processor time; measured: median of per-round ratios. Predicted by the plan from op times that `memplan.profile` measured.",
+    " in processor time; measured: median of per-round ratios. Predicted by the plan from op times that"
+    " `memplan.profile` measured.",
 )
 
 
