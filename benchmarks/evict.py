@@ -9,6 +9,7 @@ Models are full-size, traced on fake tensors in bfloat16; nothing is run. Every 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import time
@@ -91,16 +92,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the table; returns the exit status."""
     options = _parse(arguments)
     logging.disable(logging.WARNING)
-    rows: list[dict[str, Cell]] = []
-    _warm_up()
-    for name in options.models:
+    rows = _earlier(options) if options.keep else {}
+    for position, name in enumerate(options.models):
         asked = question(name, DEVICES[options.costs], options.contenders)
+        if not position:  # once untimed: the kernels of large graphs are compiled
+            planned("auto", asked, measure(asked.workload, asked.workload.plain).peak * 8 // 10)
         for share in options.budgets:
-            rows.append(row(asked, int(share), options.contenders))
-            print(rows[-1], file=sys.stderr, flush=True)
-        write(table_of(rows, options), options.directory)  # after each model: the large ones take minutes
-    print(to_markdown(table_of(rows, options)))
+            found = row(asked, int(share), options.contenders)
+            rows[name, int(share)] = {**rows.get((name, int(share)), {}), **found}
+            print(found, file=sys.stderr, flush=True)
+        write(table_of([*rows.values()], options), options.directory)  # after each: the large ones take minutes
+    print(to_markdown(table_of([*rows.values()], options)))
     return 0
+
+
+def _earlier(options: argparse.Namespace) -> dict[tuple[str, int], dict[str, Cell]]:
+    """The rows of the last run, by model and budget."""
+    path = options.directory / f"{options.output}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {(row["model"], row["budget"]): row for row in rows}
 
 
 def table_of(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Table:
@@ -193,17 +203,6 @@ def planned(name: str, asked: Question, budget: int) -> dict[str, Cell]:
     }
 
 
-def _warm_up() -> None:
-    """Compile the kernels, on a chain of a few ops."""
-    model = torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.GELU())))
-    graph = with_chances(trace_captured(capture(model, (torch.zeros(64, 8),), {}, train=True), "").graph)
-    schedule = order(graph)
-    workload = make_workload(graph, schedule.order, DEVICES["a100"], ALIGNMENT)
-    asked = Question(name="", graph=graph, schedule=schedule, workload=workload, points={})
-    for name in PLANNED:
-        planned(name, asked, measure(workload, workload.plain).peak * 8 // 10)
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.evict", description="What keeping a budget costs.")
     parser.add_argument("--models", type=names(list(FULL_SIZE)), default=list(MODELS), help="comma-separated, or all")
@@ -217,6 +216,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--contenders", type=names(CONTENDERS), default=list(CONTENDERS), help="comma-separated, or all"
     )
     parser.add_argument("--costs", choices=list(DEVICES), default="a100", help="the roofline")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep what the last run wrote of other models and contenders"
+    )
     parser.add_argument("--output", default="evict", help="name of the result files")
     parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)

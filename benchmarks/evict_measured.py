@@ -13,7 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import torch
@@ -40,8 +40,9 @@ COLUMNS = {
     "difference": "measured - predicted, points",
 }
 NOTES = (
-    "Overhead of the compiled step with a budget over the compiled step without one, forward and backward, one thread;"
-    " measured: median of per-round ratios. Predicted by the plan from op times that `memplan.profile` measured.",
+    "Overhead of the compiled step with a budget over the compiled step without one, forward and backward, one thread,"
+    " in processor time; measured: median of per-round ratios. Predicted by the plan from op times that"
+    " `memplan.profile` measured.",
 )
 
 
@@ -109,14 +110,14 @@ def measure(name: str, shares: Sequence[int], rounds: int) -> list[dict[str, Cel
 
 
 def _step(model: nn.Module, call: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[[], float]:
-    """One timed forward and backward, from empty gradients."""
+    """One forward and backward, from empty gradients: seconds of the processor, whatever else runs on the machine."""
 
     def run() -> float:
         for parameter in model.parameters():
             parameter.grad = None
-        start = perf_counter()
+        start = process_time()
         call(*inputs).backward()
-        return perf_counter() - start
+        return process_time() - start
 
     return run
 
