@@ -11,35 +11,37 @@
     Backend(**options)               torch.compile(model, backend="memplan"), with options
     explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
 
-Importing this package imports no torch and patches nothing: what needs torch is imported on first use.
+Importing this package imports no torch and patches nothing: each name is imported on first use.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memplan import csvio
-from memplan.diff import diff
 from memplan.errors import MemplanError
-from memplan.evict.costs import CostModel, load_costs
-from memplan.explain import explain
-from memplan.plan import Plan
-from memplan.planfile import load
-from memplan.problem import Buffer, Interval, Problem, Solution, Status
-from memplan.solve import solve
-from memplan.validate import validate
 from memplan.version import __version__
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from memplan import csvio
     from memplan.backend import Backend
     from memplan.budget import Budget
+    from memplan.diff import diff
+    from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
+    from memplan.explain import explain
+    from memplan.plan import Plan
+    from memplan.planfile import load
+    from memplan.problem import Buffer, Interval, Problem, Solution, Status
     from memplan.runtime import CompiledModule, CompiledStep, Recording, compile, compile_step, profile, record
     from memplan.schedule import Policy
-    from memplan.solve import Solver
+    from memplan.solve import Solver, solve
     from memplan.trace.batches import max_batch
+    from memplan.validate import validate
 
 __all__ = [
     "Backend",
@@ -70,21 +72,44 @@ __all__ = [
     "validate",
 ]
 
-_RUNTIME = ("compile", "compile_step", "profile", "record", "CompiledModule", "CompiledStep", "Recording")
-_NEEDS_TORCH = dict.fromkeys(_RUNTIME, "memplan.runtime")
-_NEEDS_TORCH |= {"Backend": "memplan.backend", "max_batch": "memplan.trace.batches"}
+_PROBLEM = ("Buffer", "Interval", "Problem", "Solution", "Status")
+_RUNTIME = ("CompiledModule", "CompiledStep", "Recording", "compile", "compile_step", "profile", "record")
+_HOMES = {
+    **dict.fromkeys(_PROBLEM, "memplan.problem"),
+    **dict.fromkeys(_RUNTIME, "memplan.runtime"),
+    **dict.fromkeys(("CostModel", "load_costs"), "memplan.evict.costs"),
+    "Backend": "memplan.backend",
+    "Plan": "memplan.plan",
+    "diff": "memplan.diff",
+    "explain": "memplan.explain",
+    "load": "memplan.planfile",
+    "max_batch": "memplan.trace.batches",
+    "solve": "memplan.solve",
+    "validate": "memplan.validate",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for."""
-    if name not in _NEEDS_TORCH:
+    """Import what people ask for when they first do: the command line starts without any of it."""
+    if name == "csvio":
+        return import_module("memplan.csvio")
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return found
 
-    return getattr(import_module(_NEEDS_TORCH[name]), name)
+
+class _Package(ModuleType):
+    """`memplan.solve` is the function, although importing the submodule of that name would put it there."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and (name == "plan" or name in _HOMES)):
+            super().__setattr__(name, value)
 
 
-# A function of its own, because importing the submodule memplan.plan sets an attribute of the same name.
+sys.modules[__name__].__class__ = _Package
+
+
 def plan(
     model: nn.Module,
     example_inputs: Any = (),

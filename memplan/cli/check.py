@@ -149,7 +149,7 @@ def _mention_strangers(before: Mapping[str, Figures], entries: tuple[Entry, ...]
 
 
 def _show(judged: list[Judged], form: Format) -> None:
-    from memplan.cli.github import add_summary
+    from memplan.cli.github import Sources, add_summary
     from memplan.report import verdicts
 
     if form is Format.JSON:
@@ -163,6 +163,6 @@ def _show(judged: list[Judged], form: Format) -> None:
     screen = console()
     screen.print(verdicts_table(judged, screen.width))
     if form is Format.GITHUB:
-        for line in verdicts.github_lines(judged):
+        for line in verdicts.github_lines(judged, Sources.of(judged).locate):
             typer.echo(line)
         add_summary(verdicts.verdicts_markdown(judged))

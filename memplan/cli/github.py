@@ -1,10 +1,20 @@
-"""What GitHub Actions read: workflow commands on stdout, a job summary in a file."""
+"""What GitHub Actions read: workflow commands on stdout, a job summary in a file, lines of the repository's files.
+
+Plans name files without folders ("model.py:12"), so that they hold nothing of the machine that made them; which file
+of the repository that is, is found where the annotation is written.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Self
 
-from memplan.report.verdicts import escape_message, escape_property
+from memplan.check import Finding
+from memplan.report.verdicts import Judged, Location, escape_message, escape_property, sources_of
+
+_OTHERS = frozenset({"node_modules", "site-packages", "__pycache__"})
 
 
 def notice(title: str, text: str) -> str:
@@ -17,3 +27,78 @@ def add_summary(markdown: str) -> None:
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with open(summary, "a", encoding="utf-8") as file:
             file.write(markdown)
+
+
+class Sources:
+    """The repository's files by their names: to which of them "model.py:12" points."""
+
+    def __init__(self, root: Path, sources: Iterable[str]) -> None:
+        wanted = frozenset(source.rpartition(":")[0] for source in sources)
+        self._root = root
+        self._files: dict[str, list[Path]] = {}
+        for path in _files(root) if wanted else ():
+            if path.name in wanted:
+                self._files.setdefault(path.name, []).append(path)
+
+    @classmethod
+    def of(cls, judged: Sequence[Judged]) -> Self:
+        """Those of the repository that we are in."""
+        failed = (finding for j in judged for finding in j.verdict.findings if not finding.ok)
+        return cls(_repository(), (source for finding in failed for source in sources_of(finding)))
+
+    def locate(self, judged: Judged, finding: Finding) -> Location | None:
+        """The line that explains `finding` best, else the file that the model is made from, else nothing."""
+        lines = (self.find(source, judged.file) for source in sources_of(finding))
+        known = next((line for line in lines if line), None)
+        file = self.relative(judged.file) if judged.file else ""
+        return known or ((file, 0) if file else None)
+
+    def find(self, source: str, file: str = "") -> Location | None:
+        """The file of the repository and the line that `source` is, or None where that cannot be known.
+
+        It is known when `file` (a path from here) has this name, or exactly one file of the repository does; the
+        line must be one of code, or it is another file of the same name, such as a library's.
+        """
+        name, _, number = source.rpartition(":")
+        found = [Path(file)] if file and Path(file).name == name else self._files.get(name, [])
+        if len(found) != 1 or not number.isdecimal() or not _is_code(found[0], int(number)):
+            return None
+        path = self.relative(found[0])
+        return (path, int(number)) if path else None
+
+    def relative(self, file: str | Path) -> str:
+        """`file` as annotations name it: from the repository's root, with slashes; empty outside of it."""
+        try:
+            return Path(file).resolve().relative_to(self._root.resolve()).as_posix()
+        except (ValueError, OSError):
+            return ""
+
+
+def _repository() -> Path:
+    """The root of the repository that we are in: what GitHub says, the nearest folder that git knows, or this one."""
+    here = Path.cwd()
+    folders = (here, *here.parents)
+    given = os.environ.get("GITHUB_WORKSPACE")
+    if given and Path(given).resolve() in folders:
+        return Path(given)
+    return next((folder for folder in folders if (folder / ".git").exists()), here)
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """All files but hidden ones and those of installed packages; links are not followed."""
+    for folder, inner, names in os.walk(root):
+        inner[:] = [n for n in inner if _is_ours(Path(folder, n))]
+        yield from (Path(folder, name) for name in names)
+
+
+def _is_ours(folder: Path) -> bool:
+    return not folder.name.startswith(".") and folder.name not in _OTHERS and not (folder / "pyvenv.cfg").exists()
+
+
+def _is_code(file: Path, number: int) -> bool:
+    """Whether `file` has such a line, and something stands there."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    return 0 < number <= len(lines) and lines[number - 1].strip() not in ("", "#")

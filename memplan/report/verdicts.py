@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,33 +158,43 @@ def _why_markdown(judged: Judged, finding: Finding) -> Iterator[str]:
         yield table(("outside the arena", " size"), [(name, format_exact(size)) for name, size in finding.parts])
 
 
-def github_lines(judged: Sequence[Judged]) -> Iterator[str]:
-    """GitHub workflow commands, one per failed finding, and a notice when the baseline can shrink."""
+def sources_of(finding: Finding) -> tuple[str, ...]:
+    """The lines ("model.py:12") that explain a failed finding, those with the most bytes first."""
+    sources = [g.source for g in finding.grown if g.delta > 0] + [h.source for h in finding.because]
+    return tuple(dict.fromkeys(source for source in sources if source))
+
+
+Location = tuple[str, int]
+"""A file as annotations name it, and its line; 0 for the whole file."""
+
+
+def github_lines(
+    judged: Sequence[Judged], locate: Callable[[Judged, Finding], Location | None] = lambda *_: None
+) -> Iterator[str]:
+    """GitHub workflow commands, one per failed finding, and a notice when the baseline can shrink. `locate` knows
+    where the annotation of a finding belongs."""
     for j in judged:
         for finding in j.verdict.findings:
             if not finding.ok:
-                yield _failure(j, finding)
+                yield _failure(j, finding, locate(j, finding))
     if gains := gain_lines(judged):
         yield f"::notice title=memplan: the baseline can shrink::{escape_message('; '.join(gains))}"
 
 
-def _failure(judged: Judged, finding: Finding) -> str:
+def _failure(judged: Judged, finding: Finding, location: Location | None) -> str:
     why = [" ".join(filter(None, (delta, kind, where))) for delta, _, kind, where in grown_rows(finding)]
     why += [f"{format_bytes(h.size)} {h.module or h.id} {h.source}" for h in finding.because]
     why += [f"{name} {format_exact(size)}" for name, size in finding.parts]
     text = "\n".join((sentence(judged.name, finding), *why))
     title = escape_property(f"memplan: {finding.name} of {judged.name}")
-    return f"::error {_location(judged, finding)}title={title}::{escape_message(text)}"
+    return f"::error {_place(location)}title={title}::{escape_message(text)}"
 
 
-def _location(judged: Judged, finding: Finding) -> str:
-    """The line to annotate, if it is in the file that the model is made from; any other file is only a name here."""
-    sources = [g.source for g in finding.grown if g.delta > 0] + [h.source for h in finding.because]
-    file = judged.file.replace("\\", "/")
-    if not file:
+def _place(location: Location | None) -> str:
+    if location is None:
         return ""
-    lines = [line for name, _, line in (s.rpartition(":") for s in sources) if name == file.rpartition("/")[2]]
-    return f"file={escape_property(file)},line={lines[0]}," if lines else f"file={escape_property(file)},"
+    file, line = location
+    return f"file={escape_property(file)}," + (f"line={line}," if line else "")
 
 
 def escape_message(text: str) -> str:

@@ -132,6 +132,69 @@ def test_github_gets_annotations_and_a_summary(
     assert "| +448 B | 1 | activation | layers\\[\\*\\].norm" in summary
 
 
+def _annotated(run: Run, *args: object) -> str:
+    """The properties of the first annotation of a failing check."""
+    out = run("check", "plan.json", *(args or ("--baseline", "base.json")), "--format", "github")[1]
+    line = next(line for line in out.splitlines() if line.startswith("::error "))
+    return line.removeprefix("::error ").rpartition("title=")[0]
+
+
+@pytest.fixture
+def repository(grown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The plan's "model.py" (lines 12 and 15) is src/net/model.py; an installed one and a hidden one do not count."""
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    for folder in ("src/net", "venv/lib", ".hidden", "node_modules/x"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "model.py").write_text("x = 1\n" * 20)
+    return tmp_path
+
+
+def test_an_annotation_stands_at_the_file_and_line_of_the_repository(run: Run, repository: Path) -> None:
+    assert _annotated(run) == "file=src/net/model.py,line=15,"
+    assert _annotated(run, "--max-arena", "1") == "file=src/net/model.py,line=12,"
+
+
+def test_paths_are_from_the_root_wherever_the_check_runs(
+    run: Run, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "ci").mkdir()
+    for name in ("plan.json", "base.json"):
+        (repository / name).rename(repository / "ci" / name)
+    monkeypatch.chdir(repository / "ci")
+    assert _annotated(run) == "file=src/net/model.py,line=15,"
+    (repository / ".git").rmdir()
+    assert _annotated(run) == ""
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(repository))
+    assert _annotated(run) == "file=src/net/model.py,line=15,"
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(repository / "src"))  # we are not in it
+    assert _annotated(run) == ""
+
+
+def test_an_annotation_claims_no_file_that_it_does_not_know(run: Run, repository: Path) -> None:
+    file = repository / "src/net/model.py"
+    file.write_text("x = 1\n" * 13 + "\n\n")  # line 12 is code, line 15 is empty: not the file that was traced
+    assert _annotated(run) == "file=src/net/model.py,line=12,"
+    file.write_text("x = 1\n" * 5)
+    assert _annotated(run) == ""
+    file.write_text("x = 1\n" * 20)
+    (repository / "other").mkdir()
+    (repository / "other" / "model.py").write_text("x = 1\n" * 20)
+    assert _annotated(run) == ""
+
+
+def test_a_traced_model_is_annotated_where_it_stands_and_its_plan_holds_no_path(run: Run, repository: Path) -> None:
+    (repository / "src/net/tiny.py").write_text(
+        "import torch\n\nclass Tiny(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return (x @ x).relu().sum()\n\ndef make():\n    return Tiny(), (torch.ones(64, 64),)\n"
+    )
+    assert run("report", "src/net/tiny.py:make", "--infer", "--save", "plan.json")[0] == 0
+    assert str(repository) not in (repository / "plan.json").read_text()
+    assert _annotated(run, "--max-arena", "1") == "file=src/net/tiny.py,line=5,"
+
+
 def test_pyproject_lists_what_is_checked(run: Run, plan_file: Path, tmp_path: Path) -> None:
     sample_plan(alignment=512).save(tmp_path / "large.json")
     (tmp_path / "pyproject.toml").write_text(

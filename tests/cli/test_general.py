@@ -52,11 +52,37 @@ def test_torch_is_not_imported(args: list[str], plan_file: Path, csv_file: Path)
     assert done.returncode == 0, done.stderr
 
 
-def test_help_needs_no_solver_beyond_the_standard_library() -> None:
+_NEVER = {"torch", "numba", "numpy", "ortools", "transformers"}
+_NO_PLANS = {"memplan.plan", "memplan.solve", "memplan.schedule", "memplan.evict", "memplan.trace", "memplan.report"}
+
+
+@pytest.mark.parametrize(
+    ("args", "forbidden"),
+    [
+        (["--help"], _NEVER | _NO_PLANS),
+        (["check", "--help"], _NEVER | _NO_PLANS),
+        (["--version"], _NEVER | _NO_PLANS | {"rich"}),
+        (["check", "plan.json", "--max-arena", "1GiB"], _NEVER | {"memplan.trace", "memplan.evict.costs"}),
+        (["explain", "plan.json"], _NEVER | {"memplan.trace", "memplan.evict.costs"}),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(args: list[str], forbidden: set[str], plan_file: Path) -> None:
+    code = "import sys; from memplan.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
+    done = python(code, *args)
+    assert not forbidden & set(done.stderr.split())
+
+
+def test_the_package_holds_functions_where_its_submodules_have_the_same_names() -> None:
     code = (
-        "import sys; from memplan.cli import main; main(['--help']); assert not {'torch', 'numba'} & set(sys.modules)"
+        "import sys, memplan.solve, memplan.diff, memplan.explain, memplan.plan, memplan.validate\n"
+        "from memplan import solve\n"
+        "assert memplan.solve is solve and all(map(callable, (solve, memplan.diff, memplan.explain, memplan.plan)))\n"
+        "assert memplan.validate is sys.modules['memplan.validate'].validate\n"
+        "assert memplan.csvio is sys.modules['memplan.csvio']\n"
+        "assert not hasattr(memplan, 'nonsense')"
     )
-    assert python(code).returncode == 0
+    done = python(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_it_runs_as_a_module(plan_file: Path) -> None:
