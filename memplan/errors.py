@@ -57,6 +57,10 @@ class PlanMismatch(MemplanError, ValueError):
     """A plan made for another graph; `where` names the first difference."""
 
 
+class UnknownName(MemplanError, LookupError):
+    """A name that a plan does not have, or that means several things; the hint lists what comes close."""
+
+
 class UnsupportedGraph(MemplanError, ValueError):
     """A model that cannot be traced as one graph or holds an op that cannot be planned. Nothing was allocated."""
 

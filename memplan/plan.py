@@ -25,6 +25,7 @@ from memplan.solve import Solver, solve
 from memplan.validate import validate
 
 if TYPE_CHECKING:
+    from memplan.forecast import Forecast
     from memplan.report.summary import Report
 
 SCHEMA_VERSION = 1
@@ -151,6 +152,12 @@ class Plan:
     def total(self) -> int:
         """Predicted peak of everything together: arena, model, inputs, and what lies outside at its highest."""
         return self.arena_size + self.graph.bytes_of(*_MODEL_KINDS) + max(self.outside_profile, default=0)
+
+    def forecast(self, name: str) -> Forecast:
+        """Where the storage of that name is at each step, and when it is used (see `memplan.forecast`)."""
+        from memplan.forecast import forecast
+
+        return forecast(self, name)
 
     def report(self) -> Report:
         """The figures of this plan, ready to be shown (see `memplan.report`)."""
