@@ -110,5 +110,5 @@ def pick_buffer(
         if placed[b] or hole[b] == allowed[b] or buf_lo[b] < lo or buf_lo[b] >= hi:
             continue
         if best < 0 or allowed[b] < allowed[best] or (allowed[b] == allowed[best] and rank[b] < rank[best]):
-            best = b  # type: ignore[assignment]  # numba's integers are one type
+            best = b
     return best
