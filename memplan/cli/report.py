@@ -65,6 +65,13 @@ def report(
     snapshot: Annotated[
         Path | None, typer.Option("--snapshot", metavar="FILE", help="Write a pickle for PyTorch's memory_viz.")
     ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="SIZE", help="Evict what does not fit: 8GiB, 50% or min.")
+    ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option("--costs", metavar="DEVICE|FILE", help="By whose times: a100, h100, h200, cpu, a file."),
+    ] = None,
     solver: Annotated[
         str, typer.Option("--solver", metavar="NAME", help="Which solver places the buffers: auto or its name.")
     ] = "auto",
@@ -82,7 +89,8 @@ def report(
     from memplan.csvio import write_atomic
     from memplan.report.jsonform import report_json
 
-    plan = obtain(target, infer=infer, solver=solver, time_limit=seconds_option("--time-limit", time_limit))
+    limit = seconds_option("--time-limit", time_limit)
+    plan = obtain(target, infer=infer, solver=solver, time_limit=limit, budget=budget, costs=costs)
     figures = plan.report()
     if save is not None:
         plan.save(save)

@@ -23,17 +23,25 @@ def is_model(target: str) -> bool:
     return names_model(target) and not os.path.isfile(target)
 
 
-def obtain(target: str, *, infer: bool = False, solver: str = "auto", time_limit: float | None = None) -> Plan:
+def obtain(
+    target: str,
+    *,
+    infer: bool = False,
+    solver: str = "auto",
+    time_limit: float | None = None,
+    budget: str | None = None,
+    costs: str | None = None,
+) -> Plan:
     """The plan of `target`, a plan file or a model's name. torch is imported for a model only."""
     if not is_model(target):
-        if infer or solver != "auto" or time_limit is not None:
+        if infer or solver != "auto" or any(option is not None for option in (time_limit, budget, costs)):
             raise InvalidModel(
-                "is a saved plan: --infer, --solver and --time-limit are for planning a model",
+                "is a saved plan: --infer, --solver, --time-limit, --budget and --costs are for planning a model",
                 where=target,
                 hint="leave them out, or name the model as FILE.py:FACTORY",
             )
         return _saved(target)
-    return _planned(target, infer=infer, solver=solver, time_limit=time_limit)
+    return _planned(target, infer=infer, solver=solver, time_limit=time_limit, budget=budget, costs=costs)
 
 
 def _saved(target: str) -> Plan:
@@ -60,7 +68,9 @@ def quiet_stages(target: str) -> Iterator[NamedModel]:
         yield named
 
 
-def _planned(target: str, *, infer: bool, solver: str, time_limit: float | None) -> Plan:
+def _planned(
+    target: str, *, infer: bool, solver: str, time_limit: float | None, budget: str | None, costs: str | None
+) -> Plan:
     with progress(f"Importing {target}"), contextlib.redirect_stdout(sys.stderr):
         named = load_model(target)
     with progress(f"Planning {target}"), _quiet():
@@ -72,6 +82,8 @@ def _planned(target: str, *, infer: bool, solver: str, time_limit: float | None)
                 named.args,
                 dict(named.kwargs) or None,
                 train=False if infer else None,
+                budget=budget,
+                costs=costs,
                 solver=solver,
                 time_limit=time_limit,
             )

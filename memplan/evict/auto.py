@@ -9,7 +9,7 @@ and annealing over one or two decisions. What published policies decide is a sta
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -50,11 +50,11 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
         for a in _EXPONENTS[: 2 if origin.area else 1]
         if (fitted := descend(search, origin, a))
     ]
-    if not found or workload.budget < _TIGHT * start.peak:  # from below there may be a better way, or one at all
-        found += _from_below(search)
-    if not found:  # then the smallest storages count too
+    if found and workload.budget < _TIGHT * start.peak:  # from below there may be a better way
+        found += _from_below(search, (AGAIN, ONCE))
+    if not found:  # or one at all, where the smallest storages count too
         search = Search(workload, swaps=swaps, least=0.0)
-        found += _from_below(search)
+        found += _from_below(search, (SWAP, AGAIN, ONCE))
     ways = [search.events(_improved(search, found, work, seed))] if found else []
     ways += [on_demand] if on_demand is not None else []
     if not ways and swaps:
@@ -64,9 +64,9 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     return min(ways, key=lambda events: measure(workload, events).seconds)
 
 
-def _from_below(search: Search) -> list[Decisions]:
+def _from_below(search: Search, alike: Sequence[int]) -> list[Decisions]:
     """What is left of treating everything alike."""
-    return [fitted for low in drastic(search) if (fitted := descend(search, low, 1.0))]
+    return [fitted for low in drastic(search, alike) if (fitted := descend(search, low, 1.0))]
 
 
 def _improved(search: Search, found: list[Decisions], work: int, seed: int) -> Decisions:
@@ -108,9 +108,9 @@ def descend(search: Search, state: Decisions, exponent: float) -> Decisions | No
     return state
 
 
-def drastic(search: Search) -> Iterator[Decisions]:
-    """Everything that can be is treated alike: sent away, made again for every use, made again once."""
-    for wanted in (SWAP, AGAIN, ONCE):
+def drastic(search: Search, alike: Sequence[int]) -> Iterator[Decisions]:
+    """Everything that can be is treated alike, in each of these ways."""
+    for wanted in alike:
         decision, gap = np.zeros_like(search.arrays.size), np.full_like(search.arrays.size, -1)
         for moves in search.moves:
             for move in moves:

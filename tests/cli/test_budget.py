@@ -78,3 +78,16 @@ def test_bad_input(run: Run, saved: Path, tmp_path: Path) -> None:
     code, _, err = run("budget", tmp_path / "evicted.json")
     assert code == 2
     assert "was planned with a budget" in err
+
+
+def test_a_report_with_a_budget(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(MODEL)
+    code, out, _ = run("report", "net.py:net", "--budget", "70%", "--costs", "a100", "--save", "p.json")
+    assert code == 0
+    assert "kept by 'auto'" in out
+    assert "computed again" in out or "copied to the host" in out
+    assert "kept by 'auto'" in run("report", "p.json", "--format", "markdown")[1]
+    code, _, err = run("report", "net.py:net", "--budget", "1KiB")
+    assert code == 2
+    assert "give at least" in err
+    assert run("report", "p.json", "--budget", "1KiB")[0] == 2
