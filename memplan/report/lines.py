@@ -76,6 +76,23 @@ def certificate(report: Report) -> str:
     return f"order by {report.policy!r}: {text}"
 
 
+def budget_lines(report: Report) -> tuple[str, ...]:
+    """The budget, what keeps it, and its predicted price."""
+    e = report.evicted
+    if e is None:
+        return ()
+    kept = []
+    if e.recomputed:
+        kept.append(f"{e.recomputed} x computed again ({format_bytes(e.recomputed_bytes)})")
+    if e.copied:
+        kept.append(f"{e.copied} x copied back from the host ({format_bytes(e.copied_bytes)})")
+    how = ", ".join(kept) or "nothing is evicted"
+    waits = f", {format_share(e.stall / e.seconds)} of it waiting for copies" if e.stall and e.seconds else ""
+    price = f"step time {'+' if e.overhead >= 0 else ''}{format_share(e.overhead)} by the costs of {e.costs}{waits}"
+    host = f"; {format_bytes(e.host)} on the host, beside the total" if e.host else ""
+    return (f"budget {format_bytes(e.budget)}, kept by {e.policy!r}: {how}; predicted {price}{host}",)
+
+
 def waiting_lines(report: Report) -> tuple[str, ...]:
     """What it costs that updates wait: for all gradients, as in clipping, or for several steps."""
     lines = []

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from memplan.report.cells import cell, table
-from memplan.report.lines import certificate, memory_lines, op_name, origin, peak_line, title, verdict, waiting_lines
+from memplan.report.lines import (
+    budget_lines,
+    certificate,
+    memory_lines,
+    op_name,
+    origin,
+    peak_line,
+    title,
+    verdict,
+    waiting_lines,
+)
 from memplan.report.summary import Report
 from memplan.units import format_bytes
 
@@ -17,7 +27,7 @@ def report_markdown(report: Report) -> str:
         for label, size, remark in group
     ]
     parts = [f"## {cell(title(report))}", cell(verdict(report)) + ".", cell(certificate(report)) + "."]
-    parts += [cell(line) + "." for line in waiting_lines(report)]
+    parts += [cell(line) + "." for line in (*budget_lines(report), *waiting_lines(report))]
     parts.append(table(("memory", "size", "bytes", ""), memory))
     if report.peak is not None:
         parts.append(f"**Peak** at {cell(peak_line(report.peak))}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memplan.advice import Lever, levers
+from memplan.evict.record import Action
 from memplan.graph import StorageKind
 from memplan.holders import Holder, alive_at, largest
 from memplan.plan import Plan
@@ -67,6 +68,25 @@ class Functional:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evicted:
+    """How a budget is kept. `recomputed` and `copied` are absences that end in a use, with their bytes (each counts
+    every time); `overhead` (a share) and `stall` (seconds) are predicted by `costs`. `host` is the arena there.
+    """
+
+    policy: str
+    costs: str
+    budget: int
+    overhead: float
+    seconds: float
+    stall: float
+    recomputed: int
+    recomputed_bytes: int
+    copied: int
+    copied_bytes: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A plan in figures. Sizes are bytes, steps are positions in the schedule.
 
@@ -110,6 +130,7 @@ class Report:
     functional: tuple[Functional, ...]
     advice: tuple[Lever, ...]
     versions: tuple[tuple[str, str], ...]
+    evicted: Evicted | None = None
 
 
 def make_report(plan: Plan) -> Report:
@@ -147,6 +168,27 @@ def make_report(plan: Plan) -> Report:
         functional=_functional(plan),
         advice=levers(plan),
         versions=tuple(sorted(plan.versions.items())),
+        evicted=_evicted(plan),
+    )
+
+
+def _evicted(plan: Plan) -> Evicted | None:
+    if plan.eviction is None:
+        return None
+    again = [e.nbytes for e in plan.evictions if e.action is Action.RECOMPUTE]
+    away = [e.nbytes for e in plan.evictions if e.action is Action.OFFLOAD]
+    return Evicted(
+        policy=plan.eviction.policy,
+        costs=plan.eviction.costs,
+        budget=plan.eviction.budget,
+        overhead=plan.eviction.overhead,
+        seconds=plan.eviction.seconds,
+        stall=plan.eviction.stall,
+        recomputed=len(again),
+        recomputed_bytes=sum(again),
+        copied=len(away),
+        copied_bytes=sum(away),
+        host=plan.host_size,
     )
 
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from memplan.holders import Holder
 from memplan.report.lines import (
+    budget_lines,
     certificate,
     memory_lines,
     op_name,
@@ -42,7 +43,7 @@ def render(report: Report, width: int) -> RenderableType:
         _text(title(report), "bold"),
         _text(verdict(report)),
         _text(certificate(report)),
-        *map(_text, waiting_lines(report)),
+        *map(_text, (*budget_lines(report), *waiting_lines(report))),
         _memory(report, width),
     ]
     if report.peak is not None:

@@ -147,7 +147,8 @@ def plan_traced(
 ) -> Plan:
     """Order a traced step, evict what does not fit `budget`, and place its storages.
 
-    `redzone` is in bytes (see `lifetimes.problem`), `room` too (see `budget.plan_within`), the rest as in `memplan.plan`.
+    `redzone` is in bytes (see `lifetimes.problem`), and so is `room` (see `budget.plan_within`); the rest as in
+    `memplan.plan`.
     """
     make = make_plan
     if budget is not None:
