@@ -113,7 +113,7 @@ def _check_instances(graph: Graph, plan: EvictionPlan) -> None:
     touched: set[int] = set()
     seen: set[int] = set()
     for op, source in zip(graph.ops, plan.sources, strict=True):
-        again = op.target == RELOAD or source in seen
+        again = op.target in (RELOAD, RELOAD_WAIT) or source in seen
         new = [s for s in graph.touched(op) if s not in touched]
         born += [s for s in new if again and graph.storages[s].planned]
         touched.update(new)

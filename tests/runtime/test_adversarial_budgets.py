@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.errors import InvalidCosts, InvalidEviction, InvalidPlan, InvalidSize, MemplanError
+from memplan.errors import InvalidCosts, InvalidEviction, InvalidPlan, InvalidSize, MemplanError, PlanMismatch
 from memplan.evict.costs import Link
 from memplan.planfile import load
 from memplan.runtime import CompiledModule
@@ -138,3 +138,41 @@ def test_the_report_says_how_the_budget_is_kept() -> None:
     assert report.evicted.host
     assert f"{report.evicted.copied} x copied back" in line
     assert not budget_lines(plan_traced(traced).report())
+
+
+class _TwoNames(nn.Module):
+    """A submodule under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(16, 16)
+        self.two = self.one
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.one, self.two, self.one):
+            x = x + self.norm(torch.tanh(layer(x)))
+        return x
+
+
+def test_a_submodule_with_two_names_stays_as_it_is() -> None:
+    model, x = _TwoNames(), torch.randn(8, 16)
+    parameters = list(model.parameters())
+    compiled = memplan_compile(model, x, budget=0.8, policy=QUICK, costs=FAST_LINK)
+    assert all(one is two for one, two in zip(model.parameters(), parameters, strict=True))
+    results = []
+    for call in (model, compiled):
+        model.zero_grad()
+        out = call(x)
+        out.square().sum().backward()
+        results.append([out.detach(), *(p.grad for p in parameters)])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("other", [_TwoNames, lambda: nn.Sequential(*_net()[0][:2])])
+def test_a_plan_with_evictions_for_another_model_is_refused_as_such(other: Any) -> None:
+    model, x = _net()
+    plan = plan_traced(trace(model, x), budget=0.6, policy=QUICK, costs=FAST_LINK)
+    strange = other()
+    with pytest.raises(PlanMismatch, match="another graph"):
+        memplan_compile(strange, torch.randn(64, 16) if isinstance(strange, _TwoNames) else x, plan=plan)
