@@ -92,7 +92,7 @@ def capture(
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Put parameters and buffers back: AOTAutograd leaves its stand-ins in a submodule that has two names."""
-    held = [(own, dict(own)) for m in model.modules() for own in (m._parameters, m._buffers)]
+    held: list[tuple[Any, Any]] = [(own, dict(own)) for m in model.modules() for own in (m._parameters, m._buffers)]
     try:
         yield
     finally:

@@ -169,7 +169,7 @@ def test_a_submodule_with_two_names_stays_as_it_is() -> None:
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("other", [_TwoNames, lambda: nn.Sequential(*_net()[0][:2])])
+@pytest.mark.parametrize("other", [_TwoNames, lambda: nn.Sequential(*list(_net()[0].children())[:2])])
 def test_a_plan_with_evictions_for_another_model_is_refused_as_such(other: Any) -> None:
     model, x = _net()
     plan = plan_traced(trace(model, x), budget=0.6, policy=QUICK, costs=FAST_LINK)
