@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from memplan.units import format_bytes, parse_share, parse_size
 
 Budget = int | float | str
 _TRIES = 4
+_HIGHEST = 2**63 - 1  # what compiled loops count with
 
 
 def plan_within(
@@ -36,20 +38,28 @@ def plan_within(
     redzone: int = 0,
     solver: str | Solver = "auto",
     time_limit: float | None = None,
+    room: int = 0,
 ) -> Plan:
     """A plan of a scheduled graph whose arena is at most `budget`.
 
     `budget` is in bytes, a text ("8GiB"), a share of what the step needs without evictions (0.5, "50%"), or "min".
     The arena counts, not the sum of live bytes: where places are lost, more is evicted. Red zones come on top.
+    `room`: bytes that are there anyway, an arena in which programs take turns; all of them may be used.
     Raises `BudgetInfeasible`, naming the op that needs the most at once and the smallest budget that can be kept.
     """
     decide, name = fit_policy(policy), policy if isinstance(policy, str) else getattr(policy, "__name__", "custom")
     prices = cost_model(costs)
     workload = make_workload(graph, schedule.order, prices, alignment)
-    wanted = _bytes(budget, workload, decide)
+    wanted = max(_bytes(budget, workload, decide), room)
     workload = replace(workload, budget=wanted)
+    plan: Plan | None = None
     for _ in range(_TRIES):
-        fitted = fit(graph, workload, decide)
+        try:
+            fitted = fit(graph, workload, decide)
+        except BudgetInfeasible:
+            if plan is None:
+                raise
+            break  # it names a smaller budget than the one that was asked for
         plan = _placed(
             fitted,
             make_plan(
@@ -80,7 +90,8 @@ def plan_within(
         if budget == "min":  # what is lost to places cannot be won back by evicting more
             assert plan.eviction is not None
             return replace(plan, eviction=replace(plan.eviction, budget=plan.arena_size))
-        workload = replace(workload, budget=workload.budget - over)
+        workload = replace(workload, budget=max(workload.budget - over, 0))
+    assert plan is not None
     raise BudgetInfeasible(
         f"its buffers need {format_bytes(plan.max_live)} and do not fit into {format_bytes(wanted)} without holes",
         op="",
@@ -90,13 +101,13 @@ def plan_within(
     )
 
 
-def cost_model(costs: CostModel | str) -> CostModel:
+def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
     """A cost model by the name of a device (`memplan.evict.costs.DEVICES`), from a file (.json), or as it is."""
     if isinstance(costs, CostModel):
         return costs
-    if costs.endswith(".json"):
+    if isinstance(costs, os.PathLike) or (isinstance(costs, str) and costs.endswith(".json")):
         return load_costs(costs)
-    if costs.lower() not in DEVICES:
+    if not isinstance(costs, str) or costs.lower() not in DEVICES:
         hint = f"choose one of: {', '.join(DEVICES)}, or measure one: memplan.profile(model, inputs)"
         raise InvalidSize(f"there is no cost model {costs!r}", where="costs", hint=hint)
     return DEVICES[costs.lower()]
@@ -114,7 +125,10 @@ def _bytes(budget: Budget, workload: Workload, policy: Policy) -> int:
         return smallest(workload, policy)
     if isinstance(budget, str):
         if not budget.strip().endswith("%"):
-            return parse_size(budget)
+            nbytes = parse_size(budget)
+            if not nbytes and budget.strip("0."):
+                raise InvalidSize(f"{budget!r} is less than a byte", where="budget", hint=hint)
+            return nbytes
         budget = parse_share(budget)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise InvalidSize(f"{budget!r} is no budget", where="budget", hint=hint)
@@ -124,4 +138,4 @@ def _bytes(budget: Budget, workload: Workload, policy: Policy) -> int:
         return int(measure(workload, workload.plain).peak * budget)
     if budget < 0:
         raise InvalidSize(f"{budget!r} is negative", where="budget", hint=hint)
-    return budget
+    return min(budget, _HIGHEST)

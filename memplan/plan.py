@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memplan import lifetimes
 from memplan.errors import InvalidPlan
@@ -61,6 +61,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles: a read-only mapping has neither."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return partial(Plan, **{**own, "versions": dict(self.versions)}), ()
 
     @property
     def fingerprint(self) -> str:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 from memplan.errors import InvalidProblem
 
@@ -184,6 +185,11 @@ class Solution:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offsets", MappingProxyType(dict(self.offsets)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles: a read-only mapping has neither."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return partial(Solution, **{**own, "offsets": dict(self.offsets)}), ()
 
     @property
     def gap(self) -> float:

@@ -75,8 +75,12 @@ class Arrays:
 
 
 def to_arrays(events: Sequence[Event]) -> tuple[Ints, Ints]:
-    """Kinds and indices."""
-    pairs = np.array(events, np.int64).reshape(-1, 2)
+    """Kinds and indices. Raises `InvalidEviction` for what a policy returned that is no sequence of events."""
+    try:
+        pairs = np.array(events, np.int64).reshape(-1, 2)
+    except (TypeError, ValueError, OverflowError) as error:
+        what = "what the policy returned is no sequence of events"
+        raise InvalidEviction(what, where="events", hint="return (kind, index) pairs") from error
     return np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
 
 

@@ -11,9 +11,11 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from memplan.csvio import write_atomic
 from memplan.errors import InvalidCosts, MemplanError, UnreadableFile
@@ -34,10 +36,10 @@ class Link:
     latency: float
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_second > 0 or not self.latency >= 0:
+        if not 0 < self.bytes_per_second < float("inf") or not 0 <= self.latency < float("inf"):
             raise InvalidCosts(
                 f"a link of {self.bytes_per_second} bytes per second and {self.latency} seconds of latency",
-                hint="give a positive bandwidth and a latency of at least 0",
+                hint="give a positive bandwidth and a latency of at least 0, both finite",
             )
 
     def seconds(self, nbytes: int) -> float:
@@ -75,6 +77,10 @@ class CostModel:
             if not 0 <= seconds < float("inf"):
                 raise InvalidCosts(f"is {seconds}", where=f"measured[{key!r}]", hint="give seconds, at least 0")
         object.__setattr__(self, "measured", MappingProxyType(dict(self.measured)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles: a read-only mapping has neither."""
+        return partial(CostModel, **{**vars(self), "measured": dict(self.measured)}), ()
 
     def op_seconds(self, graph: Graph, op: Op) -> float:
         """Seconds of one op: measured if it was, else the roofline's."""

@@ -46,7 +46,7 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
     if base.peak <= workload.budget:
         events = workload.plain
     elif lowest > workload.budget:
-        raise _infeasible(workload, policy, f"cannot run in {format_bytes(workload.budget)}", op)
+        raise _infeasible(workload, policy, f"cannot run in {format_bytes(workload.budget)}:", op)
     else:
         try:
             events = policy(workload)

@@ -102,9 +102,30 @@ def check_record(graph: Graph, plan: EvictionPlan) -> None:
     for i, (op, source) in enumerate(zip(graph.ops, plan.sources, strict=True)):
         if source < -1 or (source == -1) != (op.target in TRANSFERS):
             raise InvalidPlan(f"names no op that {op.name!r} could repeat", where=f"eviction.sources[{i}]")
-    touched = {s for op in graph.ops for s in graph.touched(op)}
-    for i, pair in enumerate(plan.instances):
-        if not all(0 <= s < len(graph.storages) for s in pair) or pair[1] not in touched:
-            raise InvalidPlan("names no storages of the graph", where=f"eviction.instances[{i}]")
+    _check_instances(graph, plan)
     if plan.budget < 0 or min(plan.seconds, plan.base_seconds, plan.stall) < 0:
         raise InvalidPlan("a budget or a time is negative", where="eviction")
+
+
+def _check_instances(graph: Graph, plan: EvictionPlan) -> None:
+    """A further life begins with a reload or a repeated op; each is named once, with the storage that it is one of."""
+    born: list[int] = []
+    touched: set[int] = set()
+    seen: set[int] = set()
+    for op, source in zip(graph.ops, plan.sources, strict=True):
+        again = op.target in (RELOAD, RELOAD_WAIT) or source in seen
+        new = [s for s in graph.touched(op) if s not in touched]
+        born += [s for s in new if again and graph.storages[s].planned]
+        touched.update(new)
+        seen |= {source} - {-1}
+    lives: dict[int, int] = {}
+    for i, pair in enumerate(plan.instances):
+        where = f"eviction.instances[{i}]"
+        if not all(0 <= s < len(graph.storages) for s in pair):
+            raise InvalidPlan("names no storages of the graph", where=where)
+        base, further = (graph.storages[s] for s in pair)
+        lives[pair[0]] = lives.get(pair[0], 0) + 1
+        if further.name != f"{base.name}@{lives[pair[0]]}" or further.nbytes != base.nbytes:
+            raise InvalidPlan(f"{further.name!r} is not the next life of {base.name!r}", where=where)
+    if sorted(further for _, further in plan.instances) != sorted(born):
+        raise InvalidPlan("are not the lives that begin with a reload or a repeated op", where="eviction.instances")

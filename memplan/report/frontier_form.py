@@ -33,13 +33,14 @@ def frontier_sections(frontier: Frontier, rivals: Sequence[Rival] = ()) -> Itera
     least = next((p for p in reversed(frontier.points) if p.seconds is not None), None)
     lines = [f"without a budget: {format_exact(most)}"]
     if least is not None:
-        lines.append(f"smallest budget: {format_exact(least.budget)}, {format_share(least.budget / most)} of that")
+        share = format_share(least.budget / most if most else 0.0)
+        lines.append(f"smallest budget: {format_exact(least.budget)}, {share} of that")
     rows = tuple(_row(p, frontier) for p in frontier.points)
     names = "budget> share> step_time> recomputed>@70 to_the_host>@70 waiting>@90"
     yield Section(lines=tuple(lines), columns=columns(names), rows=rows)
     if rivals:
         rows = tuple(
-            (r.name, format_bytes(r.max_live), format_share(r.max_live / most), _plus(r.overhead))
+            (r.name, format_bytes(r.max_live), format_share(r.max_live / most if most else 0.0), _plus(r.overhead))
             for r in sorted(rivals, key=lambda r: -r.max_live)
         )
         yield Section(

@@ -79,7 +79,13 @@ class CompiledModule(nn.Module):
         self.__dict__["_cuda_graph"] = cuda_graph
         self.__dict__["_arena"] = None
         given = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
+        if given is not None and budget is not None:
+            hint = "pass one of them: a plan has its budget already"
+            raise MemplanError(f"budget={budget!r} beside a plan", where="compile", hint=hint)
+        self.__dict__["_given"] = given
         main = self._build(args, kwargs, model.training if train is None else train, given)
+        if given is not None and given.eviction is not None:  # other programs keep it too
+            self._options["budget"] = given.eviction.budget
         self.__dict__["_selector"] = Selector(self._structure, main, self._build)
         self.__dict__["plan"] = main.plan
 
@@ -117,7 +123,8 @@ class CompiledModule(nn.Module):
         traced = trace(self._original, args, kwargs, train=train, in_place=self._in_place)
         redzone = redzone_of(self._guard, alignment_of(traced.device))
         if given is None:
-            plan = plan_traced(traced, redzone=redzone, **self._options)
+            room = 0 if self._arena is None else self._arena.nbytes
+            plan = plan_traced(traced, redzone=redzone, room=room, **self._options)
         else:
             require_planned(traced, given)
             require_legal(given.graph, given.schedule.order)
@@ -171,6 +178,7 @@ class CompiledModule(nn.Module):
         """A copy, or what is loaded from a pickle, is compiled again (`duplicate.py`)."""
         options = {
             **self._options,
+            **({} if self._given is None else {"plan": self._given, "budget": None}),
             **{"in_place": self._in_place, "gradients": self._gradients},
             **{"guard": self._guard, "on_mismatch": self._on_mismatch, "cuda_graph": self._cuda_graph},
         }

@@ -151,9 +151,9 @@ def _on_host(graph: Graph, plan: Plan, host: Memory) -> dict[int, torch.UntypedS
     """The copies on the host (by index) at their offsets."""
     offsets = plan.eviction.host.offsets if plan.eviction else {}
     return {
-        index: host.storage(offsets[s.name], s.nbytes)
+        index: host.storage(offsets[s.name] if s.nbytes else 0, s.nbytes)
         for index, s in enumerate(graph.storages)
-        if s.kind is StorageKind.HOST and s.name in offsets
+        if s.kind is StorageKind.HOST and (s.name in offsets or not s.nbytes)
     }
 
 

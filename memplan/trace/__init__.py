@@ -143,16 +143,18 @@ def plan_traced(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    room: int = 0,
 ) -> Plan:
     """Order a traced step, evict what does not fit `budget`, and place its storages.
 
-    `redzone` is in bytes (see `lifetimes.problem`), the rest as in `memplan.plan`.
+    `redzone` is in bytes (see `lifetimes.problem`), and so is `room` (see `budget.plan_within`); the rest as in
+    `memplan.plan`.
     """
     make = make_plan
     if budget is not None:
         from memplan.budget import plan_within  # with the search and its compiler
 
-        make = partial(plan_within, budget, costs=costs or device_costs(traced.device), policy=policy)
+        make = partial(plan_within, budget, costs=costs or device_costs(traced.device), policy=policy, room=room)
     return make(
         model=traced.model,
         graph=traced.graph,

@@ -44,7 +44,8 @@ def max_batch(
     `InvalidSize` for a budget or bounds that make no sense, and `UnsupportedGraph`.
     """
     limit = parse_size(budget) if isinstance(budget, str) else budget
-    if not 1 <= lowest <= highest or limit < 0:
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (limit, lowest, highest))
+    if not whole or not 1 <= lowest <= highest or limit < 0:
         raise InvalidSize(
             f"budget={budget!r}, lowest={lowest}, highest={highest}",
             where="max_batch",

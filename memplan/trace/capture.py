@@ -60,6 +60,7 @@ def capture(
         model, flat = _off_meta(model, flat)
         args, kwargs = pytree.tree_unflatten(flat, in_spec)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_as_it_was(model))
         stack.enter_context(quiet())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(train))
@@ -86,6 +87,17 @@ def capture(
         training=has_backward,
         autocast=any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
     )
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put parameters and buffers back: AOTAutograd leaves its stand-ins in a submodule that has two names."""
+    held: list[tuple[Any, Any]] = [(own, dict(own)) for m in model.modules() for own in (m._parameters, m._buffers)]
+    try:
+        yield
+    finally:
+        for own, before in held:
+            own.update(before)
 
 
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], nn.Module]

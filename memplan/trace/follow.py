@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch.utils._pytree as pytree
 
 from memplan.evict.equivalent import require_equivalent
-from memplan.graph import Op, require_same
+from memplan.graph import Graph, Op, require_same
 from memplan.plan import Plan
 from memplan.trace.traced import Kernel, Ref, TracedGraph, Transfer
 
@@ -18,7 +18,22 @@ def require_planned(traced: TracedGraph, plan: Plan) -> None:
     if plan.eviction is None:
         require_same(plan.graph, traced.graph)
     else:
+        require_same(_without(plan, traced.graph), traced.graph)
         require_equivalent(traced.graph, plan.graph, plan.eviction.sources)
+
+
+def _without(plan: Plan, traced: Graph) -> Graph:
+    """The graph that an evicted one was made from, as far as it is seen: what it holds first, and names of ops.
+
+    What its ops read and write is for the oracle to judge.
+    """
+    g, n = plan.graph, len(traced.storages)
+    values, storages = g.values[: len(traced.values)], g.storages[:n]
+    known = all(v.storage < len(storages) for v in values)
+    names = {op.name for op in g.ops}
+    if not known or {op.name for op in traced.ops} - names:
+        return g
+    return replace(traced, values=values, storages=storages)
 
 
 def follow(traced: TracedGraph, plan: Plan) -> TracedGraph:
