@@ -7,14 +7,15 @@ by which max live (or the arena, or the total) would fall if nothing else change
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from memplan.evict.record import OFFLOAD_WAIT
 from memplan.graph import Phase
 from memplan.groups import grouped, pattern
 from memplan.holders import Holder, alive_at
 from memplan.plan import Plan
 from memplan.units import format_bytes
-from memplan.uses import last_use, next_use, touches
+from memplan.uses import homes, last_use, next_use, own_touches, touches
 
 SHOWN = 3
 
@@ -42,39 +43,60 @@ def levers(plan: Plan, step: int | None = None) -> tuple[Lever, ...]:
         return ()
     at = plan.problem.peak_step if step is None else step
     alive, steps = alive_at(plan, at), touches(plan)
-    found = [*_copies(plan, at, alive), *_in_place(plan, at, alive, steps), *_evict(plan, at, alive, steps)]
+    found = [*_copies(plan, at, alive), *_in_place(plan, at, alive, steps), *_evict(plan, at, alive)]
     if at == plan.problem.peak_step:
         found += [*_layout(plan), *_order(plan)]
     return tuple(found)
 
 
-def _evict(plan: Plan, step: int, alive: Iterable[Holder], steps: Mapping[str, tuple[int, ...]]) -> Iterator[Lever]:
+def _evict(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
     """Forward results that wait for the backward while nobody touches them."""
-    backward = [plan.graph.ops[i].phase is Phase.BACKWARD for i in plan.schedule.order]
-    waiting: dict[str, tuple[int, int]] = {}
-    idle: list[Holder] = []
-    for holder in alive:
-        used = steps.get(holder.id, ())
-        before, after = last_use(used, step), next_use(used, step)
-        if before is None or after is None or step in used or backward[before] or not backward[after]:
-            continue
-        waiting[holder.id] = (before + 1, after)
-        idle.append(holder)
-    if not idle:
+    found = list(_waiting(plan, step, {holder.id: holder for holder in alive}))
+    if not found:
         return
-    saves = plan.max_live - _max_live_without(plan, waiting)
-    rows = [f"{_times(g.count, g.bytes)} of {_made_by(g.op, g.module)}" for g in grouped(idle)[:SHOWN]]
-    more = f", and {len(grouped(idle)) - SHOWN} more rows" if len(grouped(idle)) > SHOWN else ""
-    held = sum(h.size for h in idle)
+    saves = plan.max_live - _max_live_without(plan, {buffer: gap for _, buffer, gap in found})
+    idle = grouped(holder for holder, _, _ in found)
+    rows = [f"{_times(g.count, g.bytes)} of {_made_by(g.op, g.module)}" for g in idle[:SHOWN]]
+    more = f", and {len(idle) - SHOWN} more rows" if len(idle) > SHOWN else ""
+    held = sum(g.bytes for g in idle)
     effect = (
         f"saves at most {format_bytes(saves)} of the peak" if saves else "does not lower the peak: it lies elsewhere"
     )
+    too = " too" if plan.evictions else ""
     yield Lever(
         name="evict",
         saves=saves,
         text=f"{format_bytes(held)} of activations wait for the backward ({', '.join(rows)}{more}): "
-        f"recomputing or offloading them {effect}",
+        f"recomputing or offloading them{too} {effect}",
     )
+
+
+def _waiting(plan: Plan, step: int, alive: Mapping[str, Holder]) -> Iterator[tuple[Holder, str, tuple[int, int]]]:
+    """(what waits, the buffer that it lies in, the idle steps [start, end)). What the plan's budget has computed again
+    or copied back is not counted once more, nor is what is on its way to the host."""
+    backward = [plan.graph.ops[i].phase is Phase.BACKWARD for i in plan.schedule.order]
+    steps, buffers = own_touches(plan), homes(plan)
+    again = {plan.graph.storages[s].name for _, s in plan.eviction.instances} if plan.eviction else set()
+    for storage in plan.graph.storages:
+        buffer, used = buffers.get(storage.name, ""), steps.get(storage.name, ())
+        before, after = last_use(used, step), next_use(used, step)
+        if buffer not in alive or before is None or after is None or step in used or storage.name in again:
+            continue
+        if backward[before] or not backward[after] or _target(plan, after) == OFFLOAD_WAIT:
+            continue
+        origin = storage.origin
+        holder = replace(
+            alive[buffer],
+            id=storage.name,
+            module=origin.module,
+            source=origin.source,
+            op=_target(plan, used[0]),
+        )
+        yield holder, buffer, (before + 1, after)
+
+
+def _target(plan: Plan, step: int) -> str:
+    return plan.graph.ops[plan.schedule.order[step]].target
 
 
 def _max_live_without(plan: Plan, gaps: Mapping[str, tuple[int, int]]) -> int:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
-from memplan.errors import PlanMismatch
 from memplan.figures import Figures, figures_of
-from memplan.graph import require_same
 from memplan.groups import Growth, Key, growths, key_of
 from memplan.holders import Holder, largest
 from memplan.plan import Plan
@@ -83,11 +82,23 @@ def _by_size(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
 
 
 def _first_difference(before: Plan, after: Plan) -> str:
-    try:
-        require_same(before.graph, after.graph)
-    except PlanMismatch as error:
-        return error.what
+    """What makes the graphs differ: their budgets, else the first line that only one of them has."""
+    if before.fingerprint == after.fingerprint:
+        return ""
+    one, two = (_budget(plan) for plan in (before, after))
+    if one != two:
+        return f"{one} before, {two} after; what is computed again or copied are ops of the graph"
+    for old, new in zip_longest(before.graph.signature(), after.graph.signature(), fillvalue="nothing more"):
+        if old != new:
+            return f"{old} before, {new} after"
     return ""
+
+
+def _budget(plan: Plan) -> str:
+    if plan.eviction is None:
+        return "no budget"
+    counts = f"{len(plan.evictions)} eviction{'' if len(plan.evictions) == 1 else 's'}"
+    return f"a budget of {plan.eviction.budget:,} B kept by {plan.eviction.policy!r} with {counts}"
 
 
 def _matched(

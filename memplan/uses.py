@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from memplan.graph import Graph
 from memplan.plan import Plan
 
 
@@ -35,8 +36,24 @@ def op_at(plan: Plan, step: int) -> OpAt:
 
 
 def touches(plan: Plan) -> Mapping[str, tuple[int, ...]]:
-    """Storage name -> the steps whose ops read or write it, ascending."""
-    graph, steps = plan.placed, dict[int, list[int]]()
+    """Buffer name -> the steps whose ops read or write it, ascending."""
+    return _touches(plan, plan.placed)
+
+
+def own_touches(plan: Plan) -> Mapping[str, tuple[int, ...]]:
+    """Storage name -> the steps whose ops read or write that storage, and not another that lies in the same bytes."""
+    return _touches(plan, plan.graph)
+
+
+def homes(plan: Plan) -> Mapping[str, str]:
+    """Storage name -> the buffer that its bytes lie in: its own, or that of an input whose place it took."""
+    names = [s.name for s in plan.graph.storages]
+    pairs = zip(plan.graph.values, plan.placed.values, strict=True)
+    return {names[own.storage]: names[lies.storage] for own, lies in pairs}
+
+
+def _touches(plan: Plan, graph: Graph) -> Mapping[str, tuple[int, ...]]:
+    steps = dict[int, list[int]]()
     for step, index in enumerate(plan.schedule.order):
         for storage in graph.touched(graph.ops[index]):
             steps.setdefault(storage, []).append(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from memplan.budget import plan_within
 from memplan.graph import Graph, Origin, Phase, StorageKind
 from memplan.plan import Plan, make_plan
 from memplan.schedule import order, traced
@@ -54,3 +55,42 @@ def branching_plan(policy: str) -> Plan:
     graph = branching_graph()
     schedule = order(graph, policy)
     return make_plan(model="branching", graph=graph, schedule=schedule, alignment=1, versions={"memplan": "0.1.0"})
+
+
+MIB = 1 << 20
+
+
+def deep_graph(length: int = 6) -> Graph:
+    """block_a makes 1 MiB of the input, block_b of that, and so on; the backward reads them in reverse."""
+    b = GraphBuilder()
+    saved = [b.storage(StorageKind.INPUT, MIB, planned=False)]
+    places = [Origin(module=f"block_{letter}", source=f"model.py:{i}") for i, letter in enumerate("abcdefgh"[:length])]
+    for place in places:
+        saved.append(b.storage(StorageKind.ACTIVATION, MIB, planned=True, origin=place))
+        b.op(Phase.FORWARD, (saved[-2],), (saved[-1],), target="aten.mm.default", origin=place)
+    gradient = saved[-1]
+    for place, layer in zip(reversed(places), reversed(saved[1:]), strict=True):
+        made = b.storage(StorageKind.GRADIENT, MIB, planned=True, origin=place)
+        b.op(Phase.BACKWARD, (gradient, layer), (made,), target="aten.mm.default", origin=place)
+        gradient = made
+    kept = b.storage(StorageKind.GRADIENT, 64, planned=False)
+    b.op(Phase.BACKWARD, (gradient,), (kept,), target="aten.sum.default")
+    return b.graph(gradients=(kept,))
+
+
+def deep_plan(policy: str | None = None, budget: int = 5 * MIB) -> Plan:
+    """The deep graph, which needs 7 MiB; with a policy, kept below `budget` by it."""
+    graph = deep_graph()
+    schedule = traced(graph)
+    if policy is None:
+        return make_plan(model="deep", graph=graph, schedule=schedule, alignment=64, versions={})
+    return plan_within(
+        budget,
+        model="deep",
+        graph=graph,
+        schedule=schedule,
+        alignment=64,
+        versions={},
+        costs="a100",
+        policy=policy,
+    )

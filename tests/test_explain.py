@@ -9,19 +9,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from memplan.advice import levers
+from memplan.check import check
 from memplan.diff import diff
 from memplan.errors import InvalidSize
 from memplan.explain import Role, explain
-from memplan.graph import Phase, StorageKind
+from memplan.figures import figures_of
+from memplan.graph import Origin, Phase, StorageKind
 from memplan.holders import alive_at
+from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
 from memplan.report.diff_form import diff_json, diff_sections, diff_title
 from memplan.report.explain_form import explain_json, explain_sections, explain_title
 from memplan.report.sections import sections_markdown
+from memplan.rules import parse_rule
 from memplan.schedule import traced
 from memplan.uses import last_use, next_use, touches
 from tests.graph_strategies import GraphBuilder, plans
-from tests.samples import sample_plan
+from tests.samples import deep_plan, sample_plan
 
 
 def test_the_sample_is_explained() -> None:
@@ -158,3 +162,90 @@ def test_what_grew_is_paired_with_what_it_was() -> None:
     assert not found.went
     assert not found.same_graph
     assert "100" in found.first_difference
+
+
+# Plans with a budget.
+
+
+def _advised(plan: Plan, step: int) -> str:
+    return next((lever.text for lever in levers(plan, step) if lever.name == "evict"), "")
+
+
+@pytest.mark.parametrize("policy", ["recompute", "genoa", "flow"])
+def test_no_advice_to_evict_what_is_evicted(policy: str) -> None:
+    plan = deep_plan(policy)
+    origins = {s.name: s.origin.module for s in plan.graph.storages}
+    gone = {e.storage: e for e in plan.evictions}
+    for step in range(len(plan.schedule.order)):
+        text = _advised(plan, step)
+        for storage, eviction in gone.items():
+            if eviction.evicted_access < step:  # before its last use in the forward it could still leave for longer
+                assert origins[storage] not in text
+    assert "recomputing or offloading them saves" in _advised(deep_plan(), deep_plan().problem.peak_step)
+
+
+def test_what_a_budget_keeps_can_be_evicted_too() -> None:
+    plan = deep_plan("recompute")
+    text = _advised(plan, plan.problem.peak_step)
+    assert "block_c" in text
+    assert "block_a" not in text  # computed again
+    assert "recomputing or offloading them too saves at most 1.00 MiB" in text
+    smaller = deep_plan("recompute", plan.arena_size - (1 << 20))
+    assert smaller.max_live == plan.max_live - (1 << 20)
+
+
+def test_advice_names_what_lies_in_a_buffer_and_not_what_did() -> None:
+    """b takes the place of a, and waits for the backward in it."""
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, 64, planned=False)
+    places = [Origin(module=name) for name in ("first", "second")]
+    one, two = (b.storage(StorageKind.ACTIVATION, 64, planned=True, origin=place) for place in places)
+    big = b.storage(StorageKind.ACTIVATION, 96, planned=True)
+    kept = b.storage(StorageKind.GRADIENT, 8, planned=False)
+    b.op(Phase.FORWARD, (x,), (one,), target="aten.mm")
+    b.op(Phase.FORWARD, (one,), (two,), target="aten.neg.default")
+    b.op(Phase.FORWARD, (x,), (big,), target="aten.mm")
+    b.op(Phase.BACKWARD, (two, big), (kept,), target="aten.sum")
+    graph = with_chances(b.graph(gradients=(kept,)))
+    plan = make_plan(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={})
+    assert [h.module for h in alive_at(plan, 2)] == ["", "first"]
+    assert "64 B of aten.neg in second" in _advised(plan, 2)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "genoa"])
+def test_further_lives_of_a_storage_show_its_module(policy: str) -> None:
+    plan = deep_plan(policy)
+    origins = {s.name: s.origin for s in plan.graph.storages}
+    again = [h for step in range(len(plan.schedule.order)) for h in alive_at(plan, step) if "@" in h.id]
+    assert again
+    for holder in again:
+        origin = origins[holder.id.partition("@")[0]]
+        assert (holder.module, holder.source) == (origin.module, origin.source)
+
+
+def test_the_differences_of_a_budget_are_said_as_such() -> None:
+    plain, kept = deep_plan(), deep_plan("recompute")
+    found = diff(plain, kept)
+    assert not found.same_graph
+    text = sections_markdown("x", diff_sections(found))
+    assert "no budget before, a budget of 5,242,880 B kept by 'recompute' with 2 evictions after" in text
+    assert {h.module for h in found.came} | {b.module for _, b in found.shrank} <= {"block_a", "block_b"}
+    assert diff(kept, kept).same
+
+
+def test_graphs_that_differ_in_length_say_where() -> None:
+    one, two = sample_plan(), deep_plan()
+    assert "before, " in diff(one, two).first_difference
+    assert "after" in sections_markdown("x", diff_sections(diff(one, two)))
+
+
+@pytest.mark.parametrize("policy", ["recompute", "genoa"])
+def test_a_check_of_a_plan_with_a_budget_adds_up(policy: str) -> None:
+    before, after = deep_plan(policy), deep_plan()
+    verdict = check(after, [parse_rule("arena:+0")], figures_of(before))
+    (finding,) = verdict.findings
+    assert sum(row.delta for row in finding.grown) == after.arena_size - before.arena_size
+    assert check(before, [parse_rule("arena:+0")], figures_of(after)).gains[0][1:] == (
+        after.arena_size,
+        before.arena_size,
+    )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memplan.plan import Plan
 
 BEFORE, AFTER = "memplan.demo_model:small", "memplan.demo_model:grown"
+SHARE = 0.6
 
 
 def demo(
@@ -23,7 +24,8 @@ def demo(
 ) -> None:
     """Show everything once on a small model, in under a minute.
 
-    Plans a transformer, draws it, trains it in its arena next to eager, and catches a change that makes it grow.
+    Plans a transformer, draws it, trains it in its arena next to eager, fits it into less memory, and catches a change
+    that makes it grow.
     """
     from memplan.cli.source import obtain
 
@@ -34,6 +36,7 @@ def demo(
             f"cannot be made: {error.strerror}", where=str(folder), hint="give --output FOLDER"
         ) from error
     plan_file, page, still = folder / "plan.json", folder / "report.html", folder / "report.svg"
+    less = folder / "budget.html"
 
     plan = obtain(BEFORE)
     _heading(1, "What does a training step need?", f"memplan report {BEFORE}")
@@ -42,7 +45,9 @@ def demo(
     _pictures(plan, plan_file, page, still)
     _heading(3, "Does it run in exactly that?", "compiled = memplan.compile(model, inputs)")
     _train()
-    _heading(4, "What if a change makes it grow?", f"memplan check {AFTER} --baseline ... --fail-over arena:+2%")
+    _heading(4, "What if there is less memory?", f"memplan.compile(model, inputs, budget={SHARE})")
+    _budget(plan, less)
+    _heading(5, "What if a change makes it grow?", f"memplan check {AFTER} --baseline ... --fail-over arena:+2%")
     _gate(plan, obtain(AFTER))
     _say(f"\nDone. Open {page} in a browser; on your own model: memplan report FILE.py:FACTORY --html report.html")
 
@@ -102,6 +107,30 @@ def _train() -> None:
         if done.bitwise
         else "losses or parameters DIFFER: please report it"
     )
+
+
+def _budget(plan: Plan, page: Path) -> None:
+    from memplan.budget import plan_within
+    from memplan.cli.pictures import write_html
+    from memplan.report.lines import budget_lines
+    from memplan.report.picture import picture_of_plan
+    from memplan.units import format_exact
+
+    with progress("Fitting it; the first time on a machine, this compiles the search"):
+        kept = plan_within(
+            SHARE,
+            model=plan.model,
+            graph=plan.graph,
+            schedule=plan.schedule,
+            alignment=plan.alignment,
+            versions=plan.versions,
+            costs="a100",
+        )
+    _say(f"arena     {format_exact(kept.arena_size)} instead of {format_exact(plan.arena_size)}")
+    for line in budget_lines(kept.report()):
+        _say(line)
+    write_html(page, picture_of_plan(kept))
+    _say(f"wrote {page}  (the same picture, an arrow for everything that leaves and comes back)")
 
 
 def _gate(before: Plan, after: Plan) -> None:

@@ -62,7 +62,7 @@ def _graphs(diff: Diff) -> str:
         return "the plans are the same"
     if diff.same_graph:
         return "the same graph: only order or layout differ"
-    return "the graphs differ: " + " | ".join(line.strip() for line in diff.first_difference.splitlines()[1:])
+    return f"the graphs differ: {diff.first_difference}"
 
 
 def _totals(diff: Diff) -> Iterator[tuple[str, ...]]:

@@ -53,7 +53,10 @@ def page_data(picture: Picture) -> dict[str, Any]:
         "colours": colours(picture),
         "profile": [list(point) for point in picture.profile],
         "blocks": blocks,
-        "arrows": [[a.start, a.offset, a.end, a.back_offset, int(a.offload), a.about] for a in picture.arrows],
+        "arrows": [
+            [a.start, a.offset, a.end, a.back_offset, int(a.offload), a.about, a.leaves, a.returns]
+            for a in picture.arrows
+        ],
         "ops": ops,
         "words": list(words),
         "foot": f"memplan {__version__}. Everything in this file was computed before anything ran.",

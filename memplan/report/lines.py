@@ -103,17 +103,17 @@ def budget_lines(report: Report) -> tuple[str, ...]:
         return ()
     what = []
     if k.recomputes:
-        what.append(f"{_times(k.recomputes)} ({format_bytes(k.recomputed)}) computed again")
+        what.append(f"{format_bytes(k.recomputed)} computed again ({_times(k.recomputes, 'recompute')})")
     if k.offloads:
-        copied = f"{_times(k.offloads)} ({format_bytes(k.offloaded)}) copied to the host and back"
-        what.append(f"{copied}, where they take {format_bytes(k.host_size)}")
+        back = f"{format_bytes(k.offloaded)} copied back from the host ({_times(k.offloads, 'reload')}"
+        what.append(f"{back}; up to {format_bytes(k.host_size)} lie there)")
     cost = f"predicted +{k.overhead * 100:.2f} % of a step's time by the costs of {k.costs}"
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
     return (f"budget {format_exact(k.budget)}, kept by {k.policy!r}: {how}",)
 
 
-def _times(count: int) -> str:
-    return f"{count} storage{'' if count == 1 else 's'}"
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def peak_line(peak: Peak) -> str:

@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from memplan.errors import InvalidSolution
-from memplan.evict.record import Action
-from memplan.graph import Phase
+from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, TRANSFERS, Action
+from memplan.graph import Phase, StorageKind
 from memplan.holders import Holder, largest
 from memplan.plan import Plan
 from memplan.problem import Interval, Problem, Solution
 from memplan.report.lines import title, verdict
 from memplan.report.summary import Report
 from memplan.units import format_bytes, format_share
-from memplan.uses import OpAt, op_at
+from memplan.uses import OpAt, homes, op_at, own_touches
 
 LIGHT: Mapping[str, str] = MappingProxyType(
     {"activation": "#4c82d8", "gradient": "#e0853b", "output": "#3f9d6b", "constant": "#8a8f98", "": "#4c82d8"}
@@ -40,16 +40,31 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrow:
-    """An eviction: the bytes leave after step `start`, and are had again from step `end` on, at another offset or the
-    same. Offsets are the middles of the blocks; `about` says what happens.
+    """An eviction: the bytes are given up at step `start` in the block `leaves`, and are had again from step `end` on
+    in the block `returns`, at another offset or the same. Offsets are the middles of the blocks; `about` says what
+    happens.
     """
 
+    leaves: str
+    returns: str
     start: int
     offset: int
     end: int
     back_offset: int
     offload: bool
     about: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A copy of `nbytes` between device and host, under way from step `start` until step `end` has waited for it."""
+
+    start: int
+    end: int
+    nbytes: int
+    storage: str
+    module: str
+    to_host: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +84,7 @@ class Picture:
     figures: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[str, ...] = ()
     arrows: tuple[Arrow, ...] = ()
+    copies: tuple[Copy, ...] = ()
 
 
 def picture_of_plan(plan: Plan) -> Picture:
@@ -95,6 +111,7 @@ def picture_of_plan(plan: Plan) -> Picture:
         ),
         notes=(verdict(report), *(lever.text for lever in report.advice)),
         arrows=_arrows(plan),
+        copies=tuple(_copies(plan)),
     )
 
 
@@ -107,34 +124,56 @@ def _budget(report: Report) -> tuple[tuple[str, str, str], ...]:
 
 
 def _arrows(plan: Plan) -> tuple[Arrow, ...]:
-    """From the last use before each eviction to where the bytes are had again."""
-    buffers = {b.id: b for b in plan.problem.buffers}
-    names = {s.name: i for i, s in enumerate(plan.graph.storages)}
-    lies = dict(zip((v.storage for v in plan.graph.values), (v.storage for v in plan.placed.values), strict=True))
+    """From where each eviction gives the bytes up (a copy to the host ends first) to where they are had again."""
+    buffers, lies, used = {b.id: b for b in plan.problem.buffers}, homes(plan), own_touches(plan)
 
-    def middle(name: str) -> int | None:
-        """Of the buffer that holds a storage, which may be that of an input whose bytes it took."""
-        home = plan.graph.storages[lies.get(names[name], names[name])].name
-        return plan.solution.offsets[home] + buffers[home].size // 2 if home in buffers else None
+    def middle(home: str) -> int:
+        return plan.solution.offsets[home] + buffers[home].size // 2
 
     before: dict[str, str] = {}
     found = []
     for e in plan.evictions:
-        here, back = middle(before.get(e.storage, e.storage)), middle(e.instance)
+        gone = before.get(e.storage, e.storage)
+        # A buffer may be that of an input whose bytes the storage took.
+        leaves, returns = (lies.get(name, name) for name in (gone, e.instance))
         before[e.storage] = e.instance
-        if here is not None and back is not None:
+        if leaves in buffers and returns in buffers:
             what = "copied to the host, and back" if e.action is Action.OFFLOAD else "computed again"
             found.append(
                 Arrow(
-                    start=e.evicted_access + 1,
-                    offset=here,
+                    leaves=leaves,
+                    returns=returns,
+                    start=min(used[gone][-1] + 1, e.in_trigger),
+                    offset=middle(leaves),
                     end=e.in_trigger,
-                    back_offset=back,
+                    back_offset=middle(returns),
                     offload=e.action is Action.OFFLOAD,
                     about=f"{e.storage} ({format_bytes(e.nbytes)}): {what} for step {e.back_access}",
                 )
             )
     return tuple(found)
+
+
+def _copies(plan: Plan) -> Iterator[Copy]:
+    """Each transfer with its wait: the two ops touch the same storages, one of the device and one of the host."""
+    graph, started = plan.graph, dict[tuple[bool, frozenset[int]], int]()
+    for step, index in enumerate(plan.schedule.order):
+        op = graph.ops[index]
+        if op.target not in TRANSFERS:
+            continue
+        key = op.target in (OFFLOAD, OFFLOAD_WAIT), frozenset(graph.touched(op))
+        if op.target in (OFFLOAD, RELOAD):
+            started[key] = step
+        elif key in started:
+            device = next(graph.storages[s] for s in key[1] if graph.storages[s].kind is not StorageKind.HOST)
+            yield Copy(
+                start=started.pop(key),
+                end=step + 1,
+                nbytes=device.nbytes,
+                storage=device.name,
+                module=device.origin.module,
+                to_host=key[0],
+            )
 
 
 def picture_of(problem: Problem, solution: Solution, name: str) -> Picture:

@@ -91,8 +91,9 @@ def _arena(canvas: Canvas, picture: Picture) -> None:
             wide = INNER * len(segment) / max(picture.steps, 1)
             canvas.box(x_of(picture, segment.start), top, wide, tall, fills[block.holder.kind])
     for arrow in picture.arrows:
-        one = x_of(picture, arrow.start), y_of(picture, arrow.offset)
-        canvas.line(*one, x_of(picture, arrow.end), y_of(picture, arrow.back_offset), "#8a8f98")
+        x, y = x_of(picture, arrow.end), y_of(picture, arrow.back_offset)
+        canvas.line(x_of(picture, arrow.start), y_of(picture, arrow.offset), x, y, _DARK)
+        canvas.box(x - 2, y - 2, 4, 4, _DARK)  # where it is had again
     if picture.backward_from:
         x = x_of(picture, picture.backward_from)
         canvas.line(x, TOP - 4, x, TOP + ARENA, _DARK)

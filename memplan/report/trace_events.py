@@ -11,22 +11,23 @@ from typing import Any
 from memplan.report.lines import op_name, origin
 from memplan.report.picture import Picture
 
-_OPS, _BUFFERS = 1, 2
+_OPS, _BUFFERS, _COPIES = 1, 2, 3
 
 
 def trace_events(picture: Picture) -> dict[str, Any]:
-    """The trace's JSON: ops on one track, every buffer as a slice of its lifetime, live bytes as a counter."""
+    """The trace's JSON: ops on one track, live bytes as a counter, every buffer as a slice of its lifetime, and copies
+    between device and host on tracks of their own, from where they start to where the step waits for them."""
     return {
         "displayTimeUnit": "ns",
         "otherData": {"title": picture.title, "unit": "1 us = 1 step", "arena": picture.arena},
-        "traceEvents": [*_names(picture), *_ops(picture), *_live(picture), *_buffers(picture)],
+        "traceEvents": [*_names(picture), *_ops(picture), *_live(picture), *_buffers(picture), *_copies(picture)],
     }
 
 
 def _names(picture: Picture) -> Iterator[dict[str, Any]]:
-    for pid, name in ((_OPS, picture.title), (_BUFFERS, f"arena of {picture.arena:,} bytes")):
-        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
-    yield {"ph": "M", "name": "thread_name", "pid": _OPS, "tid": 1, "args": {"name": "ops"}}
+    yield _name("process_name", _OPS, 0, picture.title)
+    yield _name("process_name", _BUFFERS, 0, f"arena of {picture.arena:,} bytes")
+    yield _name("thread_name", _OPS, 1, "ops")
 
 
 def _ops(picture: Picture) -> Iterator[dict[str, Any]]:
@@ -45,7 +46,7 @@ def _ops(picture: Picture) -> Iterator[dict[str, Any]]:
 
 def _live(picture: Picture) -> Iterator[dict[str, Any]]:
     for step, live in picture.profile:
-        yield {"ph": "C", "name": "live bytes", "pid": _OPS, "ts": step, "args": {"bytes": live}}
+        yield {"ph": "C", "name": "live bytes", "pid": _OPS, "tid": 0, "ts": step, "args": {"bytes": live}}
 
 
 def _buffers(picture: Picture) -> Iterator[dict[str, Any]]:
@@ -57,3 +58,31 @@ def _buffers(picture: Picture) -> Iterator[dict[str, Any]]:
             name = f"{number}.{part}"
             yield {"ph": "b", "id": name, "ts": segment.start, **common, "args": args}
             yield {"ph": "e", "id": name, "ts": segment.end, **common}
+
+
+def _copies(picture: Picture) -> Iterator[dict[str, Any]]:
+    """Slices of one track must not overlap: a copy that starts while others are under way has a track beside theirs."""
+    if not picture.copies:
+        return
+    yield _name("process_name", _COPIES, 0, "copies between device and host")
+    free: list[tuple[bool, int]] = []  # of each track: its direction, and when its last copy has ended
+    for copy in sorted(picture.copies, key=lambda c: (c.start, c.end)):
+        track = next((i for i, (way, end) in enumerate(free) if way == copy.to_host and end <= copy.start), len(free))
+        if track == len(free):
+            free.append((copy.to_host, copy.end))
+            yield _name("thread_name", _COPIES, track + 1, "to the host" if copy.to_host else "back to the device")
+        free[track] = copy.to_host, copy.end
+        yield {
+            "ph": "X",
+            "name": f"{copy.module or copy.storage} {copy.nbytes:,} B",
+            "cat": "offload" if copy.to_host else "reload",
+            "pid": _COPIES,
+            "tid": track + 1,
+            "ts": copy.start,
+            "dur": copy.end - copy.start,
+            "args": {"storage": copy.storage, "bytes": copy.nbytes},
+        }
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}

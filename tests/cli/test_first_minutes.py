@@ -9,17 +9,32 @@ from pathlib import Path
 import pytest
 
 from memplan import planfile
+from memplan.units import format_exact
 from tests.cli.helpers import Run, python
 
 
 def test_the_demo_shows_everything_and_leaves_its_files(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("demo", "-o", "shown")
     assert code == 0
-    for part in ("1. What", "2. Where", "3. Does", "4. What if", "equal bit by bit", "FAIL", "+1008.0 KiB", "Done."):
+    for part in (
+        "1. What",
+        "2. Where",
+        "3. Does",
+        "4. What if",
+        "5. What if",
+        "equal bit by bit",
+        "FAIL",
+        "+1008.0 KiB",
+        "Done.",
+    ):
         assert part in out
     plan = planfile.load(tmp_path / "shown" / "plan.json")
     assert f"{plan.arena_size:,} B" in out
-    assert sorted(p.name for p in (tmp_path / "shown").iterdir()) == ["plan.json", "report.html", "report.svg"]
+    names = ["budget.html", "plan.json", "report.html", "report.svg"]
+    assert sorted(p.name for p in (tmp_path / "shown").iterdir()) == names
+    (kept,) = (line for line in out.splitlines() if line.startswith("budget "))
+    assert f"budget {format_exact(int(plan.arena_size * 0.6))}, kept by 'auto'" in kept
+    assert "computed again" in kept
 
 
 def test_a_demo_that_cannot_write_is_bad_input(run: Run, tmp_path: Path) -> None:

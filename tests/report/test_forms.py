@@ -16,7 +16,7 @@ from memplan.report.lines import printable
 from memplan.report.markdown import report_markdown
 from memplan.report.table import ReportTable
 from tests.graph_strategies import plans
-from tests.samples import branching_plan, sample_plan
+from tests.samples import MIB, branching_plan, deep_plan, sample_plan
 
 
 def _drawn(plan: Plan, width: int, encoding: str = "utf-8") -> str:
@@ -100,3 +100,30 @@ def test_printable_text_stays_on_one_line(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
     assert printable(shown) == shown
+
+
+@pytest.mark.parametrize(
+    ("policy", "how"),
+    [
+        ("recompute", "kept by 'recompute': 2.00 MiB computed again (2 recomputes); predicted +"),
+        ("genoa", "kept by 'genoa': 17.00 MiB copied back from the host (17 reloads; up to 6.00 MiB lie there); pred"),
+    ],
+)
+def test_how_a_budget_is_kept_stands_in_every_form(policy: str, how: str) -> None:
+    plan = deep_plan(policy)
+    for text in (_drawn(plan, 400), report_markdown(plan.report()).replace("\\_", "_")):
+        assert f"budget 5.00 MiB (5,242,880 B), {how}" in text
+        assert "by the costs of a100" in text
+    kept = report_json(plan.report())["kept"]
+    assert (kept["budget"], kept["policy"], kept["costs"]) == (5 * MIB, policy, "a100")
+    assert kept["recomputes"] + kept["offloads"] == len(plan.evictions)
+    assert kept["recomputed"] + kept["offloaded"] == MIB * len(plan.evictions)
+    assert kept["host_size"] == plan.host_size
+    assert kept["seconds"] > kept["base_seconds"] > 0
+
+
+def test_a_budget_that_evicts_nothing_says_so_and_none_says_nothing() -> None:
+    text = report_markdown(deep_plan("recompute", 7 * MIB).report())
+    assert "budget 7.00 MiB (7,340,032 B), kept by 'recompute': nothing is evicted" in text
+    assert "budget" not in report_markdown(deep_plan().report())
+    assert report_json(deep_plan().report())["kept"] is None

@@ -17,7 +17,7 @@ from memplan.report.html import page_data, picture_html
 from memplan.report.picture import picture_of, picture_of_plan
 from memplan.solve import solve
 from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, browser
-from tests.samples import sample_plan
+from tests.samples import deep_plan, sample_plan
 
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
 
@@ -184,3 +184,28 @@ def test_the_page_holds_the_whole_plan() -> None:
     assert {b[0]: b[2] for b in data["blocks"]} == dict(plan.solution.offsets)
     assert len(data["ops"]) == 5
     assert data["backwardFrom"] == 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"), [("recompute", "computed again"), ("genoa", "copied to the host, and back")]
+)
+def test_evictions_are_arrows_and_both_their_blocks_say_so(page: Page, tmp_path: Path, policy: str, says: str) -> None:
+    picture = picture_of_plan(deep_plan(policy))
+    drawing = "return document.getElementById('arena').toDataURL()"
+    _open(page, tmp_path, picture_html(dataclasses.replace(picture, arrows=())))
+    bare = page.run(drawing)
+    _open(page, tmp_path, picture_html(picture))
+    assert page.run(drawing) != bare
+    assert "budget" in page.run("return document.getElementById('cards').innerText")
+    for name in (picture.arrows[0].leaves, picture.arrows[0].returns):
+        page.point(*_place(page, name))
+        assert picture.arrows[0].about in _tip(page)
+        assert says in _tip(page)
+
+
+def test_the_page_holds_every_arrow() -> None:
+    picture = picture_of_plan(deep_plan("genoa"))
+    data: dict[str, Any] = page_data(picture)
+    assert [(a[0], a[2], a[4], a[6], a[7]) for a in data["arrows"]] == [
+        (a.start, a.end, 1, a.leaves, a.returns) for a in picture.arrows
+    ]

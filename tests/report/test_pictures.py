@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import itertools
 import json
 import pickle
 import pickletools
@@ -25,7 +27,7 @@ from memplan.report.svg import picture_svg
 from memplan.report.trace_events import trace_events
 from memplan.solve import solve
 from tests.graph_strategies import plans
-from tests.samples import sample_plan
+from tests.samples import MIB, deep_plan, sample_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -77,6 +79,81 @@ def test_an_eviction_is_two_blocks_and_a_line() -> None:
     assert sum(e["ph"] == "b" for e in events) == 3
     actions = [e["action"] for e in snapshot(picture)["device_traces"][0]]
     assert actions.count("alloc") == actions.count("free_completed") == 3
+
+
+@pytest.mark.parametrize("policy", ["recompute", "genoa"])
+def test_every_eviction_of_a_plan_is_an_arrow_between_its_blocks(policy: str) -> None:
+    plan = deep_plan(policy)
+    picture = picture_of_plan(plan)
+    assert len(picture.arrows) == len(plan.evictions) > 1
+    blocks = {b.holder.id: b for b in picture.blocks}
+    for arrow, eviction in zip(picture.arrows, plan.evictions, strict=True):
+        gone, back = blocks[arrow.leaves], blocks[arrow.returns]
+        assert back.holder.id == eviction.instance
+        assert gone.holder.start < arrow.start == gone.holder.end <= arrow.end == back.holder.start
+        assert arrow.offset == gone.offset + gone.holder.size // 2
+        assert arrow.back_offset == back.offset + back.holder.size // 2
+        assert arrow.offload == (policy == "genoa")
+        assert eviction.storage in arrow.about
+    root = ET.fromstring(picture_svg(picture))
+    drawn = [p for p in root.iter(f"{SVG}path") if p.attrib.get("class") == "e"]
+    assert [p[0].text for p in drawn] == [arrow.about for arrow in picture.arrows]
+    assert all(("stroke-dasharray" in p.attrib) == (policy == "recompute") for p in drawn)
+    assert {figure[0] for figure in picture.figures} >= {"budget", "arena", "total"}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "genoa"])
+def test_png_draws_the_arrows(policy: str) -> None:
+    picture = picture_of_plan(deep_plan(policy))
+    image = picture_png(picture)
+    assert image.startswith(b"\x89PNG")
+    assert image != picture_png(dataclasses.replace(picture, arrows=()))
+
+
+@pytest.mark.parametrize("policy", ["genoa", "flow"])
+def test_copies_have_tracks_on_which_none_overlaps(policy: str) -> None:
+    plan = deep_plan(policy)
+    events = [e for e in trace_events(picture_of_plan(plan))["traceEvents"] if e["pid"] == 3]
+    slices = [e for e in events if e["ph"] == "X"]
+    targets = [plan.graph.ops[i].target for i in plan.schedule.order]
+    assert sum(e["cat"] == "reload" for e in slices) == targets.count("memplan.reload") > 0
+    assert sum(e["cat"] == "offload" for e in slices) == targets.count("memplan.offload") > 0
+    assert all(e["args"]["bytes"] == MIB for e in slices)
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for tid in {e["tid"] for e in slices}:
+        track = sorted((e["ts"], e["ts"] + e["dur"], e["cat"]) for e in slices if e["tid"] == tid)
+        assert all(one[1] <= two[0] for one, two in itertools.pairwise(track))
+        assert {names[tid]} == {"to the host" if cat == "offload" else "back to the device" for _, _, cat in track}
+        for start, end, cat in track:
+            assert targets[start] == f"memplan.{cat}"
+            assert targets[end - 1] == f"memplan.{cat}_wait"
+
+
+_FIELDS = {
+    "M": {"ph", "name", "pid", "tid", "args"},
+    "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"},
+    "C": {"ph", "name", "pid", "tid", "ts", "args"},
+    "b": {"ph", "name", "cat", "id", "pid", "tid", "ts", "args"},
+    "e": {"ph", "name", "cat", "id", "pid", "tid", "ts"},
+}
+"""What the Trace Event Format asks of metadata, complete, counter and nestable async events."""
+
+
+@pytest.mark.parametrize("policy", [None, "recompute", "genoa"])
+def test_trace_events_have_the_fields_of_their_format(policy: str | None) -> None:
+    trace = trace_events(picture_of_plan(deep_plan(policy)))
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    named = set()
+    for event in trace["traceEvents"]:
+        assert set(event) == _FIELDS[event["ph"]]
+        assert all(isinstance(event[key], int) for key in ("pid", "tid"))
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            named.add(event["pid"])
+        else:
+            assert event["ts"] >= 0
+            assert event["pid"] in named
+            assert event.get("dur", 1) > 0
 
 
 def test_an_infeasible_problem_has_no_picture() -> None:
