@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from memplan.errors import MemplanError, UnsupportedCall
+from memplan.errors import MemplanError
 from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT
 from memplan.graph import Graph
 from memplan.lifetimes import host_problem
