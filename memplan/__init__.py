@@ -8,6 +8,7 @@
     max_batch(make, budget)          the largest batch that fits, without running out of memory once
     profile(model, example_inputs)   what each op takes on this machine: costs for budgets
     load(path)                       a saved plan, validated
+    Tracker()                        a hook that counts what lies in the arena and on the host at each step
     Backend(**options)               torch.compile(model, backend="memplan"), with options
     explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from memplan.backend import Backend
     from memplan.budget import Budget
     from memplan.evict.workload import Policy as EvictionPolicy
-    from memplan.runtime import CompiledModule, CompiledStep, Recording, compile, compile_step, profile, record
+    from memplan.runtime import CompiledModule, CompiledStep, Recording, Tracker, compile, compile_step, profile, record
     from memplan.schedule import Policy
     from memplan.solve import Solver
     from memplan.trace.batches import max_batch
@@ -54,6 +55,7 @@ __all__ = [
     "Recording",
     "Solution",
     "Status",
+    "Tracker",
     "__version__",
     "compile",
     "compile_step",
@@ -70,7 +72,7 @@ __all__ = [
     "validate",
 ]
 
-_RUNTIME = ("compile", "compile_step", "profile", "record", "CompiledModule", "CompiledStep", "Recording")
+_RUNTIME = ("compile", "compile_step", "profile", "record", "CompiledModule", "CompiledStep", "Recording", "Tracker")
 _NEEDS_TORCH = dict.fromkeys(_RUNTIME, "memplan.runtime")
 _NEEDS_TORCH |= {"Backend": "memplan.backend", "max_batch": "memplan.trace.batches"}
 
