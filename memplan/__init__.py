@@ -8,6 +8,7 @@
     max_batch(make, budget)          the largest batch that fits, without running out of memory once
     profile(model, example_inputs)   what each op takes on this machine: costs for budgets
     load(path)                       a saved plan, validated
+    Tracker()                        a hook that counts what lies in the arena and on the host at each step
     Backend(**options)               torch.compile(model, backend="memplan"), with options
     explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from memplan.plan import Plan
     from memplan.planfile import load
     from memplan.problem import Buffer, Interval, Problem, Solution, Status
-    from memplan.runtime import CompiledModule, CompiledStep, Recording, compile, compile_step, profile, record
+    from memplan.runtime import CompiledModule, CompiledStep, Recording, Tracker, compile, compile_step, profile, record
     from memplan.schedule import Policy
     from memplan.solve import Solver, solve
     from memplan.trace.batches import max_batch
@@ -56,6 +57,7 @@ __all__ = [
     "Recording",
     "Solution",
     "Status",
+    "Tracker",
     "__version__",
     "compile",
     "compile_step",
@@ -73,7 +75,7 @@ __all__ = [
 ]
 
 _PROBLEM = ("Buffer", "Interval", "Problem", "Solution", "Status")
-_RUNTIME = ("CompiledModule", "CompiledStep", "Recording", "compile", "compile_step", "profile", "record")
+_RUNTIME = ("CompiledModule", "CompiledStep", "Recording", "Tracker", "compile", "compile_step", "profile", "record")
 _HOMES = {
     **dict.fromkeys(_PROBLEM, "memplan.problem"),
     **dict.fromkeys(_RUNTIME, "memplan.runtime"),

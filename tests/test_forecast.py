@@ -10,13 +10,14 @@ from hypothesis import given, settings
 
 from benchmarks.zoo import ZOO
 from memplan.errors import BudgetInfeasible, MemplanError, UnknownName
-from memplan.evict.record import OFFLOAD_WAIT, TRANSFERS, Action
+from memplan.evict.record import OFFLOAD_WAIT, RELOAD, TRANSFERS, Action
 from memplan.forecast import Forecast, Where
 from memplan.graph import StorageKind
 from memplan.plan import Plan
 from memplan.trace import plan_traced, trace
 from tests.graph_strategies import plans
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
+from tests.runtime.test_streamed import _plan as streamed_plan
 
 _ON_DEVICE = (Where.ARENA, Where.OUTSIDE)
 
@@ -104,6 +105,19 @@ def test_evicted_is_what_the_plan_evicts(model: str) -> None:
             if p.where in (Where.HOST, Where.DROPPED)
         ]
         assert len(absences) == gone
+
+
+def test_streamed_parameters_are_on_the_host_between_their_uses() -> None:
+    plan = streamed_plan(trace(*ZOO["mlp"]("nano")))
+    _check(plan)
+    loaded = 0
+    for s in plan.graph.storages:
+        if s.kind is StorageKind.PARAMETER and not s.planned:
+            forecast = plan.forecast(s.name)
+            wheres = {p.where for p in forecast.places}
+            assert wheres == {Where.HOST, Where.RETURNING, Where.ARENA}
+            loaded += sum(p.where is Where.RETURNING for p in forecast.places)
+    assert loaded == sum(op.target == RELOAD for op in plan.graph.ops)
 
 
 def test_names_of_values_and_modules_will_do() -> None:

@@ -4,14 +4,27 @@ In the order in which data flows: `copies.py` (what copies to the host and back)
 `transfers.py` and `trial.py` (which callable runs each op),
 `codegen.py` and `program.py` (straight-line Python), `slots.py` and `signature.py` (what a call may bring),
 `step.py` and `runner.py` (autograd), `select.py` and `module.py` (`compile`), `whole_step.py` (`compile_step`).
-`guards.py`, `measure.py` and `recorded.py` (`record`) stand beside.
+`hooks.py` and `tracker.py` (what a step does, seen while it does it), `guards.py`,
+`measure.py` and `recorded.py` (`record`) stand beside.
 """
 
 from __future__ import annotations
 
+from memplan.runtime.hooks import StepEvent
 from memplan.runtime.module import CompiledModule, compile
 from memplan.runtime.profiling import profile
 from memplan.runtime.recorded import Recording, record
+from memplan.runtime.tracker import Tracker
 from memplan.runtime.whole_step import CompiledStep, compile_step
 
-__all__ = ["CompiledModule", "CompiledStep", "Recording", "compile", "compile_step", "profile", "record"]
+__all__ = [
+    "CompiledModule",
+    "CompiledStep",
+    "Recording",
+    "StepEvent",
+    "Tracker",
+    "compile",
+    "compile_step",
+    "profile",
+    "record",
+]

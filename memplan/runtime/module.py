@@ -17,6 +17,7 @@ from memplan.runtime.arena import Arena, arena_for
 from memplan.runtime.duplicate import rebuild, recipe
 from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guards import GUARDS, redzone_of
+from memplan.runtime.hooks import Hooks
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
 from memplan.runtime.slots import Structure
@@ -35,10 +36,11 @@ class CompiledModule(nn.Module):
     `state_dict`, `.train()`, `.eval()` and hooks on parameters work on both alike. Calls under
     `torch.no_grad()` and in `eval()` mode run plans of their own, made at the first such call, in the same
     arena. Python attributes (constants, dropout rates) are read when it is compiled. `plan` is the plan that
-    training (or, compiled with `train=False`, every call) runs.
+    training (or, compiled with `train=False`, every call) runs. `hooks` see what its steps do.
     """
 
     plan: Plan
+    hooks: Hooks
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class CompiledModule(nn.Module):
         self.__dict__["_on_mismatch"] = on_mismatch
         self.__dict__["_cuda_graph"] = cuda_graph
         self.__dict__["_arena"] = None
+        self.__dict__["hooks"] = Hooks()
         given = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
         if given is not None and budget is not None:
             hint = "pass one of them: a plan has its budget already"
@@ -141,7 +144,16 @@ class CompiledModule(nn.Module):
         arena = self._arena_for(plan, traced.device)
         recorder = make_recorder(traced.device, self._guard) if self._cuda_graph else None
         owned = self._gradients == "owned"
-        return Runner(self._structure, traced, plan, arena, guard=self._guard, owned=owned, recorder=recorder)
+        return Runner(
+            self._structure,
+            traced,
+            plan,
+            arena,
+            guard=self._guard,
+            owned=owned,
+            recorder=recorder,
+            hooks=self.hooks,
+        )
 
     def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
         """The module's arena if the plan fits in it (programs take turns), else one of its own."""

@@ -15,10 +15,12 @@ from memplan.runtime.bind import BoundOp
 from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
 from memplan.runtime.copies import Copy
 from memplan.runtime.guards import Guards
+from memplan.runtime.hooks import Hook, observing
 from memplan.runtime.transfers import bind_transfers
 from memplan.runtime.trial import run_trial
 from memplan.trace.traced import Binding, Source, TracedGraph
 
+Functions = tuple[Callable[..., Any], Callable[..., Any] | None]
 _STATIC_SOURCES = (Source.PARAMETER, Source.BUFFER, Source.STATE, Source.CONSTANT)
 
 
@@ -36,6 +38,7 @@ class Program:
     arena: Arena
     host: Memory
     copies: tuple[Copy, ...]
+    guards: Guards
     bound: tuple[BoundOp, ...]
     layout: Layout
     namespace: Namespace
@@ -45,6 +48,19 @@ class Program:
     saved: tuple[int, ...]
     saved_outputs: tuple[bool, ...]
     used_in_backward: frozenset[int]
+
+    def observed(self, emit: Hook) -> Functions:
+        """Forward and backward once more, over the same addresses, telling `emit` of every event (`hooks.py`)."""
+        return _functions(
+            self.traced,
+            self.layout,
+            self.namespace,
+            bound=self.bound,
+            order=self.plan.schedule.order,
+            saved=self.saved,
+            guards=observing(self.guards, self.plan, emit),
+            prefix="observed_",
+        )
 
     @property
     def stalled(self) -> float:
@@ -88,31 +104,50 @@ def build_program(
     gradient_bases = {layout.base_of.get(graph.values[v].storage, -1) for v in graph.gradients}
     fresh_bases = {layout.base_of[graph.values[v].storage] for v in traced.results.fresh}
     saved = tuple(sorted((touched_late | gradient_bases) & (dynamic_bases | fresh_bases)))
-    forward = FunctionWriter("forward", layout, namespace, [traced.bindings[i].value for i in inputs])
-    steps = list(enumerate(order))
-    _write(forward, bound, steps[:split], guards)
-    backward = None
-    if traced.training:
-        tangents = [b.value for b in traced.bound(Source.TANGENT)]
-        writer = FunctionWriter("backward", layout, namespace, [*saved, *tangents])
-        _write(writer, bound, steps[split:], guards)
-        backward = writer.finish([graph.gradients])
+    forward, backward = _functions(traced, layout, namespace, bound=bound, order=order, saved=saved, guards=guards)
     return Program(
         traced=traced,
         plan=plan,
         arena=arena,
         host=host,
         copies=copies,
+        guards=guards,
         bound=bound,
         layout=layout,
         namespace=namespace,
-        forward=forward.finish([traced.results.fresh, saved]),
+        forward=forward,
         backward=backward,
         inputs=inputs,
         saved=saved,
         saved_outputs=tuple(graph.values[v].storage in layout.fresh_storages for v in saved),
         used_in_backward=_read_late(traced, order[split:]),
     )
+
+
+def _functions(
+    traced: TracedGraph,
+    layout: Layout,
+    namespace: Namespace,
+    *,
+    bound: Sequence[BoundOp],
+    order: Sequence[int],
+    saved: Sequence[int],
+    guards: Guards,
+    prefix: str = "",
+) -> Functions:
+    """The generated forward, and the backward of a step that has one."""
+    graph = traced.graph
+    split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
+    steps = list(enumerate(order))
+    forward = FunctionWriter(f"{prefix}forward", layout, namespace, [b.value for b in traced.bound(Source.INPUT)])
+    _write(forward, bound, steps[:split], guards)
+    backward = None
+    if traced.training:
+        tangents = [b.value for b in traced.bound(Source.TANGENT)]
+        writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents])
+        _write(writer, bound, steps[split:], guards)
+        backward = writer.finish([graph.gradients])
+    return forward.finish([traced.results.fresh, saved]), backward
 
 
 def _layout(traced: TracedGraph) -> Layout:

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from memplan.errors import UnsupportedCall
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, Memory, dtype_of, view_within
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.graphed import GraphedProgram, Recorder
 from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
+from memplan.runtime.hooks import Hook, Hooks
 from memplan.runtime.owned import OwnedGradients
-from memplan.runtime.program import build_program
+from memplan.runtime.program import Functions, build_program
 from memplan.runtime.signature import Signature
 from memplan.runtime.slots import Slots, Structure
 from memplan.runtime.step import OwningStep, PlannedStep
@@ -37,9 +39,10 @@ class Runner:
         recorder: Recorder | None = None,
         whole: bool = False,
         bound: tuple[BoundOp, ...] | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
-        """`bound`: as in `build_program`. `owned`: assign gradients (`owned.py`). `recorder`: record and replay
-        (`graphed.py`), `whole`: as one.
+        """`bound`: as in `build_program`. `hooks`: what sees the steps. `owned`: assign gradients (`owned.py`).
+        `recorder`: record and replay (`graphed.py`), `whole`: as one.
         """
         traced = follow(traced, plan)  # from here on values are where the plan has them
         self.traced = traced
@@ -61,8 +64,27 @@ class Runner:
         self.graphed = None if recorder is None else GraphedProgram(self.program, recorder, whole=whole)
         self.forward = self.program.forward if self.graphed is None else self.graphed.forward
         self.backward = self.program.backward if self.graphed is None else self.graphed.backward
+        self._observed: Functions | None = None
         self._wire()
         self.owned = self._owned() if owned else None
+        if hooks is not None:
+            hooks.attach(self)
+
+    def require_observable(self) -> None:
+        """Raise `UnsupportedCall` if no hook can see what runs."""
+        if self.graphed is not None:
+            what = "a recorded step is replayed without Python, so that no hook could be called"
+            raise UnsupportedCall(what, where="cuda_graph=True", hint="leave cuda_graph out to set hooks")
+
+    def observe(self, emit: Hook | None) -> None:
+        """Run the functions that tell `emit` of every event (made when first asked for), or None: the plain ones."""
+        if emit is None:
+            self.forward, self.backward = self.program.forward, self.program.backward
+            return
+        self.require_observable()
+        if self._observed is None:
+            self._observed = self.program.observed(emit)
+        self.forward, self.backward = self._observed
 
     def _wire(self) -> None:
         """Work out once what each call needs: whose gradients, which tangents, what is watched, what is returned."""

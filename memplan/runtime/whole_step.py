@@ -14,6 +14,7 @@ from memplan.plan import Plan
 from memplan.runtime.arena import arena_for, dtype_of
 from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guards import redzone_of
+from memplan.runtime.hooks import Hooks
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import StepStructure
 from memplan.trace import alignment_of, plan_traced, trace_step
@@ -41,15 +42,20 @@ class CompiledStep:
     """One training step. Made by `memplan.compile_step`; `step(*batch)` returns the loss, detached.
 
     The parameters and the optimizer's state are changed in place, as `optimizer.step()` would; gradients
-    live and die in the arena, and `.grad` is left alone. `plan` is the plan that it runs. Compiled with
+    live and die in the arena, and `.grad` is left alone. `plan` is the plan that it runs, `hooks` see what it does
+    (which is not undone when one of them raises: some parameters may be updated, others not). Compiled with
     `accumulate=k`, every k-th call updates the parameters, and `pending` says how many calls since the last
     update wait for the next.
     """
 
     plan: Plan
+    hooks: Hooks
 
     def __init__(self, structure: StepStructure, adding: Runner | None, updating: Runner, accumulate: int) -> None:
         self.plan = updating.plan
+        self.hooks = Hooks()
+        for runner in (updating, *(() if adding is None else (adding,))):
+            self.hooks.attach(runner)
         self.accumulate = accumulate
         self.pending = 0
         self._structure = structure

@@ -133,10 +133,10 @@ def test_the_report_says_how_the_budget_is_kept() -> None:
     traced = trace(model, x)
     report = plan_of_everything(traced).report()
     (line,) = budget_lines(report)
-    assert report.evicted is not None
-    assert report.evicted.copied
-    assert report.evicted.host
-    assert f"{report.evicted.copied} x copied back" in line
+    assert report.kept is not None
+    assert report.kept.offloads
+    assert report.kept.host_size
+    assert f"{report.kept.offloads} reload" in line
     assert not budget_lines(plan_traced(traced).report())
 
 
