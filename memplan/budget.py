@@ -101,6 +101,13 @@ def plan_within(
     )
 
 
+def require_known(policy: str | Policy, costs: CostModel | str | None) -> None:
+    """Raise what `plan_within` would for a policy or costs that are not known."""
+    fit_policy(policy)
+    if costs is not None:
+        cost_model(costs)
+
+
 def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
     """A cost model by the name of a device (`memplan.evict.costs.DEVICES`), from a file (.json), or as it is."""
     if isinstance(costs, CostModel):

@@ -134,6 +134,8 @@ def test_plans_with_evictions_are_saved_and_read_strictly(tmp_path: Path) -> Non
         replace(plan.eviction, sources=(-1, *plan.eviction.sources[1:])),
         replace(plan.eviction, instances=((0, 10_000),)),
         replace(plan.eviction, seconds=-1.0),
+        replace(plan.eviction, stall=plan.eviction.seconds * 2),
+        replace(plan.eviction, instances=plan.eviction.instances[::-1]),
     ):
         with pytest.raises(InvalidPlan):
             check_consistency(replace(plan, eviction=wrong))

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 
+from memplan.errors import BudgetInfeasible
 from memplan.evict.arrays import measure
+from memplan.evict.delta import delta
 from memplan.evict.events import Events
 from memplan.evict.floor import infeasible
 from memplan.evict.flow import flow
@@ -58,10 +61,19 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     ways = [search.events(_improved(search, found, work, seed))] if found else []
     ways += [on_demand] if on_demand is not None else []
     if not ways and swaps:
-        return flow(workload)  # which always finds one, if one exists
+        ways = list(_last_resorts(workload))
     if not ways:
         raise infeasible(workload)
     return min(ways, key=lambda events: measure(workload, events).seconds)
+
+
+def _last_resorts(workload: Workload) -> Iterator[Events]:
+    """Of policies that send away whatever is in the way; flow always finds a way, if there is one."""
+    for policy in (delta, flow):
+        with suppress(BudgetInfeasible):
+            events = policy(workload)
+            if measure(workload, events).peak <= workload.budget:
+                yield events
 
 
 def _from_below(search: Search, alike: Sequence[int]) -> list[Decisions]:

@@ -105,6 +105,8 @@ def check_record(graph: Graph, plan: EvictionPlan) -> None:
     _check_instances(graph, plan)
     if plan.budget < 0 or min(plan.seconds, plan.base_seconds, plan.stall) < 0:
         raise InvalidPlan("a budget or a time is negative", where="eviction")
+    if plan.stall > plan.seconds:
+        raise InvalidPlan(f"a step of {plan.seconds} s cannot wait for {plan.stall} s", where="eviction.stall")
 
 
 def _check_instances(graph: Graph, plan: EvictionPlan) -> None:
@@ -127,5 +129,5 @@ def _check_instances(graph: Graph, plan: EvictionPlan) -> None:
         lives[pair[0]] = lives.get(pair[0], 0) + 1
         if further.name != f"{base.name}@{lives[pair[0]]}" or further.nbytes != base.nbytes:
             raise InvalidPlan(f"{further.name!r} is not the next life of {base.name!r}", where=where)
-    if sorted(further for _, further in plan.instances) != sorted(born):
+    if [further for _, further in plan.instances] != sorted(born):
         raise InvalidPlan("are not the lives that begin with a reload or a repeated op", where="eviction.instances")

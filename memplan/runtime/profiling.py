@@ -46,7 +46,7 @@ def profile(
     ops of other models that are called on the same shapes are known too; all others get the estimate for this kind of
     device. Raises what `memplan.compile` raises, and `InvalidCosts` for fewer than one round.
     """
-    if rounds < 1:
+    if not isinstance(rounds, int) or rounds < 1:
         raise InvalidCosts(f"is {rounds}", where="rounds", hint="measure at least one round")
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     require_real(model, args, example_kwargs or {})

@@ -155,6 +155,10 @@ def plan_traced(
         from memplan.budget import plan_within  # with the search and its compiler
 
         make = partial(plan_within, budget, costs=costs or device_costs(traced.device), policy=policy, room=room)
+    elif policy != "auto" or costs is not None:
+        from memplan.budget import require_known  # a misspelt name is an error, needed or not
+
+        require_known(policy, costs)
     return make(
         model=traced.model,
         graph=traced.graph,

@@ -69,3 +69,10 @@ def test_a_factory_that_looks_at_numbers_is_told_so() -> None:
 
     with pytest.raises(UnsupportedGraph, match="fake tensors"):
         memplan.max_batch(looking, "1MiB")
+
+
+def test_a_misspelt_policy_is_an_error_without_a_budget_too() -> None:
+    with pytest.raises(memplan.MemplanError, match="recompute"):
+        memplan.plan(*make(1), policy="hope")
+    with pytest.raises(memplan.MemplanError, match="a100"):
+        memplan.plan(*make(1), costs="abacus")
