@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs memplan and what its tests need into .venv, and runs the tests. Arguments go to pytest.
+# Installs memplan and what its tests need into .venv, and runs the tests on all cores. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 scripts/install.sh test
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest --numprocesses auto "$@"
