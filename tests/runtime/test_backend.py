@@ -237,12 +237,17 @@ def test_threads_share_no_arena() -> None:
         thread.join()
     assert not errors
     for model, other in zip(models, eager, strict=True):
-        for batch in batches:
-            other(batch).backward()
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            assert p.grad is not None
-            assert q.grad is not None
-            assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+        _assert_gradients_of(model, other, batches)
+
+
+def _assert_gradients_of(model: nn.Module, eager: nn.Module, batches: list[torch.Tensor]) -> None:
+    """The gradients that `model` has are those that eager sums up over `batches`."""
+    for batch in batches:
+        eager(batch).backward()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)
 
 
 def _assert_same_gradients(one: nn.Module, two: nn.Module, ours: list[Any], theirs: list[Any]) -> None:
