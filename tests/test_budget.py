@@ -20,6 +20,7 @@ from memplan.frontier import frontier
 from memplan.graph import Graph, Op, Origin, Phase, StorageKind, Value
 from memplan.plan import Plan, check_consistency
 from memplan.planfile import load
+from memplan.report.frontier_form import frontier_sections, frontier_svg
 from memplan.schedule import traced
 from memplan.validate import validate
 from tests.graph_strategies import GraphBuilder
@@ -227,3 +228,16 @@ def test_measured_times_come_first() -> None:
     costs: CostModel = replace(DEVICES["a100"], measured={signature: 2.0})
     assert costs.seconds(graph)[0] == 2.0
     assert costs.seconds(graph)[1] < 1.0
+
+
+def test_a_step_without_intermediates_has_a_frontier_too() -> None:
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, 64, planned=False)
+    y = b.storage(StorageKind.OUTPUT, 64, planned=False)
+    b.op(Phase.FORWARD, (x,), (y,))
+    graph = b.graph(outputs=(y,))
+    found = frontier(graph, traced(graph), alignment=64, costs="a100")
+    assert found.most == 0
+    sections = tuple(frontier_sections(found))
+    assert sections[0].rows
+    assert frontier_svg("empty", found).startswith("<svg")
