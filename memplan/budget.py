@@ -12,7 +12,7 @@ from memplan.evict.arrays import measure
 from memplan.evict.costs import DEVICES, CostModel, load_costs
 from memplan.evict.fit import Fitted, fit, make_workload, smallest
 from memplan.evict.record import EvictionPlan
-from memplan.evict.select import fit_policy
+from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy, Workload
 from memplan.graph import Graph
 from memplan.plan import Plan, make_plan
@@ -47,11 +47,11 @@ def plan_within(
     `room`: bytes that are there anyway, an arena in which programs take turns; all of them may be used.
     Raises `BudgetInfeasible`, naming the op that needs the most at once and the smallest budget that can be kept.
     """
-    decide, name = fit_policy(policy), policy if isinstance(policy, str) else getattr(policy, "__name__", "custom")
+    decide = fit_policy(policy)
     prices = cost_model(costs)
     workload = make_workload(graph, schedule.order, prices, alignment)
     wanted = max(_bytes(budget, workload, decide), room)
-    workload = replace(workload, budget=wanted)
+    workload = workload.within(wanted)
     plan: Plan | None = None
     for _ in range(_TRIES):
         try:
@@ -73,7 +73,7 @@ def plan_within(
                 time_limit=time_limit,
             ),
             EvictionPlan(
-                policy=name,
+                policy=policy_name(policy),
                 costs=prices.name,
                 budget=wanted,
                 seconds=fitted.measured.seconds,
@@ -90,7 +90,7 @@ def plan_within(
         if budget == "min":  # what is lost to places cannot be won back by evicting more
             assert plan.eviction is not None
             return replace(plan, eviction=replace(plan.eviction, budget=plan.arena_size))
-        workload = replace(workload, budget=max(workload.budget - over, 0))
+        workload = workload.within(max(workload.budget - over, 0))
     assert plan is not None
     raise BudgetInfeasible(
         f"its buffers need {format_bytes(plan.max_live)} and do not fit into {format_bytes(wanted)} without holes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memplan.budget import cost_model
 from memplan.errors import BudgetInfeasible
@@ -11,7 +11,7 @@ from memplan.evict.arrays import measure
 from memplan.evict.costs import CostModel
 from memplan.evict.fit import fit, make_workload, smallest
 from memplan.evict.record import Action, evictions_of
-from memplan.evict.select import fit_policy
+from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy
 from memplan.graph import Graph
 from memplan.schedule import Schedule
@@ -83,7 +83,7 @@ def frontier(
             points.append(Point(budget=budget))
             continue
         try:
-            fitted = fit(graph, replace(workload, budget=budget), decide)
+            fitted = fit(graph, workload.within(budget), decide)
         except BudgetInfeasible:  # found at another budget by luck
             points.append(Point(budget=budget))
             continue
@@ -98,5 +98,6 @@ def frontier(
                 offloaded=sum(e.nbytes for e in evictions if e.action is Action.OFFLOAD),
             )
         )
-    name = policy if isinstance(policy, str) else getattr(policy, "__name__", "custom")
-    return Frontier(policy=name, costs=prices.name, most=base.peak, base_seconds=base.seconds, points=tuple(points))
+    return Frontier(
+        policy=policy_name(policy), costs=prices.name, most=base.peak, base_seconds=base.seconds, points=tuple(points)
+    )

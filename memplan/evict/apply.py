@@ -74,8 +74,7 @@ class _Machine:
         self.values, self.storages = list(g.values), list(g.storages)
         self.ran = [0] * len(g.ops)
         self.forward_left = g.forward_ops
-        held = [s.planned or i in w.streamed for i, s in enumerate(g.storages)]
-        self.lives = [_Life(device=None if h else i) for i, h in enumerate(held)]
+        self.lives = [_Life(device=None if i in w.held else i) for i in range(len(g.storages))]
         for s in w.streamed:
             self.lives[s].host, self.lives[s].clean = s, True
 

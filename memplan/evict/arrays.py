@@ -41,20 +41,15 @@ class Arrays:
         self.read_ptr, self.read = _flat(w.reads)
         self.write_ptr, self.write = _flat(w.writes)
         self.size = np.array(w.size, np.int64)
-        held = [u if w.graph.storages[s].planned or s in w.streamed else () for s, u in enumerate(w.writers)]
-        self.writer_ptr, self.writer = _flat(held)
-        self.use_ptr, self.use = _flat(
-            [u if w.graph.storages[s].planned or s in w.streamed else () for s, u in enumerate(w.uses)]
-        )
+        self.writer_ptr, self.writer = _flat([ops if s in w.held else () for s, ops in enumerate(w.writers)])
+        self.use_ptr, self.use = _flat([ops if s in w.held else () for s, ops in enumerate(w.uses)])
         self.seconds = np.array(w.seconds, np.float64)
         self.to_host = np.array(w.to_host, np.float64)
         self.to_device = np.array(w.to_device, np.float64)
-        self.pair_ptr, pairs = _flat([[x for pair in op for x in pair] for op in w.pairs])
-        self.pair = pairs
+        self.pair_ptr, self.pair = _flat([[x for pair in op for x in pair] for op in w.pairs])
         self.streamed = np.zeros(len(w.size), np.bool_)
         self.streamed[list(w.streamed)] = True
         self.redo_until = np.array(w.redo_until, np.int64)
-        self.recomputable = np.array(w.recomputable, np.bool_)
 
     @cached_property
     def tables(self) -> tuple[npt.NDArray[Any], ...]:

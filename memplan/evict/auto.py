@@ -123,7 +123,7 @@ def descend(search: Search, state: Decisions, exponent: float) -> Decisions | No
 def drastic(search: Search, alike: Sequence[int]) -> Iterator[Decisions]:
     """Everything that can be is treated alike, in each of these ways."""
     for wanted in alike:
-        decision, gap = np.zeros_like(search.arrays.size), np.full_like(search.arrays.size, -1)
+        decision, gap = search.nothing()
         for moves in search.moves:
             for move in moves:
                 if move.decision == wanted:
@@ -163,7 +163,7 @@ def _saved(search: Search, state: Decisions) -> Decisions:
 
 
 def annealed(search: Search, state: Decisions, *, work: int, seed: int) -> Decisions:
-    """The best of a random walk over single decisions that never leaves the budget."""
+    """The best that a random walk over one or two decisions at a time finds within the budget."""
     from memplan.evict.search_kernel import anneal
 
     rounds = work // (len(search.workload.graph.ops) + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from memplan.errors import BudgetInfeasible, InvalidEviction
@@ -31,7 +31,7 @@ class Fitted:
 
 
 def make_workload(graph: Graph, order: tuple[int, ...], costs: CostModel, alignment: int) -> Workload:
-    """The question, with a budget of 0: set it with `dataclasses.replace`."""
+    """The question, with a budget of 0: `within` sets another."""
     return Workload(graph=in_order(graph, order), sources=order, costs=costs, budget=0, alignment=alignment)
 
 
@@ -74,7 +74,7 @@ def smallest(workload: Workload, policy: Policy) -> int:
     tried = low + 1
     while high - low > max(_CLOSE * high, workload.alignment):
         try:
-            at = replace(workload, budget=tried)
+            at = workload.within(tried)
             kept = measure(at, quick(at)).peak <= tried
         except BudgetInfeasible:
             kept = False

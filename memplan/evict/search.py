@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from memplan.errors import InvalidEviction
-from memplan.evict.arrays import Arrays, Ints, measure, to_events
+from memplan.evict.arrays import Arrays, Ints, to_arrays, to_events
 from memplan.evict.events import Events
 from memplan.evict.expand_kernel import AGAIN, KEEP, ONCE, SAVE, SWAP, expand
 from memplan.evict.prefetch_kernel import prefetch
@@ -42,7 +42,8 @@ class Decisions:
 class Search:
     """Judges decisions on a workload; `swaps`: copies to the host are allowed.
 
-    What could win less than `least` of the bytes above the budget is left out.
+    What could win less than `least` of the bytes above the budget is left out. `extra` is what `expand` takes beyond
+    the tables.
     """
 
     def __init__(self, workload: Workload, *, swaps: bool = True, least: float = 1e-5) -> None:
@@ -50,7 +51,7 @@ class Search:
         self.swaps = swaps
         self.arrays = Arrays(w)
         last = [uses[-1] if uses else -1 for uses in w.uses]
-        self._extra = (self.arrays.use_ptr, self.arrays.use, self.arrays.redo_until, np.array(last, np.int64))
+        self.extra = (self.arrays.use_ptr, self.arrays.use, self.arrays.redo_until, np.array(last, np.int64))
         room = 12 * len(w.graph.ops) + 1000
         self.kinds, self.indices = np.empty(room, np.int64), np.empty(room, np.int64)
         self.evaluations = 0
@@ -61,21 +62,19 @@ class Search:
         """What the kernels take."""
         return self.arrays.tables
 
-    @property
-    def extra(self) -> tuple[Any, ...]:
-        """What `expand` takes beyond that."""
-        return self._extra
+    def nothing(self) -> tuple[Ints, Ints]:
+        """The decisions and gaps of a step in which everything is kept."""
+        return np.full_like(self.arrays.size, KEEP), np.full_like(self.arrays.size, -1)
 
     def start(self) -> Decisions:
         """Everything is kept."""
-        count = len(self.workload.graph.storages)
-        return self.judged(np.zeros(count, np.int64), np.full(count, -1, np.int64))
+        return self.judged(*self.nothing())
 
     def judged(self, decision: Ints, gap: Ints) -> Decisions:
         """Decisions with their price; `area` is infinite when they cannot be."""
         self.evaluations += 1
         budget, room = self.workload.budget, (self.kinds, self.indices)
-        area, seconds, peak = judge(decision, gap, budget, *room, self._extra, self.tables)
+        area, seconds, peak = judge(decision, gap, budget, *room, self.extra, self.tables)
         return Decisions(decision, gap, float(area), float(seconds), int(peak))
 
     def after(self, state: Decisions, move: Move) -> Decisions:
@@ -87,7 +86,7 @@ class Search:
     def events(self, state: Decisions) -> Events:
         """What the step does under these decisions. Raises `InvalidEviction` when they cannot be."""
         run: Any = expand
-        count = run(state.decision, state.gap, self.kinds, self.indices, *self.tables[:6], *self._extra)
+        count = run(state.decision, state.gap, self.kinds, self.indices, *self.tables[:6], *self.extra)
         if count < 0:
             raise InvalidEviction("an op cannot have what it needs under these decisions", where="decisions")
         kinds, indices = self.kinds[:count].copy(), self.indices[:count].copy()
@@ -97,7 +96,9 @@ class Search:
         """What could be done with each storage that is idle for a while, at its longest idle interval."""
         w, redo = self.workload, self.workload.redo_until
         clock = np.concatenate(([0.0], np.cumsum(w.seconds)))
-        live = measure(w, w.plain).live  # no streamed storages: a step for each op
+        plain = self.arrays.measure(*to_arrays(w.plain))
+        assert plain is not None
+        live = plain.live  # no streamed storages: a step for each op
         over = np.concatenate(([0], np.cumsum(live > w.budget)))
         least *= float(np.maximum(live - w.budget, 0).sum())
         found = []

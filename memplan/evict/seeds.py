@@ -36,17 +36,16 @@ def seeded(search: Search, *, quick: bool = False) -> tuple[Events | None, tuple
         states.append(decisions_of(search, events))
         figures = search.arrays.measure(*to_arrays(events))
         events = events if figures is not None and figures.peak <= workload.budget else None
-    if quick:
-        return events, tuple(state for state in states if np.isfinite(state.area))
-    state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
-    states += [state, decisions_of(search, search.events(state))]  # as it is, and with what runs often AGAIN
+    if not quick:
+        state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
+        states += [state, decisions_of(search, search.events(state))]  # as it is, and with what runs often AGAIN
     return events, tuple(state for state in states if np.isfinite(state.area))
 
 
 def decisions_of(search: Search, events: Events) -> Decisions:
     """What `events` do as decisions: swapped after a use; computed again once, after a use, or again and again."""
     w = search.workload
-    decision, gap = (state.copy() for state in (search.start().decision, search.start().gap))
+    decision, gap = search.nothing()
     times: dict[int, int] = {}
     after: dict[int, int] = {}
     away: dict[int, int] = {}

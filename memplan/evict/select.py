@@ -25,6 +25,11 @@ POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 
 
+def policy_name(policy: str | Policy) -> str:
+    """What a plan calls its policy: the name that was given, or that of the function."""
+    return policy if isinstance(policy, str) else getattr(policy, "__name__", "custom")
+
+
 def fit_policy(policy: str | Policy = "auto") -> Policy:
     """The policy of that name, or the one that is given. Raises `MemplanError` for a name that is none."""
     if callable(policy):

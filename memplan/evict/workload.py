@@ -29,24 +29,30 @@ class Workload:
     alignment: int = 1
     streamed: frozenset[int] = frozenset()
 
+    def within(self, budget: int) -> Workload:
+        """The same question with another budget. What was worked out of the step is kept: none of it depends on that."""
+        other = replace(self, budget=budget)
+        other.__dict__.update({**self.__dict__, "budget": budget})
+        return other
+
     @cached_property
     def size(self) -> tuple[int, ...]:
         """Arena bytes of each storage while it is on the device; 0 for what the arena does not hold."""
         return tuple(
-            -(-s.nbytes // self.alignment) * self.alignment if s.planned or i in self.streamed else 0
+            -(-s.nbytes // self.alignment) * self.alignment if i in self.held else 0
             for i, s in enumerate(self.graph.storages)
         )
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
         """Of each op, the storages with arena bytes whose content it needs."""
-        g, held = self.graph, self._held
+        g, held = self.graph, self.held
         return tuple(tuple(dict.fromkeys(s for v in op.reads if (s := g.values[v].storage) in held)) for op in g.ops)
 
     @cached_property
     def writes(self) -> tuple[tuple[int, ...], ...]:
         """Of each op, the storages with arena bytes that it writes."""
-        return tuple(tuple(s for s in self.graph.written(op) if s in self._held) for op in self.graph.ops)
+        return tuple(tuple(s for s in self.graph.written(op) if s in self.held) for op in self.graph.ops)
 
     @cached_property
     def writers(self) -> tuple[tuple[int, ...], ...]:
@@ -127,7 +133,8 @@ class Workload:
         return tuple(events)
 
     @cached_property
-    def _held(self) -> frozenset[int]:
+    def held(self) -> frozenset[int]:
+        """The storages that take arena bytes while they are on the device."""
         return frozenset(i for i, s in enumerate(self.graph.storages) if s.planned or i in self.streamed)
 
     def _recomputable(self, storage: int) -> bool:
