@@ -30,7 +30,7 @@ class Workload:
     streamed: frozenset[int] = frozenset()
 
     def within(self, budget: int) -> Workload:
-        """The same question with another budget. What was worked out of the step is kept: none of it depends on that."""
+        """The same question with another budget. What is known of the step is kept: none of it depends on that."""
         other = replace(self, budget=budget)
         other.__dict__.update({**self.__dict__, "budget": budget})
         return other
