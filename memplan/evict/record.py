@@ -79,7 +79,8 @@ class EvictionPlan:
     `budget` is in bytes; `costs` names the cost model by which `seconds` (of a step, `stall` of them waiting for
     copies) and `base_seconds` (without evictions) are predicted. `sources[i]` is the op of the traced graph that
     op i is or repeats, -1 for a copy. `instances` are (storage, further life of it) in the order of their births.
-    `host` places the copies on the host in an arena of their own.
+    `host` places the copies on the host in an arena of their own. `device`: where the step runs whose model and caller
+    are on the host ("": where they are), and all of whose parameters, inputs and results are copied.
     """
 
     policy: str
@@ -91,6 +92,7 @@ class EvictionPlan:
     sources: tuple[int, ...]
     instances: tuple[tuple[int, int], ...]
     host: Solution
+    device: str = ""
 
     @property
     def overhead(self) -> float:

@@ -50,6 +50,9 @@ class Copies(Protocol):
     def drain(self) -> None:
         """Return when no copy is under way; a copy that is waited for later is done."""
 
+    def settle(self) -> None:
+        """Return when every copy that an op has waited for is done for the host too."""
+
     def close(self) -> None:
         """Drain, and give back what copies need."""
 
@@ -81,6 +84,9 @@ class ThreadCopies:
         """Return when no copy is under way."""
         for lane in self._lanes.values():
             lane.drain()
+
+    def settle(self) -> None:
+        """Nothing is left to do: what a wait says is so."""
 
     def close(self) -> None:
         """Drain, and end the threads; a later copy starts them again."""
@@ -208,6 +214,11 @@ class StreamCopies:
             for stream in self._streams.values():
                 stream.synchronize()
             self.pending.clear()
+
+    def settle(self) -> None:
+        """Wait, on the host, for all copies: the caller may read what came, and change what went."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def close(self) -> None:
         """Drain."""
