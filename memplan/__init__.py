@@ -139,8 +139,8 @@ def plan(
     policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own. `layout`: "tstack" places
     what is released later lower, so that a release leaves one hole at the top (the ext-tstack note's diagram, drawn by
     `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. `device`: plan to run
-    there while the model and its caller stay on the CPU, as `memplan.compile` does; the machine that plans need not
-    have it. Raises `UnsupportedGraph` when the model cannot be traced as one graph, and `BudgetInfeasible`, with the smallest
+    there while the model and its caller stay on the CPU, as `memplan.compile` does. Raises `UnsupportedGraph` when the
+    model cannot be traced as one graph, `UnsupportedDevice`, and `BudgetInfeasible`, with the smallest
     budget that can be kept, when `budget` cannot.
     """
     from memplan import trace

@@ -158,6 +158,14 @@ class Plan:
         """Predicted peak of everything together: arena, model, inputs, and what lies outside at its highest."""
         return self.arena_size + self.graph.bytes_of(*_MODEL_KINDS) + max(self.outside_profile, default=0)
 
+    @property
+    def on_device(self) -> int:
+        """Bytes that the device holds at the peak: the arena, and what kernels allocate beside it; and, where the step
+        runs at the same place as its model and caller, everything of theirs: `total`."""
+        if self.eviction is None or not self.eviction.device:
+            return self.total
+        return self.arena_size + max(self.transient, default=0)
+
     def forecast(self, name: str) -> Forecast:
         """Where the storage of that name is at each step, and when it is used (see `memplan.forecast`)."""
         from memplan.forecast import forecast

@@ -12,6 +12,7 @@ from memplan.evict.auto import auto, recompute
 from memplan.evict.costs import CostModel
 from memplan.evict.equivalent import require_equivalent
 from memplan.evict.floor import floor
+from memplan.evict.flow import flow
 from memplan.evict.resident import all_streamed
 from memplan.evict.workload import Policy, Workload, in_order
 from memplan.graph import Graph
@@ -54,6 +55,9 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
     `InvalidEviction` when a policy's events are nonsense or break the budget.
     """
     base = measure(workload, workload.plain)
+    if workload.streamed:  # with room for everything, still nobody waits for all of it
+        roomy = workload.within(base.peak)
+        base = measure(roomy, flow(roomy))
     lowest, op = floor(workload)
     if base.peak <= workload.budget and not workload.streamed:
         events = workload.plain

@@ -7,20 +7,14 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from memplan.trace.hosted import require_there, target_of
 from memplan.trace.traced import TracedGraph
 
 
 def prepare_host(model: nn.Module, traced: TracedGraph, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Make ready what `traced` copies from and to: on CUDA, the bytes of parameters, buffers and optimizer state move,
     once, to memory that cannot be swapped out, which the GPU copies by itself; the tensors stay the same objects.
-
-    Raises `UnsupportedDevice` when this machine does not have the device.
     """
-    if not traced.runs_on:
-        return
-    require_there(target_of(traced.runs_on))
-    if traced.device.type == "cuda":
+    if traced.runs_on and traced.device.type == "cuda":
         pin(model.parameters())
         pin(model.buffers())
         if optimizer is not None:

@@ -94,9 +94,7 @@ class CompiledModule(nn.Module):
     def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
         require_real(self._original, args, kwargs)
         options = self._options
-        traced = trace(
-            self._original, args, kwargs, train=train, in_place=options.in_place, device=options.device
-        )
+        traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place, device=options.device)
         prepare_host(self._original, traced)
         if given is None:
             plan = options.plan(traced, room=0 if self._arena is None else self._arena.nbytes)

@@ -57,7 +57,9 @@ class PlanOptions:
         """A plan that was made before, or a typed error that says why it cannot run this step."""
         planned = "" if given.eviction is None else given.eviction.device
         if planned != traced.runs_on:
-            what = f"the given plan runs on {planned or 'the device of the model'}, device={self.device!r} was asked for"
+            what = (
+                f"the given plan runs on {planned or 'the device of the model'}, device={self.device!r} was asked for"
+            )
             raise PlanMismatch(what, where="device", hint="leave out device=, or make the plan anew for it")
         require_planned(traced, given)
         require_legal(given.graph, given.schedule.order)

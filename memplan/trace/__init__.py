@@ -69,7 +69,8 @@ def trace(
     target = None if device is None else target_of(device)
     if target is not None:
         require_at_home(model, (args, example_kwargs))
-    captured = capture(model, args, example_kwargs or {}, train=train, device=target and target.device)
+    place = None if target is None else target.device
+    captured = capture(model, args, example_kwargs or {}, train=train, device=place)
     return _finished(trace_captured(captured, type(model).__name__), target, in_place=in_place)
 
 
@@ -99,7 +100,8 @@ def trace_step(
     target = None if device is None else target_of(device)
     if target is not None:
         require_at_home(model, example_inputs)
-    captured = capture(model, example_inputs, {}, train=True, device=target and target.device)
+    place = None if target is None else target.device
+    captured = capture(model, example_inputs, {}, train=True, device=place)
     ensure_state(optimizer)
 
     def update(graph: fx.Graph) -> None:
@@ -110,7 +112,7 @@ def trace_step(
             clip_grad_norm=clip_grad_norm,
             accumulate=accumulate,
             rates_in_memory=rates_in_memory,
-            device=target and target.device,
+            device=place,
         )
 
     return _finished(trace_captured(captured, type(model).__name__, update), target, in_place=in_place)

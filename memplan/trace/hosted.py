@@ -25,35 +25,30 @@ _HINT = "name a device of this machine ('cuda', 'cuda:1'), or 'cpu', which stand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A device to run on: its `name` in plans ("cuda:0"; "cpu:0" is an arena beside the model's memory), and torch's."""
+    """A device to run on: its `name` in plans ("cuda:0"; "cpu:0" is an arena beside the model's memory) and torch's."""
 
     name: str
     device: torch.device
 
 
 def target_of(device: Any) -> Target:
-    """The device that the user names. Raises `UnsupportedDevice`; whether the machine has it is not asked."""
+    """The device that the user names. Raises `UnsupportedDevice` for one that this machine does not have: torch without
+    CUDA cannot even trace for it."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise UnsupportedDevice(f"there is no device {device!r}", where="device", hint=_HINT) from error
     if found.type not in _KINDS:
         raise UnsupportedDevice(f"steps do not run on {found.type!r} devices", where="device", hint=_HINT)
-    index = found.index
+    index: int | None = found.index
     if index is None:
         index = torch.cuda.current_device() if found.type == "cuda" and torch.cuda.is_available() else 0
     name = f"{found.type}:{index}"
-    return Target(name=name, device=torch.device(HOST if found.type == "cpu" else name))
-
-
-def require_there(target: Target) -> None:
-    """Raise `UnsupportedDevice` unless this machine has the device."""
-    if target.device.type != "cuda":
-        return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (target.device.index or 0) >= count:
-        what = f"this machine has {count} CUDA devices, not {target.name}" if count else "this machine has no CUDA device"
-        raise UnsupportedDevice(what, where="device", hint="memplan.plan(..., device=...) plans for it all the same")
+    if found.type == "cuda" and index >= count:
+        what = f"this machine has {count or 'no'} CUDA devices"
+        raise UnsupportedDevice(what, where=f"device={device!r}", hint=_HINT)
+    return Target(name=name, device=torch.device(HOST if found.type == "cpu" else name))
 
 
 def require_at_home(model: nn.Module, inputs: Any) -> None:

@@ -8,8 +8,8 @@ from memplan.evict.arrays import Measured, measure
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.equivalent import require_equivalent
 from memplan.evict.events import Events
-from memplan.evict.workload import Workload, in_order
 from memplan.evict.resident import all_streamed
+from memplan.evict.workload import Workload, in_order
 from memplan.graph import Graph
 from memplan.schedule import make_schedule, order
 from memplan.schedule.reuse import placed
