@@ -56,7 +56,7 @@ def plan_within(
     workload = make_workload(graph, schedule.order, prices, alignment, device=device)
     if budget is None and decide is genoa:
         budget = "min"
-    wanted = max(_bytes(budget, workload, decide), room)
+    wanted = max(bytes_of(budget, workload, decide), room)
     workload = workload.within(wanted)
     plan: Plan | None = None
     for _ in range(_TRIES):
@@ -133,7 +133,8 @@ def _placed(fitted: Fitted, plan: Plan, eviction: EvictionPlan) -> Plan:
     return replace(plan, eviction=replace(eviction, host=solve(host)))
 
 
-def _bytes(budget: Budget | None, workload: Workload, policy: Policy) -> int:
+def bytes_of(budget: Budget | None, workload: Workload, policy: Policy) -> int:
+    """What people write, in bytes; None is what the step needs without a budget. Raises `InvalidSize`."""
     hint = "give bytes (8589934592), a text ('8GiB'), a share of the need without a budget (0.5, '50%'), or 'min'"
     if budget is None:
         return measure(workload, workload.plain).peak

@@ -12,7 +12,8 @@ from memplan.problem import Solution
 
 OFFLOAD, OFFLOAD_WAIT = "memplan.offload", "memplan.offload_wait"
 RELOAD, RELOAD_WAIT = "memplan.reload", "memplan.reload_wait"
-TRANSFERS = (OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT)
+SEND, SEND_WAIT = "memplan.send", "memplan.send_wait"  # from one device to another
+TRANSFERS = (OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT)
 
 
 class Action(enum.Enum):
@@ -73,6 +74,20 @@ def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Ev
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The arena of one device, among those of a plan for several: the plan's offsets [start, start + size) are its bytes.
+
+    `max_live` is the lower bound of its size in this order, `budget` the most that it may have.
+    """
+
+    device: str
+    start: int
+    size: int
+    max_live: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionPlan:
     """How a plan keeps its budget. Its graph holds every recompute and copy as an op of its own.
 
@@ -80,7 +95,8 @@ class EvictionPlan:
     copies) and `base_seconds` (without evictions) are predicted. `sources[i]` is the op of the traced graph that
     op i is or repeats, -1 for a copy. `instances` are (storage, further life of it) in the order of their births.
     `host` places the copies on the host in an arena of their own. `device`: where the step runs whose model and caller
-    are on the host ("": where they are), and all of whose parameters, inputs and results are copied.
+    are on the host ("": where they are), and all of whose parameters, inputs and results are copied. `sections`: the
+    arenas of several devices, in their order; none for one.
     """
 
     policy: str
@@ -93,6 +109,7 @@ class EvictionPlan:
     instances: tuple[tuple[int, int], ...]
     host: Solution
     device: str = ""
+    sections: tuple[Section, ...] = ()
 
     @property
     def overhead(self) -> float:

@@ -116,7 +116,7 @@ class CompiledModule(nn.Module):
         if self._arena is None:
             self.__dict__["_arena"] = arena_for(plan, device)
         arena: Arena = self._arena
-        return arena if plan.arena_size <= arena.nbytes else arena_for(plan, device)
+        return arena.turned(plan) or arena_for(plan, device)
 
     # -- being the model ---------------------------------------------------------------------------------
 

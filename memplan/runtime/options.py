@@ -56,7 +56,7 @@ class PlanOptions:
     def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:
         """A plan that was made before, or a typed error that says why it cannot run this step."""
         planned = "" if given.eviction is None else given.eviction.device
-        if planned != traced.runs_on:
+        if planned != ", ".join(traced.runs_on):
             what = (
                 f"the given plan runs on {planned or 'the device of the model'}, device={self.device!r} was asked for"
             )
@@ -99,7 +99,7 @@ def require_recordable(device: Any) -> None:
 def device_for(device: Any, given: Plan | None) -> Any:
     """Where the user wants the step to run, or where the given plan does."""
     if device is None and given is not None and given.eviction is not None:
-        return given.eviction.device or None
+        return given.eviction.device.split(", ") if given.eviction.device else None
     return device
 
 

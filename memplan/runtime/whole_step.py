@@ -12,7 +12,7 @@ from torch import nn
 
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.plan import Plan
-from memplan.runtime.arena import arena_for, dtype_of
+from memplan.runtime.arena import arena_for_all, dtype_of
 from memplan.runtime.graphed import make_recorder
 from memplan.runtime.hooks import Hooks
 from memplan.runtime.host import prepare_host
@@ -181,9 +181,9 @@ def compile_step(
     recorder = make_recorder(traced[0].device, guard) if cuda_graph else None
     plans = [options.plan(t) if given is None else options.require_fit(t, given) for t in traced]
     structure = StepStructure(loss, optimizer)
-    arena = arena_for(max(plans, key=lambda plan: plan.arena_size), traced[0].device)  # they take turns
+    arena = arena_for_all(plans, traced[0].device)
     runners = [
-        Runner(structure, t, plan, arena, guard=guard, recorder=recorder, whole=True)
+        Runner(structure, t, plan, arena.turned(plan) or arena, guard=guard, recorder=recorder, whole=True)
         for t, plan in zip(traced, plans, strict=True)
     ]
     return CompiledStep(structure, runners[0] if accumulate > 1 else None, runners[-1], accumulate)

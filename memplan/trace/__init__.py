@@ -181,11 +181,16 @@ def plan_traced(
     `memplan.plan`.
     """
     make = make_plan
-    if budget is not None or traced.runs_on:
+    if len(traced.runs_on) > 1:
+        from memplan.several import plan_several
+
+        prices = costs or device_costs(traced.device)
+        make = partial(plan_several, budget, costs=prices, policy=policy, devices=traced.runs_on)
+    elif budget is not None or traced.runs_on:
         from memplan.budget import plan_within  # with the search and its compiler
 
         prices = costs or device_costs(traced.device)
-        make = partial(plan_within, budget, costs=prices, policy=policy, room=room, device=traced.runs_on)
+        make = partial(plan_within, budget, costs=prices, policy=policy, room=room, device="".join(traced.runs_on))
     elif policy != "auto" or costs is not None:
         from memplan.budget import require_known  # a misspelt name is an error, needed or not
 

@@ -25,14 +25,31 @@ _HINT = "name a device of this machine ('cuda', 'cuda:1'), or 'cpu', which stand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A device to run on: its `name` in plans ("cuda:0"; "cpu:0" is an arena beside the model's memory) and torch's."""
+    """Where to run: the `names` of the devices in plans ("cuda:0"; "cpu:0" is an arena beside the model's memory), and
+    torch's for the first of them, on which the step is traced."""
 
-    name: str
+    names: tuple[str, ...]
     device: torch.device
 
 
 def target_of(device: Any) -> Target:
-    """The device that the user names. Raises `UnsupportedDevice` for one that this machine does not have: torch without
+    """The device that the user names, or the sequence of devices. Raises `UnsupportedDevice`."""
+    if not isinstance(device, (list, tuple)):
+        return _target(device)
+    found = [_target(one) for one in device]
+    names = tuple(name for one in found for name in one.names)
+    if not names:
+        raise UnsupportedDevice("names no device", where="device", hint=_HINT)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UnsupportedDevice(f"names {twice} twice", where="device", hint="give each device once")
+    if len({one.device.type for one in found}) > 1:
+        raise UnsupportedDevice("names devices of two kinds", where="device", hint="their kernels round otherwise")
+    return Target(names=names, device=found[0].device)
+
+
+def _target(device: Any) -> Target:
+    """One device. Raises `UnsupportedDevice` for one that this machine does not have: torch without
     CUDA cannot even trace for it."""
     try:
         found = torch.device(device)
@@ -48,7 +65,7 @@ def target_of(device: Any) -> Target:
     if found.type == "cuda" and index >= count:
         what = f"this machine has {count or 'no'} CUDA devices"
         raise UnsupportedDevice(what, where=f"device={device!r}", hint=_HINT)
-    return Target(name=name, device=torch.device(HOST if found.type == "cpu" else name))
+    return Target(names=(name,), device=torch.device(HOST if found.type == "cpu" else name))
 
 
 def require_at_home(model: nn.Module, inputs: Any) -> None:
@@ -70,5 +87,5 @@ def hosted(traced: TracedGraph, target: Target) -> TracedGraph:
         if b.tensor is not None and type(b.tensor) is not torch.Tensor and not isinstance(b.tensor, nn.Parameter):
             hint = "make the tensor a buffer: register_buffer(name, tensor, persistent=False)"
             raise UnsupportedGraph(traced.graph.values[b.value].name, "is a constant without numbers", hint)
-    storages = tuple(replace(s, device=target.name if s.planned else HOST) for s in traced.graph.storages)
-    return replace(traced, graph=replace(traced.graph, storages=storages), device=target.device, runs_on=target.name)
+    storages = tuple(replace(s, device=target.names[0] if s.planned else HOST) for s in traced.graph.storages)
+    return replace(traced, graph=replace(traced.graph, storages=storages), device=target.device, runs_on=target.names)
