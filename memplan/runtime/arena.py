@@ -59,7 +59,6 @@ class Arena(Memory):
             self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
         return self._host
 
-
     def turned(self, plan: Plan) -> Arena | None:
         """The arena as a program of `plan` sees it, when it fits."""
         return self if plan.arena_size <= self.nbytes else None

@@ -106,7 +106,7 @@ def test_T1_three_steps_of_training_equal_eagers(budget: str | None, device: str
 def _workload(name: str) -> Workload:
     traced = trace(*ZOO[name]("nano"), device="cpu")
     return make_workload(
-        traced.graph, order(traced.graph).order, FAST_LINK, alignment_of(traced.device), device=traced.runs_on
+        traced.graph, order(traced.graph).order, FAST_LINK, alignment_of(traced.device), device="cpu:0"
     )
 
 
