@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from benchmarks.contenders import CONTENDERS
 from benchmarks.cuda_memory import MOST, largest
 from benchmarks.runtime import main, measure
+from benchmarks.streamed import main as streamed
 from benchmarks.zoo import ZOO
 
 
@@ -43,3 +45,13 @@ def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
     assert main(["--models", "mlp", "--rounds", "2", "--threads", "1", "--directory", str(tmp_path)]) == 0
     assert set(ZOO) >= {"mlp"}
     assert (tmp_path / "runtime.md").read_text().startswith("# Runtime")
+
+
+def test_streamed_models_are_measured_at_every_budget(tmp_path: Path) -> None:
+    options = ["--models", "mlp", "--size", "nano", "--policies", "genoa,flow", "--rounds", "2"]
+    assert streamed([*options, "--directory", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "streamed.json").read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["alone", "flow", "flow", "flow", "genoa", "flow"]
+    slowest = next(row for row in rows if row["policy"] == "genoa")
+    assert all(row["predicted_ms"] <= slowest["predicted_ms"] for row in rows if row["policy"] == "flow")
+    assert all(row["arena"] >= slowest["arena"] for row in rows if row["policy"] == "flow")
