@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from memplan.evict.descent import alike, descend, descend_alike, singles, walk
 from memplan.evict.events import Events
 from memplan.evict.floor import infeasible
 from memplan.evict.flow import flow
+from memplan.evict.loading import while_loading
 from memplan.evict.search import AGAIN, KEEP, ONCE, SAVE, SWAP, Decisions, Move, Search
 from memplan.evict.seeds import seeded
 from memplan.evict.workload import Workload
@@ -38,6 +40,8 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     `work` is how long annealing may last, in ops judged; with 0, any way will do. Raises `BudgetInfeasible` when no
     way is found: with swaps, below the floor only.
     """
+    if workload.streamed:
+        return while_loading(workload, partial(auto, swaps=swaps, work=work, seed=seed), swaps=swaps, search=bool(work))
     search = Search(workload, swaps=swaps)
     start = search.start()
     if start.area == 0:
