@@ -74,6 +74,10 @@ class InputMismatch(MemplanError, ValueError):
     """A call whose inputs, parameters or mode differ from those that the plan was made for."""
 
 
+class ShapeOutOfRange(InputMismatch):
+    """A size that a symbolic plan was not made for: outside its range, or under a condition that was traced."""
+
+
 class StaleActivationsError(MemplanError, RuntimeError):
     """A backward whose saved activations are gone, or a forward that would destroy those of a step in flight."""
 
