@@ -49,6 +49,10 @@ class InvalidSize(MemplanError, ValueError):
     """A text that is no size ("3GiB") or no share ("2%")."""
 
 
+class InvalidShapes(MemplanError, ValueError):
+    """`dynamic_shapes` that make no sense for the model and its example, or that the model does not allow."""
+
+
 class InvalidModel(MemplanError, ValueError):
     """A model named on the command line that cannot be had: no such file or factory, or the factory failed."""
 

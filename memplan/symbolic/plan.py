@@ -20,8 +20,8 @@ from memplan import lifetimes
 from memplan.errors import InvalidPlan, ShapeOutOfRange
 from memplan.graph import Graph
 from memplan.plan import Plan, check_consistency, make_plan
-from memplan.problem import Solution, Status
-from memplan.schedule import POLICIES, cut_bound, make_schedule, order, working_set_bound
+from memplan.problem import Problem, Solution, Status
+from memplan.schedule import POLICIES, Schedule, cut_bound, make_schedule, order, working_set_bound
 from memplan.schedule.base import Evidence, storage_intervals
 from memplan.symbolic.expression import Evaluate, Expression, evaluator
 from memplan.symbolic.sizes import Sizes, always_alike, as_taken, check_sizes, graph_at
@@ -101,21 +101,30 @@ class SymbolicPlan:
         """Largest sum of live buffer sizes over all steps for these values, bytes, alignment included."""
         return self.place(values).max_live
 
-    def resolve(self, values: Mapping[str, int]) -> Plan:
-        """The plan for these values, validated. Raises `ShapeOutOfRange`, or `InvalidSolution` rather than a bad plan."""
+    def resolve(self, values: Mapping[str, int], within: Mapping[str, int] | None = None) -> Plan:
+        """The plan for these values, validated. Raises `ShapeOutOfRange`, or `InvalidSolution` rather than a bad plan.
+
+        `within`: larger values, a bucket's. Then order and offsets are those of the plan for these, shared by all values
+        in the bucket, where every buffer is at most as large there (else the plan is that of the values alone).
+        """
         given = self._checked(values)
-        if given in self._resolved:
-            self._resolved.move_to_end(given)
-            return self._resolved[given]
-        plan = self._good_enough(self._planned(values))
-        self._resolved[given] = plan
+        key = (given, given if within is None else self._checked(within))
+        if key in self._resolved:
+            self._resolved.move_to_end(key)
+            return self._resolved[key]
+        plan = self._inside(values, self.resolve(within)) if within is not None and key[0] != key[1] else None
+        self._resolved[key] = plan = plan or self._good_enough(self._planned(values))
         if len(self._resolved) > _KEPT:
             self._resolved.popitem(last=False)
         return plan
 
-    def require(self, values: Mapping[str, int]) -> None:
-        """Raise `ShapeOutOfRange` naming the first value out of its range, or the first condition that does not hold."""
-        self._checked(values)
+    def require_in_range(self, values: Mapping[str, int]) -> None:
+        """Raise `ShapeOutOfRange` naming the first value that is out of its range."""
+        values_of(self.symbols, values)
+
+    def covers(self, values: Mapping[str, int]) -> bool:
+        """Whether all conditions hold for values in range; where one does not, a step needs a plan of its own."""
+        return all(self._hold(*values_of(self.symbols, values)))
 
     # -- how it gets there -------------------------------------------------------------------------------
 
@@ -130,19 +139,35 @@ class SymbolicPlan:
 
     def _planned(self, values: Mapping[str, int]) -> Plan:
         """The plan in the order and by the layout of the hint, validated."""
-        base = self.plan
-        graph = graph_at(base.graph, self.sizes, self._evaluate(*values_of(self.symbols, values)))
+        schedule, problem, graph = self._problem(values, self.plan)
+        return self._with(graph, schedule, problem, self.place(values).offsets)
+
+    def _inside(self, values: Mapping[str, int], upper: Plan) -> Plan | None:
+        """The plan with order and offsets of `upper`, validated; None where a buffer is larger than there."""
+        schedule, problem, graph = self._problem(values, upper)
+        largest = {b.id: b.size for b in upper.problem.buffers}
+        if any(b.size > largest.get(b.id, -1) for b in problem.buffers):
+            return None
+        offsets = upper.solution.offsets
+        return self._with(graph, schedule, problem, {b.id: offsets[b.id] for b in problem.buffers})
+
+    def _problem(self, values: Mapping[str, int], base: Plan) -> tuple[Schedule, Problem, Graph]:
+        """What there is to place for these values in the order of `base`."""
+        graph = graph_at(self.plan.graph, self.sizes, self._evaluate(*values_of(self.symbols, values)))
         schedule = make_schedule(graph, base.schedule.order, base.schedule.policy)
-        problem = lifetimes.problem(graph, schedule, alignment=base.alignment, redzone=base.redzone)
-        placement = self.place(values)
+        return schedule, lifetimes.problem(graph, schedule, alignment=base.alignment, redzone=base.redzone), graph
+
+    def _with(self, graph: Graph, schedule: Schedule, problem: Problem, offsets: Mapping[str, int]) -> Plan:
+        arena = max((offsets[b.id] + b.size for b in problem.buffers), default=0)
         solution = Solution(
-            offsets=placement.offsets,
-            arena_size=placement.arena_size,
-            status=Status.OPTIMAL if placement.arena_size == problem.max_live else Status.FEASIBLE,
+            offsets=offsets,
+            arena_size=arena,
+            status=Status.OPTIMAL if arena == problem.max_live else Status.FEASIBLE,
             bound=problem.max_live,
             solver="symbolic",
         )
         validate(problem, solution)
+        base = self.plan
         return replace(base, graph=graph, schedule=schedule, problem=problem, solution=solution, temporaries=None)
 
     def _good_enough(self, plan: Plan) -> Plan:
@@ -173,7 +198,7 @@ class SymbolicPlan:
         return 0 if index is None else cut_bound(graph, index)
 
     @cached_property
-    def _resolved(self) -> OrderedDict[tuple[int, ...], Plan]:
+    def _resolved(self) -> OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Plan]:
         return OrderedDict()
 
     @cached_property
