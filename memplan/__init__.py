@@ -178,10 +178,10 @@ def plan(
     of your own, see `memplan.evict.workload.Policy`). `schedule`: which order of the ops to plan, by the name of its
     policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own. `layout`: "tstack" places
     what is released later lower, so that a release leaves one hole at the top (the ext-tstack note's diagram, drawn by
-    `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. `dynamic_shapes`: which dimensions
-    of the inputs vary, in torch.export's notation; the result is a `SymbolicPlan`, for every shape in range. Raises
-    `UnsupportedGraph` when the model cannot be traced as one graph, and `BudgetInfeasible`, with the smallest
-    budget that can be kept, when `budget` cannot.
+    `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. `dynamic_shapes`:
+    which dimensions of the inputs vary, as `torch.export` takes it; the result is a `SymbolicPlan`, for every shape in
+    range. Raises `UnsupportedGraph` when the model cannot be traced as one graph, and `BudgetInfeasible`, with the
+    smallest budget that can be kept, when `budget` cannot.
     """
     from memplan import trace
 

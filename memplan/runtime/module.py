@@ -153,15 +153,24 @@ class CompiledModule(nn.Module):
                 hooks=self.hooks,
             )
 
-    def _trace_family(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Family:
-        """One trace and one plan for all shapes of a state of the module."""
+    def _trace_family(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, fixed: frozenset[str]
+    ) -> Family:
+        """One trace and one plan for all shapes; symbols in `fixed` have the sizes of this call."""
         from memplan.runtime.shapes import Family
         from memplan.trace.symbolic import plan_of, trace_symbolic
 
         require_real(self._original, args, kwargs)
         options = self._options
-        shapes, in_place = options.dynamic_shapes, options.in_place
-        traced = trace_symbolic(self._original, args, kwargs, dynamic_shapes=shapes, train=train, in_place=in_place)
+        traced = trace_symbolic(
+            self._original,
+            args,
+            kwargs,
+            dynamic_shapes=options.dynamic_shapes,
+            train=train,
+            in_place=options.in_place,
+            fixed=fixed,
+        )
         return Family(trace=traced, plan=plan_of(traced, **options.planning(traced.traced.device)))
 
     def _arena_for(self, plan: Plan, device: torch.device, room: int = 0) -> Arena:

@@ -1,13 +1,14 @@
 """Calls of many shapes in one arena: `memplan.compile(..., dynamic_shapes=...)`.
 
-For each state of the module (modes, gradients) the step is traced once, with symbols for sizes. The first call of a shape
-resolves the plan for it, fills the numbers into the kernels' arguments and generates code: what was bound to the ops by
-the trial of the first shape is bound again, nothing is traced or tried. Such programs are kept, the last few used.
+For each state of the module (modes, gradients) the step is traced once, with symbols for sizes. The first call of a
+shape resolves the plan for it, fills the numbers into the kernels' arguments and generates code: what was bound to the
+ops by the trial of the first shape is bound again, nothing is traced or tried. Such programs are kept, the last few
+used. Shapes that the trace does not cover (a size of 1, or one for which a branch is taken otherwise) get a trace of
+their own, if it can be with symbols again, so that it covers others like them. Shapes out of range are mismatches.
 
 All of them run in one arena, which is as large as the largest shape so far has needed (with `bucketing`, the largest of
-its bucket). When a shape needs more, a larger arena takes the place of the old one, and with it the programs made there.
-A step in flight keeps its own arena until its backward has run. Shapes in range that the trace does not cover (see
-`trace/symbolic.py`: a size of 1, or a branch taken otherwise) are traced on their own; those out of range are mismatches.
+its bucket). When a shape needs more, a larger arena takes the place of the old one, and with it the programs made
+there. A step in flight keeps its own arena until its backward has run.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from memplan.runtime.runner import Runner
 from memplan.runtime.select import Build, Selector, State
 from memplan.runtime.slots import Structure
 from memplan.symbolic import SymbolicPlan
-from memplan.trace.symbolic import SymbolicTrace
 from memplan.trace.traced import Kernel, Source, TracedGraph
+from memplan.trace.varying import SymbolicTrace
 
 _KEPT = 16  # programs
+_FAMILIES = 6  # traces for a state of the module
+_SPECIAL = 2  # sizes up to here are traced as what they are: torch does not take them for any size
 
+TraceFamily = Callable[[tuple[Any, ...], dict[str, Any], bool, frozenset[str]], "Family"]
 Assemble = Callable[[TracedGraph, Plan, int, tuple[BoundOp, ...] | None], Runner]
 
 
@@ -43,6 +47,19 @@ class Family:
     plan: SymbolicPlan
     kernels: tuple[Kernel, ...] = ()
     bound: tuple[BoundOp, ...] | None = None
+
+    def values(self, flat: Sequence[Any]) -> dict[str, int] | None:
+        """The values of its symbols in a call with these leaves; None for one that it does not cover."""
+        rows = zip(flat, self.trace.traced.example_inputs, self.trace.dims.leaves, strict=True)
+        for x, example, varying in rows:
+            if isinstance(x, torch.Tensor):
+                pairs = enumerate(zip(x.shape, example.shape, strict=True))
+                if any(size != planned and dim not in varying for dim, (size, planned) in pairs):
+                    return None
+        values = self.trace.values_of(flat)
+        ranges = zip(values.values(), self.plan.symbols, strict=True)
+        within = all(s.min <= value <= s.max for value, s in ranges)
+        return values if within and self.plan.covers(values) else None
 
     def rebound(self, traced: TracedGraph) -> tuple[BoundOp, ...] | None:
         """The bound ops with the arguments of another shape."""
@@ -56,8 +73,9 @@ class Family:
 class ShapedSelector(Selector):
     """As `Selector`, with a program for every shape.
 
-    `trace_family` makes a `Family`, `assemble` a program of it (traced, plan, bytes of arena to have at least, what is
-    bound already), `build` one of its own. `always_try`: run a trial for every program.
+    `trace_family` makes a `Family` (of args, kwargs, train and the symbols that do not vary in it), `assemble` a
+    program of it (traced, plan, bytes of arena to have at least, what is bound already), `build` one for a single
+    shape. `always_try`: run a trial for every program.
     """
 
     def __init__(
@@ -68,23 +86,22 @@ class ShapedSelector(Selector):
         *,
         train: bool,
         build: Build,
-        trace_family: Callable[[tuple[Any, ...], dict[str, Any], bool], Family],
+        trace_family: TraceFamily,
         assemble: Assemble,
         bucketing: Mapping[str, int],
         always_try: bool,
     ) -> None:
         self._trace_family, self._assemble, self._bucketing = trace_family, assemble, bucketing
         self._always_try = always_try
-        self.family = trace_family(args, kwargs, train)
+        self._structure, self._build = structure, build
+        self.family = trace_family(args, kwargs, train, frozenset())
         _check_buckets(bucketing, self.family)
         flat, self.spec = pytree.tree_flatten((args, kwargs))
-        values = self.family.trace.values_of(flat)
-        covered = self.family.plan.covers(values)
-        main = self._program(self.family, values, flat) if covered else build(args, kwargs, train)
-        super().__init__(structure, main, build)
-        self._main_state = State(train, tuple(self.main_modes))
-        self._families = {self._main_state: self.family}
+        self._main_state = State(train, tuple(structure.modes()))
+        self._families = {self._main_state: [self.family]}
         self.programs: OrderedDict[Any, Runner] = OrderedDict()
+        main = self._new(self._main_state, flat, args, kwargs)
+        super().__init__(structure, main, build)
         self._keep((self._main_state, _shapes(flat)), main)
 
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
@@ -132,23 +149,35 @@ class ShapedSelector(Selector):
         for programs in (self.programs, self._runners):
             for key in [k for k, other in programs.items() if other.arena is not runner.arena]:
                 del programs[key]
-        values = self.family.trace.values_of(self.main.traced.example_inputs)
-        if self.main.arena is not runner.arena and self.family.plan.covers(values):
-            self.main = self._program(self.family, values, self.main.traced.example_inputs)
+        if self.main.arena is not runner.arena:
+            flat = self.main.traced.example_inputs
+            args, kwargs = pytree.tree_unflatten(flat, self.spec)
+            self.main = self._new(self._main_state, flat, args, kwargs)
 
     # -- what is made ------------------------------------------------------------------------------------
 
     def _made(self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
         """A new program. What varies is checked before anything is built."""
         self._require_alike(flat)
-        values = self.family.trace.values_of(flat)
-        self.family.plan.require_in_range(values)
-        if state not in self._families:
-            self._families[state] = self._trace_family(args, kwargs, state.grad)
-        family = self._families[state]
-        if not family.plan.covers(values):
-            return self._build(args, kwargs, state.grad)
-        return self._program(family, values, flat)
+        self.family.plan.require_in_range(self.family.trace.values_of(flat))
+        return self._new(state, flat, args, kwargs)
+
+    def _new(self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
+        """A program from the first family that covers the call, else from a new one, else for this call alone."""
+        families = self._families.setdefault(state, [])
+        for family in families:
+            values = family.values(flat)
+            if values is not None:
+                return self._program(family, values, flat)
+        every = self.family.trace.values_of(flat)
+        small = frozenset(name for name, value in every.items() if value <= _SPECIAL)
+        if len(families) < _FAMILIES and len(small) < len(every):
+            family = self._trace_family(args, kwargs, state.grad, small)
+            values = family.values(flat)
+            if values is not None:
+                families.append(family)
+                return self._program(family, values, flat)
+        return self._build(args, kwargs, state.grad)
 
     def _program(self, family: Family, values: Mapping[str, int], flat: Sequence[Any]) -> Runner:
         """The program of a family for some values."""
@@ -213,7 +242,9 @@ def _check_buckets(bucketing: Mapping[str, int], family: Family) -> None:
     names = [s.name for s in family.plan.symbols]
     for name, multiple in bucketing.items():
         if name not in names:
-            raise InvalidShapes(f"there is no dimension {name!r}", where="bucketing", hint=f"one of: {', '.join(names)}")
+            raise InvalidShapes(
+                f"there is no dimension {name!r}", where="bucketing", hint=f"one of: {', '.join(names)}"
+            )
         if type(multiple) is not int or multiple < 1:
             hint = "give the multiple up to which its sizes are rounded"
             raise InvalidShapes(f"{multiple!r} is not a whole number from 1", where=f"bucketing[{name!r}]", hint=hint)

@@ -2,20 +2,20 @@
 
     4*batch*seq*(seq - 1)//2      max(1, width - 1)      batch < 16
 
-A size is a text in a plan file, so that people can read it; it is parsed with `ast`, and whatever is not a whole number,
-a known symbol, `+ - * // % **`, `max`, `min`, a comparison, `and`, `or` or `not` is refused before anything is evaluated.
+A size is a text in a plan file, so that people can read it; it is parsed with `ast`, and whatever is not a whole
+number, a known symbol, `+ - * // % **`, `max`, `min`, a comparison, `and`, `or` or `not` is refused before anything is
+evaluated.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from functools import reduce
 
 from memplan.errors import InvalidPlan
 from memplan.jsonio import clip
 
-_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Pow)
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod)
 _COMPARISONS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 _FUNCTIONS = {"max": max, "min": min}
 _LONGEST = 2000  # characters
@@ -56,7 +56,7 @@ def evaluator(texts: Sequence[str], symbols: Sequence[str]) -> Evaluate:
     body = ast.Tuple(elts=[_renamed(_parse(text, "expression"), known) for text in texts], ctx=ast.Load())
     arguments = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
     tree = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
-    made: Evaluate = eval(compile(tree, "<sizes>", "eval"), {"__builtins__": {}, **_FUNCTIONS})  # noqa: S307
+    made: Evaluate = eval(compile(tree, "<sizes>", "eval"), {"__builtins__": {}, **_FUNCTIONS})
 
     def evaluate(*values: int) -> tuple[int, ...]:
         try:
@@ -66,16 +66,6 @@ def evaluator(texts: Sequence[str], symbols: Sequence[str]) -> Evaluate:
             raise InvalidPlan(f"a size cannot be computed for {given}: {error}", where="sizes") from error
 
     return evaluate
-
-
-def product(*texts: str) -> str:
-    """The text of a product, numbers multiplied."""
-    numbers = [int(text) for text in texts if text.isdigit()]
-    others = [text if text.isidentifier() else f"({text})" for text in texts if not text.isdigit()]
-    number = reduce(lambda one, two: one * two, numbers, 1)
-    if not others or number == 0:
-        return str(number)
-    return "*".join(([] if number == 1 else [str(number)]) + others)
 
 
 def _placeholder(index: int) -> str:
@@ -93,52 +83,47 @@ def _parse(text: str, where: str) -> ast.expr:
 
 def _check(node: ast.expr, symbols: frozenset[str], text: str, where: str) -> bool:
     """Whether it is a condition; raises `InvalidPlan` naming the first part that is not allowed."""
-
-    def number(part: ast.expr) -> None:
-        if _check(part, symbols, text, where):
-            raise InvalidPlan(f"a condition stands where a number must be, in {clip(text)}", where=where)
-
-    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 2**63:
-        return False
-    if isinstance(node, ast.Name) and node.id in symbols:
-        return False
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        number(node.operand)
-        return False
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return _check(node.operand, symbols, text, where) or _refuse(node, text, where)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
-        number(node.left)
-        number(node.right)
-        if isinstance(node.op, ast.Pow):
-            power = node.right
-            if not isinstance(power, ast.Constant) or not 0 <= int(str(power.value)) <= _HIGHEST_POWER:
-                _refuse(node, text, where)
-        return False
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        if node.keywords or len(node.args) < 2:
-            _refuse(node, text, where)
-        for part in node.args:
-            number(part)
-        return False
-    if isinstance(node, ast.Compare) and all(isinstance(op, _COMPARISONS) for op in node.ops):
-        for part in (node.left, *node.comparators):
-            number(part)
-        return True
-    if isinstance(node, ast.BoolOp):
-        return all([_check(part, symbols, text, where) or _refuse(part, text, where) for part in node.values])
-    return _refuse(node, text, where)
+    parts = _parts(node, symbols)
+    if parts is None:
+        raise _not_allowed(node, text, where)
+    of_conditions = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
+    for part in parts:
+        if _check(part, symbols, text, where) is not of_conditions:
+            raise _not_allowed(part, text, where)
+    return of_conditions or isinstance(node, ast.Compare)
 
 
-def _refuse(node: ast.expr, text: str, where: str) -> bool:
+def _parts(node: ast.expr, symbols: frozenset[str]) -> Sequence[ast.expr] | None:
+    """What a node is made of; None for one that is not allowed."""
+    match node:
+        case ast.Constant(value=int(number)) if type(number) is int and abs(number) < 2**63:
+            return ()
+        case ast.Name(id=name) if name in symbols:
+            return ()
+        case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=part):
+            return (part,)
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 0 <= power <= _HIGHEST_POWER:
+            return (left,)
+        case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _OPERATORS):
+            return (left, right)
+        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in _FUNCTIONS and len(parts) > 1:
+            return parts
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(isinstance(op, _COMPARISONS) for op in ops):
+            return (left, *others)
+        case ast.BoolOp(values=parts):
+            return parts
+    return None
+
+
+def _not_allowed(node: ast.expr, text: str, where: str) -> InvalidPlan:
     part = ast.get_source_segment(text, node) or text
     hint = "sizes are made of whole numbers, the plan's symbols, + - * // % **, max, min and comparisons"
-    raise InvalidPlan(f"{clip(ascii(part))} in {clip(ascii(text))} is not allowed", where=where, hint=hint)
+    return InvalidPlan(f"{clip(ascii(part))} in {clip(ascii(text))} is not allowed", where=where, hint=hint)
 
 
 def _renamed(node: ast.expr, names: dict[str, str]) -> ast.expr:
     class Rename(ast.NodeTransformer):
-        def visit_Name(self, found: ast.Name) -> ast.Name:  # noqa: N802  (ast's own convention)
+        def visit_Name(self, found: ast.Name) -> ast.Name:
             return ast.Name(names.get(found.id, found.id), ast.Load())
 
     renamed = Rename().visit(node)

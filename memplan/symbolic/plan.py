@@ -1,10 +1,10 @@
 """`SymbolicPlan`: one plan for a range of shapes. Made under a hint, resolved for any values of its symbols.
 
-What never changes is fixed once: the ops, their order, lifetimes, which results take the bytes of which inputs, and the
-order in which buffers are put down. Values then give sizes (`sizes.py`) and offsets (`place.py`). `place` is that alone,
-in well under a millisecond. `resolve` is what memory is given by: a `Plan` like any other, checked by the independent
-validator; where it needs more than 1.25 times what is proven to be needed, the step is planned anew for these values,
-and the better of the two is taken. Resolved plans are kept, the last few.
+What never changes is fixed once: the ops, their order, lifetimes, which results take the bytes of which inputs, and
+the order in which buffers are put down. Values then give sizes (`sizes.py`) and offsets (`place.py`). `place` is that
+alone, in well under a millisecond. `resolve` is what memory is given by: a `Plan` like any other, checked by the
+independent validator; where it needs more than 1.25 times what is proven to be needed, the step is planned anew for
+these values, and the better of the two is taken. Resolved plans are kept, the last few.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ class SymbolicPlan:
         return self.place(values).max_live
 
     def resolve(self, values: Mapping[str, int], within: Mapping[str, int] | None = None) -> Plan:
-        """The plan for these values, validated. Raises `ShapeOutOfRange`, or `InvalidSolution` rather than a bad plan.
+        """The plan for these values, validated. Raises `ShapeOutOfRange`; `InvalidSolution` rather than a bad plan.
 
-        `within`: larger values, a bucket's. Then order and offsets are those of the plan for these, shared by all values
-        in the bucket, where every buffer is at most as large there (else the plan is that of the values alone).
+        `within`: larger values, a bucket's. Then order and offsets are those of the plan for these, shared by all
+        values in the bucket, where every buffer is at most as large there (else the plan is for the values alone).
         """
         given = self._checked(values)
         key = (given, given if within is None else self._checked(within))

@@ -1,4 +1,4 @@
-"""Every size of a graph as an expression: the table that turns a graph made for a hint into the one for other values."""
+"""Every size of a graph as an expression: the table that turns a graph for a hint into that for other values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def graph_at(graph: Graph, sizes: Sizes, numbers: Sequence[int]) -> Graph:
         n = len(value.shape)
         found = tuple(numbers[p] for p in places)
         if min(found) < 0:
-            raise ShapeOutOfRange("would have a negative size", where=value.name, hint="narrow the range of its symbols")
+            raise ShapeOutOfRange(
+                "would have a negative size", where=value.name, hint="narrow the range of its symbols"
+            )
         return replace(value, shape=found[:n], strides=found[n:-1], offset=found[-1])
 
     def sized(storage: Storage, place: int) -> Storage:
@@ -67,22 +69,11 @@ def graph_at(graph: Graph, sizes: Sizes, numbers: Sequence[int]) -> Graph:
 
 def check_sizes(graph: Graph, sizes: Sizes, symbols: Sequence[Symbol], evaluate: Callable[..., Sequence[int]]) -> None:
     """Raise `InvalidPlan` unless the table gives `graph` at the symbols' hints. `evaluate`: of all expressions."""
+    _check_table(graph, sizes)
     names = [s.name for s in symbols]
-    if len(set(sizes.expressions)) != len(sizes.expressions):
-        raise InvalidPlan("an expression stands twice", where="sizes.expressions")
     for i, text in enumerate(sizes.expressions):
         if Expression(text, names, f"sizes.expressions[{i}]").condition:
             raise InvalidPlan(f"{text!r} is a condition, not a size", where=f"sizes.expressions[{i}]")
-    for field, rows, wanted in (("storages", sizes.storages, graph.storages), ("views", sizes.views, graph.values)):
-        if len(rows) != len(wanted):
-            raise InvalidPlan(f"{len(rows)} entries for {len(wanted)} {field}", where=f"sizes.{field}")
-    for i, (value, places) in enumerate(zip(graph.values, sizes.views, strict=True)):
-        if len(places) != 2 * len(value.shape) + 1:
-            raise InvalidPlan("needs a shape, strides and an offset", where=f"sizes.views[{i}]")
-    places = [*sizes.storages, *(p for view in sizes.views for p in view)]
-    for place in places:
-        if not 0 <= place < len(sizes.expressions):
-            raise InvalidPlan(f"names expression {place}", where="sizes")
     at_hint = graph_at(graph, sizes, evaluate(*(s.hint for s in symbols)))
     for i, (one, two) in enumerate(zip(at_hint.storages, graph.storages, strict=True)):
         if one != two:
@@ -91,6 +82,22 @@ def check_sizes(graph: Graph, sizes: Sizes, symbols: Sequence[Symbol], evaluate:
     for i, (here, there) in enumerate(zip(at_hint.values, graph.values, strict=True)):
         if here != there:
             raise InvalidPlan("is not the graph's at the hint", where=f"sizes.views[{i}]")
+
+
+def _check_table(graph: Graph, sizes: Sizes) -> None:
+    """Every storage and value has its entries, and they name expressions."""
+    if len(set(sizes.expressions)) != len(sizes.expressions):
+        raise InvalidPlan("an expression stands twice", where="sizes.expressions")
+    if len(sizes.storages) != len(graph.storages):
+        raise InvalidPlan(f"{len(sizes.storages)} entries for {len(graph.storages)}", where="sizes.storages")
+    if len(sizes.views) != len(graph.values):
+        raise InvalidPlan(f"{len(sizes.views)} entries for {len(graph.values)} values", where="sizes.views")
+    for i, (value, places) in enumerate(zip(graph.values, sizes.views, strict=True)):
+        if len(places) != 2 * len(value.shape) + 1:
+            raise InvalidPlan("needs a shape, strides and an offset", where=f"sizes.views[{i}]")
+    for place in (*sizes.storages, *(p for view in sizes.views for p in view)):
+        if not 0 <= place < len(sizes.expressions):
+            raise InvalidPlan(f"names expression {place}", where="sizes")
 
 
 def always_alike(graph: Graph, sizes: Sizes) -> Graph:

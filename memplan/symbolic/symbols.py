@@ -39,7 +39,7 @@ def check_symbols(symbols: Sequence[Symbol]) -> None:
 
 
 def values_of(symbols: Sequence[Symbol], given: Mapping[str, int]) -> tuple[int, ...]:
-    """The values in the order of `symbols`. Raises `ShapeOutOfRange` naming the first that is missing or out of range."""
+    """The values in the order of `symbols`. Raises `ShapeOutOfRange` naming the first that is none of its range."""
     ranges = "; ".join(map(str, symbols))
     for name in given:
         if all(s.name != name for s in symbols):

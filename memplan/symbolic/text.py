@@ -17,7 +17,7 @@ def to_text(plan: SymbolicPlan) -> str:
     lines += [f"  {s.name} = {s.min}..{s.max}, planned under {s.hint}" for s in plan.symbols]
     lines += [f"  where {text}" for text in plan.conditions]
     lines += [f"  input {i}: [{', '.join(shape)}]" for i, shape in enumerate(plan.inputs)]
-    ends = [{s.name: end(s) for s in plan.symbols} for end in (lambda s: s.min, lambda s: s.hint, lambda s: s.max)]
+    ends = [{s.name: getattr(s, end) for s in plan.symbols} for end in ("min", "hint", "max")]
     for values in [v for i, v in enumerate(ends) if v not in ends[:i]]:
         named = ", ".join(f"{name}={value}" for name, value in values.items())
         try:

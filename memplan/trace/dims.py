@@ -1,16 +1,16 @@
 """`dynamic_shapes=` in torch.export's notation: which dimensions of which inputs vary, how far, and together with what.
 
-    batch, seq = Dim("batch", min=1, max=64), Dim("seq", max=1024)
-    {"tokens": {0: batch, 1: seq}, "mask": {0: batch, 1: seq}}     by the names of forward's arguments
-    ({0: batch}, None)                                             or by position
-    {"image": {0: batch, 2: 8 * side, 3: 8 * side}}                multiples of a dimension
-    {"tokens": (Dim.AUTO, Dim.AUTO)}                               named by memplan; static where the model needs it
+batch, seq = Dim("batch", min=1, max=64), Dim("seq", max=1024)
+{"tokens": {0: batch, 1: seq}, "mask": {0: batch, 1: seq}}     by the names of forward's arguments
+({0: batch}, None)                                             or by position
+{"image": {0: batch, 2: 8 * side, 3: 8 * side}}                multiples of a dimension
+{"tokens": (Dim.AUTO, Dim.AUTO)}                               named by memplan; static where the model needs it
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,11 +180,19 @@ class _Reader:
         return Dims(symbols=tuple(self.ranges.values()), leaves=tuple(self.leaves))
 
 
+def without(dims: Dims, names: Collection[str]) -> Dims:
+    """The dims with these symbols fixed to the example's sizes. Raises `InvalidShapes` when nothing is left to vary."""
+    rest = tuple(s for s in dims.symbols if s.name not in names)
+    if not rest:
+        what = f"the model works for one size of {', '.join(names)} only, and nothing else varies"
+        raise InvalidShapes(what, where="dynamic_shapes", hint="leave dynamic_shapes out")
+    leaves = tuple({d: v for d, v in leaf.items() if v.symbol not in names} for leaf in dims.leaves)
+    return Dims(symbols=rest, leaves=leaves)
+
+
 def _linear(said: Any, where: str) -> dict[str, int]:
     """`factor` and `offset` of a derived Dim such as 2*batch + 1."""
     if not hasattr(said, "root"):
         return {}
     offset = int(said.fn(0))
     return {"factor": int(said.fn(1)) - offset, "offset": offset}
-
-

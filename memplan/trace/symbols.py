@@ -18,7 +18,7 @@ from memplan.symbolic.expression import Expression
 from memplan.trace.dims import Range, Varying
 
 
-class _Printer(StrPrinter):
+class _Printer(StrPrinter):  # type: ignore[misc]  # sympy has no types
     """Sympy's own notation, with torch's functions in Python's."""
 
     def _of(self, expr: sympy.Expr, sign: str) -> str:
@@ -38,10 +38,10 @@ class _Printer(StrPrinter):
         return f"min({', '.join(map(self._print, expr.args))})"
 
     def _print_And(self, expr: sympy.Expr) -> str:  # noqa: N802
-        return self.stringify(expr.args, " and ", precedence(expr))
+        return str(self.stringify(expr.args, " and ", precedence(expr)))
 
     def _print_Or(self, expr: sympy.Expr) -> str:  # noqa: N802
-        return self.stringify(expr.args, " or ", precedence(expr))
+        return str(self.stringify(expr.args, " or ", precedence(expr)))
 
     def _print_Not(self, expr: sympy.Expr) -> str:  # noqa: N802
         return f"not ({self._print(expr.args[0])})"
@@ -50,8 +50,8 @@ class _Printer(StrPrinter):
         left, right = map(self._print, expr.args)
         return f"{left} {expr.rel_op} {right}"
 
-    _print_CleanDiv = _print_FloorDiv
-    _print_PythonMod = _print_Mod
+    _print_CleanDiv = _print_FloorDiv  # noqa: N815
+    _print_PythonMod = _print_Mod  # noqa: N815
 
 
 class Translator:
@@ -102,7 +102,7 @@ class Translator:
         for e in dict.fromkeys(expressions):
             if not any(self._never_more(e, other) for other in left):
                 left = [other for other in left if not self._never_more(other, e)] + [e]
-        return left[0] if len(left) == 1 else Max(*left)
+        return left[0] if len(left) == 1 else Max(*left)  # type: ignore[no-untyped-call]
 
     def _never_more(self, one: sympy.Expr, two: sympy.Expr) -> bool:
         difference = sympy.expand(two - one)
