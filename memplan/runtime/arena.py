@@ -59,7 +59,6 @@ class Arena(Memory):
             self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
         return self._host
 
-
     def turned(self, plan: Plan) -> Arena | None:
         """The arena as a program of `plan` sees it, when it fits."""
         return self if plan.arena_size <= self.nbytes else None
@@ -100,10 +99,11 @@ class Arenas(Arena):
         raise AssertionError(offset)
 
 
-def arena_for(plan: Plan, device: torch.device) -> Arena:
-    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`."""
+def arena_for(plan: Plan, device: torch.device, room: int = 0) -> Arena:
+    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`. `room`: bytes to have at least, where
+    it is on one device."""
     require_budget(plan)
-    return Arenas(plan.devices) if plan.devices else Arena(plan.arena_size, device)
+    return Arenas(plan.devices) if plan.devices else Arena(max(plan.arena_size, room), device)
 
 
 def arena_for_all(plans: Sequence[Plan], device: torch.device) -> Arena:

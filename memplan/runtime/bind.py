@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,15 @@ class Binder:
         leaves, spec = pytree.tree_flatten((kernel.args, kernel.kwargs))
         outs = tuple(None if out is None else layout(Ref(out)) for out in kernel.outs)
         return str(kernel.target), tuple(map(layout, leaves)), str(spec), outs
+
+
+def with_arguments(bound: BoundOp, old: Kernel, new: Kernel, graph: Graph) -> BoundOp:
+    """What was bound to `old`, bound to the same kernel with other numbers among its arguments."""
+    as_given = not isinstance(bound.args[1] if len(bound.args) > 1 else None, torch.Tensor)
+    added = {name: value for name, value in bound.kwargs.items() if name not in old.kwargs}
+    return replace(
+        bound, args=new.args if as_given else _scalars_as_tensors(new, graph), kwargs={**new.kwargs, **added}
+    )
 
 
 def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:

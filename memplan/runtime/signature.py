@@ -47,13 +47,22 @@ class Signature:
                 raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} ({x.layout}) on {x.device}, {wanted}")
             if x.stride() != strides:
                 leaves[i] = self._laid_out(i, x, strides)
-        for i, constant in self._constants:
-            if type(leaves[i]) is not type(constant) or not _same_constant(leaves[i], constant):
-                raise _mismatch(f"input {i}", f"is {leaves[i]!r}, the plan was made for {constant!r}")
-        if self._check_ties and _ties(given) != self._ties:
+        for i, _ in self._constants:
+            self.check_constant(i, leaves[i])
+        self.check_ties(given)
+        return leaves
+
+    def check_constant(self, i: int, leaf: Any) -> None:
+        """Raise when leaf `i`, which is no tensor, is not the example's."""
+        constant = self.examples[i]
+        if type(leaf) is not type(constant) or not _same_constant(leaf, constant):
+            raise _mismatch(f"input {i}", f"is {leaf!r}, the plan was made for {constant!r}")
+
+    def check_ties(self, leaves: Sequence[Any]) -> None:
+        """Raise when it matters that tensors share memory, and they do in another way than the example's."""
+        if self._check_ties and _ties(leaves) != self._ties:
             what = "tensors share memory in another way than those that the plan was made for"
             raise _mismatch("inputs", what)
-        return leaves
 
     def _laid_out(self, i: int, x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         if i in self._written:
