@@ -103,11 +103,18 @@ def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_p
     return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
 
 
-def trace_captured(captured: Captured, model: str, finish: Callable[[fx.Graph], None] = own_the_results) -> TracedGraph:
+def trace_captured(
+    captured: Captured,
+    model: str,
+    finish: Callable[[fx.Graph], None] = own_the_results,
+    division: Division | None = None,
+) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them."""
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     write_back_mutations(graph, captured.alias_of)
+    if division is not None:
+        divide(graph, division)
     lower(graph)
     finish(graph)
     return build(captured, model, needs)
