@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
+from memplan.division import Divide, Division, division_of
 from memplan.errors import UnsupportedProblem
 from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
@@ -23,6 +25,7 @@ from memplan.schedule import order as order_of
 from memplan.solve import Solver
 from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
+from memplan.trace.divide import divide
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
@@ -63,8 +66,23 @@ def trace(
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
-    traced = trace_captured(capture(model, args, example_kwargs or {}, train=train), type(model).__name__)
-    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
+    captured = capture(model, args, example_kwargs or {}, train=train)
+    return _divisible(captured, type(model).__name__, own_the_results, in_place=in_place)
+
+
+def _divisible(
+    captured: Captured, model: str, finish: Callable[[fx.Graph], None], *, in_place: bool
+) -> TracedGraph:
+    """Trace what was captured; the result can be had again with another division."""
+
+    @lru_cache(maxsize=2)
+    def make(division: Division | None) -> TracedGraph:
+        copied = fx.GraphModule(captured.graph_module, deepcopy(captured.graph_module.graph))
+        traced = trace_captured(replace(captured, graph_module=copied), model, finish, division)
+        graph = with_chances(traced.graph) if in_place else traced.graph
+        return replace(traced, graph=graph, again=make)
+
+    return make(None)
 
 
 def trace_step(
@@ -96,8 +114,7 @@ def trace_step(
             rates_in_memory=rates_in_memory,
         )
 
-    traced = trace_captured(captured, type(model).__name__, update)
-    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
+    return _divisible(captured, type(model).__name__, update, in_place=in_place)
 
 
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:
@@ -116,11 +133,10 @@ def trace_captured(
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     write_back_mutations(graph, captured.alias_of)
-    if division is not None:
-        divide(graph, division)
+    made = None if division is None else divide(graph, division)
     lower(graph)
     finish(graph)
-    return build(captured, model, needs)
+    return replace(build(captured, model, needs), division=made)
 
 
 def plan(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
+from memplan.division import Division
+from memplan.errors import UnsupportedProblem
 from memplan.graph import Graph
 
 
@@ -133,6 +136,7 @@ class TracedGraph:
     """A graph, `kernels[i]` that runs `graph.ops[i]`, and how the step is fed and what it returns.
 
     `training`: it has a backward. `autocast`: it was traced under autocast. `device` is where all planned storages are.
+    `division`: how chains of rows were divided, with `over` settled; `again` traces with another one.
     """
 
     model: str
@@ -146,6 +150,16 @@ class TracedGraph:
     training: bool
     autocast: bool
     device: torch.device
+    division: Division | None = None
+    again: Callable[[Division | None], TracedGraph] | None = field(default=None, compare=False, repr=False)
+
+    def divided(self, division: Division | None) -> TracedGraph:
+        """The same step with its chains of rows divided so (None: whole)."""
+        if division == self.division:
+            return self
+        if self.again is None:
+            raise UnsupportedProblem("this step cannot be divided", where="divide", hint="leave out divide=")
+        return self.again(division)
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """The bindings of one source, in order."""
