@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memplan.backend import Backend
     from memplan.budget import Budget
     from memplan.diff import diff
+    from memplan.division import Divide, Division
     from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
     from memplan.explain import explain
@@ -81,6 +82,7 @@ _HOMES = {
     **dict.fromkeys(_RUNTIME, "memplan.runtime"),
     **dict.fromkeys(("CostModel", "load_costs"), "memplan.evict.costs"),
     "Backend": "memplan.backend",
+    "Division": "memplan.division",
     "Plan": "memplan.plan",
     "diff": "memplan.diff",
     "explain": "memplan.explain",
@@ -121,6 +123,7 @@ def plan(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -134,7 +137,9 @@ def plan(
     a text ("8GiB"), as a share of its size without a budget (0.5, "50%"), or "min"; what does not fit is evicted
     by `policy` ("auto": computed again or copied to the host and back, whatever costs least by `costs`, a
     `CostModel` or the name of a device: "a100", "h100", "h200", "cpu"; "recompute": without copies; or a function
-    of your own, see `memplan.evict.workload.Policy`). `schedule`: which order of the ops to plan, by the name of its
+    of your own, see `memplan.evict.workload.Policy`). `divide=True`: where that finds no way, ops whose rows are independent (a softmax and
+    its cross-entropy, forward and backward) run block by block of rows, with the same bits; a number: always, in so many
+    blocks; `memplan.Division` says more. `schedule`: which order of the ops to plan, by the name of its
     policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own. `layout`: "tstack" places
     what is released later lower, so that a release leaves one hole at the top (the ext-tstack note's diagram, drawn by
     `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. Raises
@@ -151,6 +156,7 @@ def plan(
         budget=budget,
         policy=policy,
         costs=costs,
+        divide=divide,
         schedule=schedule,
         solver=solver,
         layout=layout,

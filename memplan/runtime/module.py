@@ -94,10 +94,7 @@ class CompiledModule(nn.Module):
         require_real(self._original, args, kwargs)
         options = self._options
         traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place)
-        if given is None:
-            plan = options.plan(traced, room=0 if self._arena is None else self._arena.nbytes)
-        else:
-            plan = options.require_fit(traced, given)
+        traced, plan = options.settle(traced, given, room=0 if self._arena is None else self._arena.nbytes)
         return Runner(
             self._structure,
             traced,
@@ -174,6 +171,7 @@ def compile(
     budget: Any = None,
     policy: Any = "auto",
     costs: Any = None,
+    divide: Any = None,
     schedule: Any = "auto",
     solver: Any = "auto",
     layout: str = "auto",
@@ -189,8 +187,8 @@ def compile(
     `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others: real
     tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
-    of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`,
-    `layout`, `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where
+    of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `divide`, `schedule`,
+    `solver`, `layout`, `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where
     the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the backward set `.grad` itself,
     which is faster, and has limits: hooks on parameters and DistributedDataParallel raise `UnsupportedCall`, and
     `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
@@ -206,6 +204,7 @@ def compile(
         budget=budget,
         policy=policy,
         costs=costs,
+        divide=divide,
         schedule=schedule,
         solver=solver,
         layout=layout,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from memplan.division import division_of
 from memplan.errors import InputMismatch, MemplanError, PlanMismatch
 from memplan.plan import Plan
 from memplan.planfile import load
@@ -27,6 +28,7 @@ class PlanOptions:
     budget: Any = None
     policy: Any = "auto"
     costs: Any = None
+    divide: Any = None
     schedule: Any = "auto"
     solver: Any = "auto"
     layout: str = "auto"
@@ -36,6 +38,15 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         _check_choice("guard", self.guard, (None, *GUARDS))
+        division_of(self.divide)
+
+    def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
+        """The given plan, or one that is made now, and the step as it divides it."""
+        if given is not None:
+            divided = traced.divided(given.division)
+            return replace(divided, again=None), self.require_fit(divided, given)
+        plan = self.plan(traced, room=room)
+        return replace(traced.divided(plan.division), again=None), plan
 
     def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
         """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
@@ -44,6 +55,7 @@ class PlanOptions:
             budget=self.budget,
             policy=self.policy,
             costs=self.costs,
+            divide=self.divide,
             schedule=self.schedule,
             solver=self.solver,
             layout=self.layout,

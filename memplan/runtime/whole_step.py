@@ -104,6 +104,7 @@ def compile_step(
     budget: Any = None,
     policy: Any = "auto",
     costs: Any = None,
+    divide: Any = None,
     schedule: Any = "auto",
     solver: Any = "auto",
     layout: str = "auto",
@@ -144,6 +145,7 @@ def compile_step(
         budget=budget,
         policy=policy,
         costs=costs,
+        divide=divide,
         schedule=schedule,
         solver=solver,
         layout=layout,
@@ -170,12 +172,13 @@ def compile_step(
         for kind in kinds
     ]
     recorder = make_recorder(traced[0].device, guard) if cuda_graph else None
-    plans = [options.plan(t) if given is None else options.require_fit(t, given) for t in traced]
+    steps = [options.settle(t, given) for t in traced]
     structure = StepStructure(loss, optimizer)
-    arena = arena_for(max(plans, key=lambda plan: plan.arena_size), traced[0].device)  # they take turns
+    largest = max((plan for _, plan in steps), key=lambda plan: plan.arena_size)
+    arena = arena_for(largest, traced[0].device)  # they take turns
     runners = [
         Runner(structure, t, plan, arena, guard=guard, recorder=recorder, whole=True)
-        for t, plan in zip(traced, plans, strict=True)
+        for t, plan in steps
     ]
     return CompiledStep(structure, runners[0] if accumulate > 1 else None, runners[-1], accumulate)
 

@@ -29,6 +29,7 @@ from memplan.trace.divide import divide
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
+from memplan.trace.smaller import plan_divided
 from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
 from memplan.version import __version__
 
@@ -148,6 +149,7 @@ def plan(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -163,6 +165,7 @@ def plan(
         budget=budget,
         policy=policy,
         costs=costs,
+        divide=divide,
     )
 
 
@@ -177,13 +180,44 @@ def plan_traced(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
     room: int = 0,
 ) -> Plan:
-    """Order a traced step, evict what does not fit `budget`, and place its storages.
+    """Divide a traced step as `divide` allows, order it, evict what does not fit `budget`, and place its storages.
 
     `redzone` is in bytes (see `lifetimes.problem`), and so is `room` (see `budget.plan_within`); the rest as in
-    `memplan.plan`.
+    `memplan.plan`. The plan is of `traced.divided(plan.division)`.
     """
+    def attempt(step: TracedGraph) -> Plan:
+        made = _plan_whole(
+            step,
+            schedule=schedule,
+            solver=layout_solver(layout, solver),
+            time_limit=time_limit,
+            redzone=redzone,
+            budget=budget,
+            policy=policy,
+            costs=costs,
+            room=room,
+        )
+        return made if step.division is None else replace(made, division=step.division)
+
+    return plan_divided(traced, division_of(divide), attempt, budget=budget, room=room, alignment=alignment_of(traced.device))
+
+
+def _plan_whole(
+    traced: TracedGraph,
+    *,
+    schedule: str | Policy,
+    solver: str | Solver,
+    time_limit: float | None,
+    redzone: int,
+    budget: Budget | None,
+    policy: str | EvictionPolicy,
+    costs: CostModel | str | None,
+    room: int,
+) -> Plan:
+    """The plan of a step as it was traced."""
     make = make_plan
     if budget is not None:
         from memplan.budget import plan_within  # with the search and its compiler
@@ -200,7 +234,7 @@ def plan_traced(
         alignment=alignment_of(traced.device),
         redzone=redzone,
         versions={"memplan": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        solver=layout_solver(layout, solver),
+        solver=solver,
         time_limit=time_limit,
     )
 
