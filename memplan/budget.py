@@ -101,6 +101,12 @@ def plan_within(
     )
 
 
+def bytes_of(budget: Budget, graph: Graph, order: tuple[int, ...], alignment: int) -> int:
+    """A budget in bytes, where that is a share: of what the graph needs in this order."""
+    decide = fit_policy("auto")
+    return _bytes(budget, make_workload(graph, order, cost_model("cpu"), alignment), decide)
+
+
 def require_known(policy: str | Policy, costs: CostModel | str | None) -> None:
     """Raise what `plan_within` would for a policy or costs that are not known."""
     fit_policy(policy)

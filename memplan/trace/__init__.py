@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from memplan.trace.divide import divide
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
+from memplan.trace.rewrite import copy_of
 from memplan.trace.smaller import plan_divided
 from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
 from memplan.version import __version__
@@ -78,7 +78,7 @@ def _divisible(
 
     @lru_cache(maxsize=2)
     def make(division: Division | None) -> TracedGraph:
-        copied = fx.GraphModule(captured.graph_module, deepcopy(captured.graph_module.graph))
+        copied = fx.GraphModule(captured.graph_module, copy_of(captured.graph_module.graph))
         traced = trace_captured(replace(captured, graph_module=copied), model, finish, division)
         graph = with_chances(traced.graph) if in_place else traced.graph
         return replace(traced, graph=graph, again=make)
@@ -188,21 +188,21 @@ def plan_traced(
     `redzone` is in bytes (see `lifetimes.problem`), and so is `room` (see `budget.plan_within`); the rest as in
     `memplan.plan`. The plan is of `traced.divided(plan.division)`.
     """
-    def attempt(step: TracedGraph) -> Plan:
+    def attempt(step: TracedGraph, limit: Budget | None) -> Plan:
         made = _plan_whole(
             step,
             schedule=schedule,
             solver=layout_solver(layout, solver),
             time_limit=time_limit,
             redzone=redzone,
-            budget=budget,
+            budget=limit,
             policy=policy,
             costs=costs,
             room=room,
         )
         return made if step.division is None else replace(made, division=step.division)
 
-    return plan_divided(traced, division_of(divide), attempt, budget=budget, room=room, alignment=alignment_of(traced.device))
+    return plan_divided(traced, division_of(divide), attempt, budget, alignment_of(traced.device), schedule)
 
 
 def _plan_whole(

@@ -21,6 +21,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memplan.division import Division
+from memplan.errors import InvalidSize
 from memplan.trace.outvariants import out_names, out_variant
 from memplan.trace.returns import is_backward
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
@@ -45,12 +46,13 @@ _Box = tuple[int, int]  # rows from, to
 
 
 def divide(graph: fx.Graph, division: Division) -> Division:
-    """Divide the chains of a functional graph, in place; the division as it was made, to be made again.
+    """Divide the chains of a functional graph, in place; the division as it was made, so that it can be made again.
 
-    `division.blocks` must be given. Chains whose order allows no division are left as they are.
+    Chains whose order allows no division are left as they are. Raises `InvalidSize` without a number of blocks.
     """
-    assert division.blocks is not None
-    found = chains(graph, sums=division.sums)
+    if division.blocks is None:
+        raise InvalidSize("no number of blocks was settled on", where="divide", hint="pass one")
+    found = chains(graph, lambda chain: _can_move(graph, chain) is not None, sums=division.sums)
     over = division.over
     if over is None:
         over = max((c.need for c in found), default=0) - 1
@@ -300,13 +302,22 @@ class _Divider:
         """The tensor whose rows the sink's may take: read by the chain, row by row, and by nobody else."""
         if not is_backward(sink) or self.chain.sums or not self._parts(sink).rows:
             return None
-        for node in self.chain.nodes:
-            for x in self._parts(node).rows:
-                if x not in self.members and not is_backward(x):
-                    host = _laid_out_alike(sink, x)
-                    if host is not None and self._only_read_here(host):
-                        return host
+        for x in self._read_again(sink):
+            host = _laid_out_alike(sink, x)
+            if host is not None and self._only_read_here(host):
+                return host
         return None
+
+    def _read_again(self, sink: fx.Node) -> Iterator[fx.Node]:
+        """What the forward left and the sink's blocks are made of: it is alive in the backward anyway."""
+        seen, todo = {sink}, [sink]
+        while todo:
+            for x in self._parts(todo.pop()).rows:
+                if x not in self.members and not is_backward(x):
+                    yield x
+                elif x in self.members and x not in seen:
+                    seen.add(x)
+                    todo.append(x)
 
     def _only_read_here(self, host: fx.Node) -> bool:
         key = storage_key(value(host))

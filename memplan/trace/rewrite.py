@@ -80,6 +80,15 @@ class Rewriter:
         return new
 
 
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """The same nodes, with the same names and fake values, to be changed by other passes."""
+    new = fx.Graph()
+    result = new.graph_copy(graph, {}, return_output_node=True)
+    assert isinstance(result, tuple)
+    new.output(result[0]).meta.update(result[1].meta)
+    return new
+
+
 def value(node: fx.Node) -> Any:
     """The fake value of a node."""
     return node.meta["val"]

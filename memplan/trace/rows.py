@@ -8,7 +8,7 @@ they are divided only on demand (`sums`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,7 +24,8 @@ COPIES = {aten.clone.default, aten._to_copy.default}
 _POINTWISE = {
     *(aten.mul.Tensor, aten.div.Tensor, aten.sub.Tensor, aten.add.Tensor, aten.neg.default, aten.abs.default),
     *(aten.mul.Scalar, aten.div.Scalar, aten.relu.default, aten.where.self, aten.maximum.default, aten.minimum.default),
-    *(aten.threshold_backward.default, aten.masked_fill.Scalar),
+    *(aten.threshold_backward.default, aten.masked_fill.Scalar, aten.gt.Scalar, aten.lt.Scalar, aten.eq.Scalar),
+    *(aten.ge.Scalar, aten.le.Scalar, aten.ne.Scalar),
 }
 _SOFTMAX = {aten._softmax.default, aten._log_softmax.default}
 _SOFTMAX_BACKWARD = {aten._softmax_backward_data.default, aten._log_softmax_backward_data.default}
@@ -55,15 +56,19 @@ class Parts:
     result: bool = True
 
 
-def chains(graph: fx.Graph, *, sums: bool) -> list[Chain]:
-    """The maximal chains around the softmaxes of `graph`, disjoint, in graph order; `sums`: see `Division`."""
+def chains(graph: fx.Graph, fits: Callable[[Chain], bool], *, sums: bool) -> list[Chain]:
+    """The maximal chains around the softmaxes of `graph` that `fits` accepts, disjoint, in graph order.
+
+    `sums`: see `Division`; a chain that does not fit with its matrix products may fit without.
+    """
     found: list[Chain] = []
     taken: set[fx.Node] = set()
     place = {node: i for i, node in enumerate(graph.nodes)}
     for seed in graph.nodes:
         if seed.target in _SOFTMAX | _SOFTMAX_BACKWARD and seed not in taken:
             tried = (_grown(seed, place, sums=True), _grown(seed, place, sums=False))[not sums :]
-            chain = next((c for c in tried if c is not None and c.n > 1 and not taken & set(c.nodes)), None)
+            new = (c for c in tried if c is not None and c.n > 1 and not taken & set(c.nodes))
+            chain = next(filter(fits, new), None)
             if chain is not None:
                 found.append(chain)
                 taken.update(chain.nodes)
@@ -213,8 +218,9 @@ def _reach(seed: fx.Node, n: int, *, sums: bool) -> set[fx.Node]:
                 nodes.add(near)
                 if near.target not in PRODUCTS or near in own.rows:
                     todo.append(near)
-    for turned in [x for x in nodes if x.target is TRANSPOSE and set(x.users) - nodes]:
-        nodes -= {turned, *turned.users}
+    while cut := [x for x in nodes if x.target in VIEWS | {TRANSPOSE} and set(x.users) - nodes]:
+        for view in cut:  # of something whole
+            nodes -= {view, *(view.users if view.target is TRANSPOSE else ())}
     return nodes
 
 

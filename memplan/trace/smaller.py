@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from memplan.division import Division
 from memplan.errors import BudgetInfeasible
 from memplan.plan import Plan
+from memplan.schedule import Policy, order
 from memplan.trace.traced import TracedGraph
 from memplan.units import format_bytes
 
@@ -22,33 +23,34 @@ _WORTH = 0.99  # of the floor: more blocks that lower it by less are not tried
 def plan_divided(
     traced: TracedGraph,
     allowed: Division | None,
-    attempt: Callable[[TracedGraph], Plan],
-    *,
+    attempt: Callable[[TracedGraph, Budget | None], Plan],
     budget: Budget | None,
-    room: int,
     alignment: int,
+    schedule: str | Policy,
 ) -> Plan:
-    """`attempt` on the step with the fewest blocks with which it succeeds, none if that does.
+    """`attempt` with `budget` on the step with the fewest blocks with which it succeeds, none if that does.
 
-    Where it never does, its error says how far a division would lower the floor, or did. A budget of "min" takes the
+    A budget that is a share is one of the step that is tried first. Where no attempt succeeds, the error says how far a division would lower the floor, or did. A budget of "min" takes the
     division with the lowest floor.
     """
     if allowed is not None and allowed.blocks is not None:
-        return attempt(traced.divided(allowed))
+        return attempt(traced.divided(allowed), budget)
     if allowed is not None and budget == "min":
-        return attempt(min((traced, *_divisions(traced, allowed, alignment)), key=lambda t: _floor(t, alignment)))
+        steps = (traced, *_divisions(traced, allowed, alignment))
+        return attempt(min(steps, key=lambda step: _floor(step, alignment)), budget)
     try:
-        return attempt(traced)
+        return attempt(traced, budget)
     except BudgetInfeasible as error:
         if traced.again is None:
             raise
         infeasible = error
-    before, lowest = _floor(traced, alignment), _floor(traced, alignment)
+    before = lowest = _floor(traced, alignment)
+    limit = budget if allowed is None else _in_bytes(budget, traced, alignment, schedule)
     for step in _divisions(traced, allowed or Division(), alignment):
         lowest = min(lowest, _floor(step, alignment))
         if allowed is not None:
             try:
-                return attempt(step)
+                return attempt(step, limit)
             except BudgetInfeasible as error:
                 infeasible = error
     if lowest < before:
@@ -68,6 +70,15 @@ def _divisions(traced: TracedGraph, allowed: Division, alignment: int) -> Iterat
             return
         before = floor
         yield step
+
+
+def _in_bytes(budget: Budget | None, traced: TracedGraph, alignment: int, schedule: str | Policy) -> Budget | None:
+    """A share, of what this step needs."""
+    from memplan.budget import bytes_of
+
+    if not isinstance(budget, float) and not (isinstance(budget, str) and budget.strip().endswith("%")):
+        return budget
+    return bytes_of(budget, traced.graph, order(traced.graph, schedule).order, alignment)
 
 
 def _floor(traced: TracedGraph, alignment: int) -> int:
