@@ -51,6 +51,7 @@ __all__ = [
     "CompiledModule",
     "CompiledStep",
     "CostModel",
+    "Division",
     "Interval",
     "MemplanError",
     "Plan",
@@ -137,14 +138,16 @@ def plan(
     a text ("8GiB"), as a share of its size without a budget (0.5, "50%"), or "min"; what does not fit is evicted
     by `policy` ("auto": computed again or copied to the host and back, whatever costs least by `costs`, a
     `CostModel` or the name of a device: "a100", "h100", "h200", "cpu"; "recompute": without copies; or a function
-    of your own, see `memplan.evict.workload.Policy`). `divide=True`: where that finds no way, ops whose rows are independent (a softmax and
-    its cross-entropy, forward and backward) run block by block of rows, with the same bits; a number: always, in so many
-    blocks; `memplan.Division` says more. `schedule`: which order of the ops to plan, by the name of its
+    of your own, see `memplan.evict.workload.Policy`). `schedule`: which order of the ops to plan, by the name of its
     policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own. `layout`: "tstack" places
     what is released later lower, so that a release leaves one hole at the top (the ext-tstack note's diagram, drawn by
     `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. Raises
     `UnsupportedGraph` when the model cannot be traced as one graph, and `BudgetInfeasible`, with the smallest
     budget that can be kept, when `budget` cannot.
+
+    `divide=True`: where evictions alone find no way, ops whose rows are independent (a softmax and its cross-entropy,
+    forward and backward) run block by block of rows, with the same bits; a number: always, in so many blocks;
+    `memplan.Division` says more.
     """
     from memplan import trace
 

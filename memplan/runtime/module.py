@@ -187,14 +187,15 @@ def compile(
     `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others: real
     tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
-    of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `divide`, `schedule`,
-    `solver`, `layout`, `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where
+    of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`,
+    `layout`, `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where
     the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the backward set `.grad` itself,
     which is faster, and has limits: hooks on parameters and DistributedDataParallel raise `UnsupportedCall`, and
     `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
     model ("eager"), or gets a plan of its own ("replan"). `cuda_graph`: record forward and backward as two CUDA graphs
     at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie beside the arena).
+    `divide`: as in `memplan.plan`.
 
     Raises `UnsupportedGraph` before anything is allocated when the model cannot be traced as one graph,
     `PlanMismatch` when `plan` was made for another graph, and what `memplan.load` raises.

@@ -176,10 +176,7 @@ def compile_step(
     structure = StepStructure(loss, optimizer)
     largest = max((plan for _, plan in steps), key=lambda plan: plan.arena_size)
     arena = arena_for(largest, traced[0].device)  # they take turns
-    runners = [
-        Runner(structure, t, plan, arena, guard=guard, recorder=recorder, whole=True)
-        for t, plan in steps
-    ]
+    runners = [Runner(structure, t, plan, arena, guard=guard, recorder=recorder, whole=True) for t, plan in steps]
     return CompiledStep(structure, runners[0] if accumulate > 1 else None, runners[-1], accumulate)
 
 

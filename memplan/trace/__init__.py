@@ -26,10 +26,10 @@ from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
 from memplan.trace.divide import divide
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
-from memplan.trace.rules import lower
-from memplan.trace.traced import TracedGraph
 from memplan.trace.rewrite import copy_of
+from memplan.trace.rules import lower
 from memplan.trace.smaller import plan_divided
+from memplan.trace.traced import TracedGraph
 from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
 from memplan.version import __version__
 
@@ -71,9 +71,7 @@ def trace(
     return _divisible(captured, type(model).__name__, own_the_results, in_place=in_place)
 
 
-def _divisible(
-    captured: Captured, model: str, finish: Callable[[fx.Graph], None], *, in_place: bool
-) -> TracedGraph:
+def _divisible(captured: Captured, model: str, finish: Callable[[fx.Graph], None], *, in_place: bool) -> TracedGraph:
     """Trace what was captured; the result can be had again with another division."""
 
     @lru_cache(maxsize=2)
@@ -188,6 +186,7 @@ def plan_traced(
     `redzone` is in bytes (see `lifetimes.problem`), and so is `room` (see `budget.plan_within`); the rest as in
     `memplan.plan`. The plan is of `traced.divided(plan.division)`.
     """
+
     def attempt(step: TracedGraph, limit: Budget | None) -> Plan:
         made = _plan_whole(
             step,

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
+from memplan.trace.returns import is_backward
 from memplan.trace.rewrite import aten, storage_key, value
 
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
@@ -33,6 +35,9 @@ NLL, NLL_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.defaul
 SLICE, SLICE_BACKWARD, TRANSPOSE = aten.slice.Tensor, aten.slice_backward.default, aten.t.default
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}  # and which argument has the rows
 SUM = aten.sum.dim_IntList
+
+
+Box = tuple[int, int]  # rows from, to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +80,20 @@ def chains(graph: fx.Graph, fits: Callable[[Chain], bool], *, sums: bool) -> lis
     return found
 
 
+def boxes(chain: Chain, blocks: int) -> list[Box]:
+    """Near-equal ranges of rows, each a box of `chain.lead`: whole outer dimensions, or a part of one of them."""
+    outer, inner = chain.lead[0], prod(chain.lead[1:])
+    if blocks <= outer:
+        return [(a * inner, b * inner) for a, b in _ranges(outer, blocks)]
+    each = min(-(-blocks // outer), inner)
+    return [(o * inner + a, o * inner + b) for o in range(outer) for a, b in _ranges(inner, each)]
+
+
+def _ranges(n: int, blocks: int) -> list[Box]:
+    cuts = [n * i // blocks for i in range(blocks + 1)]
+    return list(pairwise(cuts))
+
+
 def block_shape(shape: torch.Size, n: int, rows: int) -> list[int]:
     """The shape of `rows` of the `n` rows of a tensor: leading dimensions merged until they hold them."""
     for d in range(1, len(shape) + 1):
@@ -92,7 +111,8 @@ def parts(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
     if target in VIEWS:
         return _if(_by_rows(node, n) and _by_rows(tensors[0], n), tensors)
     if target in COPIES:
-        return _if(_by_rows(node, n) and _has_rows(tensors[0], n) and _same_device(node, tensors[0]), tensors)
+        rows = _has_rows(tensors[0], n) or _has_lead(tensors[0], n)
+        return _if(rows and _by_rows(node, n) and value(node).device == value(tensors[0]).device, tensors)
     if target in _POINTWISE:
         return _pointwise(node, n, tensors)
     if target in _SOFTMAX | _SOFTMAX_BACKWARD:
@@ -117,7 +137,7 @@ def _at_the_end(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
     """What cuts rows off and pads them again; with `sums`, products and sums over rows."""
     args, target = node.args, node.target
     if target is SLICE_BACKWARD:
-        grad, sizes, dim, start, end, step = args  # type: ignore[misc]
+        grad, sizes, dim, _, _, step = args
         if sums:
             return _if(dim >= 1 and sizes[0] == n and _by_rows(grad, n), (grad,))  # type: ignore[arg-type, operator, index]
         return _if(step == 1 and _has_lead(grad, n), (grad,), result=False)  # type: ignore[arg-type]
@@ -142,12 +162,12 @@ def _at_the_end(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
 
 def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Parts | None:
     """Operands of the result's shape come by rows; numbers come whole."""
-    if len(node.args) > 2 and node.target in (aten.add.Tensor, aten.sub.Tensor) or node.kwargs:
+    if (len(node.args) > 2 and node.target in (aten.add.Tensor, aten.sub.Tensor)) or node.kwargs:
         return None  # alpha: a product and a sum, which vector code may round once
     rows = tuple(t for t in tensors if value(t).shape == value(node).shape)
     others = [t for t in tensors if t not in rows]
     fits = rows and all(value(t).dim() == 0 for t in others)
-    return _if(bool(fits) and all(_by_rows(t, n) for t in (node, *rows)), rows)
+    return _if(bool(fits) and _by_rows(node, n) and all(_has_rows(t, n) for t in rows), rows)
 
 
 def _if(holds: Any, rows: tuple[fx.Node, ...], *, result: bool = True) -> Parts | None:
@@ -164,24 +184,21 @@ def _plain(node: fx.Node) -> bool:
 
 
 def _by_rows(node: fx.Node, n: int) -> bool:
-    return isinstance(node, fx.Node) and value(node).is_contiguous() and value(node).numel() % n == 0
+    return isinstance(node, fx.Node) and bool(value(node).is_contiguous() and value(node).numel() % n == 0)
 
 
 def _has_rows(node: fx.Node, n: int) -> bool:
-    return _by_rows(node, n) or _has_lead(node, n)
+    return _by_rows(node, n) or value(node).shape[:1] == (n,)
 
 
 def _has_lead(node: fx.Node, n: int) -> bool:
-    return value(node).dim() >= 2 and (value(node).shape[0] == n or value(node).shape[:2].numel() == n)
-
-
-def _same_device(one: fx.Node, two: fx.Node) -> bool:
-    return bool(value(one).device == value(two).device)
+    shape: torch.Size = value(node).shape
+    return len(shape) >= 2 and (shape[0] == n or shape[:2].numel() == n)
 
 
 def _grown(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> Chain | None:
     n = value(seed).shape[:-1].numel()
-    nodes = _reach(seed, n, sums=sums)
+    nodes = _trimmed(_reach(seed, n, sums=sums), place)
     if sums:  # a sequence that loses its last token on the way is divided by sequences
         shorter = [
             value(x).shape[0]
@@ -191,7 +208,7 @@ def _grown(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> Chain | N
         ]
         if shorter and shorter[0] < n:
             n = shorter[0]
-            nodes = _reach(seed, n, sums=True)
+            nodes = _trimmed(_reach(seed, n, sums=True), place)
     if seed not in nodes:
         return None
     lead = {lead for node in nodes for lead in _leads(node, n, nodes, sums=sums)}
@@ -210,18 +227,46 @@ def _reach(seed: fx.Node, n: int, *, sums: bool) -> set[fx.Node]:
         node = todo.pop()
         own = parts(node, n, sums=sums)
         assert own is not None
-        makers = () if node.target in PRODUCTS else own.rows
+        makers = () if node.target in PRODUCTS else [x for x in own.rows if value(x).numel() > n]
         for near in (*makers, *_takers(node, own)):
             found = parts(near, n, sums=sums)
-            joined = found and (near in own.rows and found.result or node in found.rows)
+            joined = found and ((near in own.rows and found.result) or node in found.rows)
             if joined and near not in nodes:
                 nodes.add(near)
                 if near.target not in PRODUCTS or near in own.rows:
                     todo.append(near)
-    while cut := [x for x in nodes if x.target in VIEWS | {TRANSPOSE} and set(x.users) - nodes]:
-        for view in cut:  # of something whole
-            nodes -= {view, *(view.users if view.target is TRANSPOSE else ())}
     return nodes
+
+
+def _trimmed(nodes: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
+    """Without what cannot run block by block after all.
+
+    That is views whose users want them whole, and in each phase what depends on the chain by way of something else.
+    """
+    while True:
+        out = {x for x in nodes if x.target in VIEWS | {SLICE, TRANSPOSE} and set(x.users) - nodes}
+        out |= {user for x in out if x.target is TRANSPOSE for user in x.users}
+        for backward in (False, True):
+            out |= _detours({n for n in nodes if is_backward(n) is backward}, place)
+        if not out & nodes:
+            return nodes
+        nodes = nodes - out
+
+
+def _detours(part: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
+    """Nodes of `part` that need what needs a node of `part` and is not of it."""
+    found: set[fx.Node] = set()
+    others: set[fx.Node] = set()
+    last = max((place[n] for n in part), default=-1)
+    todo = sorted({user for n in part for user in n.users} - part, key=place.__getitem__)
+    while todo:
+        other = todo.pop()
+        if other in others or place[other] > last:
+            continue
+        others.add(other)
+        found |= part & set(other.users)
+        todo.extend(set(other.users) - part)
+    return found
 
 
 def _takers(node: fx.Node, own: Parts) -> Iterator[fx.Node]:
@@ -235,12 +280,19 @@ def _leads(node: fx.Node, n: int, nodes: set[fx.Node], *, sums: bool) -> Iterato
     assert own is not None
     for x in own.rows:
         padded = node.target is SLICE_BACKWARD and not sums
-        if (padded or not value(x).is_contiguous()) and (padded or x not in nodes):
+        if padded or (x not in nodes and not _has_rows(x, n)):
             shape = value(x).shape
             yield (n,) if shape[0] == n else tuple(shape[:2])
 
 
 def _bytes(node: fx.Node) -> int:
-    given = [n.meta["val"] for n in (node, *node.all_input_nodes)]
-    flat = [t for v in given for t in (v if isinstance(v, (tuple, list)) else (v,))]
-    return sum({storage_key(t): t.numel() * t.itemsize for t in flat if isinstance(t, torch.Tensor)}.values())
+    touched = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
+    return sum({storage_key(t): t.numel() * t.itemsize for t in touched}.values())
+
+
+def tensors_of(node: Any) -> list[torch.Tensor]:
+    if isinstance(node, (list, tuple)):
+        return [t for one in node for t in tensors_of(one)]
+    val = node.meta.get("val") if isinstance(node, fx.Node) else None
+    flat = val if isinstance(val, (tuple, list)) else (val,)
+    return [t for t in flat if isinstance(t, torch.Tensor)]

@@ -16,48 +16,59 @@ from memplan.units import format_bytes
 if TYPE_CHECKING:
     from memplan.budget import Budget
 
+_Attempt = Callable[[TracedGraph, "Budget | None"], Plan]
 _BLOCKS = (4, 16, 64, 256)
 _WORTH = 0.99  # of the floor: more blocks that lower it by less are not tried
 
 
-def plan_divided(
+def plan_divided(  # noqa: PLR0917
     traced: TracedGraph,
     allowed: Division | None,
-    attempt: Callable[[TracedGraph, Budget | None], Plan],
+    attempt: _Attempt,
     budget: Budget | None,
     alignment: int,
     schedule: str | Policy,
 ) -> Plan:
     """`attempt` with `budget` on the step with the fewest blocks with which it succeeds, none if that does.
 
-    A budget that is a share is one of the step that is tried first. Where no attempt succeeds, the error says how far a division would lower the floor, or did. A budget of "min" takes the
-    division with the lowest floor.
+    A budget that is a share is one of the step that is tried first. A budget of "min" takes the division with the
+    lowest floor. Where no division is allowed and one would help, `BudgetInfeasible` says how far.
     """
     if allowed is not None and allowed.blocks is not None:
         return attempt(traced.divided(allowed), budget)
-    if allowed is not None and budget == "min":
+    if allowed is None or budget is None:
+        return _whole(traced, attempt, budget, alignment)
+    if budget == "min":
         steps = (traced, *_divisions(traced, allowed, alignment))
         return attempt(min(steps, key=lambda step: _floor(step, alignment)), budget)
+    return _fewest(traced, allowed, attempt, _in_bytes(budget, traced, alignment, schedule), alignment)
+
+
+def _whole(traced: TracedGraph, attempt: _Attempt, budget: Budget | None, alignment: int) -> Plan:
+    """Without a division; where that fails, the error says what one would bring."""
     try:
         return attempt(traced, budget)
     except BudgetInfeasible as error:
-        if traced.again is None:
-            raise
-        infeasible = error
-    before = lowest = _floor(traced, alignment)
-    limit = budget if allowed is None else _in_bytes(budget, traced, alignment, schedule)
-    for step in _divisions(traced, allowed or Division(), alignment):
-        lowest = min(lowest, _floor(step, alignment))
-        if allowed is not None:
+        floors = [_floor(step, alignment) for step in _divisions(traced, Division(), alignment)] if traced.again else []
+        if floors:
+            before, after = format_bytes(_floor(traced, alignment)), format_bytes(floors[-1])
+            more = f"divide=True would lower the floor from {before} to {after}"
+            error.hint = f"{error.hint}; {more}" if error.hint else more
+        raise
+
+
+def _fewest(traced: TracedGraph, allowed: Division, attempt: _Attempt, budget: int, alignment: int) -> Plan:
+    """The first attempt that succeeds, of those whose floor is not above the budget; or the last one's error."""
+    last, failed = traced, None
+    for last in (traced, *_divisions(traced, allowed, alignment)):
+        if _floor(last, alignment) <= budget:
             try:
-                return attempt(step, limit)
+                return attempt(last, budget)
             except BudgetInfeasible as error:
-                infeasible = error
-    if lowest < before:
-        verb = "would lower" if allowed is None else "lowers"
-        more = f"divide=True {verb} the floor from {format_bytes(before)} to {format_bytes(lowest)}"
-        infeasible.hint = f"{infeasible.hint}; {more}" if infeasible.hint else more
-    raise infeasible
+                failed = error
+    if failed is not None:
+        raise failed
+    return attempt(last, budget)
 
 
 def _divisions(traced: TracedGraph, allowed: Division, alignment: int) -> Iterator[TracedGraph]:
@@ -72,12 +83,9 @@ def _divisions(traced: TracedGraph, allowed: Division, alignment: int) -> Iterat
         yield step
 
 
-def _in_bytes(budget: Budget | None, traced: TracedGraph, alignment: int, schedule: str | Policy) -> Budget | None:
-    """A share, of what this step needs."""
+def _in_bytes(budget: Budget, traced: TracedGraph, alignment: int, schedule: str | Policy) -> int:
     from memplan.budget import bytes_of
 
-    if not isinstance(budget, float) and not (isinstance(budget, str) and budget.strip().endswith("%")):
-        return budget
     return bytes_of(budget, traced.graph, order(traced.graph, schedule).order, alignment)
 
 

@@ -88,7 +88,7 @@ def _step(model: nn.Module, compiled: Callable[..., Tensor], args: tuple[Any, ..
     model.zero_grad()
     torch.manual_seed(1)
     loss = compiled(*args)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return Outcome(
         loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, {}
     )
@@ -152,15 +152,13 @@ def test_T11_runs_in_a_budget_that_was_infeasible_bit_by_bit(name: str, tmp_path
 @pytest.mark.parametrize("name", MODELS)
 def test_T11_a_whole_step_is_divided_too(name: str) -> None:  # noqa: N802
     budget, losses, weights = _floor(_traced(name)) * 3 // 4, [], []
-    for options in ({}, {"budget": budget, "divide": True, "policy": QUICK, "guard": "poison"}):
+    plain: dict[str, Any] = {}
+    for options in (plain, {"budget": budget, "divide": True, "policy": QUICK, "guard": "poison"}):
         model, args = MODELS[name]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        whole = nn.Module()
-        whole.model = model
-        whole.forward = lambda batch, model=model: model(*batch)  # type: ignore[method-assign, assignment, misc]
-        step = memplan.compile_step(whole, optimizer, lambda loss: loss, (args,), **options)
+        step = memplan.compile_step(model, optimizer, lambda loss: loss, args, **options)
         assert step.plan.arena_size <= budget or not options
-        losses.append(torch.stack([step(args) for _ in range(3)]))
+        losses.append(torch.stack([step(*args) for _ in range(3)]))
         weights.append([p.detach().clone() for p in model.parameters()])
     assert torch.equal(*losses)
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
@@ -186,7 +184,7 @@ class Head(nn.Module):
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 33, dtype=dtype)
+        self.linear = nn.Linear(8, 40, dtype=dtype)
         self.loss = loss
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -205,6 +203,12 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
         lambda y, t: F.cross_entropy(y.flatten(0, 1).float() / 0.7, t.flatten()),
         torch.bfloat16,
     ),
+    "smoothed": (
+        lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), label_smoothing=0.1),
+        torch.float32,
+    ),
+    "classes cut": (lambda y, t: F.cross_entropy(y[..., :33].flatten(0, 1), t.flatten()), torch.float32),
+    "weighted": (lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), weight=y.new_ones(40)), torch.float32),
     "softmax": (lambda y, t: (torch.softmax(y * 0.5, -1)[..., 0] * t).sum(), torch.float32),
     "masked": (lambda y, t: torch.softmax(y.masked_fill(y > 1, -1e4), -1).square().sum() + t.sum(), torch.float32),
     "kept": (
@@ -227,7 +231,7 @@ def _example(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 33, (3, 7), generator=generator)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(name=st.sampled_from(sorted(LOSSES)), blocks=st.integers(2, 25), seed=st.integers(0, 99))
 def test_T11_any_number_of_blocks_gives_the_same_bits(name: str, blocks: int, seed: int) -> None:  # noqa: N802
     one = _captured(name)
@@ -235,7 +239,7 @@ def test_T11_any_number_of_blocks_gives_the_same_bits(name: str, blocks: int, se
     assert _same(one.run(*args), _divided(one, Division(blocks=blocks, over=0)).run(*args))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(name=st.sampled_from(sorted(LOSSES)), blocks=st.integers(2, 25), seed=st.integers(0, 99))
 def test_T11_any_number_of_blocks_with_sums_is_close(name: str, blocks: int, seed: int) -> None:  # noqa: N802
     one = _captured(name)
