@@ -97,10 +97,14 @@ def waiting_lines(report: Report) -> tuple[str, ...]:
 
 
 def budget_lines(report: Report) -> tuple[str, ...]:
-    """How a budget is kept, and what that is predicted to cost."""
-    k = report.kept
+    """How ops are divided, how a budget is kept, and what that is predicted to cost."""
+    k, d = report.kept, report.division
+    divided: tuple[str, ...] = ()
+    if d is not None:
+        same = "equal up to rounding" if d.sums else "the same bits"
+        divided = (f"ops whose rows are independent run in {d.blocks} blocks of rows: {same}",)
     if k is None:
-        return ()
+        return divided
     what = []
     if k.recomputes:
         what.append(f"{format_bytes(k.recomputed)} computed again ({_times(k.recomputes, 'recompute')})")
@@ -109,7 +113,10 @@ def budget_lines(report: Report) -> tuple[str, ...]:
         what.append(f"{back}; up to {format_bytes(k.host_size)} lie there)")
     cost = f"predicted +{k.overhead * 100:.2f} % of a step's time by the costs of {k.costs}"
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
-    return (f"budget {format_exact(k.budget)}, kept by {k.policy!r}: {how}",)
+    return (
+        *divided,
+        f"budget {format_exact(k.budget)}, kept by {k.policy!r}: {how}",
+    )
 
 
 def _times(count: int, what: str) -> str:
