@@ -15,6 +15,7 @@ from memplan.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.budget import Budget
+    from memplan.evict.workload import Workload
 
 _Attempt = Callable[[TracedGraph, "Budget | None"], Plan]
 _BLOCKS = (4, 16, 64, 256)
@@ -84,16 +85,23 @@ def _divisions(traced: TracedGraph, allowed: Division, alignment: int) -> Iterat
 
 
 def _in_bytes(budget: Budget, traced: TracedGraph, alignment: int, schedule: str | Policy) -> int:
+    """What a share is of: the step as it is."""
     from memplan.budget import bytes_of
+    from memplan.evict.select import fit_policy
 
-    return bytes_of(budget, traced.graph, order(traced.graph, schedule).order, alignment)
+    workload = _workload(traced, order(traced.graph, schedule).order, alignment)
+    return bytes_of(budget, workload, fit_policy("auto"))
 
 
 def _floor(traced: TracedGraph, alignment: int) -> int:
     """Bytes that the hungriest op needs at once."""
-    from memplan.evict.costs import DEVICES
-    from memplan.evict.fit import make_workload
     from memplan.evict.floor import floor
 
-    order = tuple(range(len(traced.graph.ops)))
-    return floor(make_workload(traced.graph, order, DEVICES["cpu"], alignment))[0]
+    return floor(_workload(traced, tuple(range(len(traced.graph.ops))), alignment))[0]
+
+
+def _workload(traced: TracedGraph, order: tuple[int, ...], alignment: int) -> Workload:
+    from memplan.evict.costs import DEVICES
+    from memplan.evict.fit import make_workload
+
+    return make_workload(traced.graph, order, DEVICES["cpu"], alignment, device="".join(traced.runs_on[:1]))

@@ -136,6 +136,8 @@ class TracedGraph:
     """A graph, `kernels[i]` that runs `graph.ops[i]`, and how the step is fed and what it returns.
 
     `training`: it has a backward. `autocast`: it was traced under autocast. `device` is where all planned storages are.
+    `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
+    (`hosted.py`); none when it is not.
     `division`: how chains of rows were divided, with `over` settled; `again` traces with another one.
     """
 
@@ -150,6 +152,7 @@ class TracedGraph:
     training: bool
     autocast: bool
     device: torch.device
+    runs_on: tuple[str, ...] = ()
     division: Division | None = None
     again: Callable[[Division | None], TracedGraph] | None = field(default=None, compare=False, repr=False)
 
