@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memplan.backend import Backend
     from memplan.budget import Budget
     from memplan.diff import diff
+    from memplan.division import Divide, Division
     from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
     from memplan.explain import explain
@@ -51,6 +52,7 @@ __all__ = [
     "CompiledModule",
     "CompiledStep",
     "CostModel",
+    "Division",
     "Interval",
     "MemplanError",
     "Plan",
@@ -85,6 +87,7 @@ _HOMES = {
     **dict.fromkeys(("SymbolicPlan", "load_symbolic"), "memplan.symbolic"),
     **dict.fromkeys(("CostModel", "load_costs"), "memplan.evict.costs"),
     "Backend": "memplan.backend",
+    "Division": "memplan.division",
     "Plan": "memplan.plan",
     "diff": "memplan.diff",
     "explain": "memplan.explain",
@@ -126,6 +129,7 @@ def plan(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -145,6 +149,7 @@ def plan(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -163,6 +168,7 @@ def plan(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -186,6 +192,10 @@ def plan(
     of the inputs vary, as `torch.export` takes it; the result is a `SymbolicPlan`, for every shape in range. Raises
     `UnsupportedGraph` when the model cannot be traced as one graph, `UnsupportedDevice`, and `BudgetInfeasible`, with
     the smallest budget that can be kept, when `budget` cannot.
+
+    `divide=True`: where evictions alone find no way, ops whose rows are independent (a softmax and its cross-entropy,
+    forward and backward) run block by block of rows, with the same bits; a number: always, in so many blocks;
+    `memplan.Division` says more.
     """
     from memplan import trace
 
@@ -196,10 +206,12 @@ def plan(
     if dynamic_shapes is not None:
         if device is not None:
             hint = "leave out one of them: shapes that vary are planned where the model is"
-            raise InvalidShapes(
-                "a plan for another device has one shape", where="device with dynamic_shapes", hint=hint
-            )
+            what = "a plan for another device has one shape"
+            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
+        if divide:
+            what = "ops are divided for one shape"
+            raise InvalidShapes(what, where="divide with dynamic_shapes", hint="leave out one of them")
         from memplan.trace.symbolic import plan_symbolic
 
         return plan_symbolic(model, example_inputs, example_kwargs, dynamic_shapes=dynamic_shapes, **options)
-    return trace.plan(model, example_inputs, example_kwargs, device=device, **options)
+    return trace.plan(model, example_inputs, example_kwargs, device=device, divide=divide, **options)
