@@ -72,7 +72,7 @@ def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
     """Op index -> median seconds, of all that change nothing of the user's."""
     traced, order = program.traced, program.plan.schedule.order
     names = program.namespace.names
-    env = [names.get(f"v{index}") for index in range(len(traced.graph.values))]
+    env = [*(names.get(f"v{index}") for index in range(len(traced.graph.values))), *[None] * traced.handed]
     layout = program.layout
     tensors = {
         i: traced.example_inputs[b.index].detach() for i, b in enumerate(traced.bindings) if b.source is Source.INPUT
@@ -88,7 +88,7 @@ def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
     return {index: median(times[1:]) for index, times in found.items()}
 
 
-def _timed(bound: BoundOp, env: Sequence[torch.Tensor | None], wait: Callable[[], None]) -> float:
+def _timed(bound: BoundOp, env: list[torch.Tensor | None], wait: Callable[[], None]) -> float:
     wait()
     start = perf_counter()
     run_bound(bound, env)
