@@ -59,6 +59,7 @@ class Allocator:
         self._hooks = make_hooks(self._m.ctypes.data, ctypes.addressof(self._mutex), backing)
         self._arena = 0
         self._loaded: Tape | None = None
+        self.differences = 0  # replayed steps that were not the recorded one, since a tape was loaded
 
     @property
     def pointers(self) -> tuple[int, int]:
@@ -97,7 +98,8 @@ class Allocator:
             raise MemplanError(what, where="replay", hint="record a smaller part of the step")
         if self._arena:
             self._backing.release(self._arena)
-        self._arena, self._loaded = place.value, tape
+        self._arena, self._loaded, self.differences = place.value, tape, 0
+        self._m[self._kernel.STEPS] = 0
 
     def begin(self) -> None:
         """A step to be replayed starts."""
@@ -107,6 +109,7 @@ class Allocator:
         """It is over: "" if it was the recorded one, else how it differed first."""
         k, m = self._kernel, self._m
         why = int(k.end(m))
+        self.differences += why != k.SAME
         at, size = int(m[k.AT]), int(m[k.SIZE])
         recorded = int(m[k.T_SIZES + at]) if at < int(m[k.COUNT]) else 0
         return {
@@ -117,6 +120,11 @@ class Allocator:
             k.STILL_ALIVE: f"{int(m[k.LIVE])} allocations of an earlier step are still alive",
             k.FEWER: f"it stopped before allocation {at} of {int(m[k.COUNT])}",
         }[why]
+
+    @property
+    def replayed(self) -> int:
+        """Steps that were the recorded one, since a tape was loaded."""
+        return int(self._m[self._kernel.STEPS])
 
     @property
     def in_arena(self) -> int:
