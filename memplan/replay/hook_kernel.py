@@ -25,7 +25,7 @@ from memplan.replay.machine_kernel import (
 
 
 @intrinsic
-def _pointer(typing_context, address):
+def pointer_to(typing_context, address):
     """The pointer that an integer is."""
 
     def generate(context, builder, signature, args):
@@ -60,7 +60,7 @@ def make_hooks(machine: int, mutex: int, backing):
         if size == 0:
             return 0
         lock(mutex)
-        m = carray(_pointer(machine), (WORDS,))
+        m = carray(pointer_to(machine), (WORDS,))
         wanted = int(size)
         address = serve(m, wanted) if device == 0 else 0
         if address == 0:
@@ -84,7 +84,7 @@ def make_hooks(machine: int, mutex: int, backing):
         if pointer == 0:
             return
         lock(mutex)
-        m = carray(_pointer(machine), (WORDS,))
+        m = carray(pointer_to(machine), (WORDS,))
         address = int(pointer)
         if m[MODE] == RECORD and device == 0:
             note(m, address, 0)

@@ -10,12 +10,14 @@ import torch
 
 from memplan.graph import Graph, Phase, StorageKind
 from memplan.plan import Plan
+from memplan.replay.places import places
 from memplan.runtime.arena import Arena, Memory, view_of, view_within
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
 from memplan.runtime.copies import Copy
 from memplan.runtime.guards import Guards
 from memplan.runtime.hooks import Hook, observing
+from memplan.runtime.placed import Placer, placing
 from memplan.runtime.transfers import bind_transfers
 from memplan.runtime.trial import run_trial
 from memplan.trace.traced import Binding, Source, TracedGraph
@@ -60,6 +62,22 @@ class Program:
             saved=self.saved,
             guards=observing(self.guards, self.plan, emit),
             prefix="observed_",
+        )
+
+    def placed(self, placer: Placer) -> Functions:
+        """Forward and backward once more, for recording: large fallback results are made in place (`placed.py`)."""
+        found = places(self.plan)
+        if not found:
+            return self.forward, self.backward
+        return _functions(
+            self.traced,
+            self.layout,
+            self.namespace,
+            bound=placing(self.bound, found, self.namespace.names, placer),
+            order=self.plan.schedule.order,
+            saved=self.saved,
+            guards=self.guards,
+            prefix="placed_",
         )
 
     @property

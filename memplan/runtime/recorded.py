@@ -7,7 +7,6 @@ its allocation to its release; the solver places them. With the allocator, later
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from memplan.replay.allocator import Allocator, cuda_backing
 from memplan.replay.tape import Event, Tape, lives, make_tape
 from memplan.report.partition_table import partition_table
 from memplan.runtime.measure import quiet_kineto
+from memplan.runtime.placed import cuda_runtime
 from memplan.solve import solve
 from memplan.trace import alignment_of
 from memplan.units import format_bytes
@@ -118,18 +118,13 @@ def install_allocator() -> None:
         raise UnsupportedCall("no CUDA device is available", where="install_allocator", hint="record on the CPU")
     if torch.cuda.is_initialized():
         raise UnsupportedCall("CUDA is in use already, with another allocator", where="install_allocator", hint=hint)
-    allocator = Allocator(cuda_backing(_cuda_runtime()))
+    allocator = Allocator(cuda_backing(cuda_runtime()))
     made = torch._C._cuda_customAllocator(*allocator.pointers)
     try:
         torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(made))
     except RuntimeError as error:
         raise UnsupportedCall(str(error).splitlines()[0], where="install_allocator", hint=hint) from error
     _installed.append(allocator)
-
-
-def _cuda_runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
-    return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 
 
 def record(
