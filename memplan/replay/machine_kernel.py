@@ -13,7 +13,9 @@ import numpy as np
 from numba import njit
 
 # Where things are in the array: a header, then tables of fixed room.
-MODE, CURSOR, COUNT, ARENA, ARENA_SIZE, LIVE, DIFFERENCE, AT, SIZE, EVENTS, SPARE, CACHED, PLACES, STEPS, SCRATCH = range(15)
+MODE, CURSOR, COUNT, ARENA, ARENA_SIZE, LIVE, DIFFERENCE, AT, SIZE, EVENTS, SPARE, CACHED, PLACES, STEPS, SCRATCH = (
+    range(15)
+)
 HEADER = 64
 OFF, RECORD, REPLAY = range(3)  # modes
 SAME, OTHER_SIZE, LIVES_LONGER, MORE, STILL_ALIVE, FEWER = range(6)  # differences

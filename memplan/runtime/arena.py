@@ -15,6 +15,7 @@ from memplan.graph import Value
 from memplan.plan import Plan, require_budget
 from memplan.runtime.copies import make_copies
 from memplan.runtime.ledger import Ledger
+from memplan.runtime.turns import make_turns
 
 
 class Memory:
@@ -43,7 +44,7 @@ class Arena(Memory):
         super().__init__(nbytes, device)
         self.copies = make_copies(self.device)
         weakref.finalize(self, self.copies.close)  # before its bytes are given back
-        self.ledger = Ledger(self.copies.drain)
+        self.ledger = Ledger(self.copies.drain, make_turns(self.device))
         self._host = Memory(0, torch.device("cpu"))
 
     def host(self, nbytes: int) -> Memory:

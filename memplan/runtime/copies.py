@@ -195,11 +195,17 @@ class StreamCopies:
         self.device = device
         self.pending: set[StreamCopy] = set()
         self._streams: dict[Direction, torch.cuda.Stream] = {}
+        self._hosts: dict[int, torch.Tensor] = {}
 
     def copy(self, direction: Direction, host: torch.Tensor) -> StreamCopy:
-        """A new planned copy. Pinned memory that is given up is kept by torch's allocator until its copies end."""
+        """A new planned copy.
+
+        `host` stays until `close`: a stream may wait for a copy that runs on when the program is gone, and torch's
+        allocator of pinned memory, which sees addresses within it only, would give it to somebody else.
+        """
         if direction not in self._streams:
             self._streams[direction] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._hosts[host.data_ptr()] = host
         return StreamCopy(self, self._streams[direction])
 
     def drain(self) -> None:
@@ -210,8 +216,11 @@ class StreamCopies:
             self.pending.clear()
 
     def close(self) -> None:
-        """Drain."""
-        self.drain()
+        """Wait for all copies, those too that streams wait for, and give up the host's memory."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self.pending.clear()
+        self._hosts.clear()
 
 
 class StreamCopy:

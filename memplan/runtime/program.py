@@ -112,7 +112,9 @@ def build_program(
     graph, order = traced.graph, plan.schedule.order
     static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **_on_host(graph, plan, host)}, tensors, layout)
     transfers, copies = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
-    if bound is None:
+    if bound is not None:
+        bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # copies are this program's own
+    else:
         plan, bound = run_trial(traced, plan, layout, static, tensors, transfers=transfers)
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)

@@ -67,6 +67,8 @@ def capture(
         # oneDNN's LSTM hands its backward a workspace whose size its fake does not know.
         recurrent = train and any(isinstance(m, nn.RNNBase) for m in model.modules())
         stack.enter_context(torch.backends.mkldnn.flags(enabled=not recurrent))
+        if recurrent:  # and so does cuDNN's
+            stack.enter_context(_without_cudnn())
         joint = _capture_joint(stack, model, args, kwargs, (_as_it_is,) if by_dynamo else (_dynamo, _export))
         graph_module, out_spec = joint.graph_module, joint.out_spec
         leaves = joint._aot_state.fw_metadata.output_info
@@ -87,6 +89,17 @@ def capture(
         training=has_backward,
         autocast=any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
     )
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """`torch.backends.cudnn.flags` would set what it is not asked to."""
+    before = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(before)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,9 @@ from memplan.errors import UnsupportedCall
 from memplan.replay.allocator import Allocator, host_backing
 from memplan.runtime.recorded import Recording, recording_of
 
-Action = tuple[int, int]  # (size, 0): allocate; (0, i): release the i-th of those that are alive, as far as there is one
+Action = tuple[
+    int, int
+]  # (size, 0): allocate; (0, i): release the i-th of those that are alive, as far as there is one
 
 
 @cache
@@ -83,7 +85,9 @@ def _replay(recording: Recording, actions: Sequence[Action], *, late: bool = Fal
     return program
 
 
-actions = st.lists(st.tuples(st.sampled_from([0, 0, 1, 500, 512, 3000, 70_000, 1 << 21]), st.integers(0, 7)), max_size=40)
+actions = st.lists(
+    st.tuples(st.sampled_from([0, 0, 1, 500, 512, 3000, 70_000, 1 << 21]), st.integers(0, 7)), max_size=40
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -138,9 +142,7 @@ def test_what_outlives_the_step_gets_memory_of_its_own() -> None:
         ([(4096, 0)], "stopped before allocation 1 of 2"),
     ],
 )
-def test_the_first_difference_is_logged_once(
-    other: list[Action], why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_difference_is_logged_once(other: list[Action], why: str, caplog: pytest.LogCaptureFixture) -> None:
     steps: list[Action] = [(4096, 0), (0, 0), (8192, 0), (0, 0)]
     recording = _record(steps)
     assert recording.tape.offsets == (0, 0)
