@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 
-from memplan.errors import InputMismatch
+from memplan.errors import InputMismatch, MemplanError
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena
 from memplan.runtime.bind import BoundOp
@@ -204,6 +204,9 @@ class Backend:
 
     def __init__(self, **options: Any) -> None:
         self._options = PlanOptions(**options)
+        if self._options.device is not None:
+            hint = "memplan.compile(model, inputs, device=...) takes one"
+            raise MemplanError("graphs of torch.compile run where they are", where="device", hint=hint)
         self.hooks = Hooks()
         self._conductors = Conductors()
         self._graphs: list[weakref.ref[PlannedGraph]] = []

@@ -53,7 +53,7 @@ class Allocator:
         from memplan.replay.hook_kernel import make_hooks
 
         self._kernel: Any = machine_kernel
-        self._m: Any = machine_kernel.new_machine()
+        self._m: Any = self._kernel.new_machine()
         self._backing = backing
         self._mutex = ctypes.create_string_buffer(64)  # a pthread_mutex_t of zeros is a free one
         self._hooks = make_hooks(self._m.ctypes.data, ctypes.addressof(self._mutex), backing)

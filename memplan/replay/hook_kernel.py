@@ -1,17 +1,16 @@
 """The two C functions over a machine's array, compiled."""
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined,call-arg,unreachable"
 from __future__ import annotations
 
 import ctypes
 
 from numba import carray, cfunc, njit, types
-from numba.core import cgutils  # noqa: F401  (registers what the intrinsic lowers to)
 from numba.extending import intrinsic
 
 from memplan.replay.machine_kernel import (
-    RECORD,
     MODE,
+    RECORD,
     SCRATCH,
     WORDS,
     give_back,

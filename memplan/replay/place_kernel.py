@@ -1,6 +1,6 @@
 """An allocator for pools that hands out one given address once, and ordinary memory otherwise; two C functions."""
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined,call-arg,unreachable"
 from __future__ import annotations
 
 from numba import carray, cfunc, types

@@ -61,7 +61,7 @@ def make_tape(events: Sequence[Event], problem: Problem, offsets: Mapping[str, i
 def _owners(starts: Sequence[int], ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """For each range [start, end) of bytes, in order, those that had some of its bytes last."""
     owned: list[tuple[int, int, int]] = []  # disjoint (start, end, owner)
-    found = []
+    found: list[tuple[int, ...]] = []
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
         before, rest = [], []
         if start < 0:

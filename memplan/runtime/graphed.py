@@ -21,7 +21,7 @@ from memplan.graph import StorageKind
 from memplan.runtime.arena import dtype_of
 from memplan.runtime.placed import Placer, PoolPlacer
 from memplan.runtime.program import Program
-from memplan.trace.traced import Kernel, Live, Source, Transfer
+from memplan.trace.traced import Kernel, Live, Source, TracedGraph, Transfer
 
 Function = Callable[[], Any]
 
@@ -65,9 +65,9 @@ class CudaRecorder:
         if not self._graphs:  # the pool of graphs that are gone cannot be used again while a result of theirs is held
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device):
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                results = function()
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), capture:
+            results = function()
         self._graphs.add(graph)
         return graph.replay, results
 

@@ -20,7 +20,6 @@ from torch import nn
 from memplan.errors import InvalidCosts
 from memplan.evict.costs import DEVICES, CostModel, Link, signature_of
 from memplan.runtime.arena import arena_for
-from memplan.runtime.bind import BoundOp
 from memplan.runtime.module import require_real
 from memplan.runtime.program import Program
 from memplan.runtime.runner import Runner

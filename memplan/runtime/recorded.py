@@ -116,7 +116,7 @@ def install_allocator() -> None:
     hint = "call memplan.install_allocator() once, first thing in the program"
     if not torch.cuda.is_available():
         raise UnsupportedCall("no CUDA device is available", where="install_allocator", hint="record on the CPU")
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise UnsupportedCall("CUDA is in use already, with another allocator", where="install_allocator", hint=hint)
     allocator = Allocator(cuda_backing(cuda_runtime()))
     made = torch._C._cuda_customAllocator(*allocator.pointers)

@@ -13,9 +13,17 @@ import torch
 Turn = Callable[[], None]
 
 
-def make_turns(device: torch.device) -> Turn:
+def make_turns(*devices: torch.device) -> Turn:
     """What to call when a step begins. On the CPU there is nothing to wait for."""
-    return StreamTurns(device) if device.type == "cuda" else _nothing
+    turns = [StreamTurns(device) for device in devices if device.type == "cuda"]
+    if len(turns) < 2:
+        return turns[0] if turns else _nothing
+
+    def all_turns() -> None:
+        for turn in turns:
+            turn()
+
+    return all_turns
 
 
 class StreamTurns:
