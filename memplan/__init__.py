@@ -3,7 +3,8 @@
     plan(model, example_inputs)      what a step needs, to the byte, from fake tensors
     compile(model, example_inputs)   a module that runs it in one preallocated arena
     compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
-    record(step_fn)                  what a run allocates that cannot be traced, placed by plan
+    record(step_fn)                  what a run allocates that cannot be traced, placed by plan; install_allocator()
+                                     first, and it can be replayed on CUDA
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     max_batch(make, budget)          the largest batch that fits, without running out of memory once
     profile(model, example_inputs)   what each op takes on this machine: costs for budgets
@@ -39,7 +40,17 @@ if TYPE_CHECKING:
     from memplan.plan import Plan
     from memplan.planfile import load
     from memplan.problem import Buffer, Interval, Problem, Solution, Status
-    from memplan.runtime import CompiledModule, CompiledStep, Recording, Tracker, compile, compile_step, profile, record
+    from memplan.runtime import (
+        CompiledModule,
+        CompiledStep,
+        Recording,
+        Tracker,
+        compile,
+        compile_step,
+        install_allocator,
+        profile,
+        record,
+    )
     from memplan.schedule import Policy
     from memplan.solve import Solver, solve
     from memplan.symbolic import SymbolicPlan, load_symbolic
@@ -68,6 +79,7 @@ __all__ = [
     "csvio",
     "diff",
     "explain",
+    "install_allocator",
     "load",
     "load_costs",
     "load_symbolic",
@@ -80,7 +92,10 @@ __all__ = [
 ]
 
 _PROBLEM = ("Buffer", "Interval", "Problem", "Solution", "Status")
-_RUNTIME = ("CompiledModule", "CompiledStep", "Recording", "Tracker", "compile", "compile_step", "profile", "record")
+_RUNTIME = (
+    *("CompiledModule", "CompiledStep", "Recording", "Tracker"),
+    *("compile", "compile_step", "install_allocator", "profile", "record"),
+)
 _HOMES = {
     **dict.fromkeys(_PROBLEM, "memplan.problem"),
     **dict.fromkeys(_RUNTIME, "memplan.runtime"),
