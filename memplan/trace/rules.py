@@ -14,6 +14,7 @@ from torch import fx
 
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, value
 
+_ROLLED = 2  # dimensions: three would make eight pieces
 Rule = Callable[..., Any]  # (rewriter, *the node's args, **kwargs) -> node, tuple of nodes, or None: leave it
 
 
@@ -231,6 +232,41 @@ def _then_in_place(target: Any) -> Rule:
     return rule
 
 
+def _safe_softmax(rw: Rewriter, x: fx.Node, dim: int, dtype: torch.dtype | None = None) -> fx.Node | None:
+    """The op itself is a softmax, whose rows of nothing but -inf become zeros (native/transformers/attention.cpp)."""
+    if dtype not in (None, value(x).dtype):
+        return None
+    empty = rw.call(aten.all.dim, rw.call(aten.eq.Scalar, x, float("-inf")), dim, True)
+    result = rw.instead(aten._softmax.default, x, dim, False)  # last, so that it may take the bytes of x
+    rw.call(aten.masked_fill_.Scalar, result, empty, 0.0)
+    return result
+
+
+def _roll(rw: Rewriter, x: fx.Node, shifts: list[int], dims: Any = ()) -> fx.Node | None:
+    """Each dimension that is shifted cuts the tensor in two: every piece is copied to its new place."""
+    if len(dims) != len(shifts) or len(set(dims)) != len(dims) or len(dims) > _ROLLED or not value(x).numel():
+        return None
+    result = rw.memory(value(rw.node))
+    pieces: list[tuple[fx.Node, fx.Node]] = [(x, result)]
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = value(x).shape[dim]
+        start = shift % size  # where the first element goes
+        cuts = [((0, size - start), (start, size)), ((size - start, size), (0, start))] if start else []
+        pieces = [
+            (rw.call(aten.slice.Tensor, source, dim, *taken), rw.call(aten.slice.Tensor, target, dim, *put))
+            for source, target in pieces
+            for taken, put in cuts
+        ] or pieces
+    for source, target in pieces:
+        rw.call(aten.copy_.default, target, source)
+    return result
+
+
+def _overwrite(rw: Rewriter, x: fx.Node, source: fx.Node, *_: Any) -> fx.Node:
+    """`copy`: the layout of its first argument, the numbers of its second."""
+    return _copied(rw, source)
+
+
 def _filled_with(fill: float) -> Rule:
     def rule(rw: Rewriter, *_: Any, **__: Any) -> fx.Node:
         result = rw.memory(value(rw.node))
@@ -260,6 +296,9 @@ def _scalar_tensor(rw: Rewriter, fill: Any, **_: Any) -> fx.Node:
 
 
 RULES: dict[Any, Rule] = {
+    aten._safe_softmax.default: _safe_softmax,
+    aten.roll.default: _roll,
+    aten.copy.default: _overwrite,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
     aten.mul.Scalar: _as_tensor_op(aten.mul.Tensor),
