@@ -124,7 +124,8 @@ class Binder:
             if _writes(choice, taken, kwargs, scratch, expected):
                 return replace(choice, returns=self._returns_as_planned(choice, kernel, taken, kwargs, expected))
         for choice in self._convolutions(kernel, args):
-            if _writes(choice, args, kwargs, [_scratch(self.graph, kernel.outs[0])], expected):
+            scratch = [_scratch(self.graph, out) for out in kernel.outs if out is not None]
+            if _writes(choice, args, kwargs, scratch, expected):
                 return choice
         for function in _fast_bindings(kernel):
             if _returns(function, args, kwargs, expected):
@@ -134,7 +135,9 @@ class Binder:
     def _convolutions(self, kernel: Kernel, args: Any) -> tuple[_Choice, ...]:
         """For a convolution whose result has bytes of its own in the arena."""
         out = kernel.outs[0]
-        if kernel.target is not torch.ops.aten.convolution.default or not self._planned(out) or self._overlaps(kernel):
+        if kernel.target is not torch.ops.aten.convolution.default or out is None:
+            return ()
+        if not self._planned(out) or self._overlaps(kernel):
             return ()
         nbytes = self.graph.storages[self.graph.values[out].storage].nbytes
         return tuple(_Choice(function, ("out",)) for function in direct_convolutions(args, nbytes))

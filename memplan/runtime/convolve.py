@@ -30,7 +30,7 @@ def direct_convolutions(args: Sequence[Any], nbytes: int) -> tuple[Function, ...
     if nbytes < _WORTH or transposed or x.dim() not in (4, 5) or (add := _adds_convolution()) is None:
         return ()
     used = torch._C._select_conv_backend(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-    if used != torch._C._ConvBackend.Mkldnn:
+    if used.name != "Mkldnn":
         return ()
     return tuple(f for zero in (0.0, -0.0) if keeps_signs(f := partial(_convolve, add, zero), args))
 

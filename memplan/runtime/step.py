@@ -22,7 +22,7 @@ class PlannedStep(torch.autograd.Function):
         """`apply`, without a look at each argument for what functorch may have left behind."""
         if torch._C._are_functorch_transforms_active():
             return cls.apply(*arguments)  # type: ignore[no-untyped-call]  # which raises
-        return super(torch.autograd.Function, cls).apply(*arguments)
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
     @staticmethod
     def forward(

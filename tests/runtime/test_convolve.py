@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ aten = torch.ops.aten
 LARGE = 1 << 20  # bytes: more than a result must have
 
 
-def _arguments(groups: int = 1, *, channels_last: bool = False, bias: float | None = None) -> tuple[object, ...]:
+def _arguments(groups: int = 1, *, channels_last: bool = False, bias: float | None = None) -> tuple[Any, ...]:
     x = torch.randn(2, 8, 48, 48)
     if channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
@@ -45,7 +47,10 @@ def test_small_transposed_and_double_convolutions_are_left_alone() -> None:
     assert direct_convolutions(transposed, LARGE) == ()
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+    reason="torch was built without oneDNN",
+)
 def test_a_compiled_convolution_writes_into_the_arena() -> None:
     model = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.Sigmoid(), nn.Conv2d(16, 16, 3, padding=1), nn.Tanh())
     x = torch.randn(2, 8, 48, 48)
@@ -54,9 +59,11 @@ def test_a_compiled_convolution_writes_into_the_arena() -> None:
     assert direct == [True, True]
     expected = model(x)
     expected.sum().backward()
-    gradients = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     out = compiled(x)
     out.sum().backward()
     assert torch.equal(out, expected)
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(
+        p.grad is not None and torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True)
+    )
