@@ -178,6 +178,15 @@ class Binder:
         return self.graph.storages[self.graph.values[value].storage].planned
 
 
+def with_arguments(bound: BoundOp, old: Kernel, new: Kernel, graph: Graph) -> BoundOp:
+    """What was bound to `old`, bound to the same kernel with other numbers among its arguments."""
+    as_given = not isinstance(bound.args[1] if len(bound.args) > 1 else None, torch.Tensor)
+    added = {name: value for name, value in bound.kwargs.items() if name not in old.kwargs}
+    return replace(
+        bound, args=new.args if as_given else _scalars_as_tensors(new, graph), kwargs={**new.kwargs, **added}
+    )
+
+
 def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
     """`tree` with the tensors in place of `Ref`s, and hyperparameters as they are now."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memplan.errors import InputMismatch, MemplanError, PlanMismatch
+import torch
+
+from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.guards import GUARDS, redzone_of
@@ -33,27 +35,31 @@ class PlanOptions:
     time_limit: float | None = None
     in_place: bool = True
     guard: str | None = None
+    device: Any = None
 
     def __post_init__(self) -> None:
         _check_choice("guard", self.guard, (None, *GUARDS))
 
     def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
         """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
-        return plan_traced(
-            traced,
-            budget=self.budget,
-            policy=self.policy,
-            costs=self.costs,
-            schedule=self.schedule,
-            solver=self.solver,
-            layout=self.layout,
-            time_limit=self.time_limit,
-            redzone=redzone_of(self.guard, alignment_of(traced.device)),
-            room=room,
-        )
+        return plan_traced(traced, room=room, **self.planning(traced.device))
+
+    def planning(self, device: torch.device) -> dict[str, Any]:
+        """The options of `plan_traced`."""
+        return {
+            **{"budget": self.budget, "policy": self.policy, "costs": self.costs},
+            **{"schedule": self.schedule, "solver": self.solver, "layout": self.layout, "time_limit": self.time_limit},
+            "redzone": redzone_of(self.guard, alignment_of(device)),
+        }
 
     def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:
         """A plan that was made before, or a typed error that says why it cannot run this step."""
+        planned = "" if given.eviction is None else given.eviction.device
+        if planned != ", ".join(traced.runs_on):
+            what = (
+                f"the given plan runs on {planned or 'the device of the model'}, device={self.device!r} was asked for"
+            )
+            raise PlanMismatch(what, where="device", hint="leave out device=, or make the plan anew for it")
         require_planned(traced, given)
         require_legal(given.graph, given.schedule.order)
         needed = alignment_of(traced.device)
@@ -73,11 +79,40 @@ class Options(PlanOptions):
     gradients: str = "safe"
     on_mismatch: str = "error"
     cuda_graph: bool = False
+    dynamic_shapes: Any = None
+    bucketing: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)
         _check_choice("gradients", self.gradients, GRADIENTS)
         _check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        if self.cuda_graph:
+            require_recordable(self.device)
+        if self.dynamic_shapes is None and self.bucketing is not None:
+            hint = "name the dimensions that vary, or leave bucketing out"
+            raise InvalidShapes("no dimension varies", where="bucketing without dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and self.cuda_graph:
+            hint = "record the shapes that matter, each compiled on its own"
+            raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and self.device is not None:
+            hint = "leave out one of them: shapes that vary are planned where the model is"
+            raise InvalidShapes(
+                "a plan for another device has one shape", where="device with dynamic_shapes", hint=hint
+            )
+
+
+def require_recordable(device: Any) -> None:
+    """Raise `UnsupportedCall` for a step that copies from memory which a recorded graph could not follow."""
+    if device is not None:
+        what = "a recorded step cannot follow parameters and inputs on the host"
+        raise UnsupportedCall(what, where=f"device={device!r}", hint="leave out cuda_graph=True")
+
+
+def device_for(device: Any, given: Plan | None) -> Any:
+    """Where the user wants the step to run, or where the given plan does."""
+    if device is None and given is not None and given.eviction is not None:
+        return given.eviction.device.split(", ") if given.eviction.device else None
+    return device
 
 
 def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan | None:

@@ -35,7 +35,7 @@ class Signature:
         if self._alike is not None and not kwargs and len(args) == len(self.examples):
             leaves = list(args)
             if self._alike(args):
-                self._require_ties(leaves)
+                self.check_ties(leaves)
                 return leaves
         else:
             leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -52,14 +52,20 @@ class Signature:
                 raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} ({x.layout}) on {x.device}, {wanted}")
             if x.stride() != strides:
                 leaves[i] = self._laid_out(i, x, strides)
-        for i, constant in self._constants:
-            if type(leaves[i]) is not type(constant) or not _same_constant(leaves[i], constant):
-                raise _mismatch(f"input {i}", f"is {leaves[i]!r}, the plan was made for {constant!r}")
-        self._require_ties(given)
+        for i, _ in self._constants:
+            self.check_constant(i, leaves[i])
+        self.check_ties(given)
         return leaves
 
-    def _require_ties(self, given: list[Any]) -> None:
-        if self._check_ties and _ties(given) != self._ties:
+    def check_constant(self, i: int, leaf: Any) -> None:
+        """Raise when leaf `i`, which is no tensor, is not the example's."""
+        constant = self.examples[i]
+        if type(leaf) is not type(constant) or not _same_constant(leaf, constant):
+            raise _mismatch(f"input {i}", f"is {leaf!r}, the plan was made for {constant!r}")
+
+    def check_ties(self, leaves: Sequence[Any]) -> None:
+        """Raise when it matters that tensors share memory, and they do in another way than the example's."""
+        if self._check_ties and _ties(leaves) != self._ties:
             what = "tensors share memory in another way than those that the plan was made for"
             raise _mismatch("inputs", what)
 
