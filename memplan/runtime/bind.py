@@ -179,11 +179,21 @@ class Binder:
 
 
 def with_arguments(bound: BoundOp, old: Kernel, new: Kernel, graph: Graph) -> BoundOp:
-    """What was bound to `old`, bound to the same kernel with other numbers among its arguments."""
+    """What was bound to `old`, bound to the same kernel with other numbers among its arguments.
+
+    What was found for one shape alone does not hold for another: a convolution's algorithm and whose bytes it may
+    take, and how a fresh result is laid out.
+    """
+    if new.target is torch.ops.aten.convolution.default:
+        function = bound.function if bound.form is Form.FUNCTIONAL else new.target._op
+        return replace(bound, form=Form.FUNCTIONAL, function=function, args=new.args, kwargs=new.kwargs, out_names=())
     as_given = not isinstance(bound.args[1] if len(bound.args) > 1 else None, torch.Tensor)
     added = {name: value for name, value in bound.kwargs.items() if name not in old.kwargs}
     return replace(
-        bound, args=new.args if as_given else _scalars_as_tensors(new, graph), kwargs={**new.kwargs, **added}
+        bound,
+        args=new.args if as_given else _scalars_as_tensors(new, graph),
+        kwargs={**new.kwargs, **added},
+        returns=False,
     )
 
 
