@@ -1,4 +1,4 @@
-"""Models that stay on the host: Genoa, Flow and auto at several budgets, predicted and measured on two arenas of the CPU.
+"""Models that stay on the host: Genoa, Flow and auto at several budgets, predicted and measured on the CPU.
 
     OMP_NUM_THREADS=1 python -m benchmarks.streamed --models mlp,vit --size medium --rounds 9
 
@@ -24,7 +24,7 @@ import memplan
 from benchmarks.arguments import names
 from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
 from benchmarks.runtime import interleaved
-from benchmarks.zoo import ZOO
+from benchmarks.zoo import ZOO, Size
 from memplan.errors import BudgetInfeasible
 
 POLICIES = ("genoa", "flow", "auto")
@@ -75,7 +75,7 @@ def table_of(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Ta
     )
 
 
-def measure(name: str, size: str, policies: Sequence[str], rounds: int) -> list[dict[str, Cell]]:
+def measure(name: str, size: Size, policies: Sequence[str], rounds: int) -> list[dict[str, Cell]]:
     """A row for the CPU alone, then one for each budget and policy."""
     model, inputs = ZOO[name](size)
     parameters = sum(p.nbytes for p in model.parameters()) / _MIB

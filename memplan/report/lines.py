@@ -98,10 +98,14 @@ def waiting_lines(report: Report) -> tuple[str, ...]:
 
 
 def budget_lines(report: Report) -> tuple[str, ...]:
-    """How a budget is kept, and what that is predicted to cost."""
-    k = report.kept
+    """How ops are divided, how a budget is kept, and what that is predicted to cost."""
+    k, d = report.kept, report.division
+    divided: tuple[str, ...] = ()
+    if d is not None:
+        same = "equal up to rounding" if d.sums else "the same bits"
+        divided = (f"ops whose rows are independent run in {d.blocks} blocks of rows: {same}",)
     if k is None:
-        return ()
+        return divided
     what = []
     if k.recomputes:
         what.append(f"{format_bytes(k.recomputed)} computed again ({_times(k.recomputes, 'recompute')})")
@@ -114,12 +118,12 @@ def budget_lines(report: Report) -> tuple[str, ...]:
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
     kept = f"budget {format_exact(k.budget)}, kept by {k.policy!r}: {how}"
     if not k.device:
-        return (kept,)
+        return (*divided, kept)
     runs = f"runs on {k.device}; the model, its inputs and its results stay on the host, outside the arena"
     if not k.sections:
-        return (runs, kept)
+        return (*divided, runs, kept)
     each = (f"{s.device}: arena {format_exact(s.size)}, max live {format_exact(s.max_live)}" for s in k.sections)
-    return (runs, *each, f"{format_bytes(k.sent)} are sent from device to device in a step; {cost}")
+    return (*divided, runs, *each, f"{format_bytes(k.sent)} are sent from device to device in a step; {cost}")
 
 
 def _times(count: int, what: str) -> str:
