@@ -88,4 +88,5 @@ def _fresh(name: str, size: Size, contender: str, copies: int) -> Step:
 def _release() -> None:
     torch._dynamo.reset()
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # one for each stream that anybody used
     torch.cuda.empty_cache()
