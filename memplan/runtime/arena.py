@@ -101,10 +101,11 @@ class Arenas(Arena):
         raise AssertionError(offset)
 
 
-def arena_for(plan: Plan, device: torch.device) -> Arena:
-    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`."""
+def arena_for(plan: Plan, device: torch.device, room: int = 0) -> Arena:
+    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`. `room`: bytes to have at least, where
+    it is on one device."""
     require_budget(plan)
-    return Arenas(plan.devices) if plan.devices else Arena(plan.arena_size, device)
+    return Arenas(plan.devices) if plan.devices else Arena(max(plan.arena_size, room), device)
 
 
 def arena_for_all(plans: Sequence[Plan], device: torch.device) -> Arena:

@@ -51,10 +51,12 @@ def build(captured: Captured, model: str, needs: Mapping[Any, frozenset[int]]) -
 
     Raises `UnsupportedGraph` naming the node that cannot be planned.
     """
-    return _Builder(captured, model, needs).build()
+    return Builder(captured, model, needs).build()
 
 
-class _Builder:
+class Builder:
+    """Reads one fx graph; `symbolic.py` has one that reads sizes which vary."""
+
     def __init__(self, captured: Captured, model: str, needs: Mapping[Any, frozenset[int]]) -> None:
         self.captured = captured
         self.needs = needs
@@ -241,7 +243,7 @@ class _Builder:
         if key not in self.storage_of:
             self.storage_of[key] = len(self.storages)
             # A fake result may start behind its storage's beginning, depending on what was traced before.
-            self.start_of.append(int(val.storage_offset()) if kind in _MADE else 0)
+            self.start_of.append(self._whole(val.storage_offset(), name) if kind in _MADE else 0)
             self.alive.append(val)
             self.storages.append(
                 Storage(name=name, nbytes=0, device=str(val.device), kind=kind, planned=planned, origin=origin)
@@ -253,19 +255,23 @@ class _Builder:
             raise UnsupportedGraph(
                 name, f"a tensor that is not plain strided memory ({val.layout})", "use dense real tensors"
             )
-        if any(not isinstance(n, int) for n in (*val.shape, *val.stride(), val.storage_offset())):
-            raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
         self.values.append(
             Value(
                 name=name,
                 storage=storage,
                 dtype=str(val.dtype).removeprefix("torch."),
-                shape=tuple(int(n) for n in val.shape),
-                strides=tuple(int(n) for n in val.stride()),
-                offset=int(val.storage_offset()) - self.start_of[storage],
+                shape=tuple(self._whole(n, name) for n in val.shape),
+                strides=tuple(self._whole(n, name) for n in val.stride()),
+                offset=self._whole(val.storage_offset(), name) - self.start_of[storage],
             )
         )
         return len(self.values) - 1
+
+    def _whole(self, size: Any, name: str) -> int:
+        """A size as a number; `name`: whose."""
+        if not isinstance(size, int):
+            raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
+        return size
 
     def _unsupported(self, node: fx.Node, reason: str, hint: str) -> UnsupportedGraph:
         origin = origin_of(node)

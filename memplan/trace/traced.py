@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
+from memplan.division import Division
+from memplan.errors import UnsupportedProblem
 from memplan.graph import Graph
 
 
@@ -148,6 +151,7 @@ class TracedGraph:
     `training`: it has a backward. `autocast`: it was traced under autocast. `device` is where all planned storages are.
     `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
     (`hosted.py`); none when it is not.
+    `division`: how chains of rows were divided, with `over` settled; `again` traces with another one.
     """
 
     model: str
@@ -162,6 +166,16 @@ class TracedGraph:
     autocast: bool
     device: torch.device
     runs_on: tuple[str, ...] = ()
+    division: Division | None = None
+    again: Callable[[Division | None], TracedGraph] | None = field(default=None, compare=False, repr=False)
+
+    def divided(self, division: Division | None) -> TracedGraph:
+        """The same step with its chains of rows divided so (None: whole)."""
+        if division == self.division:
+            return self
+        if self.again is None:
+            raise UnsupportedProblem("this step cannot be divided", where="divide", hint="leave out divide=")
+        return self.again(division)
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """The bindings of one source, in order."""
