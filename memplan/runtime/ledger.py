@@ -53,19 +53,22 @@ class Ledger:
 
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `StaleActivationsError` when one is in flight; `keep`: a backward will follow."""
-        pending = self.pending
         self.steps += 1
-        if pending is not None:
+        self.require_free()
+        step = InFlight(self.steps)
+        self._current = weakref.ref(step) if keep else lambda: None
+        return step
+
+    def require_free(self) -> None:
+        """Raise `StaleActivationsError` when a step is in flight; else no copy is under way either."""
+        if self.pending is not None:
             raise StaleActivationsError(
-                f"forward {self.steps} would overwrite the activations of forward {pending.number}, "
+                f"forward {self.steps} would overwrite the activations of forward {self.pending.number}, "
                 "whose backward has not run",
                 hint="call backward first, or run forwards that need none under torch.no_grad(), "
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
             )
         self._drain()  # of a forward that was given up
-        step = InFlight(self.steps)
-        self._current = weakref.ref(step) if keep else lambda: None
-        return step
 
     @property
     def pending(self) -> InFlight | None:

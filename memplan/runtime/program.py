@@ -14,7 +14,7 @@ from memplan.runtime.arena import Arena, Memory, view_of, view_within
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
 from memplan.runtime.copies import Copy
-from memplan.runtime.guards import Guards
+from memplan.runtime.guards import NO_GUARDS, Guards
 from memplan.runtime.hooks import Hook, observing
 from memplan.runtime.transfers import bind_transfers
 from memplan.runtime.trial import run_trial
@@ -49,8 +49,12 @@ class Program:
     saved_outputs: tuple[bool, ...]
     used_in_backward: frozenset[int]
 
-    def observed(self, emit: Hook) -> Functions:
-        """Forward and backward once more, over the same addresses, telling `emit` of every event (`hooks.py`)."""
+    def observed(self, emit: Hook | None, meter: Guards = NO_GUARDS) -> Functions:
+        """Forward and backward once more, over the same addresses, telling `emit` of every event (`hooks.py`).
+
+        `meter`: what to call right before and after each op.
+        """
+        guards = self.guards.around(meter, len(self.plan.schedule.order))
         return _functions(
             self.traced,
             self.layout,
@@ -58,7 +62,7 @@ class Program:
             bound=self.bound,
             order=self.plan.schedule.order,
             saved=self.saved,
-            guards=observing(self.guards, self.plan, emit),
+            guards=guards if emit is None else observing(guards, self.plan, emit),
             prefix="observed_",
         )
 

@@ -64,7 +64,9 @@ class Runner:
         self.graphed = None if recorder is None else GraphedProgram(self.program, recorder, whole=whole)
         self.forward = self.program.forward if self.graphed is None else self.graphed.forward
         self.backward = self.program.backward if self.graphed is None else self.graphed.backward
-        self._observed: Functions | None = None
+        self._emit: Hook | None = None
+        self._meter = NO_GUARDS
+        self._observed: tuple[Hook | None, Guards, Functions] | None = None
         self._wire()
         self.owned = self._owned() if owned else None
         if hooks is not None:
@@ -78,13 +80,22 @@ class Runner:
 
     def observe(self, emit: Hook | None) -> None:
         """Run the functions that tell `emit` of every event (made when first asked for), or None: the plain ones."""
-        if emit is None:
+        self._watch(emit, self._meter)
+
+    def time(self, meter: Guards) -> None:
+        """Call `meter` right around each op from now on, within what guards and hooks do; `NO_GUARDS`: no more."""
+        self._watch(self._emit, meter)
+
+    def _watch(self, emit: Hook | None, meter: Guards) -> None:
+        self._emit, self._meter = emit, meter
+        if emit is None and meter is NO_GUARDS:
             self.forward, self.backward = self.program.forward, self.program.backward
             return
         self.require_observable()
-        if self._observed is None:
-            self._observed = self.program.observed(emit)
-        self.forward, self.backward = self._observed
+        known = self._observed
+        if known is None or known[0] != emit or known[1] is not meter:
+            known = self._observed = (emit, meter, self.program.observed(emit, meter))
+        self.forward, self.backward = known[2]
 
     def _wire(self) -> None:
         """Work out once what each call needs: whose gradients, which tangents, what is watched, what is returned."""
