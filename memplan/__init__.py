@@ -123,6 +123,7 @@ def plan(
     costs: CostModel | str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
+    layout: str = "auto",
     time_limit: float | None = None,
 ) -> Plan:
     """Plan one step of `model` from fake tensors: what it needs, to the byte, without computing anything.
@@ -134,8 +135,9 @@ def plan(
     by `policy` ("auto": computed again or copied to the host and back, whatever costs least by `costs`, a
     `CostModel` or the name of a device: "a100", "h100", "h200", "cpu"; "recompute": without copies; or a function
     of your own, see `memplan.evict.workload.Policy`). `schedule`: which order of the ops to plan, by the name of its
-    policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own.
-    `time_limit` is the solver's, in seconds. Raises
+    policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own. `layout`: "tstack" places
+    what is released later lower, so that a release leaves one hole at the top (the ext-tstack note's diagram, drawn by
+    `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. Raises
     `UnsupportedGraph` when the model cannot be traced as one graph, and `BudgetInfeasible`, with the smallest
     budget that can be kept, when `budget` cannot.
     """
@@ -151,5 +153,6 @@ def plan(
         costs=costs,
         schedule=schedule,
         solver=solver,
+        layout=layout,
         time_limit=time_limit,
     )

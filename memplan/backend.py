@@ -13,7 +13,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,42 +23,15 @@ from memplan.errors import InputMismatch, MemplanError
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena
 from memplan.runtime.bind import BoundOp
-from memplan.runtime.guards import GUARDS, redzone_of
+from memplan.runtime.options import PlanOptions
 from memplan.runtime.runner import Runner
 from memplan.runtime.shared import Conductor, NotedLedger, Role, part_of
 from memplan.runtime.slots import Structure
-from memplan.trace import alignment_of, plan_traced, trace_graph
+from memplan.trace import trace_graph
 from memplan.trace.traced import TracedGraph
 
 _MAX_PLANS = 8  # kept of a graph: one for each thread, and each shape where sizes vary
 _MAX_IN_FLIGHT = 64  # calls of one graph whose backward is still to come
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """As in `memplan.compile`."""
-
-    schedule: Any = "auto"
-    solver: Any = "auto"
-    time_limit: float | None = None
-    in_place: bool = True
-    guard: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.guard not in (None, *GUARDS):
-            raise MemplanError(f"guard={self.guard!r}", hint=f"choose one of: {', '.join(GUARDS)}")
-
-    def trace(self, section: Section, rest: Sequence[Any]) -> TracedGraph:
-        """With its backward when autograd would record it now."""
-        train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*section.parameters(), *rest))
-        with torch.inference_mode(False):  # which enables gradients, too
-            return trace_graph(section, tuple(rest), train=train, in_place=self.in_place)
-
-    def plan(self, traced: TracedGraph) -> Plan:
-        redzone = redzone_of(self.guard, alignment_of(traced.device))
-        return plan_traced(
-            traced, redzone=redzone, schedule=self.schedule, solver=self.solver, time_limit=self.time_limit
-        )
 
 
 class Section(nn.Module):
@@ -99,7 +71,7 @@ class Lane:
         self,
         section: Section,
         inputs: Sequence[Any],
-        options: Options,
+        options: PlanOptions,
         conductor: Conductor,
         *,
         like: Lane | None,
@@ -111,7 +83,7 @@ class Lane:
         self._options = options
         self._structure = Structure(self.section)
         rest = self.section.follow(inputs)
-        self.traced: TracedGraph = options.trace(self.section, rest) if like is None else like.traced
+        self.traced: TracedGraph = _trace(self.section, rest, options) if like is None else like.traced
         self.plan: Plan = options.plan(self.traced) if like is None else like.plan
         self.runner: Runner
         with torch.inference_mode(False):
@@ -146,7 +118,9 @@ class Lane:
 class PlannedGraph:
     """What dynamo calls in the place of a graph: planned at the first call, once more for each other shape."""
 
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], options: Options, conductors: Conductors) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], options: PlanOptions, conductors: Conductors
+    ) -> None:
         self._graph = graph
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if _is_kept(x)}
@@ -210,12 +184,16 @@ class Conductors:
 class Backend:
     """A backend for `torch.compile` with options: `torch.compile(model, backend=memplan.Backend(guard="poison"))`.
 
-    The options are those of `memplan.compile`. Graphs that run in one step share one arena, laid out when the
-    first step is complete. `graphs` are those that it was given and that are still in use, with their plans.
+    The options are those of `memplan.compile` that are about planning, but for `budget`. Graphs that run in one step
+    share one arena, laid out when the first step is complete. `graphs` are those that it was given and that are still
+    in use, with their plans.
     """
 
     def __init__(self, **options: Any) -> None:
-        self._options = Options(**options)
+        self._options = PlanOptions(**options)
+        if self._options.budget is not None:
+            hint = "memplan.compile(model, inputs, budget=...) takes one"
+            raise MemplanError("graphs of torch.compile keep no budget yet", where="budget", hint=hint)
         self._conductors = Conductors()
         self._graphs: list[weakref.ref[PlannedGraph]] = []
 
@@ -245,6 +223,13 @@ def _default() -> Backend:
 def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """`torch.compile(model, backend="memplan")`: the entry point, with default options."""
     return _default()(graph, inputs)
+
+
+def _trace(section: Section, rest: Sequence[Any], options: PlanOptions) -> TracedGraph:
+    """With its backward when autograd would record it now."""
+    train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*section.parameters(), *rest))
+    with torch.inference_mode(False):  # which enables gradients, too
+        return trace_graph(section, tuple(rest), train=train, in_place=options.in_place)
 
 
 def _is_kept(x: Any) -> bool:

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.errors import InputMismatch, MemplanError, PlanMismatch
+from memplan.errors import InputMismatch
 from memplan.plan import Plan
-from memplan.planfile import load
 from memplan.runtime.arena import Arena, arena_for
 from memplan.runtime.duplicate import rebuild, recipe
 from memplan.runtime.graphed import make_recorder
-from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.runtime.hooks import Hooks
+from memplan.runtime.options import Options, given_plan
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
 from memplan.runtime.slots import Structure
-from memplan.schedule.legal import require_legal
-from memplan.trace import alignment_of, plan_traced, trace
-from memplan.trace.follow import require_planned
-
-ON_MISMATCH = ("error", "eager", "replan")
-GRADIENTS = ("safe", "owned")
+from memplan.trace import trace
 
 
 class CompiledModule(nn.Module):
@@ -48,47 +42,22 @@ class CompiledModule(nn.Module):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
+        options: Options,
         train: bool | None = None,
-        plan: Plan | str | os.PathLike[str] | None = None,
-        budget: Any = None,
-        policy: Any = "auto",
-        costs: Any = None,
-        schedule: Any = "auto",
-        solver: Any = "auto",
-        time_limit: float | None = None,
-        in_place: bool = True,
-        gradients: str = "safe",
-        guard: str | None = None,
-        on_mismatch: str = "error",
-        cuda_graph: bool = False,
+        given: Plan | None = None,
     ) -> None:
-        _check_choice("gradients", gradients, GRADIENTS)
-        _check_choice("guard", guard, (None, *GUARDS))
-        _check_choice("on_mismatch", on_mismatch, ON_MISMATCH)
         self.__dict__["_original"] = model
         super().__init__()
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["_structure"] = Structure(model)
-        self.__dict__["_options"] = {
-            **{"budget": budget, "policy": policy, "costs": costs},
-            **{"schedule": schedule, "solver": solver, "time_limit": time_limit},
-        }
-        self.__dict__["_in_place"] = in_place
-        self.__dict__["_gradients"] = gradients
-        self.__dict__["_guard"] = guard
-        self.__dict__["_on_mismatch"] = on_mismatch
-        self.__dict__["_cuda_graph"] = cuda_graph
+        self.__dict__["_options"] = options
         self.__dict__["_arena"] = None
         self.__dict__["hooks"] = Hooks()
-        given = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
-        if given is not None and budget is not None:
-            hint = "pass one of them: a plan has its budget already"
-            raise MemplanError(f"budget={budget!r} beside a plan", where="compile", hint=hint)
         self.__dict__["_given"] = given
         main = self._build(args, kwargs, model.training if train is None else train, given)
         if given is not None and given.eviction is not None:  # other programs keep it too
-            self._options["budget"] = given.eviction.budget
+            self.__dict__["_options"] = replace(options, budget=given.eviction.budget)
         self.__dict__["_selector"] = Selector(self._structure, main, self._build)
         self.__dict__["plan"] = main.plan
 
@@ -101,9 +70,9 @@ class CompiledModule(nn.Module):
         try:
             runner, leaves = self._selector.select(args, kwargs)
         except InputMismatch:
-            if self._on_mismatch == "error":
+            if self._options.on_mismatch == "error":
                 raise
-            if self._on_mismatch == "eager":
+            if self._options.on_mismatch == "eager":
                 return self._original(*args, **kwargs)
             runner, leaves = self._selector.replan(args, kwargs)
         return runner(leaves, training=runner.traced.training)
@@ -123,35 +92,20 @@ class CompiledModule(nn.Module):
 
     def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
         require_real(self._original, args, kwargs)
-        traced = trace(self._original, args, kwargs, train=train, in_place=self._in_place)
-        redzone = redzone_of(self._guard, alignment_of(traced.device))
+        options = self._options
+        traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place)
         if given is None:
-            room = 0 if self._arena is None else self._arena.nbytes
-            plan = plan_traced(traced, redzone=redzone, room=room, **self._options)
+            plan = options.plan(traced, room=0 if self._arena is None else self._arena.nbytes)
         else:
-            require_planned(traced, given)
-            require_legal(given.graph, given.schedule.order)
-            if given.alignment % alignment_of(traced.device):
-                needed = alignment_of(traced.device)
-                what = f"the given plan aligns to {given.alignment} bytes, {traced.device} needs {needed}"
-                raise PlanMismatch(what, hint="make the plan anew on this kind of device")
-            if given.redzone < redzone:
-                hint = "pass no plan, or no guard"
-                raise InputMismatch(
-                    "the given plan has no red zones around its buffers", where="guard='redzone'", hint=hint
-                )
-            plan = given
-        arena = self._arena_for(plan, traced.device)
-        recorder = make_recorder(traced.device, self._guard) if self._cuda_graph else None
-        owned = self._gradients == "owned"
+            plan = options.require_fit(traced, given)
         return Runner(
             self._structure,
             traced,
             plan,
-            arena,
-            guard=self._guard,
-            owned=owned,
-            recorder=recorder,
+            self._arena_for(plan, traced.device),
+            guard=options.guard,
+            owned=options.gradients == "owned",
+            recorder=make_recorder(traced.device, options.guard) if options.cuda_graph else None,
             hooks=self.hooks,
         )
 
@@ -188,14 +142,8 @@ class CompiledModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy, or what is loaded from a pickle, is compiled again (`duplicate.py`)."""
-        options = {
-            **self._options,
-            **({} if self._given is None else {"plan": self._given, "budget": None}),
-            **{"in_place": self._in_place, "gradients": self._gradients},
-            **{"guard": self._guard, "on_mismatch": self._on_mismatch, "cuda_graph": self._cuda_graph},
-        }
-        made = recipe(CompiledModule, self._original, self._selector.main, options, self._selector.main_modes)
-        return rebuild, made
+        made = recipe(self._original, self._selector.main, self._options, self._given, self._selector.main_modes)
+        return rebuild, (CompiledModule, *made)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -216,11 +164,6 @@ def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             )
 
 
-def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
-        raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")
-
-
 def compile(
     model: nn.Module,
     example_inputs: Any = (),
@@ -233,6 +176,7 @@ def compile(
     costs: Any = None,
     schedule: Any = "auto",
     solver: Any = "auto",
+    layout: str = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
     gradients: str = "safe",
@@ -246,11 +190,10 @@ def compile(
     tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
     of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`,
-    `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where the
-    kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the backward set `.grad` itself, which
-    is faster, and has limits: hooks
-    on parameters and DistributedDataParallel raise `UnsupportedCall`, and `torch.autograd.grad` and
-    `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
+    `layout`, `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where
+    the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the backward set `.grad` itself,
+    which is faster, and has limits: hooks on parameters and DistributedDataParallel raise `UnsupportedCall`, and
+    `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
     model ("eager"), or gets a plan of its own ("replan"). `cuda_graph`: record forward and backward as two CUDA graphs
     at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie beside the arena).
@@ -259,21 +202,20 @@ def compile(
     `PlanMismatch` when `plan` was made for another graph, and what `memplan.load` raises.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    return CompiledModule(
-        model,
-        args,
-        example_kwargs or {},
-        train=train,
-        plan=plan,
+    options = Options(
         budget=budget,
         policy=policy,
         costs=costs,
         schedule=schedule,
         solver=solver,
+        layout=layout,
         time_limit=time_limit,
         in_place=in_place,
         gradients=gradients,
         guard=guard,
         on_mismatch=on_mismatch,
         cuda_graph=cuda_graph,
+    )
+    return CompiledModule(
+        model, args, example_kwargs or {}, options=options, train=train, given=given_plan(plan, budget)
     )

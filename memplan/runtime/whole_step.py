@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,11 @@ from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.plan import Plan
 from memplan.runtime.arena import arena_for, dtype_of
 from memplan.runtime.graphed import make_recorder
-from memplan.runtime.guards import redzone_of
 from memplan.runtime.hooks import Hooks
+from memplan.runtime.options import PlanOptions, given_plan
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import StepStructure
-from memplan.trace import alignment_of, plan_traced, trace_step
+from memplan.trace import trace_step
 from memplan.trace.updates import Accumulate
 
 
@@ -99,10 +100,13 @@ def compile_step(
     *,
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
+    plan: Plan | str | os.PathLike[str] | None = None,
     budget: Any = None,
     policy: Any = "auto",
     costs: Any = None,
+    schedule: Any = "auto",
     solver: Any = "auto",
+    layout: str = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
     guard: str | None = None,
@@ -124,10 +128,29 @@ def compile_step(
     kept in memory (single precision), and may change at every step; another hyperparameter that changes is recorded
     anew.
 
-    Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known.
+    `plan`: a saved plan (or its path) of this very step to run instead of making one, without `accumulate`. The other
+    options are those of `memplan.compile`.
+
+    Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `PlanMismatch` when
+    `plan` was made for another step.
     """
     if accumulate < 1:
         raise MemplanError(f"accumulate={accumulate}", hint="pass the number of micro-batches per update, 1 or more")
+    given = given_plan(plan, budget)
+    if given is not None and accumulate > 1:
+        what = f"accumulate={accumulate} has two programs, and a plan is of one"
+        raise MemplanError(what, where="compile_step", hint="leave out plan=")
+    options = PlanOptions(
+        budget=budget,
+        policy=policy,
+        costs=costs,
+        schedule=schedule,
+        solver=solver,
+        layout=layout,
+        time_limit=time_limit,
+        in_place=in_place,
+        guard=guard,
+    )
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss = Loss(model, loss_fn)
     if loss.with_targets and len(batch) != 2:
@@ -147,9 +170,7 @@ def compile_step(
         for kind in kinds
     ]
     recorder = make_recorder(traced[0].device, guard) if cuda_graph else None
-    redzone = redzone_of(guard, alignment_of(traced[0].device))
-    options = {"budget": budget, "policy": policy, "costs": costs, "solver": solver, "time_limit": time_limit}
-    plans = [plan_traced(t, redzone=redzone, **options) for t in traced]
+    plans = [options.plan(t) if given is None else options.require_fit(t, given) for t in traced]
     structure = StepStructure(loss, optimizer)
     arena = arena_for(max(plans, key=lambda plan: plan.arena_size), traced[0].device)  # they take turns
     runners = [

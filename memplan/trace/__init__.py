@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from memplan.errors import UnsupportedProblem
 from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
 from memplan.schedule import Policy
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from memplan.budget import Budget
     from memplan.evict.costs import CostModel
     from memplan.evict.workload import Policy as EvictionPolicy
+
+LAYOUTS = ("auto", "tstack")
 
 __all__ = [
     "device_costs",
@@ -124,12 +127,19 @@ def plan(
     costs: CostModel | str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
+    layout: str = "auto",
     time_limit: float | None = None,
 ) -> Plan:
     """`memplan.plan`."""
-    traced = trace(model, example_inputs, example_kwargs, train=train)
     return plan_traced(
-        traced, schedule=schedule, solver=solver, time_limit=time_limit, budget=budget, policy=policy, costs=costs
+        trace(model, example_inputs, example_kwargs, train=train),
+        schedule=schedule,
+        solver=solver,
+        layout=layout,
+        time_limit=time_limit,
+        budget=budget,
+        policy=policy,
+        costs=costs,
     )
 
 
@@ -138,6 +148,7 @@ def plan_traced(
     *,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
+    layout: str = "auto",
     time_limit: float | None = None,
     redzone: int = 0,
     budget: Budget | None = None,
@@ -166,9 +177,21 @@ def plan_traced(
         alignment=alignment_of(traced.device),
         redzone=redzone,
         versions={"memplan": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        solver=solver,
+        solver=layout_solver(layout, solver),
         time_limit=time_limit,
     )
+
+
+def layout_solver(layout: str, solver: str | Solver) -> str | Solver:
+    """The solver that makes a layout. Raises `UnsupportedProblem` for a layout that is unknown, or another solver's."""
+    if layout not in LAYOUTS:
+        raise UnsupportedProblem(f"there is no layout {layout!r}", hint=f"choose one of: {', '.join(LAYOUTS)}")
+    if layout == "auto":
+        return solver
+    if solver not in ("auto", layout):
+        what = f"layout={layout!r} is made by the solver of that name, not by {solver!r}"
+        raise UnsupportedProblem(what, hint="leave out one of them")
+    return layout
 
 
 def device_costs(device: torch.device) -> str:

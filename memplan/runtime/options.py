@@ -1,0 +1,95 @@
+"""What the user asks of a compiled program, checked once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memplan.errors import InputMismatch, MemplanError, PlanMismatch
+from memplan.plan import Plan
+from memplan.planfile import load
+from memplan.runtime.guards import GUARDS, redzone_of
+from memplan.schedule.legal import require_legal
+from memplan.trace import alignment_of, plan_traced
+from memplan.trace.follow import require_planned
+from memplan.trace.traced import TracedGraph
+
+ON_MISMATCH = ("error", "eager", "replan")
+GRADIENTS = ("safe", "owned")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """How a traced step is planned and guarded: what every way to compile takes, as in `memplan.compile`."""
+
+    budget: Any = None
+    policy: Any = "auto"
+    costs: Any = None
+    schedule: Any = "auto"
+    solver: Any = "auto"
+    layout: str = "auto"
+    time_limit: float | None = None
+    in_place: bool = True
+    guard: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("guard", self.guard, (None, *GUARDS))
+
+    def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
+        """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
+        return plan_traced(
+            traced,
+            budget=self.budget,
+            policy=self.policy,
+            costs=self.costs,
+            schedule=self.schedule,
+            solver=self.solver,
+            layout=self.layout,
+            time_limit=self.time_limit,
+            redzone=redzone_of(self.guard, alignment_of(traced.device)),
+            room=room,
+        )
+
+    def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:
+        """A plan that was made before, or a typed error that says why it cannot run this step."""
+        require_planned(traced, given)
+        require_legal(given.graph, given.schedule.order)
+        needed = alignment_of(traced.device)
+        if given.alignment % needed:
+            what = f"the given plan aligns to {given.alignment} bytes, {traced.device} needs {needed}"
+            raise PlanMismatch(what, hint="make the plan anew on this kind of device")
+        if given.redzone < redzone_of(self.guard, needed):
+            what = "the given plan has no red zones around its buffers"
+            raise InputMismatch(what, where="guard='redzone'", hint="pass no plan, or no guard")
+        return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(PlanOptions):
+    """What `memplan.compile` takes beside the model, its example and a plan."""
+
+    gradients: str = "safe"
+    on_mismatch: str = "error"
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        PlanOptions.__post_init__(self)
+        _check_choice("gradients", self.gradients, GRADIENTS)
+        _check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+
+
+def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan | None:
+    """The plan that the user passed, or whose path; it has its budget already."""
+    if plan is None:
+        return None
+    if budget is not None:
+        hint = "pass one of them: a plan has its budget already"
+        raise MemplanError(f"budget={budget!r} beside a plan", where="compile", hint=hint)
+    return load(plan) if isinstance(plan, (str, os.PathLike)) else plan
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")
