@@ -53,10 +53,10 @@ class Arena(Memory):
         return self._host
 
 
-def arena_for(plan: Plan, device: torch.device) -> Arena:
-    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`."""
+def arena_for(plan: Plan, device: torch.device, room: int = 0) -> Arena:
+    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`. `room`: bytes that it has at least."""
     require_budget(plan)
-    return Arena(plan.arena_size, device)
+    return Arena(max(plan.arena_size, room), device)
 
 
 def view_of(storage: torch.UntypedStorage, value: Value, offset: int | None = None) -> torch.Tensor:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from memplan.budget import cost_model
-from memplan.errors import MemplanError
+from memplan.errors import MemplanError, UnsupportedCall
 from memplan.evict.auto import auto, recompute
 from memplan.evict.costs import CostModel
 from memplan.evict.events import Events
@@ -23,15 +26,17 @@ from memplan.evict.workload import Policy
 from memplan.plan import Plan
 from memplan.runtime.guards import NO_GUARDS
 from memplan.runtime.measurement import Measurement, Meter
+from memplan.runtime.options import PlanOptions
 from memplan.runtime.runner import Runner
 from memplan.trace import device_costs
+from memplan.trace.traced import TracedGraph
 
-MEASURE = "measure"  # as `costs`
 WARM = 1  # steps of a plan that are not counted: pages are touched and caches filled in the first
-SAMPLES = 3  # steps that are: the median of three ignores one that something else disturbed
+SAMPLES = 5  # steps that are: their median ignores two that something else disturbed
 REPLANS = 8  # at most: each takes a search, a placement and a trial run; most late reloads are in time after two
 WORTH = 0.01  # of a step's time: what waits for reloads that take less is not worth another plan
-OFF = 0.25  # of the predicted time: where the measured one is as far off, the policy is asked again
+OFF = 0.25  # of the predicted time: where the measured one is as far off, the policy is asked again,
+ASKED = 2  # times in all: it is what takes the longest
 
 PlanWith = Callable[[Policy, CostModel], Plan]
 Build = Callable[[Plan], Runner]
@@ -48,9 +53,33 @@ def remembered(policy: str | Policy) -> Remembered:
     return Remembered(decide, policy_name(policy), quick if decide in (auto, recompute) else None)
 
 
-def has_choices(plan: Plan) -> bool:
-    """Whether a plan evicts at all: else no measurement would change it."""
-    return plan.eviction is not None and any(source < 0 for source in plan.eviction.sources) or bool(plan.evictions)
+def require_unrecorded(cuda_graph: bool) -> None:
+    """Raise `UnsupportedCall` for what is replayed as a whole: nothing in it can be timed."""
+    if cuda_graph:
+        hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
+        raise UnsupportedCall("a recorded step is replayed without Python", where="costs='measure'", hint=hint)
+
+
+def room_for(plan: Plan, policy: Remembered | None) -> int:
+    """Bytes that the arena of a measured step needs, so that each plan within the budget has room; 0 without."""
+    return plan.eviction.budget if policy is not None and policy.events is not None and plan.eviction else 0
+
+
+def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[Plan, Remembered | None]:
+    """A plan within the budget by the costs that are known of the device, and what its policy decided."""
+    policy = remembered(options.policy)
+    return replace(options, costs=None, policy=policy).plan(traced), policy
+
+
+def guide_of(options: PlanOptions, traced: TracedGraph, runner: Runner, policy: Remembered, build: Build) -> Guide:
+    """The guide of a runner of `safe_plan`; every plan keeps the bytes of its budget."""
+    eviction = runner.plan.eviction
+    assert eviction is not None
+
+    def plan_with(policy: Policy, costs: CostModel) -> Plan:
+        return replace(options, budget=eviction.budget, policy=policy, costs=costs).plan(traced)
+
+    return Guide(runner, policy, plan_with, build)
 
 
 class Guide:
@@ -65,7 +94,7 @@ class Guide:
         self._policy, self._plan_with, self._build = policy, plan_with, build
         self._leads: dict[tuple[int, int], float] = {}
         self._costs = cost_model(device_costs(runner.traced.device))
-        self._ran: list[Events] = []
+        self._asked = 0
         assert policy.events is not None
         self._watch(runner, policy.events)
 
@@ -79,23 +108,24 @@ class Guide:
 
         Errors of memplan's own end the guidance, with a warning; the plan that runs stays.
         """
-        with self.runner.arena.ledger:
-            try:
+        self.runner.current()  # what is not as it was traced is the caller's to hear of
+        try:
+            with torch.inference_mode(False):
                 return self._turn()
-            except MemplanError as error:
-                _log.warning("%s: the plan stays as it is: %s", self.runner.plan.model, error)
-                self._stop()
-                return self.runner
-            except BaseException:
-                self._stop()
-                raise
+        except MemplanError as error:
+            _log.warning("%s: the plan stays as it is: %s", self.runner.plan.model, error)
+            self._stop()
+            return self.runner
+        except BaseException:
+            self._stop()
+            raise
 
     # -- what comes next ---------------------------------------------------------------------------------
 
     def _turn(self) -> Runner:
-        measured = self._meter.measurement(self._costs, self.runner.arena, skip=WARM)
+        with self.runner.arena.ledger:
+            measured = self._meter.measurement(self._costs, self.runner.arena, skip=WARM)
         self.measurements.append(measured)
-        self._ran.append(self._events)
         self._costs = measured.costs
         found, reason = self._next(measured)
         if found is None:
@@ -107,20 +137,20 @@ class Guide:
 
     def _next(self, measured: Measurement) -> tuple[tuple[Plan, Events] | None, str]:
         """The next plan and its events, and why; or None, and why not."""
-        stall = sum(copy.stall for copy in measured.late)
-        first = len(self.measurements) == 1
-        if len(self.measurements) > REPLANS:
-            return None, f"planned anew {REPLANS} times"
-        if first:
-            return self._planned((self._policy.policy,)), "costs were measured"
-        late = {(copy.storage, copy.nth): copy.stall for copy in measured.late}
         eviction = measured.plan.eviction
         assert eviction is not None
+        if len(self.measurements) > REPLANS:
+            return None, f"planned anew {REPLANS} times"
         off = abs(measured.seconds - eviction.seconds) > OFF * eviction.seconds
-        if stall <= WORTH * measured.seconds:
+        if not self._asked or (off and self._asked < ASKED):
+            self._asked += 1
+            if found := self._planned((self._policy.policy,)):
+                return found, "the costs were measured"
+        late = {(copy.storage, copy.nth): copy.stall for copy in measured.late}
+        if sum(late.values()) <= WORTH * measured.seconds:
             return None, "no reload stalls"
         self._leads = later(self._leads, late)
-        found = self._planned((self._policy.policy,) if off else ())
+        found = self._planned(())
         return found, f"{len(late)} reloads stalled" if found else "no room for reloads to start earlier"
 
     def _planned(self, policies: tuple[Policy, ...]) -> tuple[Plan, Events] | None:
@@ -137,7 +167,8 @@ class Guide:
         measured, now = self.measurements[best], self.measurements[-1]
         self._stop()
         if measured.plan.fingerprint != now.plan.fingerprint and measured.seconds < (1 - WORTH) * now.seconds:
-            self._log(now, measured.plan, f"{reason}; an earlier plan was faster")
+            what = "%s: plan %s -> %s, which was faster: %s; %s; the other %s"
+            _log.info(what, now.plan.model, _id(now.plan), _id(measured.plan), reason, _figures(now), _figures(measured))
             self.runner = self._build(measured.plan)
         else:
             _log.info("%s: plan %s stays: %s; %s", now.plan.model, _id(now.plan), reason, _figures(now))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from memplan.plan import Plan
 from memplan.runtime.arena import Arena, arena_for
 from memplan.runtime.duplicate import rebuild, recipe
 from memplan.runtime.graphed import make_recorder
+from memplan.runtime.guided import Guide, guide_of, require_unrecorded, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
+from memplan.runtime.measurement import Measurement
 from memplan.runtime.options import Options, given_plan
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
 from memplan.runtime.slots import Structure
 from memplan.trace import trace
+from memplan.trace.traced import TracedGraph
 
 
 class CompiledModule(nn.Module):
@@ -51,11 +55,18 @@ class CompiledModule(nn.Module):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["_structure"] = Structure(model)
-        self.__dict__["_options"] = options
+        measures = options.measures
+        if measures:
+            require_unrecorded(options.cuda_graph)
+        self.__dict__["_asked"] = options
+        self.__dict__["_options"] = replace(options, costs=None) if measures else options
         self.__dict__["_arena"] = None
+        self.__dict__["_guide"] = None
+        self.__dict__["_measurements"] = []
         self.__dict__["hooks"] = Hooks()
         self.__dict__["_given"] = given
-        main = self._build(args, kwargs, model.training if train is None else train, given)
+        train = model.training if train is None else train
+        main = self._build_guided(args, kwargs, train) if measures else self._build(args, kwargs, train, given)
         if given is not None and given.eviction is not None:  # other programs keep it too
             self.__dict__["_options"] = replace(options, budget=given.eviction.budget)
         self.__dict__["_selector"] = Selector(self._structure, main, self._build)
@@ -75,7 +86,19 @@ class CompiledModule(nn.Module):
             if self._options.on_mismatch == "eager":
                 return self._original(*args, **kwargs)
             runner, leaves = self._selector.replan(args, kwargs)
+        if self._guide is not None and runner is self._selector.main and self._guide.due:
+            runner = self._turn(self._guide)
         return runner(leaves, training=runner.traced.training)
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """With `costs="measure"`: what was measured of each plan so far, in the order in which they ran."""
+        return tuple(self._measurements)
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The latest of `measurements`; None before the first steps were measured."""
+        return self._measurements[-1] if self._measurements else None
 
     @property
     def pool_bytes(self) -> int:
@@ -91,13 +114,43 @@ class CompiledModule(nn.Module):
             return self._build_normally(args, kwargs, train, given)
 
     def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
-        require_real(self._original, args, kwargs)
-        options = self._options
-        traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place)
+        traced = self._trace(args, kwargs, train)
         if given is None:
-            plan = options.plan(traced, room=0 if self._arena is None else self._arena.nbytes)
+            plan = self._options.plan(traced, room=0 if self._arena is None else self._arena.nbytes)
         else:
-            plan = options.require_fit(traced, given)
+            plan = self._options.require_fit(traced, given)
+        return self._runner(traced, plan)
+
+    def _build_guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Runner:
+        """A runner whose first steps are measured, in an arena that has room for every plan within the budget."""
+        with torch.inference_mode(False):
+            traced = self._trace(args, kwargs, train)
+            plan, policy = safe_plan(self._options, traced)
+            self.__dict__["_arena"] = arena_for(plan, traced.device, room_for(plan, policy))
+            runner = self._runner(traced, plan)
+            if policy is None or policy.events is None:  # nothing has to be evicted
+                return runner
+            guide = guide_of(self._options, traced, runner, policy, partial(self._runner, traced))
+            self.__dict__["_guide"] = guide
+            self.__dict__["_measurements"] = guide.measurements
+            return runner
+
+    def _turn(self, guide: Guide) -> Runner:
+        """Run what the guide says from now on."""
+        runner = self._selector.main = guide.turn()
+        self.__dict__["plan"] = runner.plan
+        if guide.measurements:
+            self.__dict__["_options"] = replace(self._options, costs=guide.measurements[-1].costs)
+        if guide.done:
+            self.__dict__["_guide"] = None
+        return runner
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> TracedGraph:
+        require_real(self._original, args, kwargs)
+        return trace(self._original, args, kwargs, train=train, in_place=self._options.in_place)
+
+    def _runner(self, traced: TracedGraph, plan: Plan) -> Runner:
+        options = self._options
         return Runner(
             self._structure,
             traced,
@@ -142,7 +195,12 @@ class CompiledModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy, or what is loaded from a pickle, is compiled again (`duplicate.py`)."""
-        made = recipe(self._original, self._selector.main, self._options, self._given, self._selector.main_modes)
+        options, given = self._options, self._given
+        if self._guide is not None:
+            options = self._asked
+        elif self._measurements:
+            given = self.plan
+        made = recipe(self._original, self._selector.main, options, given, self._selector.main_modes)
         return rebuild, (CompiledModule, *made)
 
     def __getattr__(self, name: str) -> Any:

@@ -17,6 +17,7 @@ from memplan.trace.follow import require_planned
 from memplan.trace.traced import TracedGraph
 
 ON_MISMATCH = ("error", "eager", "replan")
+MEASURE = "measure"  # as `costs`
 GRADIENTS = ("safe", "owned")
 
 
@@ -36,6 +37,16 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         _check_choice("guard", self.guard, (None, *GUARDS))
+
+    @property
+    def measures(self) -> bool:
+        """Whether the first steps are to be measured. Raises `MemplanError` where nothing could come of that."""
+        if not (isinstance(self.costs, str) and self.costs == MEASURE):
+            return False
+        if self.budget is None:
+            hint = "give a budget (and no plan), or leave costs out"
+            raise MemplanError("without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint)
+        return True
 
     def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
         """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""

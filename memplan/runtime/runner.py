@@ -59,7 +59,12 @@ class Runner:
                 tensors[i] = b.tensor
         host = arena.host(plan.host_size)
         guards = _guards(guard, traced, plan, arena, host)
-        self.program = build_program(traced, plan, arena, host, tensors, guards=guards, bound=bound)
+        if bound is None:
+            with arena.ledger as ledger:
+                ledger.require_free()  # a trial runs in the arena
+                self.program = build_program(traced, plan, arena, host, tensors, guards=guards)
+        else:
+            self.program = build_program(traced, plan, arena, host, tensors, guards=guards, bound=bound)
         self.plan = self.program.plan
         self.graphed = None if recorder is None else GraphedProgram(self.program, recorder, whole=whole)
         self.forward = self.program.forward if self.graphed is None else self.graphed.forward
@@ -127,7 +132,7 @@ class Runner:
 
     def __call__(self, leaves: list[Any], *, training: bool) -> Any:
         """Run the forward on checked leaves; `training`: through autograd, so that a backward can follow."""
-        current = self._current()
+        current = self.current()
         if self._written:
             self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
@@ -151,7 +156,7 @@ class Runner:
 
         `tangent` is the gradient of what is minimised with respect to the loss.
         """
-        current = self._current()
+        current = self.current()
         self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
         assert self.backward is not None
@@ -165,8 +170,10 @@ class Runner:
         self.count_writes(inputs, current)
         return loss
 
-    def _current(self) -> list[torch.Tensor]:
-        """Parameters, buffers and state as they are now; the program follows those that moved."""
+    def current(self) -> list[torch.Tensor]:
+        """Parameters, buffers and state as they are now; the program follows those that moved. Raises
+        `InputMismatch` for what is not as it was traced.
+        """
         current = self.slots.tensors()
         if self.slots.state(current) != self.slots.noted:
             for i in self.slots.moved(current):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,14 @@ from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.plan import Plan
 from memplan.runtime.arena import arena_for, dtype_of
 from memplan.runtime.graphed import make_recorder
+from memplan.runtime.guided import Guide, guide_of, require_unrecorded, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
+from memplan.runtime.measurement import Measurement
 from memplan.runtime.options import PlanOptions, given_plan
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import StepStructure
 from memplan.trace import trace_step
+from memplan.trace.traced import TracedGraph
 from memplan.trace.updates import Accumulate
 
 
@@ -52,8 +56,18 @@ class CompiledStep:
     plan: Plan
     hooks: Hooks
 
-    def __init__(self, structure: StepStructure, adding: Runner | None, updating: Runner, accumulate: int) -> None:
+    def __init__(
+        self,
+        structure: StepStructure,
+        adding: Runner | None,
+        updating: Runner,
+        accumulate: int,
+        guides: Sequence[Guide] = (),
+    ) -> None:
+        """`guides`: what measures the runners, and plans them anew (`guided.py`)."""
         self.plan = updating.plan
+        self._guides = tuple(guides)
+        self._measurements = next((g.measurements for g in guides if g.runner is updating), [])
         self.hooks = Hooks()
         for runner in (updating, *(() if adding is None else (adding,))):
             self.hooks.attach(runner)
@@ -73,11 +87,39 @@ class CompiledStep:
         runner = self._updating
         if self._adding is not None and self.pending + 1 < self.accumulate:
             runner = self._adding
-        loss = runner.whole_step(runner.signature.flatten(batch, {}), self._tangent)
+        leaves = runner.signature.flatten(batch, {})
+        if self._guides:
+            runner = self._guided(runner)
+        loss = runner.whole_step(leaves, self._tangent)
         if runner is self._updating:
             self._structure.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         self.pending = (self.pending + 1) % self.accumulate
         return loss
+
+    def _guided(self, runner: Runner) -> Runner:
+        """The runner itself, or the one that its guide puts in its place from now on."""
+        guide = next((g for g in self._guides if g.runner is runner), None)
+        if guide is None or not guide.due:
+            return runner
+        new = guide.turn()
+        if new is not runner:
+            self.hooks.attach(new)
+        if runner is self._updating:
+            self._updating, self.plan = new, new.plan
+        else:
+            self._adding = new
+        self._guides = tuple(g for g in self._guides if not g.done)
+        return new
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """With `costs="measure"`: what was measured of each plan so far (of the program that updates), in order."""
+        return tuple(self._measurements)
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The latest of `measurements`; None before the first steps were measured."""
+        return self._measurements[-1] if self._measurements else None
 
     @property
     def pool_bytes(self) -> int:
@@ -151,6 +193,9 @@ def compile_step(
         in_place=in_place,
         guard=guard,
     )
+    measures = options.measures
+    if measures:
+        require_unrecorded(cuda_graph)
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss = Loss(model, loss_fn)
     if loss.with_targets and len(batch) != 2:
@@ -170,14 +215,25 @@ def compile_step(
         for kind in kinds
     ]
     recorder = make_recorder(traced[0].device, guard) if cuda_graph else None
-    plans = [options.plan(t) if given is None else options.require_fit(t, given) for t in traced]
+    if measures:
+        planned = [safe_plan(options, t) for t in traced]
+    else:
+        planned = [(options.plan(t) if given is None else options.require_fit(t, given), None) for t in traced]
     structure = StepStructure(loss, optimizer)
-    arena = arena_for(max(plans, key=lambda plan: plan.arena_size), traced[0].device)  # they take turns
-    runners = [
-        Runner(structure, t, plan, arena, guard=guard, recorder=recorder, whole=True)
-        for t, plan in zip(traced, plans, strict=True)
+    largest = max((plan for plan, _ in planned), key=lambda plan: plan.arena_size)
+    room = max(room_for(plan, policy) for plan, policy in planned)
+    arena = arena_for(largest, traced[0].device, room)  # they take turns
+
+    def runner_of(t: TracedGraph, plan: Plan) -> Runner:
+        return Runner(structure, t, plan, arena, guard=guard, recorder=recorder, whole=True)
+
+    runners = [runner_of(t, plan) for t, (plan, _) in zip(traced, planned, strict=True)]
+    guides = [
+        guide_of(options, t, runner, policy, partial(runner_of, t))
+        for t, runner, (_, policy) in zip(traced, runners, planned, strict=True)
+        if policy is not None and policy.events is not None
     ]
-    return CompiledStep(structure, runners[0] if accumulate > 1 else None, runners[-1], accumulate)
+    return CompiledStep(structure, runners[0] if accumulate > 1 else None, runners[-1], accumulate, guides)
 
 
 def _positional_arguments(function: Callable[..., Any]) -> int:
