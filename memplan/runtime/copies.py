@@ -260,8 +260,8 @@ class StreamCopy:
         if not self._times:
             return 0.0
         begun, ended = self._times
-        ended.synchronize()  # type: ignore[no-untyped-call]
-        return float(begun.elapsed_time(ended)) / 1e3  # type: ignore[no-untyped-call]
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3
 
     def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """After the producer of the source, and after the last user of what the destination's bytes held."""

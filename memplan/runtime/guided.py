@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memplan.budget import cost_model
-from memplan.errors import MemplanError, UnsupportedCall
+from memplan.errors import MemplanError, StaleActivationsError, UnsupportedCall
 from memplan.evict.auto import auto, recompute
 from memplan.evict.costs import CostModel
 from memplan.evict.events import Events
@@ -95,6 +95,7 @@ class Guide:
         self._leads: dict[tuple[int, int], float] = {}
         self._costs = cost_model(device_costs(runner.traced.device))
         self._asked = 0
+        self._stall = 0.0
         assert policy.events is not None
         self._watch(runner, policy.events)
 
@@ -112,6 +113,8 @@ class Guide:
         try:
             with torch.inference_mode(False):
                 return self._turn()
+        except StaleActivationsError:  # another thread is in the arena
+            raise
         except MemplanError as error:
             _log.warning("%s: the plan stays as it is: %s", self.runner.plan.model, error)
             self._stop()
@@ -147,8 +150,11 @@ class Guide:
             if found := self._planned((self._policy.policy,)):
                 return found, "the costs were measured"
         late = {(copy.storage, copy.nth): copy.stall for copy in measured.late}
-        if sum(late.values()) <= WORTH * measured.seconds:
+        stall, before, self._stall = sum(late.values()), self._stall, sum(late.values())
+        if stall <= WORTH * measured.seconds:
             return None, "no reload stalls"
+        if self._leads and stall >= before:
+            return None, "starting earlier does not help"
         self._leads = later(self._leads, late)
         found = self._planned(())
         return found, f"{len(late)} reloads stalled" if found else "no room for reloads to start earlier"
@@ -168,7 +174,9 @@ class Guide:
         self._stop()
         if measured.plan.fingerprint != now.plan.fingerprint and measured.seconds < (1 - WORTH) * now.seconds:
             what = "%s: plan %s -> %s, which was faster: %s; %s; the other %s"
-            _log.info(what, now.plan.model, _id(now.plan), _id(measured.plan), reason, _figures(now), _figures(measured))
+            _log.info(
+                what, now.plan.model, _id(now.plan), _id(measured.plan), reason, _figures(now), _figures(measured)
+            )
             self.runner = self._build(measured.plan)
         else:
             _log.info("%s: plan %s stays: %s; %s", now.plan.model, _id(now.plan), reason, _figures(now))

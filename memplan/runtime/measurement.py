@@ -217,9 +217,7 @@ class Meter:
             costs=self._costs(base, seconds, copies, arena),
         )
 
-    def _costs(
-        self, base: CostModel, seconds: Sequence[float], copies: Sequence[CopyTime], arena: Arena
-    ) -> CostModel:
+    def _costs(self, base: CostModel, seconds: Sequence[float], copies: Sequence[CopyTime], arena: Arena) -> CostModel:
         graph = self.plan.graph
         times: dict[str, list[float]] = {}
         for taken, index in zip(seconds, self.plan.schedule.order, strict=True):

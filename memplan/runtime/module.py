@@ -137,12 +137,14 @@ class CompiledModule(nn.Module):
 
     def _turn(self, guide: Guide) -> Runner:
         """Run what the guide says from now on."""
-        runner = self._selector.main = guide.turn()
+        try:
+            runner = self._selector.main = guide.turn()
+        finally:
+            if guide.done:
+                self.__dict__["_guide"] = None
         self.__dict__["plan"] = runner.plan
         if guide.measurements:
             self.__dict__["_options"] = replace(self._options, costs=guide.measurements[-1].costs)
-        if guide.done:
-            self.__dict__["_guide"] = None
         return runner
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> TracedGraph:

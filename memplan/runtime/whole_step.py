@@ -101,14 +101,16 @@ class CompiledStep:
         guide = next((g for g in self._guides if g.runner is runner), None)
         if guide is None or not guide.due:
             return runner
-        new = guide.turn()
+        try:
+            new = guide.turn()
+        finally:
+            self._guides = tuple(g for g in self._guides if not g.done)
         if new is not runner:
             self.hooks.attach(new)
         if runner is self._updating:
             self._updating, self.plan = new, new.plan
         else:
             self._adding = new
-        self._guides = tuple(g for g in self._guides if not g.done)
         return new
 
     @property
