@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.errors import InputMismatch
+from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, arena_for
 from memplan.runtime.duplicate import rebuild, recipe
@@ -20,6 +20,7 @@ from memplan.runtime.guided import Guide, guide_of, require_unrecorded, room_for
 from memplan.runtime.hooks import Hooks
 from memplan.runtime.measurement import Measurement
 from memplan.runtime.options import Options, given_plan
+from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
 from memplan.runtime.slots import Structure
@@ -39,6 +40,7 @@ class CompiledModule(nn.Module):
 
     plan: Plan
     hooks: Hooks
+    passive: Passive | None
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class CompiledModule(nn.Module):
         self.__dict__["_options"] = replace(options, costs=None) if measures else options
         self.__dict__["_arena"] = None
         self.__dict__["_guide"] = None
+        self.__dict__["passive"] = None
         self.__dict__["_measurements"] = []
         self.__dict__["hooks"] = Hooks()
         self.__dict__["_given"] = given
@@ -80,15 +83,25 @@ class CompiledModule(nn.Module):
             return self._original(*args, **kwargs)
         try:
             runner, leaves = self._selector.select(args, kwargs)
-        except InputMismatch:
-            if self._options.on_mismatch == "error":
+        except (InputMismatch, BudgetInfeasible) as error:
+            how = self._options.on_mismatch
+            if how == "passive":
+                return self._passively(error, args, kwargs)
+            if how == "error" or isinstance(error, BudgetInfeasible):
                 raise
-            if self._options.on_mismatch == "eager":
+            if how == "eager":
                 return self._original(*args, **kwargs)
             runner, leaves = self._selector.replan(args, kwargs)
         if self._guide is not None and runner is self._selector.main and self._guide.due:
             runner = self._turn(self._guide)
         return runner(leaves, training=runner.traced.training)
+
+    def _passively(self, reason: MemplanError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call for which there is no plan, evicting on demand."""
+        passive = passive_for(reason, self.plan, self._selector.main.traced.device)
+        self.__dict__["passive"] = passive
+        run = self._original if passive is None else partial(passive.run, self._original)
+        return run(*args, **kwargs)
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
@@ -251,11 +264,14 @@ def compile(
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
     of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`,
     `layout`, `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where
-    the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the backward set `.grad` itself,
+    the kernel allows it. `costs="measure"`
+    measures the first steps and plans anew from that (`memplan/runtime/guided.py` says how often; `measurements`).
+    `gradients`: "safe" hands them to autograd; "owned" makes the backward set `.grad` itself,
     which is faster, and has limits: hooks on parameters and DistributedDataParallel raise `UnsupportedCall`, and
     `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
-    model ("eager"), or gets a plan of its own ("replan"). `cuda_graph`: record forward and backward as two CUDA graphs
+    model ("eager"), gets a plan of its own ("replan"), or runs the original model and evicts on demand to keep the
+    budget ("passive"; also where another mode's plan would be over it). `cuda_graph`: record forward and backward as two CUDA graphs
     at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie beside the arena).
 
     Raises `UnsupportedGraph` before anything is allocated when the model cannot be traced as one graph,

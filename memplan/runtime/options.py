@@ -16,7 +16,7 @@ from memplan.trace import alignment_of, plan_traced
 from memplan.trace.follow import require_planned
 from memplan.trace.traced import TracedGraph
 
-ON_MISMATCH = ("error", "eager", "replan")
+ON_MISMATCH = ("error", "eager", "replan", "passive")
 MEASURE = "measure"  # as `costs`
 GRADIENTS = ("safe", "owned")
 
@@ -36,7 +36,7 @@ class PlanOptions:
     guard: str | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("guard", self.guard, (None, *GUARDS))
+        require_choice("guard", self.guard, (None, *GUARDS))
 
     @property
     def measures(self) -> bool:
@@ -87,8 +87,8 @@ class Options(PlanOptions):
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)
-        _check_choice("gradients", self.gradients, GRADIENTS)
-        _check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        require_choice("gradients", self.gradients, GRADIENTS)
+        require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
 
 
 def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan | None:
@@ -101,6 +101,7 @@ def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan 
     return load(plan) if isinstance(plan, (str, os.PathLike)) else plan
 
 
-def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise `MemplanError` for a value that is none of them."""
     if value not in choices:
         raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")

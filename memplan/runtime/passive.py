@@ -8,6 +8,7 @@ inputs, gradients of parameters, and what kernels allocate by themselves. The ar
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
@@ -18,10 +19,22 @@ import torch.utils._pytree as pytree
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.errors import StaleActivationsError
+from memplan.errors import MemplanError, StaleActivationsError
+from memplan.plan import Plan
+from memplan.units import format_bytes
 
+_log = logging.getLogger("memplan")
 # nodes that hand the gradient of a parameter on as a view of it
 _VIEWS = ("TBackward", "ViewBackward", "TransposeBackward", "PermuteBackward", "ReshapeAliasBackward", "UnsafeView")
+
+
+def passive_for(reason: MemplanError, plan: Plan, device: torch.device) -> Passive | None:
+    """How a call runs for which there is no plan, because of `reason`: within the budget of `plan`, if it has one."""
+    budget = None if plan.eviction is None else plan.eviction.budget
+    how = "eagerly" if budget is None else f"eagerly within {format_bytes(budget)}"
+    where = f"{reason.where}: " if reason.where else ""
+    _log.warning("%s: a call runs %s, without a plan: %s%s", plan.model, how, where, reason.what)
+    return None if budget is None else Passive(budget, device)
 
 
 class Passive:

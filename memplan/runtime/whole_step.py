@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
+from memplan.errors import InputMismatch, MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.plan import Plan
 from memplan.runtime.arena import arena_for, dtype_of
 from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guided import Guide, guide_of, require_unrecorded, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
 from memplan.runtime.measurement import Measurement
-from memplan.runtime.options import PlanOptions, given_plan
+from memplan.runtime.options import PlanOptions, given_plan, require_choice
+from memplan.runtime.passive import Passive, passive_for
+from memplan.runtime.passive_step import eager_step
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import StepStructure
 from memplan.trace import trace_step
@@ -61,10 +63,16 @@ class CompiledStep:
         structure: StepStructure,
         adding: Runner | None,
         updating: Runner,
+        *,
         accumulate: int,
         guides: Sequence[Guide] = (),
+        passive: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        """`guides`: what measures the runners, and plans them anew (`guided.py`)."""
+        """`guides`: what measures the runners, and plans them anew (`guided.py`); `passive`: takes a step for which
+        there is no plan (`passive_step.py`).
+        """
+        self.passive: Passive | None = None
+        self._passive = passive
         self.plan = updating.plan
         self._guides = tuple(guides)
         self._measurements = next((g.measurements for g in guides if g.runner is updating), [])
@@ -82,17 +90,31 @@ class CompiledStep:
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Run a step. Raises `InputMismatch` rather than be silently wrong."""
-        self._structure.require_modes(self._modes)
-        self._structure.follow_rates()
         runner = self._updating
         if self._adding is not None and self.pending + 1 < self.accumulate:
             runner = self._adding
-        leaves = runner.signature.flatten(batch, {})
+        try:
+            self._structure.require_modes(self._modes)
+            leaves = runner.signature.flatten(batch, {})
+        except InputMismatch as error:
+            if self._passive is None:
+                raise
+            return self._passively(error, batch, update=runner is self._updating)
+        self._structure.follow_rates()
         if self._guides:
             runner = self._guided(runner)
         loss = runner.whole_step(leaves, self._tangent)
         if runner is self._updating:
             self._structure.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        self.pending = (self.pending + 1) % self.accumulate
+        return loss
+
+    def _passively(self, reason: InputMismatch, batch: tuple[Any, ...], *, update: bool) -> torch.Tensor:
+        """Run a step for which there is no plan, evicting on demand."""
+        passive = self.passive = passive_for(reason, self.plan, self._updating.traced.device)
+        run = _call if passive is None else passive.run
+        assert self._passive is not None
+        loss = self._passive(self._structure, run, batch, accumulate=self.accumulate, update=update)
         self.pending = (self.pending + 1) % self.accumulate
         return loss
 
@@ -154,6 +176,7 @@ def compile_step(
     time_limit: float | None = None,
     in_place: bool = True,
     guard: str | None = None,
+    on_mismatch: str = "error",
     cuda_graph: bool = False,
 ) -> CompiledStep:
     """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
@@ -171,6 +194,9 @@ def compile_step(
     `cuda_graph`: record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
     kept in memory (single precision), and may change at every step; another hyperparameter that changes is recorded
     anew.
+
+    `on_mismatch="passive"`: a batch that differs from the example is taken as eager would, evicting on demand to keep
+    the budget, instead of raising.
 
     `plan`: a saved plan (or its path) of this very step to run instead of making one, without `accumulate`. The other
     options are those of `memplan.compile`.
@@ -195,6 +221,7 @@ def compile_step(
         in_place=in_place,
         guard=guard,
     )
+    require_choice("on_mismatch", on_mismatch, ("error", "passive"))
     measures = options.measures
     if measures:
         require_unrecorded(cuda_graph)
@@ -235,7 +262,13 @@ def compile_step(
         for t, runner, (_, policy) in zip(traced, runners, planned, strict=True)
         if policy is not None and policy.events is not None
     ]
-    return CompiledStep(structure, runners[0] if accumulate > 1 else None, runners[-1], accumulate, guides)
+    passive = partial(eager_step, clip_grad_norm=clip_grad_norm) if on_mismatch == "passive" else None
+    adding = runners[0] if accumulate > 1 else None
+    return CompiledStep(structure, adding, runners[-1], accumulate=accumulate, guides=guides, passive=passive)
+
+
+def _call(model: nn.Module, *batch: Any) -> Any:
+    return model(*batch)
 
 
 def _positional_arguments(function: Callable[..., Any]) -> int:
