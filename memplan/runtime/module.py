@@ -263,16 +263,16 @@ def compile(
     tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
     of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`,
-    `layout`, `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where
-    the kernel allows it. `costs="measure"`
-    measures the first steps and plans anew from that (`memplan/runtime/guided.py` says how often; `measurements`).
-    `gradients`: "safe" hands them to autograd; "owned" makes the backward set `.grad` itself,
-    which is faster, and has limits: hooks on parameters and DistributedDataParallel raise `UnsupportedCall`, and
-    `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
-    step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
-    model ("eager"), gets a plan of its own ("replan"), or runs the original model and evicts on demand to keep the
-    budget ("passive"; also where another mode's plan would be over it). `cuda_graph`: record forward and backward as two CUDA graphs
-    at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie beside the arena).
+    `layout`, `time_limit`: as in `memplan.plan`; `costs="measure"` measures the first steps and plans anew from that
+    (`measurements`; `memplan/runtime/guided.py` says how many and how often). `in_place`: let results take the bytes of
+    inputs that die there, where the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the
+    backward set `.grad` itself, which is faster, and has limits: hooks on parameters and DistributedDataParallel raise
+    `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. `guard`: "poison" or
+    "redzone" checks every step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the
+    original model ("eager"), gets a plan of its own ("replan"), or runs the original model and evicts on demand to keep
+    the budget ("passive"; also where another mode's plan would be over it). `cuda_graph`: record forward and backward
+    as two CUDA graphs at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie
+    beside the arena).
 
     Raises `UnsupportedGraph` before anything is allocated when the model cannot be traced as one graph,
     `PlanMismatch` when `plan` was made for another graph, and what `memplan.load` raises.
