@@ -61,7 +61,7 @@ class Runner:
         guards = _guards(guard, traced, plan, arena, host)
         if bound is None:
             with arena.ledger as ledger:
-                ledger.require_free()  # a trial runs in the arena
+                ledger.require_free("the trial run of another program")
                 self.program = build_program(traced, plan, arena, host, tensors, guards=guards)
         else:
             self.program = build_program(traced, plan, arena, host, tensors, guards=guards, bound=bound)

@@ -110,6 +110,19 @@ def test_P1_the_first_steps_record_every_access_op_and_copy(name: str) -> None: 
             assert set(found.inputs) <= read
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_P1_P2_on_cuda_events_are_the_clock() -> None:  # noqa: N802
+    model, args = ZOO["gpt2"]("nano")
+    model, args = model.cuda(), tuple(x.cuda() if isinstance(x, torch.Tensor) else x for x in args)
+    compiled = memplan.compile(model, args, budget=0.7, policy="flow", costs="measure")
+    measured = _train(compiled, model, args)[0]
+    assert all(seconds > 0 for seconds in measured.op_seconds)
+    assert measured.copies
+    assert all(0 < copy.seconds < 1 for copy in measured.copies)
+    assert all(0 <= copy.stall <= measured.seconds for copy in measured.copies)
+
+
 # -- P2 --------------------------------------------------------------------------------------------------
 
 
