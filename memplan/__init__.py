@@ -125,6 +125,7 @@ def plan(
     solver: str | Solver = "auto",
     layout: str = "auto",
     time_limit: float | None = None,
+    device: Any = None,
 ) -> Plan:
     """Plan one step of `model` from fake tensors: what it needs, to the byte, without computing anything.
 
@@ -137,8 +138,9 @@ def plan(
     of your own, see `memplan.evict.workload.Policy`). `schedule`: which order of the ops to plan, by the name of its
     policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own. `layout`: "tstack" places
     what is released later lower, so that a release leaves one hole at the top (the ext-tstack note's diagram, drawn by
-    `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. Raises
-    `UnsupportedGraph` when the model cannot be traced as one graph, and `BudgetInfeasible`, with the smallest
+    `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. `device`: plan to run
+    there while the model and its caller stay on the CPU, as `memplan.compile` does. Raises `UnsupportedGraph` when the
+    model cannot be traced as one graph, `UnsupportedDevice`, and `BudgetInfeasible`, with the smallest
     budget that can be kept, when `budget` cannot.
     """
     from memplan import trace
@@ -155,4 +157,5 @@ def plan(
         solver=solver,
         layout=layout,
         time_limit=time_limit,
+        device=device,
     )

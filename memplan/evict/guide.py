@@ -43,7 +43,7 @@ class Guided:
 
     def __call__(self, workload: Workload) -> Events:
         """Raises `BudgetInfeasible` where none of them keeps the budget."""
-        ways = [come_early(workload, self._events, self._leads)]
+        ways = [come_early(workload, self._events, self._leads), self._events]
         ways += [policy(workload) for policy in self._policies]
         figures = [(measure(workload, way), way) for way in ways]
         kept = [(found.seconds, i) for i, (found, _) in enumerate(figures) if found.peak <= workload.budget]

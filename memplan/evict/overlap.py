@@ -93,7 +93,7 @@ def come_early(workload: Workload, events: Sequence[Event], leads: Leads = _NONE
     live = figures.live.tolist()
     targets = _targets(workload, events, leads)
     gone: dict[int, int] = {}  # storage -> the event that gave its bytes up
-    earliest = 0
+    earliest, border = 0, workload.border(tuple(events)) if workload.late else 0
     placed: dict[int, list[int]] = {}
     clock = _clock(workload, events)
     for position, (kind, s) in enumerate(events):
@@ -102,7 +102,7 @@ def come_early(workload: Workload, events: Sequence[Event], leads: Leads = _NONE
         if kind is not Kind.RELOAD:
             continue
         size, at = workload.size[s], position
-        lowest = max(earliest, gone.get(s, -1) + 1)
+        lowest = max(earliest, gone.get(s, -1) + 1, border if s in workload.late else 0)
         while at > lowest and clock[at] > targets[position]:
             step = steps[at - 1]
             if events[at - 1].kind is not Kind.DROP:

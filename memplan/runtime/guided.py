@@ -67,6 +67,9 @@ def room_for(plan: Plan, policy: Remembered | None) -> int:
 
 def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[Plan, Remembered | None]:
     """A plan within the budget by the costs that are known of the device, and what its policy decided."""
+    if len(traced.runs_on) > 1:
+        what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"
+        raise UnsupportedCall(what, where="costs='measure'", hint="pass costs of your own, or one device")
     policy = remembered(options.policy)
     return replace(options, costs=None, policy=policy).plan(traced), policy
 

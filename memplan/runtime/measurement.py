@@ -17,7 +17,7 @@ import torch
 from memplan.errors import UnknownName
 from memplan.evict.costs import CostModel, signature_of
 from memplan.evict.guide import link_of
-from memplan.evict.record import OFFLOAD, RELOAD, TRANSFERS
+from memplan.evict.record import OFFLOAD, RELOAD, SEND, TRANSFERS
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, Memory
 from memplan.runtime.copies import Copy, Direction
@@ -316,18 +316,20 @@ def _transfers(program: Program) -> Iterator[_Transfer]:
     waits: dict[tuple[int, int], list[int]] = {}
     for step, index in enumerate(order):
         op = graph.ops[index]
-        if op.target in TRANSFERS and op.target not in (OFFLOAD, RELOAD):
+        if op.target in TRANSFERS and op.target not in (OFFLOAD, RELOAD, SEND):
             waits.setdefault((op.reads[0], op.reads[1]), []).append(step)
     copies = iter(program.copies)
     count: dict[tuple[int, str], int] = {}
     for step, index in enumerate(order):
         op = graph.ops[index]
+        if op.target == SEND:
+            next(copies)
         if op.target not in (OFFLOAD, RELOAD):
             continue
         out = op.target == OFFLOAD
         storage = base(graph.values[(op.reads if out else op.writes)[0]].storage)
         nth = count[storage, op.target] = count.get((storage, op.target), -1) + 1
-        waited = next(w for w in waits[op.reads[0], op.writes[0]] if w > step)
+        waited = next((w for w in waits.get((op.reads[0], op.writes[0]), ()) if w > step), len(order) - 1)
         direction = Direction.TO_HOST if out else Direction.TO_DEVICE
         yield _Transfer(storage, nth, direction, step, waited, next(copies))
 

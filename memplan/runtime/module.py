@@ -18,8 +18,9 @@ from memplan.runtime.duplicate import rebuild, recipe
 from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guided import Guide, guide_of, require_unrecorded, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
+from memplan.runtime.host import prepare_host
 from memplan.runtime.measurement import Measurement
-from memplan.runtime.options import Options, given_plan
+from memplan.runtime.options import Options, device_for, given_plan
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
@@ -162,7 +163,10 @@ class CompiledModule(nn.Module):
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> TracedGraph:
         require_real(self._original, args, kwargs)
-        return trace(self._original, args, kwargs, train=train, in_place=self._options.in_place)
+        options = self._options
+        traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place, device=options.device)
+        prepare_host(self._original, traced)
+        return traced
 
     def _runner(self, traced: TracedGraph, plan: Plan) -> Runner:
         options = self._options
@@ -182,7 +186,7 @@ class CompiledModule(nn.Module):
         if self._arena is None:
             self.__dict__["_arena"] = arena_for(plan, device)
         arena: Arena = self._arena
-        return arena if plan.arena_size <= arena.nbytes else arena_for(plan, device)
+        return arena.turned(plan) or arena_for(plan, device)
 
     # -- being the model ---------------------------------------------------------------------------------
 
@@ -256,6 +260,7 @@ def compile(
     guard: str | None = None,
     on_mismatch: str = "error",
     cuda_graph: bool = False,
+    device: Any = None,
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
@@ -274,10 +279,18 @@ def compile(
     as two CUDA graphs at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie
     beside the arena).
 
+    `device`: run there ("cuda", "cuda:1"), while the model and all that goes in and comes out stay on the CPU: the
+    parameters remain the model's own, and every step copies them, its inputs and its results by planned ops that run
+    beside its kernels. Then the arena holds all of it, and so `budget` counts all of it: parameters that do not fit are
+    loaded when they are needed, gradients leave when they are made. "cpu" stands in for a device: an arena of its own
+    in the CPU's memory, filled by the same plan and the same copies.
+
     Raises `UnsupportedGraph` before anything is allocated when the model cannot be traced as one graph,
-    `PlanMismatch` when `plan` was made for another graph, and what `memplan.load` raises.
+    `PlanMismatch` when `plan` was made for another graph or device, `UnsupportedDevice` for a device that is not there
+    or a model that is on one already, and what `memplan.load` raises.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    given = given_plan(plan, budget)
     options = Options(
         budget=budget,
         policy=policy,
@@ -291,7 +304,6 @@ def compile(
         guard=guard,
         on_mismatch=on_mismatch,
         cuda_graph=cuda_graph,
+        device=device_for(device, given),
     )
-    return CompiledModule(
-        model, args, example_kwargs or {}, options=options, train=train, given=given_plan(plan, budget)
-    )
+    return CompiledModule(model, args, example_kwargs or {}, options=options, train=train, given=given)

@@ -13,12 +13,13 @@ from torch import nn
 
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.plan import Plan
-from memplan.runtime.arena import arena_for, dtype_of
+from memplan.runtime.arena import arena_for_all, dtype_of
 from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guided import Guide, guide_of, require_unrecorded, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
+from memplan.runtime.host import prepare_host
 from memplan.runtime.measurement import Measurement
-from memplan.runtime.options import PlanOptions, given_plan, require_choice
+from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice, require_recordable
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.passive_step import eager_step
 from memplan.runtime.runner import Runner
@@ -86,7 +87,8 @@ class CompiledStep:
         self._updating = updating
         self._modes = structure.modes()
         loss = updating.traced.graph.values[updating.traced.results.fresh[0]]
-        self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=updating.traced.device)
+        home = torch.device(updating.traced.graph.storages[loss.storage].device)
+        self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=home)
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Run a step. Raises `InputMismatch` rather than be silently wrong."""
@@ -178,6 +180,7 @@ def compile_step(
     guard: str | None = None,
     on_mismatch: str = "error",
     cuda_graph: bool = False,
+    device: Any = None,
 ) -> CompiledStep:
     """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
 
@@ -199,7 +202,8 @@ def compile_step(
     the budget, instead of raising.
 
     `plan`: a saved plan (or its path) of this very step to run instead of making one, without `accumulate`. The other
-    options are those of `memplan.compile`.
+    options are those of `memplan.compile`; with `device` the optimizer's state stays on the CPU too, and parameters and
+    state are updated on the device and written back in each step.
 
     Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `PlanMismatch` when
     `plan` was made for another step.
@@ -220,11 +224,14 @@ def compile_step(
         time_limit=time_limit,
         in_place=in_place,
         guard=guard,
+        device=device_for(device, given),
     )
     require_choice("on_mismatch", on_mismatch, ("error", "passive"))
     measures = options.measures
     if measures:
         require_unrecorded(cuda_graph)
+    if cuda_graph:
+        require_recordable(options.device)
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss = Loss(model, loss_fn)
     if loss.with_targets and len(batch) != 2:
@@ -240,21 +247,22 @@ def compile_step(
             accumulate=kind,
             rates_in_memory=cuda_graph,
             in_place=in_place,
+            device=options.device,
         )
         for kind in kinds
     ]
+    prepare_host(loss, traced[0], optimizer)
     recorder = make_recorder(traced[0].device, guard) if cuda_graph else None
     if measures:
         planned = [safe_plan(options, t) for t in traced]
     else:
         planned = [(options.plan(t) if given is None else options.require_fit(t, given), None) for t in traced]
     structure = StepStructure(loss, optimizer)
-    largest = max((plan for plan, _ in planned), key=lambda plan: plan.arena_size)
     room = max(room_for(plan, policy) for plan, policy in planned)
-    arena = arena_for(largest, traced[0].device, room)  # they take turns
+    arena = arena_for_all([plan for plan, _ in planned], traced[0].device, room)
 
     def runner_of(t: TracedGraph, plan: Plan) -> Runner:
-        return Runner(structure, t, plan, arena, guard=guard, recorder=recorder, whole=True)
+        return Runner(structure, t, plan, arena.turned(plan) or arena, guard=guard, recorder=recorder, whole=True)
 
     runners = [runner_of(t, plan) for t, (plan, _) in zip(traced, planned, strict=True)]
     guides = [

@@ -68,14 +68,14 @@ def test_reloads_come_earlier_within_the_budget_and_never_later(graph: Graph, ex
     tight = measure(workload, events).peak
     workload = workload.within(int(tight + extra * max(plain - tight, 0)))
     before = _starts(events)
-    after = come_early(workload, events, {key: lead for key in list(before)[::2]})
+    after = come_early(workload, events, dict.fromkeys(list(before)[::2], lead))
     _, figures = judged(graph, workload, after)  # the same values, by the oracle
     assert figures.seconds <= measure(workload, events).seconds + 1e-9
     assert all(start <= before[key] for key, start in _starts(after).items())
     assert [e for e in after if e.kind is not Kind.RELOAD] == [e for e in events if e.kind is not Kind.RELOAD]
     if figures.peak > workload.budget:
         with pytest.raises(BudgetInfeasible):
-            Guided(events, {key: lead for key in list(before)[::2]})(workload)
+            Guided(events, dict.fromkeys(list(before)[::2], lead))(workload)
 
 
 def test_leads_add_up() -> None:

@@ -323,6 +323,22 @@ def test_whole_steps(accumulate: int) -> None:
     assert tracker.steps
 
 
+@pytest.mark.parametrize("policy", ["flow", QUICK])
+def test_parameters_that_are_streamed(policy: Any) -> None:
+    """`device="cpu"`: the model stays where it is, an arena of its own is filled by planned copies."""
+    model, x = _net()
+    free = memplan.compile(model, x, device="cpu").plan.arena_size
+    compiled = _compiled(model, x, device="cpu", budget=free // 2, policy=policy)
+    _finish(model, compiled, x)
+    assert {c.name for c in compiled.measurements[0].copies} & {name for name, _ in model.named_parameters()}
+
+
+def test_several_devices_are_not_measured() -> None:
+    model, x = _net()
+    with pytest.raises(UnsupportedCall, match="one device"):
+        memplan.compile(model, x, device=["cpu:0", "cpu:1"], budget=0.7, costs="measure")
+
+
 # -- what cannot be --------------------------------------------------------------------------------------
 
 

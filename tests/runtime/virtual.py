@@ -36,7 +36,7 @@ class VirtualCopies:
         self.clock, self.duration, self.said = clock, seconds, said
         self.free = dict.fromkeys(Direction, 0.0)
 
-    def copy(self, direction: Direction, host: torch.Tensor) -> VirtualCopy:
+    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> VirtualCopy:
         """See `Copies`."""
         return VirtualCopy(self, direction)
 
