@@ -17,6 +17,7 @@ import memplan
 from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, UnsupportedCall
 from memplan.evict.events import Events
 from memplan.evict.workload import Workload
+from memplan.graph import StorageKind
 from memplan.runtime import CompiledModule, CompiledStep
 from memplan.runtime.guided import REPLANS, SAMPLES, WARM
 from tests.runtime.budgets import FAST_LINK, QUICK, everything
@@ -330,7 +331,9 @@ def test_parameters_that_are_streamed(policy: Any) -> None:
     free = memplan.compile(model, x, device="cpu").plan.arena_size
     compiled = _compiled(model, x, device="cpu", budget=free // 2, policy=policy)
     _finish(model, compiled, x)
-    assert {c.name for c in compiled.measurements[0].copies} & {name for name, _ in model.named_parameters()}
+    names = {c.name for c in compiled.measurements[0].copies}
+    kinds = {s.kind for s in compiled.plan.graph.storages if s.name in names}
+    assert StorageKind.PARAMETER in kinds
 
 
 def test_several_devices_are_not_measured() -> None:

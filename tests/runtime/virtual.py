@@ -46,6 +46,9 @@ class VirtualCopies:
     def drain(self) -> None:
         """See `Copies`."""
 
+    def settle(self) -> None:
+        """See `Copies`."""
+
     def close(self) -> None:
         """See `Copies`."""
 
