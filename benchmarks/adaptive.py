@@ -1,6 +1,6 @@
 """Measured, then guided steps against unmeasured ones, and policies at several budgets: what steps really take.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.adaptive --models gpt2,vit --rounds 15
+    OMP_NUM_THREADS=1 python -m benchmarks.adaptive --models gpt2,vit --rounds 9
 
 "Device" and "host" are two arenas on the CPU, with a thread of copies per direction. `links`: a slow link is injected
 (each copy sleeps as long as it would take there), and a plan made from the CPU's roofline, which knows nothing of it,
@@ -11,6 +11,7 @@ budget against the step without evictions. Steps run in turns; ratios are median
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -53,7 +54,7 @@ COLUMNS = {
 NOTES = (
     "Forward and backward, one thread of compute, wall time; medians. Ratio: median of per-round ratios to the same"
     " compiled step without a budget. Predicted by the plan from its own costs: the CPU's roofline, or what the first"
-    " steps measured (`measured`). `none`: no evictions. A budget that a policy cannot keep has no row.",
+    " steps measured. `none`: no evictions. A budget that a policy cannot keep has no row.",
 )
 LATENCY = 20e-6  # seconds of each injected copy
 POLICIES = ("genoa", "flow", "auto")
@@ -79,7 +80,12 @@ def table_of(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Ta
         title=f"Measured and guided steps, and policies at several budgets: {options.size} models, CPU",
         columns=COLUMNS,
         rows=rows,
-        settings={"rounds": options.rounds, "threads": 1, "steps measured per plan": WARM + SAMPLES},
+        settings={
+            "rounds": options.rounds,
+            "threads": 1,
+            "steps measured per plan": WARM + SAMPLES,
+            "load average": round(os.getloadavg()[0], 1),
+        },
         notes=NOTES,
     )
 
@@ -209,7 +215,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--links", type=lambda text: text.split(","), default=["1000", "200"], help="MB per second")
     parser.add_argument("--guided-budgets", type=names(shares), default=["60"], help="% of the need, for links")
     parser.add_argument("--budgets", type=names(shares), default=["80", "60", "40"], help="% of the need, for policies")
-    parser.add_argument("--rounds", type=int, default=15, help="samples of each")
+    parser.add_argument("--rounds", type=int, default=9, help="samples of each")
     parser.add_argument("--output", default="adaptive", help="name of the result files")
     parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)
