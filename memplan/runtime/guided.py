@@ -53,11 +53,14 @@ def remembered(policy: str | Policy) -> Remembered:
     return Remembered(decide, policy_name(policy), quick if decide in (auto, recompute) else None)
 
 
-def require_unrecorded(cuda_graph: bool) -> None:
-    """Raise `UnsupportedCall` for what is replayed as a whole: nothing in it can be timed."""
+def require_measurable(*, cuda_graph: bool, dynamic_shapes: Any = None) -> None:
+    """Raise `UnsupportedCall` for what is replayed as a whole, in which nothing can be timed, and for many shapes."""
     if cuda_graph:
         hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
         raise UnsupportedCall("a recorded step is replayed without Python", where="costs='measure'", hint=hint)
+    if dynamic_shapes is not None:
+        hint = "measure one shape, save compiled.measurement.costs, and compile with costs='costs.json'"
+        raise UnsupportedCall("steps of one shape are measured", where="costs='measure'", hint=hint)
 
 
 def room_for(plan: Plan, policy: Remembered | None) -> int:
@@ -65,13 +68,20 @@ def room_for(plan: Plan, policy: Remembered | None) -> int:
     return plan.eviction.budget if policy is not None and policy.events is not None and plan.eviction else 0
 
 
-def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[Plan, Remembered | None]:
-    """A plan within the budget by the costs that are known of the device, and what its policy decided."""
+def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[TracedGraph, Plan, Remembered]:
+    """A plan within the budget by the costs that are known of the device, with the step as it divides it, and what its
+    policy decided.
+    """
     if len(traced.runs_on) > 1:
         what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"
         raise UnsupportedCall(what, where="costs='measure'", hint="pass costs of your own, or one device")
+    options = replace(options, costs=None)
+    if options.divide:  # which tries several ways: the policy is asked about the one that is taken
+        traced, plan = options.settle(traced, None)
+        assert plan.eviction is not None
+        options = replace(options, divide=None, budget=plan.eviction.budget)
     policy = remembered(options.policy)
-    return replace(options, costs=None, policy=policy).plan(traced), policy
+    return *replace(options, policy=policy).settle(traced, None), policy
 
 
 def guide_of(options: PlanOptions, traced: TracedGraph, runner: Runner, policy: Remembered, build: Build) -> Guide:
@@ -80,7 +90,7 @@ def guide_of(options: PlanOptions, traced: TracedGraph, runner: Runner, policy: 
     assert eviction is not None
 
     def plan_with(policy: Policy, costs: CostModel) -> Plan:
-        return replace(options, budget=eviction.budget, policy=policy, costs=costs).plan(traced)
+        return replace(options, budget=eviction.budget, policy=policy, costs=costs, divide=None).plan(traced)
 
     return Guide(runner, policy, plan_with, build)
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError
+from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, arena_for
 from memplan.runtime.duplicate import rebuild, recipe
 from memplan.runtime.graphed import make_recorder
-from memplan.runtime.guided import Guide, guide_of, require_unrecorded, room_for, safe_plan
+from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
 from memplan.runtime.host import prepare_host
 from memplan.runtime.measurement import Measurement
@@ -28,6 +29,11 @@ from memplan.runtime.slots import Structure
 from memplan.trace import trace
 from memplan.trace.traced import TracedGraph
 
+if TYPE_CHECKING:
+    from memplan.runtime.bind import BoundOp
+    from memplan.runtime.shapes import Family
+    from memplan.symbolic import SymbolicPlan
+
 
 class CompiledModule(nn.Module):
     """A model that runs in one planned arena. Made by `memplan.compile`.
@@ -36,10 +42,12 @@ class CompiledModule(nn.Module):
     `state_dict`, `.train()`, `.eval()` and hooks on parameters work on both alike. Calls under
     `torch.no_grad()` and in `eval()` mode run plans of their own, made at the first such call, in the same
     arena. Python attributes (constants, dropout rates) are read when it is compiled. `plan` is the plan that
-    training (or, compiled with `train=False`, every call) runs. `hooks` see what its steps do.
+    training (or, compiled with `train=False`, every call) runs. With `dynamic_shapes` it is the example's, and
+    `symbolic` the one for all shapes. `hooks` see what its steps do.
     """
 
     plan: Plan
+    symbolic: SymbolicPlan | None
     hooks: Hooks
     passive: Passive | None
 
@@ -60,7 +68,7 @@ class CompiledModule(nn.Module):
         self.__dict__["_structure"] = Structure(model)
         measures = options.measures
         if measures:
-            require_unrecorded(options.cuda_graph)
+            require_measurable(cuda_graph=options.cuda_graph, dynamic_shapes=options.dynamic_shapes)
         self.__dict__["_asked"] = options
         self.__dict__["_options"] = replace(options, costs=None) if measures else options
         self.__dict__["_arena"] = None
@@ -69,12 +77,37 @@ class CompiledModule(nn.Module):
         self.__dict__["_measurements"] = []
         self.__dict__["hooks"] = Hooks()
         self.__dict__["_given"] = given
+        self.__dict__["symbolic"] = None
         train = model.training if train is None else train
+        if options.dynamic_shapes is not None:
+            self._compile_shapes(args, kwargs, train)
+            return
         main = self._build_guided(args, kwargs, train) if measures else self._build(args, kwargs, train, given)
         if given is not None and given.eviction is not None:  # other programs keep it too
             self.__dict__["_options"] = replace(options, budget=given.eviction.budget)
         self.__dict__["_selector"] = Selector(self._structure, main, self._build)
         self.__dict__["plan"] = main.plan
+
+    def _compile_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
+        """Compile for every shape that the options allow (`shapes.py`)."""
+        from memplan.runtime.shapes import ShapedSelector
+
+        if self._given is not None:
+            hint = "leave plan= out: the symbolic plan is made when compiling"
+            raise InvalidShapes("a plan is for one shape", where="plan with dynamic_shapes", hint=hint)
+        selector = ShapedSelector(
+            self._structure,
+            args,
+            kwargs,
+            train=train,
+            build=self._build,
+            trace_family=self._trace_family,
+            assemble=self._assemble,
+            bucketing=self._options.bucketing or {},
+            always_try=self._options.guard is not None,
+        )
+        self.__dict__["_selector"] = selector
+        self.__dict__["plan"], self.__dict__["symbolic"] = selector.main.plan, selector.family.plan
 
     # -- calling -----------------------------------------------------------------------------------------
 
@@ -129,22 +162,17 @@ class CompiledModule(nn.Module):
 
     def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
         traced = self._trace(args, kwargs, train)
-        if given is None:
-            plan = self._options.plan(traced, room=0 if self._arena is None else self._arena.nbytes)
-        else:
-            plan = self._options.require_fit(traced, given)
-        return self._runner(traced, plan)
+        traced, plan = self._options.settle(traced, given, room=0 if self._arena is None else self._arena.nbytes)
+        return self._assemble(traced, plan)
 
     def _build_guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Runner:
         """A runner whose first steps are measured, in an arena that has room for every plan within the budget."""
         with torch.inference_mode(False):
-            traced = self._trace(args, kwargs, train)
-            plan, policy = safe_plan(self._options, traced)
-            self.__dict__["_arena"] = arena_for(plan, traced.device, room_for(plan, policy))
-            runner = self._runner(traced, plan)
-            if policy is None or policy.events is None:  # nothing has to be evicted
+            traced, plan, policy = safe_plan(self._options, self._trace(args, kwargs, train))
+            runner = self._assemble(traced, plan, room_for(plan, policy))
+            if policy.events is None:  # nothing has to be evicted
                 return runner
-            guide = guide_of(self._options, traced, runner, policy, partial(self._runner, traced))
+            guide = guide_of(self._options, traced, runner, policy, partial(self._assemble, traced))
             self.__dict__["_guide"] = guide
             self.__dict__["_measurements"] = guide.measurements
             return runner
@@ -168,24 +196,50 @@ class CompiledModule(nn.Module):
         prepare_host(self._original, traced)
         return traced
 
-    def _runner(self, traced: TracedGraph, plan: Plan) -> Runner:
+    def _assemble(
+        self, traced: TracedGraph, plan: Plan, room: int = 0, bound: tuple[BoundOp, ...] | None = None
+    ) -> Runner:
+        """The program of a plan. `room`: bytes that the arena shall have at least; `bound`: as in `Runner`."""
         options = self._options
-        return Runner(
-            self._structure,
-            traced,
-            plan,
-            self._arena_for(plan, traced.device),
-            guard=options.guard,
-            owned=options.gradients == "owned",
-            recorder=make_recorder(traced.device, options.guard) if options.cuda_graph else None,
-            hooks=self.hooks,
-        )
+        with torch.inference_mode(False):
+            return Runner(
+                self._structure,
+                traced,
+                plan,
+                self._arena_for(plan, traced.device, room),
+                guard=options.guard,
+                owned=options.gradients == "owned",
+                recorder=make_recorder(traced.device, options.guard) if options.cuda_graph else None,
+                bound=bound,
+                hooks=self.hooks,
+            )
 
-    def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
-        """The module's arena if the plan fits in it (programs take turns), else one of its own."""
-        if self._arena is None:
-            self.__dict__["_arena"] = arena_for(plan, device)
-        arena: Arena = self._arena
+    def _trace_family(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, fixed: frozenset[str]
+    ) -> Family:
+        """One trace and one plan for all shapes; symbols in `fixed` have the sizes of this call."""
+        from memplan.runtime.shapes import Family
+        from memplan.trace.symbolic import plan_of, trace_symbolic
+
+        require_real(self._original, args, kwargs)
+        options = self._options
+        traced = trace_symbolic(
+            self._original,
+            args,
+            kwargs,
+            dynamic_shapes=options.dynamic_shapes,
+            train=train,
+            in_place=options.in_place,
+            fixed=fixed,
+        )
+        return Family(trace=traced, plan=plan_of(traced, **options.planning(traced.traced.device)))
+
+    def _arena_for(self, plan: Plan, device: torch.device, room: int = 0) -> Arena:
+        """The module's arena if the plan fits in it (programs take turns), else one of its own; with shapes that vary,
+        a larger one takes the place of the module's."""
+        arena: Arena | None = self._arena
+        if arena is None or (self._options.dynamic_shapes is not None and max(plan.arena_size, room) > arena.nbytes):
+            arena = self.__dict__["_arena"] = arena_for(plan, device, room)
         return arena.turned(plan) or arena_for(plan, device)
 
     # -- being the model ---------------------------------------------------------------------------------
@@ -251,6 +305,7 @@ def compile(
     budget: Any = None,
     policy: Any = "auto",
     costs: Any = None,
+    divide: Any = None,
     schedule: Any = "auto",
     solver: Any = "auto",
     layout: str = "auto",
@@ -261,6 +316,8 @@ def compile(
     on_mismatch: str = "error",
     cuda_graph: bool = False,
     device: Any = None,
+    dynamic_shapes: Any = None,
+    bucketing: Mapping[str, int] | None = None,
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
@@ -278,6 +335,11 @@ def compile(
     the budget ("passive"; also where another mode's plan would be over it). `cuda_graph`: record forward and backward
     as two CUDA graphs at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie
     beside the arena).
+    `dynamic_shapes`: which dimensions of the inputs vary and how far, as `torch.export` takes it; then every shape in
+    range runs in one arena, which grows when a shape needs more, and those out of range are a mismatch. `bucketing`:
+    `{"seq": 64}` plans sizes of that dimension for the next multiple of 64, so that the arena grows less often and
+    shapes between share their offsets; nothing is padded, and results are the same.
+    `divide`: as in `memplan.plan`.
 
     `device`: run there ("cuda", "cuda:1"), while the model and all that goes in and comes out stay on the CPU: the
     parameters remain the model's own, and every step copies them, its inputs and its results by planned ops that run
@@ -295,6 +357,7 @@ def compile(
         budget=budget,
         policy=policy,
         costs=costs,
+        divide=divide,
         schedule=schedule,
         solver=solver,
         layout=layout,
@@ -305,5 +368,7 @@ def compile(
         on_mismatch=on_mismatch,
         cuda_graph=cuda_graph,
         device=device_for(device, given),
+        dynamic_shapes=dynamic_shapes,
+        bucketing=bucketing,
     )
     return CompiledModule(model, args, example_kwargs or {}, options=options, train=train, given=given)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedCall
+import torch
+
+from memplan.division import division_of
+from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.guards import GUARDS, redzone_of
@@ -28,6 +31,7 @@ class PlanOptions:
     budget: Any = None
     policy: Any = "auto"
     costs: Any = None
+    divide: Any = None
     schedule: Any = "auto"
     solver: Any = "auto"
     layout: str = "auto"
@@ -38,6 +42,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         require_choice("guard", self.guard, (None, *GUARDS))
+        division_of(self.divide)
 
     @property
     def measures(self) -> bool:
@@ -49,20 +54,25 @@ class PlanOptions:
             raise MemplanError("without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint)
         return True
 
+    def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
+        """The given plan, or one that is made now, and the step as it divides it."""
+        if given is not None:
+            divided = traced.divided(given.division)
+            return replace(divided, again=None), self.require_fit(divided, given)
+        plan = self.plan(traced, room=room)
+        return replace(traced.divided(plan.division), again=None), plan
+
     def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
         """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
-        return plan_traced(
-            traced,
-            budget=self.budget,
-            policy=self.policy,
-            costs=self.costs,
-            schedule=self.schedule,
-            solver=self.solver,
-            layout=self.layout,
-            time_limit=self.time_limit,
-            redzone=redzone_of(self.guard, alignment_of(traced.device)),
-            room=room,
-        )
+        return plan_traced(traced, room=room, divide=self.divide, **self.planning(traced.device))
+
+    def planning(self, device: torch.device) -> dict[str, Any]:
+        """The options of `plan_traced`."""
+        return {
+            **{"budget": self.budget, "policy": self.policy, "costs": self.costs},
+            **{"schedule": self.schedule, "solver": self.solver, "layout": self.layout, "time_limit": self.time_limit},
+            "redzone": redzone_of(self.guard, alignment_of(device)),
+        }
 
     def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:
         """A plan that was made before, or a typed error that says why it cannot run this step."""
@@ -91,6 +101,8 @@ class Options(PlanOptions):
     gradients: str = "safe"
     on_mismatch: str = "error"
     cuda_graph: bool = False
+    dynamic_shapes: Any = None
+    bucketing: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)
@@ -98,6 +110,19 @@ class Options(PlanOptions):
         require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         if self.cuda_graph:
             require_recordable(self.device)
+        if self.dynamic_shapes is None and self.bucketing is not None:
+            hint = "name the dimensions that vary, or leave bucketing out"
+            raise InvalidShapes("no dimension varies", where="bucketing without dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and self.cuda_graph:
+            hint = "record the shapes that matter, each compiled on its own"
+            raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and self.device is not None:
+            hint = "leave out one of them: shapes that vary are planned where the model is"
+            what = "a plan for another device has one shape"
+            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and self.divide:
+            what = "ops are divided for one shape"
+            raise InvalidShapes(what, where="divide with dynamic_shapes", hint="leave out one of them")
 
 
 def require_recordable(device: Any) -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall, UnsupportedGraph
+from memplan.evict.guide import Remembered
 from memplan.plan import Plan
 from memplan.runtime.arena import arena_for_all, dtype_of
 from memplan.runtime.graphed import make_recorder
-from memplan.runtime.guided import Guide, guide_of, require_unrecorded, room_for, safe_plan
+from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
 from memplan.runtime.host import prepare_host
 from memplan.runtime.measurement import Measurement
@@ -172,6 +173,7 @@ def compile_step(
     budget: Any = None,
     policy: Any = "auto",
     costs: Any = None,
+    divide: Any = None,
     schedule: Any = "auto",
     solver: Any = "auto",
     layout: str = "auto",
@@ -218,6 +220,7 @@ def compile_step(
         budget=budget,
         policy=policy,
         costs=costs,
+        divide=divide,
         schedule=schedule,
         solver=solver,
         layout=layout,
@@ -229,7 +232,7 @@ def compile_step(
     require_choice("on_mismatch", on_mismatch, ("error", "passive"))
     measures = options.measures
     if measures:
-        require_unrecorded(cuda_graph)
+        require_measurable(cuda_graph=cuda_graph)
     if cuda_graph:
         require_recordable(options.device)
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
@@ -253,21 +256,23 @@ def compile_step(
     ]
     prepare_host(loss, traced[0], optimizer)
     recorder = make_recorder(traced[0].device, guard) if cuda_graph else None
+    policies: list[Remembered | None] = [None for _ in traced]
     if measures:
-        planned = [safe_plan(options, t) for t in traced]
+        safe = [safe_plan(options, t) for t in traced]
+        steps, policies = [(t, plan) for t, plan, _ in safe], [policy for _, _, policy in safe]
     else:
-        planned = [(options.plan(t) if given is None else options.require_fit(t, given), None) for t in traced]
+        steps = [options.settle(t, given) for t in traced]
     structure = StepStructure(loss, optimizer)
-    room = max(room_for(plan, policy) for plan, policy in planned)
-    arena = arena_for_all([plan for plan, _ in planned], traced[0].device, room)
+    room = max(room_for(plan, policy) for (_, plan), policy in zip(steps, policies, strict=True))
+    arena = arena_for_all([plan for _, plan in steps], traced[0].device, room)
 
     def runner_of(t: TracedGraph, plan: Plan) -> Runner:
         return Runner(structure, t, plan, arena.turned(plan) or arena, guard=guard, recorder=recorder, whole=True)
 
-    runners = [runner_of(t, plan) for t, (plan, _) in zip(traced, planned, strict=True)]
+    runners = [runner_of(t, plan) for t, plan in steps]
     guides = [
         guide_of(options, t, runner, policy, partial(runner_of, t))
-        for t, runner, (_, policy) in zip(traced, runners, planned, strict=True)
+        for (t, _), runner, policy in zip(steps, runners, policies, strict=True)
         if policy is not None and policy.events is not None
     ]
     passive = partial(eager_step, clip_grad_norm=clip_grad_norm) if on_mismatch == "passive" else None
