@@ -37,6 +37,13 @@ class Net(nn.Module):
         return x.square().sum()
 
 
+class Mean(nn.Module):
+    """A loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.long))
+
+
 def _net() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Net(), torch.randn(64, 16)
@@ -336,6 +343,16 @@ def test_parameters_that_are_streamed(policy: Any) -> None:
     assert StorageKind.PARAMETER in kinds
 
 
+def test_a_step_that_is_divided_stays_divided() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 400), Mean())
+    x = torch.randn(64, 16)
+    compiled = _compiled(model, x, budget="min", policy=QUICK, divide=4)
+    assert compiled.plan.division is not None
+    _finish(model, compiled, x)
+    assert all(m.plan.division == compiled.plan.division for m in compiled.measurements)
+    assert copy.deepcopy(compiled).plan.fingerprint == compiled.plan.fingerprint
+
+
 def test_several_devices_are_not_measured() -> None:
     model, x = _net()
     with pytest.raises(UnsupportedCall, match="one device"):
@@ -358,6 +375,9 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         memplan.compile(model, x, budget=0.7, costs="measure", cuda_graph=True)
     with pytest.raises(UnsupportedCall, match="recorded"):
         memplan.compile_step(model, optimizer, lambda loss: loss, x, budget=0.7, costs="measure", cuda_graph=True)
+    batch = {"x": {0: torch.export.Dim("batch", max=128)}}
+    with pytest.raises(UnsupportedCall, match="one shape"):
+        memplan.compile(model, x, budget=0.7, costs="measure", dynamic_shapes=batch)
     with pytest.raises(MemplanError, match="no cost model") as caught:
         memplan.plan(model, x, budget=0.7, costs="measure")
     assert "first steps" in str(caught.value)
