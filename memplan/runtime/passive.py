@@ -30,8 +30,8 @@ _VIEWS = ("TBackward", "ViewBackward", "TransposeBackward", "PermuteBackward", "
 
 def passive_for(reason: MemplanError, plan: Plan, device: torch.device) -> Passive | None:
     """How a call runs for which there is no plan, because of `reason`: within the budget of `plan`, if it has one."""
-    kept = plan.eviction is not None and not plan.eviction.device  # else the model itself is on the host
-    budget = plan.eviction.budget if plan.eviction is not None and kept else None
+    eviction = plan.eviction  # one for another device says nothing of the host, where the model is
+    budget = None if eviction is None or eviction.device else eviction.budget
     how = "eagerly" if budget is None else f"eagerly within {format_bytes(budget)}"
     where = f"{reason.where}: " if reason.where else ""
     _log.warning("%s: a call runs %s, without a plan: %s%s", plan.model, how, where, reason.what)
