@@ -19,7 +19,8 @@ from memplan.trace import alignment_of, plan_traced
 from memplan.trace.follow import require_planned
 from memplan.trace.traced import TracedGraph
 
-ON_MISMATCH = ("error", "eager", "replan")
+ON_MISMATCH = ("error", "eager", "replan", "passive")
+MEASURE = "measure"  # as `costs`
 GRADIENTS = ("safe", "owned")
 
 
@@ -40,8 +41,18 @@ class PlanOptions:
     device: Any = None
 
     def __post_init__(self) -> None:
-        _check_choice("guard", self.guard, (None, *GUARDS))
+        require_choice("guard", self.guard, (None, *GUARDS))
         division_of(self.divide)
+
+    @property
+    def measures(self) -> bool:
+        """Whether the first steps are to be measured. Raises `MemplanError` where nothing could come of that."""
+        if not (isinstance(self.costs, str) and self.costs == MEASURE):
+            return False
+        if self.budget is None:
+            hint = "give a budget (and no plan), or leave costs out"
+            raise MemplanError("without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint)
+        return True
 
     def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
         """The given plan, or one that is made now, and the step as it divides it."""
@@ -95,8 +106,8 @@ class Options(PlanOptions):
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)
-        _check_choice("gradients", self.gradients, GRADIENTS)
-        _check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        require_choice("gradients", self.gradients, GRADIENTS)
+        require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         if self.cuda_graph:
             require_recordable(self.device)
         if self.dynamic_shapes is None and self.bucketing is not None:
@@ -138,6 +149,7 @@ def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan 
     return load(plan) if isinstance(plan, (str, os.PathLike)) else plan
 
 
-def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise `MemplanError` for a value that is none of them."""
     if value not in choices:
         raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")
