@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,9 +100,9 @@ def measure(name: str, count: int) -> dict[str, Cell]:
     chosen = spread(plan, count)
     for values in chosen:
         inputs = inputs_at(model, start, shapes, values)
-        again, concrete = once(lambda inputs=inputs: _anew(model, inputs))
+        again, concrete = once(partial(_anew, model, inputs))
         plan.__dict__.pop("_resolved", None)
-        waited, resolved = once(lambda values=values: plan.resolve(values))
+        waited, resolved = once(partial(plan.resolve, values))
         replans += resolved.schedule.order != plan.plan.schedule.order or resolved.solution.solver != "symbolic"
         ratios.append(resolved.arena_size / concrete.arena_size)
         anew_seconds.append(again)
@@ -168,8 +169,8 @@ def main() -> None:
         rows=rows,
         settings={"threads": 1, "batch": "2..64", "length": f"3..{LONGEST}"},
         notes=[
-            "`place` gives offsets for values (warm, median of 200). `resolve` does that, builds the plan for these values",
-            "and has it checked by the independent validator; it is called once for a shape, then the plan is kept.",
+            "`place` gives offsets for values (warm, median of 200). `resolve` does that, builds the plan for these",
+            "values and has it checked by the independent validator; that is done once for a shape.",
         ],
     )
     print(write(table))

@@ -130,6 +130,7 @@ def plan(
     solver: str | Solver = "auto",
     layout: str = "auto",
     time_limit: float | None = None,
+    device: Any = None,
     dynamic_shapes: None = None,
 ) -> Plan: ...
 
@@ -148,6 +149,7 @@ def plan(
     solver: str | Solver = "auto",
     layout: str = "auto",
     time_limit: float | None = None,
+    device: Any = None,
     dynamic_shapes: Any,
 ) -> SymbolicPlan: ...
 
@@ -165,6 +167,7 @@ def plan(
     solver: str | Solver = "auto",
     layout: str = "auto",
     time_limit: float | None = None,
+    device: Any = None,
     dynamic_shapes: Any = None,
 ) -> Plan | SymbolicPlan:
     """Plan one step of `model` from fake tensors: what it needs, to the byte, without computing anything.
@@ -178,16 +181,17 @@ def plan(
     of your own, see `memplan.evict.workload.Policy`). `schedule`: which order of the ops to plan, by the name of its
     policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own. `layout`: "tstack" places
     what is released later lower, so that a release leaves one hole at the top (the ext-tstack note's diagram, drawn by
-    `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. `dynamic_shapes`:
-    which dimensions of the inputs vary, as `torch.export` takes it; the result is a `SymbolicPlan`, for every shape in
-    range. Raises `UnsupportedGraph` when the model cannot be traced as one graph, and `BudgetInfeasible`, with the
-    smallest budget that can be kept, when `budget` cannot.
+    `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. `device`: plan to run
+    there while the model and its caller stay on the CPU, as `memplan.compile` does. `dynamic_shapes`: which dimensions
+    of the inputs vary, as `torch.export` takes it; the result is a `SymbolicPlan`, for every shape in range. Raises
+    `UnsupportedGraph` when the model cannot be traced as one graph, `UnsupportedDevice`, `InvalidShapes`, and
+    `BudgetInfeasible`, with the smallest budget that can be kept, when `budget` cannot.
     """
     from memplan import trace
 
     options: dict[str, Any] = {
         **{"train": train, "budget": budget, "policy": policy, "costs": costs},
-        **{"schedule": schedule, "solver": solver, "layout": layout, "time_limit": time_limit},
+        **{"schedule": schedule, "solver": solver, "layout": layout, "time_limit": time_limit, "device": device},
     }
     if dynamic_shapes is not None:
         from memplan.trace.symbolic import plan_symbolic

@@ -194,6 +194,9 @@ class Backend:
         if self._options.budget is not None:
             hint = "memplan.compile(model, inputs, budget=...) takes one"
             raise MemplanError("graphs of torch.compile keep no budget yet", where="budget", hint=hint)
+        if self._options.device is not None:
+            hint = "memplan.compile(model, inputs, device=...) takes one"
+            raise MemplanError("graphs of torch.compile run where they are", where="device", hint=hint)
         self._conductors = Conductors()
         self._graphs: list[weakref.ref[PlannedGraph]] = []
 

@@ -74,6 +74,10 @@ class UnsupportedGraph(MemplanError, ValueError):
         super().__init__(reason, where=node, hint=hint)
 
 
+class UnsupportedDevice(MemplanError, ValueError):
+    """A device that is not there, or on which the model cannot run this way."""
+
+
 class InputMismatch(MemplanError, ValueError):
     """A call whose inputs, parameters or mode differ from those that the plan was made for."""
 

@@ -82,7 +82,7 @@ def _come_early(workload: Workload, events: Sequence[Event], figures: Measured |
     live = figures.live.tolist()
     targets = _targets(workload, events)
     gone: dict[int, int] = {}  # storage -> the event that gave its bytes up
-    earliest = 0
+    earliest, border = 0, workload.border(tuple(events)) if workload.late else 0
     placed: dict[int, list[int]] = {}
     clock = _clock(workload, events)
     for position, (kind, s) in enumerate(events):
@@ -91,7 +91,7 @@ def _come_early(workload: Workload, events: Sequence[Event], figures: Measured |
         if kind is not Kind.RELOAD:
             continue
         size, at = workload.size[s], position
-        lowest = max(earliest, gone.get(s, -1) + 1)
+        lowest = max(earliest, gone.get(s, -1) + 1, border if s in workload.late else 0)
         while at > lowest and clock[at] > targets[position]:
             step = steps[at - 1]
             if events[at - 1].kind is not Kind.DROP:

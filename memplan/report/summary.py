@@ -70,7 +70,9 @@ class Functional:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """How a budget is kept: bytes that are computed again and that are copied to the host and back in a step (as
-    often as they are), the arena on the host, and the predicted seconds by the costs of `costs`.
+    often as they are), the arena on the host, and the predicted seconds by the costs of `costs`. `device`: where the
+    step runs whose model and caller are on the host, from where everything of theirs is copied; "" when they are at one
+    place.
     """
 
     budget: int
@@ -85,6 +87,7 @@ class Kept:
     base_seconds: float
     stall: float
     overhead: float
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +196,7 @@ def _kept(plan: Plan) -> Kept | None:
         base_seconds=plan.eviction.base_seconds,
         stall=plan.eviction.stall,
         overhead=plan.eviction.overhead,
+        device=plan.eviction.device,
     )
 
 

@@ -27,6 +27,7 @@ class Direction(enum.Enum):
 
     TO_HOST = "to host"
     TO_DEVICE = "to device"
+    ACROSS = "to another device"
 
 
 class Copy(Protocol):
@@ -44,11 +45,15 @@ class Copy(Protocol):
 class Copies(Protocol):
     """All copies of an arena."""
 
-    def copy(self, direction: Direction, host: torch.Tensor) -> Copy:
-        """A new planned copy. Until it is done, it keeps `host` alive, the memory that holds its bytes there."""
+    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> Copy:
+        """A new planned copy, into or out of `device` (None: the arena's). Until it is done, it keeps `host` alive, the
+        memory that holds its bytes there."""
 
     def drain(self) -> None:
         """Return when no copy is under way; a copy that is waited for later is done."""
+
+    def settle(self) -> None:
+        """Return when every copy that an op has waited for is done for the host too."""
 
     def close(self) -> None:
         """Drain, and give back what copies need."""
@@ -73,7 +78,7 @@ class ThreadCopies:
         for lane in self._lanes.values():
             lane.before = action
 
-    def copy(self, direction: Direction, host: torch.Tensor) -> ThreadCopy:
+    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> ThreadCopy:
         """A new planned copy."""
         return ThreadCopy(self._lanes[direction], host)
 
@@ -81,6 +86,9 @@ class ThreadCopies:
         """Return when no copy is under way."""
         for lane in self._lanes.values():
             lane.drain()
+
+    def settle(self) -> None:
+        """Nothing is left to do: what a wait says is so."""
 
     def close(self) -> None:
         """Drain, and end the threads; a later copy starts them again."""
@@ -189,18 +197,19 @@ def _serve(queue: SimpleQueue[tuple[ThreadCopy | None, Action]]) -> None:
 
 
 class StreamCopies:
-    """Copies by a stream per direction, to and from pinned memory."""
+    """Copies by a stream per direction and device, to and from pinned memory, and from device to device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pending: set[StreamCopy] = set()
-        self._streams: dict[Direction, torch.cuda.Stream] = {}
+        self._streams: dict[tuple[Direction, torch.device], torch.cuda.Stream] = {}
 
-    def copy(self, direction: Direction, host: torch.Tensor) -> StreamCopy:
+    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> StreamCopy:
         """A new planned copy. Pinned memory that is given up is kept by torch's allocator until its copies end."""
-        if direction not in self._streams:
-            self._streams[direction] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        return StreamCopy(self, self._streams[direction])
+        device = device or self.device
+        if (direction, device) not in self._streams:
+            self._streams[direction, device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return StreamCopy(self, self._streams[direction, device])
 
     def drain(self) -> None:
         """Wait, on the host, for copies that no op has waited for."""
@@ -208,6 +217,11 @@ class StreamCopies:
             for stream in self._streams.values():
                 stream.synchronize()
             self.pending.clear()
+
+    def settle(self) -> None:
+        """Wait, on the host, for all copies: the caller may read what came, and change what went."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
     def close(self) -> None:
         """Drain."""
@@ -217,18 +231,20 @@ class StreamCopies:
 class StreamCopy:
     """See `Copy`. It is the computing stream that waits, not the host: `stalled` stays 0."""
 
-    __slots__ = ("_done", "_owner", "_ready", "_stream", "stalled")
+    __slots__ = ("_devices", "_done", "_owner", "_stream", "stalled")
 
     def __init__(self, owner: StreamCopies, stream: torch.cuda.Stream) -> None:
         self._owner = owner
         self._stream = stream
-        self._ready, self._done = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        self._devices: tuple[torch.device, ...] = ()
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.stalled = 0.0
 
     def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """After the producer of the source, and after the last user of what the destination's bytes held."""
-        self._ready.record(torch.cuda.current_stream(self._owner.device))
-        self._stream.wait_event(self._ready)
+        self._devices = tuple({t.device for t in (destination, source) if t.is_cuda})
+        for device in self._devices:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._owner.pending.add(self)
         with torch.cuda.stream(self._stream):
             destination.copy_(source, non_blocking=True)
@@ -236,5 +252,6 @@ class StreamCopy:
 
     def wait(self) -> None:
         """Whatever is launched from now on runs after the copy."""
-        torch.cuda.current_stream(self._owner.device).wait_event(self._done)
+        for device in self._devices:
+            torch.cuda.current_stream(device).wait_event(self._done)
         self._owner.pending.discard(self)

@@ -17,7 +17,8 @@ from memplan.runtime.arena import Arena, arena_for
 from memplan.runtime.duplicate import rebuild, recipe
 from memplan.runtime.graphed import make_recorder
 from memplan.runtime.hooks import Hooks
-from memplan.runtime.options import Options, given_plan
+from memplan.runtime.host import prepare_host
+from memplan.runtime.options import Options, device_for, given_plan
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
 from memplan.runtime.slots import Structure
@@ -128,7 +129,8 @@ class CompiledModule(nn.Module):
     def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
         require_real(self._original, args, kwargs)
         options = self._options
-        traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place)
+        traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place, device=options.device)
+        prepare_host(self._original, traced)
         if given is None:
             plan = options.plan(traced, room=0 if self._arena is None else self._arena.nbytes)
         else:
@@ -179,7 +181,7 @@ class CompiledModule(nn.Module):
         arena: Arena | None = self._arena
         if arena is None or (self._options.dynamic_shapes is not None and max(plan.arena_size, room) > arena.nbytes):
             arena = self.__dict__["_arena"] = arena_for(plan, device, room)
-        return arena if plan.arena_size <= arena.nbytes else arena_for(plan, device)
+        return arena.turned(plan) or arena_for(plan, device)
 
     # -- being the model ---------------------------------------------------------------------------------
 
@@ -248,6 +250,7 @@ def compile(
     guard: str | None = None,
     on_mismatch: str = "error",
     cuda_graph: bool = False,
+    device: Any = None,
     dynamic_shapes: Any = None,
     bucketing: Mapping[str, int] | None = None,
 ) -> CompiledModule:
@@ -269,10 +272,18 @@ def compile(
     `{"seq": 64}` plans sizes of that dimension for the next multiple of 64, so that the arena grows less often and
     shapes between share their offsets; nothing is padded, and results are the same.
 
+    `device`: run there ("cuda", "cuda:1"), while the model and all that goes in and comes out stay on the CPU: the
+    parameters remain the model's own, and every step copies them, its inputs and its results by planned ops that run
+    beside its kernels. Then the arena holds all of it, and so `budget` counts all of it: parameters that do not fit are
+    loaded when they are needed, gradients leave when they are made. "cpu" stands in for a device: an arena of its own
+    in the CPU's memory, filled by the same plan and the same copies.
+
     Raises `UnsupportedGraph` before anything is allocated when the model cannot be traced as one graph,
-    `PlanMismatch` when `plan` was made for another graph, and what `memplan.load` raises.
+    `PlanMismatch` when `plan` was made for another graph or device, `UnsupportedDevice` for a device that is not there
+    or a model that is on one already, and what `memplan.load` raises.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    given = given_plan(plan, budget)
     options = Options(
         budget=budget,
         policy=policy,
@@ -286,9 +297,8 @@ def compile(
         guard=guard,
         on_mismatch=on_mismatch,
         cuda_graph=cuda_graph,
+        device=device_for(device, given),
         dynamic_shapes=dynamic_shapes,
         bucketing=bucketing,
     )
-    return CompiledModule(
-        model, args, example_kwargs or {}, options=options, train=train, given=given_plan(plan, budget)
-    )
+    return CompiledModule(model, args, example_kwargs or {}, options=options, train=train, given=given)

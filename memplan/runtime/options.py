@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch
+from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.schedule.legal import require_legal
 from memplan.trace import alignment_of, plan_traced
+from memplan.trace.dims import require_one_device
 from memplan.trace.follow import require_planned
 from memplan.trace.traced import TracedGraph
 
@@ -35,6 +36,7 @@ class PlanOptions:
     time_limit: float | None = None
     in_place: bool = True
     guard: str | None = None
+    device: Any = None
 
     def __post_init__(self) -> None:
         _check_choice("guard", self.guard, (None, *GUARDS))
@@ -53,6 +55,12 @@ class PlanOptions:
 
     def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:
         """A plan that was made before, or a typed error that says why it cannot run this step."""
+        planned = "" if given.eviction is None else given.eviction.device
+        if planned != ", ".join(traced.runs_on):
+            what = (
+                f"the given plan runs on {planned or 'the device of the model'}, device={self.device!r} was asked for"
+            )
+            raise PlanMismatch(what, where="device", hint="leave out device=, or make the plan anew for it")
         require_planned(traced, given)
         require_legal(given.graph, given.schedule.order)
         needed = alignment_of(traced.device)
@@ -85,6 +93,24 @@ class Options(PlanOptions):
         if self.dynamic_shapes is not None and self.cuda_graph:
             hint = "record the shapes that matter, each compiled on its own"
             raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None:
+            require_one_device(self.device)
+        if self.cuda_graph:
+            require_recordable(self.device)
+
+
+def require_recordable(device: Any) -> None:
+    """Raise `UnsupportedCall` for a step that copies from memory which a recorded graph could not follow."""
+    if device is not None:
+        what = "a recorded step cannot follow parameters and inputs on the host"
+        raise UnsupportedCall(what, where=f"device={device!r}", hint="leave out cuda_graph=True")
+
+
+def device_for(device: Any, given: Plan | None) -> Any:
+    """Where the user wants the step to run, or where the given plan does."""
+    if device is None and given is not None and given.eviction is not None:
+        return given.eviction.device.split(", ") if given.eviction.device else None
+    return device
 
 
 def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan | None:

@@ -14,8 +14,9 @@ from memplan.runtime.arena import Arena, Memory, view_of, view_within
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
 from memplan.runtime.copies import Copy
-from memplan.runtime.guards import Guards
-from memplan.runtime.hooks import Hook, observing
+from memplan.runtime.guards import Guards, Hook
+from memplan.runtime.hooks import Hook as EventHook
+from memplan.runtime.hooks import observing
 from memplan.runtime.transfers import bind_transfers
 from memplan.runtime.trial import run_trial
 from memplan.trace.traced import Binding, Source, TracedGraph
@@ -31,6 +32,7 @@ class Program:
     `inputs` are the bindings (indices) that `forward` takes. `saved` are the values that must be kept for
     `backward`: inputs, and outputs (`saved_outputs` says which); what lives in the arena needs no keeping.
     `used_in_backward` are the bindings whose bytes the backward reads. `host` holds what is away from the arena.
+    `last` is called at the end of forward and backward.
     """
 
     traced: TracedGraph
@@ -48,8 +50,9 @@ class Program:
     saved: tuple[int, ...]
     saved_outputs: tuple[bool, ...]
     used_in_backward: frozenset[int]
+    last: Hook | None
 
-    def observed(self, emit: Hook) -> Functions:
+    def observed(self, emit: EventHook) -> Functions:
         """Forward and backward once more, over the same addresses, telling `emit` of every event (`hooks.py`)."""
         return _functions(
             self.traced,
@@ -59,6 +62,7 @@ class Program:
             order=self.plan.schedule.order,
             saved=self.saved,
             guards=observing(self.guards, self.plan, emit),
+            last=self.last,
             prefix="observed_",
         )
 
@@ -104,7 +108,10 @@ def build_program(
     gradient_bases = {layout.base_of.get(graph.values[v].storage, -1) for v in graph.gradients}
     fresh_bases = {layout.base_of[graph.values[v].storage] for v in traced.results.fresh}
     saved = tuple(sorted((touched_late | gradient_bases) & (dynamic_bases | fresh_bases)))
-    forward, backward = _functions(traced, layout, namespace, bound=bound, order=order, saved=saved, guards=guards)
+    last = arena.copies.settle if traced.runs_on else None  # what the caller gets has been copied
+    forward, backward = _functions(
+        traced, layout, namespace, bound=bound, order=order, saved=saved, guards=guards, last=last
+    )
     return Program(
         traced=traced,
         plan=plan,
@@ -121,6 +128,7 @@ def build_program(
         saved=saved,
         saved_outputs=tuple(graph.values[v].storage in layout.fresh_storages for v in saved),
         used_in_backward=_read_late(traced, order[split:]),
+        last=last,
     )
 
 
@@ -133,6 +141,7 @@ def _functions(
     order: Sequence[int],
     saved: Sequence[int],
     guards: Guards,
+    last: Hook | None,
     prefix: str = "",
 ) -> Functions:
     """The generated forward, and the backward of a step that has one."""
@@ -140,12 +149,12 @@ def _functions(
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
     steps = list(enumerate(order))
     forward = FunctionWriter(f"{prefix}forward", layout, namespace, [b.value for b in traced.bound(Source.INPUT)])
-    _write(forward, bound, steps[:split], guards)
+    _write(forward, bound, steps[:split], guards, last)
     backward = None
     if traced.training:
         tangents = [b.value for b in traced.bound(Source.TANGENT)]
         writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents])
-        _write(writer, bound, steps[split:], guards)
+        _write(writer, bound, steps[split:], guards, last)
         backward = writer.finish([graph.gradients])
     return forward.finish([traced.results.fresh, saved]), backward
 
@@ -217,13 +226,21 @@ def _over(tensor: torch.Tensor, traced: TracedGraph, binding: Binding, index: in
     return view_within(traced.graph.values[binding.value], traced.graph.values[index], tensor)
 
 
-def _write(writer: FunctionWriter, bound: Sequence[BoundOp], steps: Iterable[tuple[int, int]], guards: Guards) -> None:
+def _write(
+    writer: FunctionWriter,
+    bound: Sequence[BoundOp],
+    steps: Iterable[tuple[int, int]],
+    guards: Guards,
+    last: Hook | None,
+) -> None:
     for step, op in steps:
         for hook in guards.before(step):
             writer.hook(hook)
         writer.op(bound[op])
         for hook in guards.after(step):
             writer.hook(hook)
+    if last is not None:
+        writer.hook(last)
 
 
 def _read_late(traced: TracedGraph, late: Sequence[int]) -> frozenset[int]:

@@ -222,7 +222,8 @@ class Runner:
         for i, v in self._tangents:
             grad = grads[i]
             if grad is None or grad.stride() != v.strides:
-                laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=self.traced.device)
+                device = torch.device(self.traced.graph.storages[v.storage].device)
+                laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=device)
                 grad = laid_out.zero_() if grad is None else laid_out.copy_(grad)
             made.append(grad)
         return made

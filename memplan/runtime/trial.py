@@ -112,7 +112,8 @@ def fill_dynamic(
             owner[value.storage] = tensors[i].untyped_storage()
             base[value.storage] = value, int(tensors[i].storage_offset())
         elif b.source is Source.TANGENT:
-            ones = torch.empty_strided(value.shape, value.strides, dtype=dtype_of(value), device=traced.device)
+            device = torch.device(graph.storages[value.storage].device)
+            ones = torch.empty_strided(value.shape, value.strides, dtype=dtype_of(value), device=device)
             owner[value.storage] = ones.fill_(1).untyped_storage()
     for storage in layout.fresh_storages:
         s = graph.storages[storage]

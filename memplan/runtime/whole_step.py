@@ -12,10 +12,11 @@ from torch import nn
 
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.plan import Plan
-from memplan.runtime.arena import arena_for, dtype_of
+from memplan.runtime.arena import arena_for_all, dtype_of
 from memplan.runtime.graphed import make_recorder
 from memplan.runtime.hooks import Hooks
-from memplan.runtime.options import PlanOptions, given_plan
+from memplan.runtime.host import prepare_host
+from memplan.runtime.options import PlanOptions, device_for, given_plan, require_recordable
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import StepStructure
 from memplan.trace import trace_step
@@ -64,7 +65,8 @@ class CompiledStep:
         self._updating = updating
         self._modes = structure.modes()
         loss = updating.traced.graph.values[updating.traced.results.fresh[0]]
-        self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=updating.traced.device)
+        home = torch.device(updating.traced.graph.storages[loss.storage].device)
+        self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=home)
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Run a step. Raises `InputMismatch` rather than be silently wrong."""
@@ -111,6 +113,7 @@ def compile_step(
     in_place: bool = True,
     guard: str | None = None,
     cuda_graph: bool = False,
+    device: Any = None,
 ) -> CompiledStep:
     """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
 
@@ -129,7 +132,8 @@ def compile_step(
     anew.
 
     `plan`: a saved plan (or its path) of this very step to run instead of making one, without `accumulate`. The other
-    options are those of `memplan.compile`.
+    options are those of `memplan.compile`; with `device` the optimizer's state stays on the CPU too, and parameters and
+    state are updated on the device and written back in each step.
 
     Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `PlanMismatch` when
     `plan` was made for another step.
@@ -150,7 +154,10 @@ def compile_step(
         time_limit=time_limit,
         in_place=in_place,
         guard=guard,
+        device=device_for(device, given),
     )
+    if cuda_graph:
+        require_recordable(options.device)
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss = Loss(model, loss_fn)
     if loss.with_targets and len(batch) != 2:
@@ -166,15 +173,17 @@ def compile_step(
             accumulate=kind,
             rates_in_memory=cuda_graph,
             in_place=in_place,
+            device=options.device,
         )
         for kind in kinds
     ]
+    prepare_host(loss, traced[0], optimizer)
     recorder = make_recorder(traced[0].device, guard) if cuda_graph else None
     plans = [options.plan(t) if given is None else options.require_fit(t, given) for t in traced]
     structure = StepStructure(loss, optimizer)
-    arena = arena_for(max(plans, key=lambda plan: plan.arena_size), traced[0].device)  # they take turns
+    arena = arena_for_all(plans, traced[0].device)
     runners = [
-        Runner(structure, t, plan, arena, guard=guard, recorder=recorder, whole=True)
+        Runner(structure, t, plan, arena.turned(plan) or arena, guard=guard, recorder=recorder, whole=True)
         for t, plan in zip(traced, plans, strict=True)
     ]
     return CompiledStep(structure, runners[0] if accumulate > 1 else None, runners[-1], accumulate)

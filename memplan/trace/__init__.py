@@ -23,6 +23,7 @@ from memplan.schedule import order as order_of
 from memplan.solve import Solver
 from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
+from memplan.trace.hosted import Target, hosted, require_at_home, target_of
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.traced import TracedGraph
@@ -56,14 +57,25 @@ def trace(
     *,
     train: bool | None = None,
     in_place: bool = True,
+    device: Any = None,
 ) -> TracedGraph:
     """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`.
 
-    `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`).
+    `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`). `device`: where the step runs while
+    the model and the caller stay on the CPU (see `hosted.py`); raises `UnsupportedDevice`.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
-    traced = trace_captured(capture(model, args, example_kwargs or {}, train=train), type(model).__name__)
+    target = None if device is None else target_of(device)
+    if target is not None:
+        require_at_home(model, (args, example_kwargs))
+    place = None if target is None else target.device
+    captured = capture(model, args, example_kwargs or {}, train=train, device=place)
+    return _finished(trace_captured(captured, type(model).__name__), target, in_place=in_place)
+
+
+def _finished(traced: TracedGraph, target: Target | None, *, in_place: bool) -> TracedGraph:
+    traced = traced if target is None else hosted(traced, target)
     return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
 
 
@@ -76,14 +88,20 @@ def trace_step(
     accumulate: Accumulate | None = None,
     rates_in_memory: bool = False,
     in_place: bool = True,
+    device: Any = None,
 ) -> TracedGraph:
     """Trace forward, backward and the optimizer's update of a model that returns its loss.
 
     `accumulate`: what the step does with its gradients when one update takes those of several steps. Creates
-    the optimizer's state where it has none yet. `rates_in_memory`: see `append_updates`. Raises `UnsupportedGraph`.
+    the optimizer's state where it has none yet. `rates_in_memory`: see `append_updates`. `device`: as in `trace`.
+    Raises `UnsupportedGraph`.
     """
     require_supported(optimizer)
-    captured = capture(model, example_inputs, {}, train=True)
+    target = None if device is None else target_of(device)
+    if target is not None:
+        require_at_home(model, example_inputs)
+    place = None if target is None else target.device
+    captured = capture(model, example_inputs, {}, train=True, device=place)
     ensure_state(optimizer)
 
     def update(graph: fx.Graph) -> None:
@@ -94,16 +112,16 @@ def trace_step(
             clip_grad_norm=clip_grad_norm,
             accumulate=accumulate,
             rates_in_memory=rates_in_memory,
+            device=place,
         )
 
-    traced = trace_captured(captured, type(model).__name__, update)
-    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
+    return _finished(trace_captured(captured, type(model).__name__, update), target, in_place=in_place)
 
 
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:
     """Trace a graph that dynamo has made of a part of a model, wrapped as a module that keeps its parameters."""
-    traced = trace_captured(capture(module, inputs, {}, train=train, by_dynamo=True), type(module).__name__)
-    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
+    captured = capture(module, inputs, {}, train=train, by_dynamo=True)
+    return _finished(trace_captured(captured, type(module).__name__), None, in_place=in_place)
 
 
 def trace_captured(captured: Captured, model: str, finish: Callable[[fx.Graph], None] = own_the_results) -> TracedGraph:
@@ -129,10 +147,11 @@ def plan(
     solver: str | Solver = "auto",
     layout: str = "auto",
     time_limit: float | None = None,
+    device: Any = None,
 ) -> Plan:
     """`memplan.plan`."""
     return plan_traced(
-        trace(model, example_inputs, example_kwargs, train=train),
+        trace(model, example_inputs, example_kwargs, train=train, device=device),
         schedule=schedule,
         solver=solver,
         layout=layout,
@@ -162,10 +181,16 @@ def plan_traced(
     `memplan.plan`.
     """
     make = make_plan
-    if budget is not None:
+    if len(traced.runs_on) > 1:
+        from memplan.several import plan_several
+
+        prices = costs or device_costs(traced.device)
+        make = partial(plan_several, budget, costs=prices, policy=policy, devices=traced.runs_on)
+    elif budget is not None or traced.runs_on:
         from memplan.budget import plan_within  # with the search and its compiler
 
-        make = partial(plan_within, budget, costs=costs or device_costs(traced.device), policy=policy, room=room)
+        prices = costs or device_costs(traced.device)
+        make = partial(plan_within, budget, costs=prices, policy=policy, room=room, device="".join(traced.runs_on))
     elif policy != "auto" or costs is not None:
         from memplan.budget import require_known  # a misspelt name is an error, needed or not
 

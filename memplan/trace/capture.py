@@ -45,24 +45,34 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool, by_dynamo: bool = False
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    train: bool,
+    by_dynamo: bool = False,
+    device: torch.device | None = None,
 ) -> Captured:
     """Trace `model(*args, **kwargs)`, with its backward when `train`. Raises `UnsupportedGraph`.
 
     The model may hold real, fake or meta parameters; meta ones are traced as if they were on the CPU.
-    `by_dynamo`: the model is one of dynamo's own graphs, which is read as it is and may have no backward.
+    `by_dynamo`: the model is one of dynamo's own graphs, which is read as it is and may have no backward. `device`:
+    trace as if the model and its inputs were there.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedGraph(type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs")
     refuse_backward_hooks(model)
     flat, in_spec = pytree.tree_flatten((args, kwargs))
-    if _any_meta(model, flat):
-        model, flat = _off_meta(model, flat)
+    inputs = flat
+    if device is not None or _any_meta(model, flat):
+        # Meta kernels would trace another attention than the CPU's.
+        model, flat = faked(model, flat, device="cpu" if device is None else str(device))
         args, kwargs = pytree.tree_unflatten(flat, in_spec)
+        inputs = flat if device is None else inputs
     with contextlib.ExitStack() as stack:
         prepare(stack, model, train=train)
         joint = _capture_joint(stack, model, args, kwargs, (_as_it_is,) if by_dynamo else (dynamo, _export))
-    return captured(model, joint, in_spec, flat, train=train and not by_dynamo)
+    return captured(model, joint, in_spec, inputs, train=train and not by_dynamo)
 
 
 def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> None:
@@ -76,7 +86,7 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
     stack.enter_context(torch.backends.mkldnn.flags(enabled=not recurrent))
 
 
-def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, flat: Sequence[Any], *, train: bool) -> Captured:
+def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Sequence[Any], *, train: bool) -> Captured:
     """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
     graph_module, out_spec = joint.graph_module, joint.out_spec
     leaves = joint._aot_state.fw_metadata.output_info
@@ -91,7 +101,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, flat: Seque
         graph_module=graph_module,
         in_spec=in_spec,
         out_spec=out_spec,
-        inputs=tuple(flat),
+        inputs=tuple(inputs),
         differentiable=tuple(leaf.requires_grad for leaf in leaves),
         alias_of=tuple(leaf.base_idx if leaf.output_type.name in _OF_INPUT else None for leaf in leaves),
         training=has_backward,
@@ -208,11 +218,6 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
 def _any_meta(model: nn.Module, flat: list[Any]) -> bool:
     tensors = (*model.parameters(), *model.buffers(), *(x for x in flat if isinstance(x, torch.Tensor)))
     return any(t.device.type == "meta" for t in tensors)
-
-
-def _off_meta(model: nn.Module, flat: list[Any]) -> tuple[nn.Module, list[Any]]:
-    """A structural copy of `model` on fake CPU tensors: meta kernels would trace another attention than the CPU's."""
-    return faked(model, flat, device="cpu")
 
 
 def _is_tangent(node: fx.Node) -> bool:

@@ -133,6 +133,8 @@ class TracedGraph:
     """A graph, `kernels[i]` that runs `graph.ops[i]`, and how the step is fed and what it returns.
 
     `training`: it has a backward. `autocast`: it was traced under autocast. `device` is where all planned storages are.
+    `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
+    (`hosted.py`); none when it is not.
     """
 
     model: str
@@ -146,6 +148,7 @@ class TracedGraph:
     training: bool
     autocast: bool
     device: torch.device
+    runs_on: tuple[str, ...] = ()
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """The bindings of one source, in order."""

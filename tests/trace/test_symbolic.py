@@ -83,7 +83,7 @@ class Branches(nn.Module):
         if self.how == "equal" and x.shape[0] == 5:
             return y * 2
         if self.how == "size":
-            return y * x.shape[0] ** 0.5
+            return torch.mul(y, x.shape[0] ** 0.5)
         return y.cos()
 
 
@@ -104,7 +104,9 @@ def test_a_size_that_is_special_is_left_out() -> None:
 
 
 def test_an_example_of_the_special_size_is_refused_with_the_line() -> None:
-    with pytest.raises(InvalidShapes, match=r"fixes batch: .* batch == 5, because of if self.how == .equal. and x.shape"):
+    with pytest.raises(
+        InvalidShapes, match=r"fixes batch: .* batch == 5, because of if self.how == .equal. and x.shape"
+    ):
         memplan.plan(Branches("equal"), torch.zeros(5, 8), dynamic_shapes={"x": {0: BATCH}})
 
 
