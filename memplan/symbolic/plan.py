@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from memplan import lifetimes
-from memplan.errors import InvalidPlan, ShapeOutOfRange
+from memplan.errors import InvalidPlan, ShapeOutOfRange, UnknownName
 from memplan.graph import Graph
 from memplan.plan import Plan, check_consistency, make_plan
 from memplan.problem import Problem, Solution, Status
@@ -82,9 +82,11 @@ class SymbolicPlan:
 
     def place(self, values: Mapping[str, int]) -> Placement:
         """Offsets for these values, as they are: no validator, no second plan. Raises `ShapeOutOfRange`."""
-        given = self._checked(values)
-        numbers = self._evaluate(*given)
-        placed = self._placer.place([numbers[p] for p in self._buffer_sizes])
+        return self._place(values, thorough=False)
+
+    def _place(self, values: Mapping[str, int], *, thorough: bool) -> Placement:
+        numbers = self._evaluate(*self._checked(values))
+        placed = self._placer.place([numbers[p] for p in self._buffer_sizes], thorough=thorough)
         pairs = zip(self._buffer_names, placed.offsets.tolist(), strict=True)
         return Placement(
             values=dict(values),
@@ -140,7 +142,7 @@ class SymbolicPlan:
     def _planned(self, values: Mapping[str, int]) -> Plan:
         """The plan in the order and by the layout of the hint, validated."""
         schedule, problem, graph = self._problem(values, self.plan)
-        return self._with(graph, schedule, problem, self.place(values).offsets)
+        return self._with(graph, schedule, problem, self._place(values, thorough=True).offsets)
 
     def _inside(self, values: Mapping[str, int], upper: Plan) -> Plan | None:
         """The plan with order and offsets of `upper`, validated; None where a buffer is larger than there."""
@@ -236,10 +238,10 @@ class SymbolicPlan:
     # -- what people see ---------------------------------------------------------------------------------
 
     def size_of(self, name: str) -> str:
-        """Bytes of a storage as an expression. Raises `KeyError`."""
+        """Bytes of a storage as an expression. Raises `UnknownName`."""
         index = next((i for i, s in enumerate(self.plan.graph.storages) if s.name == name), None)
         if index is None:
-            raise KeyError(name)
+            raise UnknownName(f"the plan has no storage {name!r}", where=name, hint="to_text() lists the buffers")
         return self.sizes.expressions[self.sizes.storages[index]]
 
     def to_text(self) -> str:

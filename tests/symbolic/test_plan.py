@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan import lifetimes
-from memplan.errors import InvalidPlan, MemplanError, ShapeOutOfRange
+from memplan.errors import InvalidPlan, MemplanError, ShapeOutOfRange, UnknownName
 from memplan.graph import Graph
 from memplan.plan import check_consistency, make_plan
 from memplan.problem import Solution, Status
@@ -99,6 +99,8 @@ def test_the_text_has_every_symbol_and_buffer(plan: SymbolicPlan) -> None:
     text = plan.to_text()
     assert all(s.name in text for s in plan.symbols)
     assert all(f"{b.id}: {plan.size_of(b.id)}" in text for b in plan.plan.problem.buffers)
+    with pytest.raises(UnknownName, match="no storage 'nobody'"):
+        plan.size_of("nobody")
 
 
 def test_a_condition_that_does_not_hold_is_named() -> None:
