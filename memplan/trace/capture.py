@@ -1,7 +1,7 @@
 """Capture: one forward (and backward) of a module as a single functional graph of ATen ops, on fake tensors.
 
-The only file that knows dynamo, export and AOTAutograd. Dynamo reads the Python first (it keeps activation
-checkpoint tags); what it cannot read goes through `torch.export`; AOTAutograd then traces the joint graph.
+This file and `symbolic_capture.py` know dynamo, export and AOTAutograd. Dynamo reads the Python first (it keeps
+activation checkpoint tags); what it cannot read goes through `torch.export`; AOTAutograd then traces the joint graph.
 Nothing is computed and no memory of the model's size is allocated.
 """
 
