@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from memplan.division import division_of
 from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.schedule.legal import require_legal
 from memplan.trace import alignment_of, plan_traced
-from memplan.trace.dims import require_one_device
 from memplan.trace.follow import require_planned
 from memplan.trace.traced import TracedGraph
 
@@ -30,6 +30,7 @@ class PlanOptions:
     budget: Any = None
     policy: Any = "auto"
     costs: Any = None
+    divide: Any = None
     schedule: Any = "auto"
     solver: Any = "auto"
     layout: str = "auto"
@@ -40,10 +41,19 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         _check_choice("guard", self.guard, (None, *GUARDS))
+        division_of(self.divide)
+
+    def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
+        """The given plan, or one that is made now, and the step as it divides it."""
+        if given is not None:
+            divided = traced.divided(given.division)
+            return replace(divided, again=None), self.require_fit(divided, given)
+        plan = self.plan(traced, room=room)
+        return replace(traced.divided(plan.division), again=None), plan
 
     def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
         """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
-        return plan_traced(traced, room=room, **self.planning(traced.device))
+        return plan_traced(traced, room=room, divide=self.divide, **self.planning(traced.device))
 
     def planning(self, device: torch.device) -> dict[str, Any]:
         """The options of `plan_traced`."""
@@ -87,16 +97,21 @@ class Options(PlanOptions):
         PlanOptions.__post_init__(self)
         _check_choice("gradients", self.gradients, GRADIENTS)
         _check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        if self.cuda_graph:
+            require_recordable(self.device)
         if self.dynamic_shapes is None and self.bucketing is not None:
             hint = "name the dimensions that vary, or leave bucketing out"
             raise InvalidShapes("no dimension varies", where="bucketing without dynamic_shapes", hint=hint)
         if self.dynamic_shapes is not None and self.cuda_graph:
             hint = "record the shapes that matter, each compiled on its own"
             raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
-        if self.dynamic_shapes is not None:
-            require_one_device(self.device)
-        if self.cuda_graph:
-            require_recordable(self.device)
+        if self.dynamic_shapes is not None and self.device is not None:
+            hint = "leave out one of them: shapes that vary are planned where the model is"
+            what = "a plan for another device has one shape"
+            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and self.divide:
+            what = "ops are divided for one shape"
+            raise InvalidShapes(what, where="divide with dynamic_shapes", hint="leave out one of them")
 
 
 def require_recordable(device: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.errors import InputMismatch
+from memplan.runtime.alike import Alike
 from memplan.trace.traced import Source, TracedGraph
 
 
@@ -23,6 +24,7 @@ class Signature:
         self._written = {b.index for b in traced.bound(Source.INPUT) if b.written}
         tensors = [(i, x) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)]
         self._simple = len(tensors) == len(self.examples) and self.spec == _spec_of(self.examples)
+        self._alike = Alike(self.examples) if self._simple else None
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
         self._ties = _ties(self.examples)
@@ -30,8 +32,11 @@ class Signature:
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of a call. Raises `InputMismatch` naming the first difference from the traced call."""
-        if self._simple and not kwargs and len(args) == len(self.examples):
+        if self._alike is not None and not kwargs and len(args) == len(self.examples):
             leaves = list(args)
+            if self._alike(args):
+                self.check_ties(leaves)
+                return leaves
         else:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             if spec != self.spec:

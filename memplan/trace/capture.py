@@ -84,6 +84,8 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
     # oneDNN's LSTM hands its backward a workspace whose size its fake does not know.
     recurrent = train and any(isinstance(m, nn.RNNBase) for m in model.modules())
     stack.enter_context(torch.backends.mkldnn.flags(enabled=not recurrent))
+    if recurrent:  # and so does cuDNN's
+        stack.enter_context(_without_cudnn())
 
 
 def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Sequence[Any], *, train: bool) -> Captured:
@@ -101,12 +103,23 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
         graph_module=graph_module,
         in_spec=in_spec,
         out_spec=out_spec,
-        inputs=tuple(inputs),
+        inputs=tuple(flat),
         differentiable=tuple(leaf.requires_grad for leaf in leaves),
         alias_of=tuple(leaf.base_idx if leaf.output_type.name in _OF_INPUT else None for leaf in leaves),
         training=has_backward,
         autocast=any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
     )
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """`torch.backends.cudnn.flags` would set what it is not asked to."""
+    before = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(before)
 
 
 @contextlib.contextmanager

@@ -180,13 +180,6 @@ class _Reader:
         return Dims(symbols=tuple(self.ranges.values()), leaves=tuple(self.leaves))
 
 
-def require_one_device(device: Any) -> None:
-    """Raise `InvalidShapes` for `device=`: parameters that are copied to a device are planned as evictions."""
-    if device is not None:
-        hint = "move the model and its inputs to the device, or leave dynamic_shapes out"
-        raise InvalidShapes("copies to a device are planned for one size only", where=f"device={device!r}", hint=hint)
-
-
 def without(dims: Dims, names: Collection[str]) -> Dims:
     """The dims with these symbols fixed to the example's sizes. Raises `InvalidShapes` when nothing is left to vary."""
     rest = tuple(s for s in dims.symbols if s.name not in names)

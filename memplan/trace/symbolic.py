@@ -33,7 +33,7 @@ from memplan.trace import plan_traced
 from memplan.trace.capture import refuse_backward_hooks
 from memplan.trace.conditions import beyond, either, telling
 from memplan.trace.conditions import pinned as pinned_by
-from memplan.trace.dims import Dims, Range, read_dims, require_one_device, without
+from memplan.trace.dims import Dims, Range, read_dims, without
 from memplan.trace.symbolic_capture import read_symbolic, tracing_hints
 from memplan.trace.symbols import Translator
 from memplan.trace.traced import Kernel
@@ -106,13 +106,11 @@ def plan_symbolic(
     *,
     dynamic_shapes: Any,
     train: bool | None = None,
-    device: Any = None,
     **options: Any,
 ) -> SymbolicPlan:
     """`memplan.plan` with `dynamic_shapes`; `options` are those of `plan_traced`. Raises as `trace_symbolic` does, and
-    `InvalidShapes` for a budget or a device: what is evicted or copied, and when, holds for one size only.
+    `InvalidShapes` for a budget: what is evicted, and when, holds for one size only.
     """
-    require_one_device(device)
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
     traced = trace_symbolic(model, args, example_kwargs or {}, dynamic_shapes=dynamic_shapes, train=train)
