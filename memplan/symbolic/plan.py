@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from memplan import lifetimes
 from memplan.errors import InvalidPlan, ShapeOutOfRange, UnknownName
 from memplan.graph import Graph
+from memplan.inplace import with_chances
 from memplan.plan import Plan, check_consistency, make_plan
 from memplan.problem import Problem, Solution, Status
 from memplan.schedule import POLICIES, Schedule, cut_bound, make_schedule, order, working_set_bound
@@ -175,17 +176,19 @@ class SymbolicPlan:
     def _good_enough(self, plan: Plan) -> Plan:
         """`plan`, unless it may need more than 1.25 times what any order and layout does and a new one needs less.
 
-        Red zones are for tests, and no reason to plan anew.
+        The new one, like the bound, may take every in-place chance that these values leave. Red zones are for tests,
+        and no reason to plan anew.
         """
-        if plan.redzone or plan.arena_size <= _ENOUGH * working_set_bound(plan.graph):
+        if plan.redzone or not plan.arena_size:
             return plan
-        if plan.arena_size <= _ENOUGH * self._cut_bound(plan.graph):
+        graph = with_chances(plan.graph) if any(op.chances for op in plan.graph.ops) else plan.graph
+        if plan.arena_size <= _ENOUGH * working_set_bound(graph) or plan.arena_size <= _ENOUGH * self._cut_bound(graph):
             return plan
         policy = plan.schedule.policy if plan.schedule.policy in POLICIES else "auto"
         anew = make_plan(
             model=plan.model,
-            graph=plan.graph,
-            schedule=order(plan.graph, policy),
+            graph=graph,
+            schedule=order(graph, policy),
             alignment=plan.alignment,
             versions=plan.versions,
         )

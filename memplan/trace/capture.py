@@ -103,7 +103,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
         graph_module=graph_module,
         in_spec=in_spec,
         out_spec=out_spec,
-        inputs=tuple(flat),
+        inputs=tuple(inputs),
         differentiable=tuple(leaf.requires_grad for leaf in leaves),
         alias_of=tuple(leaf.base_idx if leaf.output_type.name in _OF_INPUT else None for leaf in leaves),
         training=has_backward,
