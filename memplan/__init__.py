@@ -125,6 +125,7 @@ def plan(
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
     divide: Divide = None,
+    compress: str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -149,7 +150,7 @@ def plan(
 
     `divide=True`: where evictions alone find no way, ops whose rows are independent (a softmax and its cross-entropy,
     forward and backward) run block by block of rows, with the same bits; a number: always, in so many blocks;
-    `memplan.Division` says more.
+    `memplan.Division` says more. `compress="bits"`: masks wait for the backward with a bit for each element.
     """
     from memplan import trace
 
@@ -162,6 +163,7 @@ def plan(
         policy=policy,
         costs=costs,
         divide=divide,
+        compress=compress,
         schedule=schedule,
         solver=solver,
         layout=layout,

@@ -174,6 +174,7 @@ def compile(
     policy: Any = "auto",
     costs: Any = None,
     divide: Any = None,
+    compress: str | None = None,
     schedule: Any = "auto",
     solver: Any = "auto",
     layout: str = "auto",
@@ -198,7 +199,7 @@ def compile(
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
     model ("eager"), or gets a plan of its own ("replan"). `cuda_graph`: record forward and backward as two CUDA graphs
     at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie beside the arena).
-    `divide`: as in `memplan.plan`.
+    `divide`, `compress`: as in `memplan.plan`.
 
     `device`: run there ("cuda", "cuda:1"), while the model and all that goes in and comes out stay on the CPU: the
     parameters remain the model's own, and every step copies them, its inputs and its results by planned ops that run
@@ -217,6 +218,7 @@ def compile(
         policy=policy,
         costs=costs,
         divide=divide,
+        compress=compress,
         schedule=schedule,
         solver=solver,
         layout=layout,

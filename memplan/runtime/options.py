@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memplan.division import division_of
+from memplan.division import compression_of, division_of
 from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.plan import Plan
 from memplan.planfile import load
@@ -29,6 +29,7 @@ class PlanOptions:
     policy: Any = "auto"
     costs: Any = None
     divide: Any = None
+    compress: str | None = None
     schedule: Any = "auto"
     solver: Any = "auto"
     layout: str = "auto"
@@ -40,14 +41,15 @@ class PlanOptions:
     def __post_init__(self) -> None:
         _check_choice("guard", self.guard, (None, *GUARDS))
         division_of(self.divide)
+        compression_of(self.compress)
 
     def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
         """The given plan, or one that is made now, and the step as it divides it."""
         if given is not None:
-            divided = traced.divided(given.division)
+            divided = traced.rewritten(given.division, given.compress)
             return replace(divided, again=None), self.require_fit(divided, given)
         plan = self.plan(traced, room=room)
-        return replace(traced.divided(plan.division), again=None), plan
+        return replace(traced.rewritten(plan.division, plan.compress), again=None), plan
 
     def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
         """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
@@ -57,6 +59,7 @@ class PlanOptions:
             policy=self.policy,
             costs=self.costs,
             divide=self.divide,
+            compress=self.compress,
             schedule=self.schedule,
             solver=self.solver,
             layout=self.layout,
