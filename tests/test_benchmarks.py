@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.cuda_memory import MOST, largest
+from benchmarks.direct import count, graph_of, row
 from benchmarks.runtime import main, measure
 from benchmarks.zoo import ZOO
 
@@ -37,6 +38,13 @@ def test_the_gpu_suite_runs_its_tests_without_a_gpu(tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", str(root / "scripts" / "gpu_suite.sh")], check=True)
     names = {name for line in script.splitlines() if "eager" in line for name in CONTENDERS if name in line}
     assert {"eager", "inductor-graph", "memplan-graph", "memplan-step-graph"} <= names
+
+
+def test_bytes_written_are_direct_returned_or_copied() -> None:
+    counts = count(graph_of("resnet", "nano", compiled=False))
+    assert min(counts["direct"], counts["returned"], counts["aten.convolution.default"]) > 0
+    shares = row("resnet", counts)
+    assert sum(float(str(shares[key])) for key in ("direct", "returned", "copied")) == pytest.approx(100)
 
 
 def test_the_command_line_writes_a_table(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from memplan.graph import Value
 from memplan.plan import Plan, require_budget
 from memplan.runtime.copies import make_copies
 from memplan.runtime.ledger import Ledger
+from memplan.runtime.turns import make_turns
 
 
 class Memory:
@@ -50,7 +51,7 @@ class Arena(Memory):
         super().__init__(nbytes, device)
         self.copies = make_copies(self.device)
         weakref.finalize(self, self.copies.close)  # before its bytes are given back
-        self.ledger = Ledger(self.copies.drain)
+        self.ledger = Ledger(self.copies.drain, make_turns(self.device))
         self._host = Memory(0, torch.device("cpu"))
 
     def host(self, nbytes: int) -> Memory:
@@ -58,7 +59,6 @@ class Arena(Memory):
         if nbytes > self._host.nbytes:
             self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
         return self._host
-
 
     def turned(self, plan: Plan) -> Arena | None:
         """The arena as a program of `plan` sees it, when it fits."""
@@ -71,6 +71,7 @@ class Arenas(Arena):
     def __init__(self, sections: Sequence[Section]) -> None:
         super().__init__(0, torch.device(sections[0].device))
         self._memories = tuple(Memory(section.size, torch.device(section.device)) for section in sections)
+        self.ledger.turn = make_turns(*dict.fromkeys(memory.device for memory in self._memories))
         self._sections = tuple(sections)
         self._owner: Arena | None = None  # of a view: what closes the copies when it is gone
 
@@ -100,10 +101,11 @@ class Arenas(Arena):
         raise AssertionError(offset)
 
 
-def arena_for(plan: Plan, device: torch.device) -> Arena:
-    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`."""
+def arena_for(plan: Plan, device: torch.device, room: int = 0) -> Arena:
+    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`. `room`: bytes to have at least, where
+    it is on one device."""
     require_budget(plan)
-    return Arenas(plan.devices) if plan.devices else Arena(plan.arena_size, device)
+    return Arenas(plan.devices) if plan.devices else Arena(max(plan.arena_size, room), device)
 
 
 def arena_for_all(plans: Sequence[Plan], device: torch.device) -> Arena:

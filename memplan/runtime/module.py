@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.errors import InputMismatch
+from memplan.errors import InputMismatch, InvalidShapes
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, arena_for
 from memplan.runtime.duplicate import rebuild, recipe
@@ -22,6 +23,12 @@ from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
 from memplan.runtime.slots import Structure
 from memplan.trace import trace
+from memplan.trace.traced import TracedGraph
+
+if TYPE_CHECKING:
+    from memplan.runtime.bind import BoundOp
+    from memplan.runtime.shapes import Family
+    from memplan.symbolic import SymbolicPlan
 
 
 class CompiledModule(nn.Module):
@@ -31,10 +38,12 @@ class CompiledModule(nn.Module):
     `state_dict`, `.train()`, `.eval()` and hooks on parameters work on both alike. Calls under
     `torch.no_grad()` and in `eval()` mode run plans of their own, made at the first such call, in the same
     arena. Python attributes (constants, dropout rates) are read when it is compiled. `plan` is the plan that
-    training (or, compiled with `train=False`, every call) runs. `hooks` see what its steps do.
+    training (or, compiled with `train=False`, every call) runs. With `dynamic_shapes` it is the example's, and
+    `symbolic` the one for all shapes. `hooks` see what its steps do.
     """
 
     plan: Plan
+    symbolic: SymbolicPlan | None
     hooks: Hooks
 
     def __init__(
@@ -56,11 +65,37 @@ class CompiledModule(nn.Module):
         self.__dict__["_arena"] = None
         self.__dict__["hooks"] = Hooks()
         self.__dict__["_given"] = given
-        main = self._build(args, kwargs, model.training if train is None else train, given)
+        self.__dict__["symbolic"] = None
+        train = model.training if train is None else train
+        if options.dynamic_shapes is not None:
+            self._compile_shapes(args, kwargs, train)
+            return
+        main = self._build(args, kwargs, train, given)
         if given is not None and given.eviction is not None:  # other programs keep it too
             self.__dict__["_options"] = replace(options, budget=given.eviction.budget)
         self.__dict__["_selector"] = Selector(self._structure, main, self._build)
         self.__dict__["plan"] = main.plan
+
+    def _compile_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
+        """Compile for every shape that the options allow (`shapes.py`)."""
+        from memplan.runtime.shapes import ShapedSelector
+
+        if self._given is not None:
+            hint = "leave plan= out: the symbolic plan is made when compiling"
+            raise InvalidShapes("a plan is for one shape", where="plan with dynamic_shapes", hint=hint)
+        selector = ShapedSelector(
+            self._structure,
+            args,
+            kwargs,
+            train=train,
+            build=self._build,
+            trace_family=self._trace_family,
+            assemble=self._assemble,
+            bucketing=self._options.bucketing or {},
+            always_try=self._options.guard is not None,
+        )
+        self.__dict__["_selector"] = selector
+        self.__dict__["plan"], self.__dict__["symbolic"] = selector.main.plan, selector.family.plan
 
     # -- calling -----------------------------------------------------------------------------------------
 
@@ -97,22 +132,52 @@ class CompiledModule(nn.Module):
         traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place, device=options.device)
         prepare_host(self._original, traced)
         traced, plan = options.settle(traced, given, room=0 if self._arena is None else self._arena.nbytes)
-        return Runner(
-            self._structure,
-            traced,
-            plan,
-            self._arena_for(plan, traced.device),
-            guard=options.guard,
-            owned=options.gradients == "owned",
-            recorder=make_recorder(traced.device, options.guard) if options.cuda_graph else None,
-            hooks=self.hooks,
-        )
+        return self._assemble(traced, plan)
 
-    def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
-        """The module's arena if the plan fits in it (programs take turns), else one of its own."""
-        if self._arena is None:
-            self.__dict__["_arena"] = arena_for(plan, device)
-        arena: Arena = self._arena
+    def _assemble(
+        self, traced: TracedGraph, plan: Plan, room: int = 0, bound: tuple[BoundOp, ...] | None = None
+    ) -> Runner:
+        """The program of a plan. `room`: bytes that the arena shall have at least; `bound`: as in `Runner`."""
+        options = self._options
+        with torch.inference_mode(False):
+            return Runner(
+                self._structure,
+                traced,
+                plan,
+                self._arena_for(plan, traced.device, room),
+                guard=options.guard,
+                owned=options.gradients == "owned",
+                recorder=make_recorder(traced.device, options.guard) if options.cuda_graph else None,
+                bound=bound,
+                hooks=self.hooks,
+            )
+
+    def _trace_family(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, fixed: frozenset[str]
+    ) -> Family:
+        """One trace and one plan for all shapes; symbols in `fixed` have the sizes of this call."""
+        from memplan.runtime.shapes import Family
+        from memplan.trace.symbolic import plan_of, trace_symbolic
+
+        require_real(self._original, args, kwargs)
+        options = self._options
+        traced = trace_symbolic(
+            self._original,
+            args,
+            kwargs,
+            dynamic_shapes=options.dynamic_shapes,
+            train=train,
+            in_place=options.in_place,
+            fixed=fixed,
+        )
+        return Family(trace=traced, plan=plan_of(traced, **options.planning(traced.traced.device)))
+
+    def _arena_for(self, plan: Plan, device: torch.device, room: int = 0) -> Arena:
+        """The module's arena if the plan fits in it (programs take turns), else one of its own; with shapes that vary,
+        a larger one takes the place of the module's."""
+        arena: Arena | None = self._arena
+        if arena is None or (self._options.dynamic_shapes is not None and max(plan.arena_size, room) > arena.nbytes):
+            arena = self.__dict__["_arena"] = arena_for(plan, device, room)
         return arena.turned(plan) or arena_for(plan, device)
 
     # -- being the model ---------------------------------------------------------------------------------
@@ -185,6 +250,8 @@ def compile(
     on_mismatch: str = "error",
     cuda_graph: bool = False,
     device: Any = None,
+    dynamic_shapes: Any = None,
+    bucketing: Mapping[str, int] | None = None,
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
@@ -199,6 +266,10 @@ def compile(
     step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
     model ("eager"), or gets a plan of its own ("replan"). `cuda_graph`: record forward and backward as two CUDA graphs
     at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie beside the arena).
+    `dynamic_shapes`: which dimensions of the inputs vary and how far, as `torch.export` takes it; then every shape in
+    range runs in one arena, which grows when a shape needs more, and those out of range are a mismatch. `bucketing`:
+    `{"seq": 64}` plans sizes of that dimension for the next multiple of 64, so that the arena grows less often and
+    shapes between share their offsets; nothing is padded, and results are the same.
     `divide`, `compress`: as in `memplan.plan`.
 
     `device`: run there ("cuda", "cuda:1"), while the model and all that goes in and comes out stay on the CPU: the
@@ -229,5 +300,7 @@ def compile(
         on_mismatch=on_mismatch,
         cuda_graph=cuda_graph,
         device=device_for(device, given),
+        dynamic_shapes=dynamic_shapes,
+        bucketing=bucketing,
     )
     return CompiledModule(model, args, example_kwargs or {}, options=options, train=train, given=given)

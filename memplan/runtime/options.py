@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from memplan.division import compression_of, division_of
-from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedCall
+from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.guards import GUARDS, redzone_of
@@ -53,20 +55,16 @@ class PlanOptions:
 
     def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
         """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
-        return plan_traced(
-            traced,
-            budget=self.budget,
-            policy=self.policy,
-            costs=self.costs,
-            divide=self.divide,
-            compress=self.compress,
-            schedule=self.schedule,
-            solver=self.solver,
-            layout=self.layout,
-            time_limit=self.time_limit,
-            redzone=redzone_of(self.guard, alignment_of(traced.device)),
-            room=room,
-        )
+        options = self.planning(traced.device)
+        return plan_traced(traced, room=room, divide=self.divide, compress=self.compress, **options)
+
+    def planning(self, device: torch.device) -> dict[str, Any]:
+        """The options of `plan_traced`."""
+        return {
+            **{"budget": self.budget, "policy": self.policy, "costs": self.costs},
+            **{"schedule": self.schedule, "solver": self.solver, "layout": self.layout, "time_limit": self.time_limit},
+            "redzone": redzone_of(self.guard, alignment_of(device)),
+        }
 
     def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:
         """A plan that was made before, or a typed error that says why it cannot run this step."""
@@ -95,6 +93,8 @@ class Options(PlanOptions):
     gradients: str = "safe"
     on_mismatch: str = "error"
     cuda_graph: bool = False
+    dynamic_shapes: Any = None
+    bucketing: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)
@@ -102,6 +102,20 @@ class Options(PlanOptions):
         _check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         if self.cuda_graph:
             require_recordable(self.device)
+        if self.dynamic_shapes is None and self.bucketing is not None:
+            hint = "name the dimensions that vary, or leave bucketing out"
+            raise InvalidShapes("no dimension varies", where="bucketing without dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and self.cuda_graph:
+            hint = "record the shapes that matter, each compiled on its own"
+            raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and self.device is not None:
+            hint = "leave out one of them: shapes that vary are planned where the model is"
+            what = "a plan for another device has one shape"
+            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and (self.divide or self.compress):
+            what = "ops are divided, and masks packed, for one shape"
+            where = f"{'divide' if self.divide else 'compress'} with dynamic_shapes"
+            raise InvalidShapes(what, where=where, hint="leave out one of them")
 
 
 def require_recordable(device: Any) -> None:

@@ -125,7 +125,7 @@ class Runner:
             if self.owned is not None:
                 step, parameters = OwningStep, [self.owned.anchor]
             wanted = [leaves[i] for i in self._wanted_inputs]
-            fresh = step.apply(self, inputs, current, *parameters, *wanted)  # type: ignore[no-untyped-call]
+            fresh = step.run(self, inputs, current, *parameters, *wanted)
         else:
             with self.arena.ledger as ledger, torch.no_grad():
                 ledger.begin(keep=False)
@@ -157,11 +157,11 @@ class Runner:
     def _current(self) -> list[torch.Tensor]:
         """Parameters, buffers and state as they are now; the program follows those that moved."""
         current = self.slots.tensors()
-        if self.slots.state(current) != self.slots.noted:
-            for i in self.slots.moved(current):
+        if not self.slots.unmoved(current) and (moved := self.slots.moved(current)):
+            for i in moved:
                 self.program.rebind(self.slots.bindings[i], current[i])
-                if self.graphed is not None:
-                    self.graphed.forget()
+            if self.graphed is not None:
+                self.graphed.forget()
             self._note_written(current)
         return current
 

@@ -13,7 +13,6 @@ from memplan.runtime.bind import BoundOp, Form
 from memplan.runtime.copies import Copies, Copy, Direction
 from memplan.trace.traced import Kernel, Ref, Transfer
 
-
 _DIRECTIONS = {OFFLOAD: Direction.TO_HOST, RELOAD: Direction.TO_DEVICE, SEND: Direction.ACROSS}
 
 

@@ -84,7 +84,9 @@ def assign(
             hint=f"give each device at least {int(least)} bytes, or more devices",
         )
     starts = (0, *ends[:-1])
-    return Assignment(ends=ends, nbytes=tuple(price(a, b)[0] for a, b in zip(starts, ends, strict=True)), seconds=seconds)
+    return Assignment(
+        ends=ends, nbytes=tuple(price(a, b)[0] for a, b in zip(starts, ends, strict=True)), seconds=seconds
+    )
 
 
 _Worth = tuple[float, float]

@@ -60,7 +60,9 @@ class _Machine:
     values: list[Value] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     home: dict[int, int] = field(default_factory=dict)
-    written: dict[int, int] = field(default_factory=dict)  # storage -> how many ops of the new graph ran before its last
+    written: dict[int, int] = field(
+        default_factory=dict
+    )  # storage -> how many ops of the new graph ran before its last
     copies: dict[tuple[int, int], int] = field(default_factory=dict)  # (storage, device) -> its copy there, still good
     counts: dict[tuple[int, int], int] = field(default_factory=dict)
     moved: dict[tuple[int, int], int] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """Tracing: `nn.Module` + example inputs -> `TracedGraph`, and `plan`, which needs nothing but the trace.
 
-In the order in which data flows: `capture.py` (front ends), `returns.py` and `rules.py` (passes over the fx
-graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is computed here.
+In the order in which data flows: `capture.py` (front ends), `returns.py`, `rules.py` and
+`layer_rules.py` (passes over the fx graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is
+computed here.
 """
 
 from __future__ import annotations

@@ -24,6 +24,17 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
+class Handed:
+    """In a kernel's arguments: what an earlier kernel returned, as it is, by its number among all that is handed on.
+
+    A random state is in the host's memory or in the device's, as the kernel pleases, and only its own backward
+    understands it: it is no value of the graph, and no copy of it would do.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Live:
     """In a kernel's arguments: a hyperparameter, read from the optimizer's group at every call."""
 
@@ -42,6 +53,7 @@ class Live:
 class Kernel:
     """What an op of the graph calls. `outs` are the values of its results (None where it returns none);
     empty for an op that only changes its arguments. `several`: it returns a sequence, even if of one.
+    `hands`: (position, number) of the results that are handed on as they are (see `Handed`).
     """
 
     target: OpOverload
@@ -49,6 +61,7 @@ class Kernel:
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
     several: bool = False
+    hands: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,3 +187,8 @@ class TracedGraph:
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """The bindings of one source, in order."""
         return tuple(b for b in self.bindings if b.source is source)
+
+    @property
+    def handed(self) -> int:
+        """How many results are handed on from kernel to kernel (see `Handed`)."""
+        return 1 + max((n for k in self.kernels if isinstance(k, Kernel) for _, n in k.hands), default=-1)
