@@ -1,6 +1,6 @@
 """Tracing: `nn.Module` + example inputs -> `TracedGraph`, and `plan`, which needs nothing but the trace.
 
-In the order in which data flows: `capture.py` (front ends), `returns.py`, `rules.py` and
+In the order in which data flows: `capture.py` (front ends), `returns.py`, `divide.py`, `pack.py`, `rules.py` and
 `layer_rules.py` (passes over the fx graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is
 computed here.
 """
