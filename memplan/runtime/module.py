@@ -306,6 +306,7 @@ def compile(
     policy: Any = "auto",
     costs: Any = None,
     divide: Any = None,
+    compress: str | None = None,
     schedule: Any = "auto",
     solver: Any = "auto",
     layout: str = "auto",
@@ -339,7 +340,7 @@ def compile(
     range runs in one arena, which grows when a shape needs more, and those out of range are a mismatch. `bucketing`:
     `{"seq": 64}` plans sizes of that dimension for the next multiple of 64, so that the arena grows less often and
     shapes between share their offsets; nothing is padded, and results are the same.
-    `divide`: as in `memplan.plan`.
+    `divide`, `compress`: as in `memplan.plan`.
 
     `device`: run there ("cuda", "cuda:1"), while the model and all that goes in and comes out stay on the CPU: the
     parameters remain the model's own, and every step copies them, its inputs and its results by planned ops that run
@@ -358,6 +359,7 @@ def compile(
         policy=policy,
         costs=costs,
         divide=divide,
+        compress=compress,
         schedule=schedule,
         solver=solver,
         layout=layout,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memplan.division import division_of
+from memplan.division import compression_of, division_of
 from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.plan import Plan
 from memplan.planfile import load
@@ -32,6 +32,7 @@ class PlanOptions:
     policy: Any = "auto"
     costs: Any = None
     divide: Any = None
+    compress: str | None = None
     schedule: Any = "auto"
     solver: Any = "auto"
     layout: str = "auto"
@@ -43,6 +44,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         require_choice("guard", self.guard, (None, *GUARDS))
         division_of(self.divide)
+        compression_of(self.compress)
 
     @property
     def measures(self) -> bool:
@@ -57,14 +59,15 @@ class PlanOptions:
     def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
         """The given plan, or one that is made now, and the step as it divides it."""
         if given is not None:
-            divided = traced.divided(given.division)
+            divided = traced.rewritten(given.division, given.compress)
             return replace(divided, again=None), self.require_fit(divided, given)
         plan = self.plan(traced, room=room)
-        return replace(traced.divided(plan.division), again=None), plan
+        return replace(traced.rewritten(plan.division, plan.compress), again=None), plan
 
     def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
         """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
-        return plan_traced(traced, room=room, divide=self.divide, **self.planning(traced.device))
+        options = self.planning(traced.device)
+        return plan_traced(traced, room=room, divide=self.divide, compress=self.compress, **options)
 
     def planning(self, device: torch.device) -> dict[str, Any]:
         """The options of `plan_traced`."""
@@ -120,9 +123,10 @@ class Options(PlanOptions):
             hint = "leave out one of them: shapes that vary are planned where the model is"
             what = "a plan for another device has one shape"
             raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
-        if self.dynamic_shapes is not None and self.divide:
-            what = "ops are divided for one shape"
-            raise InvalidShapes(what, where="divide with dynamic_shapes", hint="leave out one of them")
+        if self.dynamic_shapes is not None and (self.divide or self.compress):
+            what = "ops are divided, and masks packed, for one shape"
+            where = f"{'divide' if self.divide else 'compress'} with dynamic_shapes"
+            raise InvalidShapes(what, where=where, hint="leave out one of them")
 
 
 def require_recordable(device: Any) -> None:
