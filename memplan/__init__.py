@@ -3,7 +3,8 @@
     plan(model, example_inputs)      what a step needs, to the byte, from fake tensors
     compile(model, example_inputs)   a module that runs it in one preallocated arena
     compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
-    record(step_fn)                  what a run allocates that cannot be traced, placed by plan
+    record(step_fn)                  what a run allocates that cannot be traced, placed by plan; install_allocator()
+                                     first, and it can be replayed on CUDA
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     max_batch(make, budget)          the largest batch that fits, without running out of memory once
     profile(model, example_inputs)   what each op takes on this machine: costs for budgets
@@ -32,13 +33,24 @@ if TYPE_CHECKING:
     from memplan.backend import Backend
     from memplan.budget import Budget
     from memplan.diff import diff
+    from memplan.division import Divide, Division
     from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
     from memplan.explain import explain
     from memplan.plan import Plan
     from memplan.planfile import load
     from memplan.problem import Buffer, Interval, Problem, Solution, Status
-    from memplan.runtime import CompiledModule, CompiledStep, Recording, Tracker, compile, compile_step, profile, record
+    from memplan.runtime import (
+        CompiledModule,
+        CompiledStep,
+        Recording,
+        Tracker,
+        compile,
+        compile_step,
+        install_allocator,
+        profile,
+        record,
+    )
     from memplan.schedule import Policy
     from memplan.solve import Solver, solve
     from memplan.symbolic import SymbolicPlan, load_symbolic
@@ -51,6 +63,7 @@ __all__ = [
     "CompiledModule",
     "CompiledStep",
     "CostModel",
+    "Division",
     "Interval",
     "MemplanError",
     "Plan",
@@ -66,6 +79,7 @@ __all__ = [
     "csvio",
     "diff",
     "explain",
+    "install_allocator",
     "load",
     "load_costs",
     "load_symbolic",
@@ -78,13 +92,17 @@ __all__ = [
 ]
 
 _PROBLEM = ("Buffer", "Interval", "Problem", "Solution", "Status")
-_RUNTIME = ("CompiledModule", "CompiledStep", "Recording", "Tracker", "compile", "compile_step", "profile", "record")
+_RUNTIME = (
+    *("CompiledModule", "CompiledStep", "Recording", "Tracker"),
+    *("compile", "compile_step", "install_allocator", "profile", "record"),
+)
 _HOMES = {
     **dict.fromkeys(_PROBLEM, "memplan.problem"),
     **dict.fromkeys(_RUNTIME, "memplan.runtime"),
     **dict.fromkeys(("SymbolicPlan", "load_symbolic"), "memplan.symbolic"),
     **dict.fromkeys(("CostModel", "load_costs"), "memplan.evict.costs"),
     "Backend": "memplan.backend",
+    "Division": "memplan.division",
     "Plan": "memplan.plan",
     "diff": "memplan.diff",
     "explain": "memplan.explain",
@@ -126,6 +144,7 @@ def plan(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -145,6 +164,7 @@ def plan(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -163,6 +183,7 @@ def plan(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -186,6 +207,10 @@ def plan(
     of the inputs vary, as `torch.export` takes it; the result is a `SymbolicPlan`, for every shape in range. Raises
     `UnsupportedGraph` when the model cannot be traced as one graph, `UnsupportedDevice`, and `BudgetInfeasible`, with
     the smallest budget that can be kept, when `budget` cannot.
+
+    `divide=True`: where evictions alone find no way, ops whose rows are independent (a softmax and its cross-entropy,
+    forward and backward) run block by block of rows, with the same bits; a number: always, in so many blocks;
+    `memplan.Division` says more.
     """
     from memplan import trace
 
@@ -196,10 +221,12 @@ def plan(
     if dynamic_shapes is not None:
         if device is not None:
             hint = "leave out one of them: shapes that vary are planned where the model is"
-            raise InvalidShapes(
-                "a plan for another device has one shape", where="device with dynamic_shapes", hint=hint
-            )
+            what = "a plan for another device has one shape"
+            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
+        if divide:
+            what = "ops are divided for one shape"
+            raise InvalidShapes(what, where="divide with dynamic_shapes", hint="leave out one of them")
         from memplan.trace.symbolic import plan_symbolic
 
         return plan_symbolic(model, example_inputs, example_kwargs, dynamic_shapes=dynamic_shapes, **options)
-    return trace.plan(model, example_inputs, example_kwargs, device=device, **options)
+    return trace.plan(model, example_inputs, example_kwargs, device=device, divide=divide, **options)

@@ -23,6 +23,7 @@ from memplan.errors import InputMismatch, MemplanError
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena
 from memplan.runtime.bind import BoundOp
+from memplan.runtime.hooks import Hooks
 from memplan.runtime.options import PlanOptions
 from memplan.runtime.runner import Runner
 from memplan.runtime.shared import Conductor, NotedLedger, Role, part_of
@@ -73,6 +74,7 @@ class Lane:
         inputs: Sequence[Any],
         options: PlanOptions,
         conductor: Conductor,
+        hooks: Hooks,
         *,
         like: Lane | None,
     ) -> None:
@@ -81,6 +83,7 @@ class Lane:
         self.role: Role | None = None
         self.layouts = 0
         self._options = options
+        self._hooks = hooks
         self._structure = Structure(self.section)
         rest = self.section.follow(inputs)
         self.traced: TracedGraph = _trace(self.section, rest, options) if like is None else like.traced
@@ -112,19 +115,27 @@ class Lane:
         return self.runner(leaves, training=self.traced.training)
 
     def _run_in(self, plan: Plan, arena: Arena, bound: tuple[BoundOp, ...] | None) -> Runner:
-        return Runner(self._structure, self.traced, plan, arena, guard=self._options.guard, bound=bound)
+        return Runner(
+            self._structure, self.traced, plan, arena, guard=self._options.guard, bound=bound, hooks=self._hooks
+        )
 
 
 class PlannedGraph:
     """What dynamo calls in the place of a graph: planned at the first call, once more for each other shape."""
 
     def __init__(
-        self, graph: fx.GraphModule, inputs: Sequence[Any], options: PlanOptions, conductors: Conductors
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        options: PlanOptions,
+        conductors: Conductors,
+        hooks: Hooks,
     ) -> None:
         self._graph = graph
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if _is_kept(x)}
         self._options = options
+        self._hooks = hooks
         self._conductors = conductors
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._lanes: dict[Any, list[Lane]] = {}
@@ -162,7 +173,7 @@ class PlannedGraph:
         if found is None:
             section = Section(self._graph, self._kept, inputs)
             with compile_lock:  # torch traces in one thread at a time
-                found = Lane(section, inputs, self._options, conductor, like=lanes[0] if lanes else None)
+                found = Lane(section, inputs, self._options, conductor, self._hooks, like=lanes[0] if lanes else None)
             lanes.append(found)
         return found
 
@@ -184,25 +195,25 @@ class Conductors:
 class Backend:
     """A backend for `torch.compile` with options: `torch.compile(model, backend=memplan.Backend(guard="poison"))`.
 
-    The options are those of `memplan.compile` that are about planning, but for `budget`. Graphs that run in one step
-    share one arena, laid out when the first step is complete. `graphs` are those that it was given and that are still
-    in use, with their plans.
+    The options are those of `memplan.compile` that are about planning. Graphs that run in one step share one arena,
+    laid out when the first step is complete. `budget`, `policy` and `costs` hold for each graph on its own:
+    `BudgetInfeasible` is raised at the first call of a graph that cannot keep it, and `arena_size` tells what all
+    of them need. `hooks` see the steps of all graphs. `graphs` are those that it was given and that are still in
+    use, with their plans.
     """
 
     def __init__(self, **options: Any) -> None:
         self._options = PlanOptions(**options)
-        if self._options.budget is not None:
-            hint = "memplan.compile(model, inputs, budget=...) takes one"
-            raise MemplanError("graphs of torch.compile keep no budget yet", where="budget", hint=hint)
         if self._options.device is not None:
             hint = "memplan.compile(model, inputs, device=...) takes one"
             raise MemplanError("graphs of torch.compile run where they are", where="device", hint=hint)
+        self.hooks = Hooks()
         self._conductors = Conductors()
         self._graphs: list[weakref.ref[PlannedGraph]] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Called by dynamo with each graph that it has traced."""
-        planned = PlannedGraph(graph, inputs, self._options, self._conductors)
+        planned = PlannedGraph(graph, inputs, self._options, self._conductors, self.hooks)
         self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned
 

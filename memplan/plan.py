@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from memplan import lifetimes
+from memplan.division import Division
 from memplan.errors import InvalidPlan
 from memplan.evict.record import Eviction, EvictionPlan, Section, check_record, evictions_of
 from memplan.graph import Graph, StorageKind, check_graph
@@ -45,7 +46,8 @@ class Plan:
     `alignment` and `redzone` (bytes) shaped the problem. `temporaries[op]` are the bytes that the op's
     kernel allocates outside the arena by itself while it runs, measured when the plan was compiled; None
     means that it was not: kernels' own scratch memory cannot be known from fake tensors. `eviction`: how a
-    budget is kept; then `graph` holds what is computed again and what is copied to the host and back.
+    budget is kept; then `graph` holds what is computed again and what is copied to the host and back. `division`: how
+    ops of the traced graph were divided by rows, with nothing left open.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Plan:
     versions: Mapping[str, str]
     temporaries: tuple[int, ...] | None = None
     eviction: EvictionPlan | None = None
+    division: Division | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))

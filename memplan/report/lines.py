@@ -98,10 +98,14 @@ def waiting_lines(report: Report) -> tuple[str, ...]:
 
 
 def budget_lines(report: Report) -> tuple[str, ...]:
-    """How a budget is kept, and what that is predicted to cost."""
-    k = report.kept
+    """How ops are divided, how a budget is kept, and what that is predicted to cost."""
+    k, d = report.kept, report.division
+    divided: tuple[str, ...] = ()
+    if d is not None:
+        same = "equal up to rounding" if d.sums else "the same bits"
+        divided = (f"ops whose rows are independent run in {d.blocks} blocks of rows: {same}",)
     if k is None:
-        return ()
+        return divided
     what = []
     if k.recomputes:
         what.append(f"{format_bytes(k.recomputed)} computed again ({_times(k.recomputes, 'recompute')})")
@@ -114,8 +118,9 @@ def budget_lines(report: Report) -> tuple[str, ...]:
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
     kept = f"budget {format_exact(k.budget)}, kept by {k.policy!r}: {how}"
     if not k.device:
-        return (kept,)
-    return (f"runs on {k.device}; the model, its inputs and its results stay on the host, outside the arena", kept)
+        return (*divided, kept)
+    where = f"runs on {k.device}; the model, its inputs and its results stay on the host, outside the arena"
+    return (*divided, where, kept)
 
 
 def _times(count: int, what: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memplan.advice import Lever, levers
+from memplan.division import Division
 from memplan.evict.record import Action
 from memplan.graph import StorageKind
 from memplan.holders import Holder, alive_at, largest
@@ -101,8 +102,9 @@ class Report:
     `order_certified`: they are equal, so that no order needs less. `barrier` is what makes all updates of a whole
     step wait for all gradients (None: nothing does), with its price; `accumulated` the bytes of gradients that
     are kept from step to step (a part of the optimizer's state). `kept` is how a budget is kept (None: there is
-    none), by the steps of which the order figures count too. `peak` is None when
-    nothing is planned. `advice` are levers that follow from the plan, each with the most that it saves.
+    none), by the steps of which the order figures count too, `division` how ops were divided by rows (None: they were
+    not). `peak` is None when nothing is planned. `advice` are levers that follow from the plan, each with the most that
+    it saves.
     """
 
     model: str
@@ -128,6 +130,7 @@ class Report:
     barrier: Barrier | None
     accumulated: int
     kept: Kept | None
+    division: Division | None
     outside: Outside
     outside_total: int
     total: int
@@ -166,6 +169,7 @@ def make_report(plan: Plan) -> Report:
         barrier=price(plan.graph, plan.schedule.max_live),
         accumulated=accumulated(plan.graph),
         kept=_kept(plan),
+        division=plan.division,
         outside=outside,
         outside_total=outside.total,
         total=plan.total,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from memplan.runtime.hooks import StepEvent
 from memplan.runtime.module import CompiledModule, compile
 from memplan.runtime.profiling import profile
-from memplan.runtime.recorded import Recording, record
+from memplan.runtime.recorded import Recording, install_allocator, record
 from memplan.runtime.tracker import Tracker
 from memplan.runtime.whole_step import CompiledStep, compile_step
 
@@ -26,6 +26,7 @@ __all__ = [
     "Tracker",
     "compile",
     "compile_step",
+    "install_allocator",
     "profile",
     "record",
 ]

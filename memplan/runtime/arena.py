@@ -18,6 +18,7 @@ from memplan.graph import Value
 from memplan.plan import Plan, require_budget
 from memplan.runtime.copies import make_copies
 from memplan.runtime.ledger import Ledger
+from memplan.runtime.turns import make_turns
 
 
 class Memory:
@@ -50,7 +51,7 @@ class Arena(Memory):
         super().__init__(nbytes, device)
         self.copies = make_copies(self.device)
         weakref.finalize(self, self.copies.close)  # before its bytes are given back
-        self.ledger = Ledger(self.copies.drain)
+        self.ledger = Ledger(self.copies.drain, make_turns(self.device))
         self._host = Memory(0, torch.device("cpu"))
 
     def host(self, nbytes: int) -> Memory:
@@ -70,6 +71,7 @@ class Arenas(Arena):
     def __init__(self, sections: Sequence[Section]) -> None:
         super().__init__(0, torch.device(sections[0].device))
         self._memories = tuple(Memory(section.size, torch.device(section.device)) for section in sections)
+        self.ledger.turn = make_turns(*dict.fromkeys(memory.device for memory in self._memories))
         self._sections = tuple(sections)
         self._owner: Arena | None = None  # of a view: what closes the copies when it is gone
 

@@ -20,7 +20,7 @@ from memplan.graph import Graph
 from memplan.runtime.arena import Memory, dtype_of, view_of
 from memplan.runtime.convolve import direct_convolutions
 from memplan.trace.outvariants import out_names, out_variant
-from memplan.trace.traced import Kernel, Live, Ref
+from memplan.trace.traced import Handed, Kernel, Live, Ref
 
 Function = Callable[..., Any]
 # How a binding says that it does not take these arguments.
@@ -39,7 +39,7 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundOp:
-    """What one op calls: `function(*args, **kwargs)`, with `Ref`s for tensors; `outs`, `several` as in `Kernel`.
+    """What one op calls: `function(*args, **kwargs)`, with `Ref`s for tensors; the rest as in `Kernel`.
 
     `returns`: without the out arguments, called `out_names`, it returns its one result in fresh memory laid out as
     planned.
@@ -51,6 +51,7 @@ class BoundOp:
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
     several: bool = False
+    hands: tuple[tuple[int, int], ...] = ()
     out_names: tuple[str, ...] = ()
     returns: bool = False
 
@@ -101,6 +102,7 @@ class Binder:
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
             several=kernel.several,
+            hands=kernel.hands,
             out_names=choice.names or (),
             returns=choice.returns,
         )
@@ -166,7 +168,7 @@ class Binder:
     def _signature(self, kernel: Kernel) -> Any:
         def layout(leaf: Any) -> Any:
             if not isinstance(leaf, Ref):
-                return repr(leaf)
+                return "handed" if isinstance(leaf, Handed) else repr(leaf)
             value = self.graph.values[leaf.value]
             return value.dtype, value.shape, value.strides
 
@@ -198,11 +200,16 @@ def with_arguments(bound: BoundOp, old: Kernel, new: Kernel, graph: Graph) -> Bo
 
 
 def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """`tree` with the tensors in place of `Ref`s, and hyperparameters as they are now."""
+    """`tree` with the tensors in place of `Ref`s, and hyperparameters as they are now.
+
+    What is handed from kernel to kernel stands at the end of `tensors`, the first last.
+    """
 
     def now(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return tensors[leaf.value]
+        if isinstance(leaf, Handed):
+            return tensors[-1 - leaf.number]
         return leaf.value() if isinstance(leaf, Live) else leaf
 
     return pytree.tree_map(now, tree)
@@ -281,9 +288,13 @@ def _returns(function: Function, args: Any, kwargs: dict[str, Any], expected: tu
     if len(results) != len(expected):
         return False
     pairs = zip(results, expected, strict=True)
-    return all(
-        isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and (a is b or same_bytes(a, b)) for a, b in pairs
-    )
+    return all(_same(a, b) for a, b in pairs)
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return same_bytes(one, two)
+    return type(one) is type(two) and bool(one == two)
 
 
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from memplan.graph import Graph, Value
 from memplan.runtime.arena import dtype_of, view_within
 from memplan.runtime.bind import BoundOp, Form
-from memplan.trace.traced import Live, Ref
+from memplan.trace.traced import Handed, Live, Ref
 
 Hook = Callable[[], None]
 
@@ -97,6 +97,8 @@ class FunctionWriter:
         """Copy fresh results to their place, or make them the caller's where they have none."""
         names = [f"r{i}" for i in range(len(bound.outs))]
         self.lines.append(f"{''.join(f'{n}, ' for n in names) if bound.several else names[0]} = {self._call(bound)}")
+        for position, number in bound.hands:
+            self.lines.append(f"{self._hands()}[{number}] = {names[position]}")
         for name, out in zip(names, bound.outs, strict=True):
             if out is None:
                 continue
@@ -178,6 +180,8 @@ class FunctionWriter:
     def _expression(self, thing: Any) -> str:
         if isinstance(thing, Ref):
             return f"v{thing.value}"
+        if isinstance(thing, Handed):
+            return f"{self._hands()}[{thing.number}]"
         if isinstance(thing, Live):
             item = "" if thing.item is None else f"[{thing.item}]"
             source = f"{self._constant(thing.optimizer)}.param_groups[{thing.group}][{thing.key!r}]{item}"
@@ -189,6 +193,11 @@ class FunctionWriter:
             thing is None or isinstance(thing, (bool, int, str)) or (isinstance(thing, float) and math.isfinite(thing))
         )
         return repr(thing) if plain else self._constant(thing)
+
+    def _hands(self) -> str:
+        """What is handed from kernel to kernel, by number: it belongs to the program, as its addresses do."""
+        self.namespace.names.setdefault("handed", {})
+        return "handed"
 
     def _constant(self, thing: Any) -> str:
         return self.namespace.add("c", thing)

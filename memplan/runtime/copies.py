@@ -203,12 +203,18 @@ class StreamCopies:
         self.device = device
         self.pending: set[StreamCopy] = set()
         self._streams: dict[tuple[Direction, torch.device], torch.cuda.Stream] = {}
+        self._hosts: dict[int, torch.Tensor] = {}
 
     def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> StreamCopy:
-        """A new planned copy. Pinned memory that is given up is kept by torch's allocator until its copies end."""
+        """A new planned copy.
+
+        `host` stays until `close`: a stream may wait for a copy that runs on when the program is gone, and torch's
+        allocator of pinned memory, which sees addresses within it only, would give it to somebody else.
+        """
         device = device or self.device
         if (direction, device) not in self._streams:
             self._streams[direction, device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._hosts[host.data_ptr()] = host
         return StreamCopy(self, self._streams[direction, device])
 
     def drain(self) -> None:
@@ -224,8 +230,11 @@ class StreamCopies:
             stream.synchronize()
 
     def close(self) -> None:
-        """Drain."""
-        self.drain()
+        """Wait for all copies, those too that streams wait for, and give up the host's memory."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self.pending.clear()
+        self._hosts.clear()
 
 
 class StreamCopy:

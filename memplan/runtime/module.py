@@ -131,10 +131,7 @@ class CompiledModule(nn.Module):
         options = self._options
         traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place, device=options.device)
         prepare_host(self._original, traced)
-        if given is None:
-            plan = options.plan(traced, room=0 if self._arena is None else self._arena.nbytes)
-        else:
-            plan = options.require_fit(traced, given)
+        traced, plan = options.settle(traced, given, room=0 if self._arena is None else self._arena.nbytes)
         return self._assemble(traced, plan)
 
     def _assemble(
@@ -241,6 +238,7 @@ def compile(
     budget: Any = None,
     policy: Any = "auto",
     costs: Any = None,
+    divide: Any = None,
     schedule: Any = "auto",
     solver: Any = "auto",
     layout: str = "auto",
@@ -271,6 +269,7 @@ def compile(
     range runs in one arena, which grows when a shape needs more, and those out of range are a mismatch. `bucketing`:
     `{"seq": 64}` plans sizes of that dimension for the next multiple of 64, so that the arena grows less often and
     shapes between share their offsets; nothing is padded, and results are the same.
+    `divide`: as in `memplan.plan`.
 
     `device`: run there ("cuda", "cuda:1"), while the model and all that goes in and comes out stay on the CPU: the
     parameters remain the model's own, and every step copies them, its inputs and its results by planned ops that run
@@ -288,6 +287,7 @@ def compile(
         budget=budget,
         policy=policy,
         costs=costs,
+        divide=divide,
         schedule=schedule,
         solver=solver,
         layout=layout,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from memplan.division import division_of
 from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.plan import Plan
 from memplan.planfile import load
@@ -29,6 +30,7 @@ class PlanOptions:
     budget: Any = None
     policy: Any = "auto"
     costs: Any = None
+    divide: Any = None
     schedule: Any = "auto"
     solver: Any = "auto"
     layout: str = "auto"
@@ -39,10 +41,19 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         _check_choice("guard", self.guard, (None, *GUARDS))
+        division_of(self.divide)
+
+    def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
+        """The given plan, or one that is made now, and the step as it divides it."""
+        if given is not None:
+            divided = traced.divided(given.division)
+            return replace(divided, again=None), self.require_fit(divided, given)
+        plan = self.plan(traced, room=room)
+        return replace(traced.divided(plan.division), again=None), plan
 
     def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
         """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
-        return plan_traced(traced, room=room, **self.planning(traced.device))
+        return plan_traced(traced, room=room, divide=self.divide, **self.planning(traced.device))
 
     def planning(self, device: torch.device) -> dict[str, Any]:
         """The options of `plan_traced`."""
@@ -96,9 +107,11 @@ class Options(PlanOptions):
             raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
         if self.dynamic_shapes is not None and self.device is not None:
             hint = "leave out one of them: shapes that vary are planned where the model is"
-            raise InvalidShapes(
-                "a plan for another device has one shape", where="device with dynamic_shapes", hint=hint
-            )
+            what = "a plan for another device has one shape"
+            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and self.divide:
+            what = "ops are divided for one shape"
+            raise InvalidShapes(what, where="divide with dynamic_shapes", hint="leave out one of them")
 
 
 def require_recordable(device: Any) -> None:

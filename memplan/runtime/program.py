@@ -10,6 +10,7 @@ import torch
 
 from memplan.graph import Graph, Phase, StorageKind
 from memplan.plan import Plan
+from memplan.replay.places import places
 from memplan.runtime.arena import Arena, Memory, view_of, view_within
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
@@ -17,6 +18,7 @@ from memplan.runtime.copies import Copy
 from memplan.runtime.guards import Guards, Hook
 from memplan.runtime.hooks import Hook as EventHook
 from memplan.runtime.hooks import observing
+from memplan.runtime.placed import Placer, placing
 from memplan.runtime.transfers import bind_transfers
 from memplan.runtime.trial import run_trial
 from memplan.trace.traced import Binding, Source, TracedGraph
@@ -66,6 +68,23 @@ class Program:
             prefix="observed_",
         )
 
+    def placed(self, placer: Placer) -> Functions:
+        """Forward and backward once more, for recording: large fallback results are made in place (`placed.py`)."""
+        found = {} if self.plan.devices else places(self.plan)
+        if not found:
+            return self.forward, self.backward
+        return _functions(
+            self.traced,
+            self.layout,
+            self.namespace,
+            bound=placing(self.bound, found, self.namespace.names, placer),
+            order=self.plan.schedule.order,
+            saved=self.saved,
+            guards=self.guards,
+            last=self.last,
+            prefix="placed_",
+        )
+
     @property
     def stalled(self) -> float:
         """Seconds that steps have waited for copies so far."""
@@ -98,7 +117,9 @@ def build_program(
     graph, order = traced.graph, plan.schedule.order
     static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **_on_host(graph, plan, host)}, tensors, layout)
     transfers, copies = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
-    if bound is None:
+    if bound is not None:
+        bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # copies are this program's own
+    else:
         plan, bound = run_trial(traced, plan, layout, static, tensors, transfers=transfers)
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)

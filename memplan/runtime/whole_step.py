@@ -106,6 +106,7 @@ def compile_step(
     budget: Any = None,
     policy: Any = "auto",
     costs: Any = None,
+    divide: Any = None,
     schedule: Any = "auto",
     solver: Any = "auto",
     layout: str = "auto",
@@ -148,6 +149,7 @@ def compile_step(
         budget=budget,
         policy=policy,
         costs=costs,
+        divide=divide,
         schedule=schedule,
         solver=solver,
         layout=layout,
@@ -179,12 +181,12 @@ def compile_step(
     ]
     prepare_host(loss, traced[0], optimizer)
     recorder = make_recorder(traced[0].device, guard) if cuda_graph else None
-    plans = [options.plan(t) if given is None else options.require_fit(t, given) for t in traced]
+    steps = [options.settle(t, given) for t in traced]
     structure = StepStructure(loss, optimizer)
-    arena = arena_for_all(plans, traced[0].device)
+    arena = arena_for_all([plan for _, plan in steps], traced[0].device)
     runners = [
         Runner(structure, t, plan, arena.turned(plan) or arena, guard=guard, recorder=recorder, whole=True)
-        for t, plan in zip(traced, plans, strict=True)
+        for t, plan in steps
     ]
     return CompiledStep(structure, runners[0] if accumulate > 1 else None, runners[-1], accumulate)
 

@@ -11,9 +11,11 @@ import numpy as np
 from memplan.solve import cpsat_model
 from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints, load_of, subset
+from memplan.solve.eject import Learnt
+from memplan.solve.instance import instance_of
 from memplan.solve.quick import fill, first_answers
 from memplan.solve.reduce import reduce
-from memplan.solve.search import Outcome, instance_of, search
+from memplan.solve.search import Outcome, search
 
 LARGE = 2_000  # buffers: larger pieces are searched through their busiest sections
 _OVERHEAD = 300  # units of work that an attempt costs besides three per buffer
@@ -21,18 +23,27 @@ _TRACKED, _ADDED = 16, 8  # sections searched at first, and added after every ro
 
 
 def attempt(
-    core: Core, max_offset: Ints, budget: Budget, seed: int, *, hint: Ints | None = None
+    core: Core,
+    max_offset: Ints,
+    budget: Budget,
+    seed: int,
+    *,
+    hint: Ints | None = None,
+    memory: dict[bytes, Learnt] | None = None,
 ) -> tuple[Outcome, Ints]:
     """Place every buffer of `core` at its `max_offset` (units) or below; offsets are complete if SOLVED.
 
-    With a `hint` (a placement that reaches too high) the pieces go to CP-SAT instead of the search.
+    With a `hint` (a placement that reaches too high) the pieces go to CP-SAT instead of the search. `memory` is
+    what earlier attempts on the same core learnt, by the buffers of a piece; this one adds to it.
     """
-    result = _attempt(core, max_offset, budget, seed, hint=hint)
+    result = _attempt(core, max_offset, budget, seed, hint=hint, memory={} if memory is None else memory)
     budget.spend(_OVERHEAD + 3 * core.n, 1)  # so that attempts that never reach the search come to an end too
     return result
 
 
-def _attempt(core: Core, max_offset: Ints, budget: Budget, seed: int, *, hint: Ints | None) -> tuple[Outcome, Ints]:
+def _attempt(
+    core: Core, max_offset: Ints, budget: Budget, seed: int, *, hint: Ints | None, memory: dict[bytes, Learnt]
+) -> tuple[Outcome, Ints]:
     offsets = np.full(core.n, -1, np.int64)
     if (max_offset < core.low).any():
         return Outcome.EXHAUSTED, offsets
@@ -46,7 +57,10 @@ def _attempt(core: Core, max_offset: Ints, budget: Budget, seed: int, *, hint: I
             offsets[piece.ids] = solved[content]
             continue
         if hint is None:
-            outcome, placed = _place(part, max_offset[piece.ids], budget, seed)
+            learnt = memory.setdefault(piece.ids.tobytes(), Learnt(np.full(part.n, -1, np.int64)))
+            outcome, placed = _place(part, max_offset[piece.ids], budget, seed, learnt)
+            if outcome is Outcome.SOLVED:
+                learnt.offsets = placed.copy()
         else:
             outcome, placed = cpsat_model.decide(part, max_offset[piece.ids], hint[piece.ids], budget)
         if outcome is not Outcome.SOLVED:
@@ -58,14 +72,14 @@ def _attempt(core: Core, max_offset: Ints, budget: Budget, seed: int, *, hint: I
     return Outcome.SOLVED, offsets
 
 
-def _place(core: Core, max_offset: Ints, budget: Budget, seed: int) -> tuple[Outcome, Ints]:
+def _place(core: Core, max_offset: Ints, budget: Budget, seed: int, learnt: Learnt) -> tuple[Outcome, Ints]:
     offsets = np.full(core.n, -1, np.int64)
     for offsets in first_answers(core):
         if (offsets <= max_offset).all():
             return Outcome.SOLVED, offsets
     if core.n > LARGE:
         return _place_large(core, max_offset, budget, seed, offsets)
-    return search(instance_of(core, max_offset), budget, seed)
+    return search(instance_of(core, max_offset), budget, seed, learnt)
 
 
 def _place_large(core: Core, max_offset: Ints, budget: Budget, seed: int, known: Ints) -> tuple[Outcome, Ints]:

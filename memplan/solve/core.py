@@ -19,6 +19,8 @@ from memplan.problem import Buffer, Problem
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+_STEPS_EACH = 4  # per segment: with no more steps than that, a table of all of them is quicker than sorting
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
@@ -136,8 +138,7 @@ def sections_of(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     """Section of every start and end, and the first step of every section."""
     if not start.shape[0]:
         return start, end, start
-    steps, place = np.unique(np.concatenate((start, end)), return_inverse=True)
-    born, died = place[: start.shape[0]], place[start.shape[0] :]
+    steps, born, died = _places(start, end)
     births = np.cumsum(np.bincount(born, minlength=steps.shape[0]))
     deaths = np.flatnonzero(np.bincount(died, minlength=steps.shape[0]))
     births_before = np.where(deaths > 0, births[deaths - 1], 0)
@@ -151,6 +152,15 @@ def sections_of(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     last_birth[section[born]] = 0
     np.maximum.at(last_birth, section[born], born)
     return section[born], section[died], steps[last_birth]
+
+
+def _places(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+    """Steps, ascending, and the place of every start and end among them."""
+    first, last = int(start.min()), int(end.max())
+    if last - first < _STEPS_EACH * start.shape[0]:
+        return np.arange(first, last + 1), start - first, end - first
+    steps, place = np.unique(np.concatenate((start, end)), return_inverse=True)
+    return steps, place[: start.shape[0]], place[start.shape[0] :]
 
 
 def load_of(core: Core) -> Ints:

@@ -36,6 +36,6 @@ class Online:
         core = core_of(problem)
         offsets = {b.id: 0 for b in problem.buffers}
         if core.n:
-            values = (online(core, best=self.best_fit) * core.unit).tolist()
+            values = (next(online(core, self.best_fit)) * core.unit).tolist()
             offsets.update(zip((problem.buffers[i].id for i in core.source.tolist()), values, strict=True))
         return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)

@@ -20,10 +20,10 @@ def unplaced(core: Core) -> Ints:
 
 
 def pairs_alive_together(core: Core) -> int:
-    """How many pairs of lifetimes (hulls) meet. n log n."""
-    born_before_end = np.searchsorted(np.sort(core.lo), core.hi)
-    dead_at_start = np.searchsorted(np.sort(core.hi), core.lo, side="right")
-    return int((born_before_end - dead_at_start - 1).sum()) // 2
+    """How many pairs of lifetimes (hulls) meet. Linear: sections are small integers."""
+    born = np.cumsum(np.bincount(core.lo, minlength=core.sections + 1))
+    died = np.cumsum(np.bincount(core.hi, minlength=core.sections + 1))
+    return int((born[core.hi - 1] - died[core.lo] - 1).sum()) // 2
 
 
 def first_fit(core: Core, order: Ints, offsets: Ints, *, best: bool = False) -> None:
@@ -47,14 +47,19 @@ def on_skyline(core: Core, order: Ints, max_offset: Ints, offsets: Ints) -> bool
     return bool(refused == 0)
 
 
-def online(core: Core, *, best: bool) -> Ints:
-    """Offsets (units) as an allocator hands them out in order of time; not for pinned buffers."""
+def online(core: Core, *policies: bool) -> Iterator[Ints]:
+    """Offsets (units) as an allocator hands them out in order of time, for each policy (best-fit if true).
+
+    Not for pinned buffers.
+    """
     from memplan.solve import skyline_kernel
 
-    offsets = np.full(core.n, -1, np.int64)
-    births, deaths = np.lexsort((-core.size, core.start)), np.argsort(core.hi, kind="stable")
-    skyline_kernel.online(births, deaths, core.lo, core.hi, core.size, core.align, best, offsets)
-    return offsets
+    births = np.lexsort((-core.size, core.start))
+    deaths = np.argsort(core.hi)  # the order of equal ones does not matter: all are freed before the next birth
+    for best in policies:
+        offsets = np.full(core.n, -1, np.int64)
+        skyline_kernel.online(births, deaths, core.lo, core.hi, core.size, core.align, best, offsets)
+        yield offsets
 
 
 def first_answers(core: Core) -> Iterator[Ints]:
@@ -68,8 +73,7 @@ def first_answers(core: Core) -> Iterator[Ints]:
                 first_fit(core, free[np.lexsort((core.lo[free], -key[free]))], offsets, best=best)
                 yield offsets
     else:
-        for best in (False, True):
-            yield online(core, best=best)
+        yield from online(core, False, True)
 
 
 def fill(core: Core, order: Ints, max_offset: Ints, offsets: Ints, budget: Budget | None = None) -> Ints:

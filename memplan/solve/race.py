@@ -9,6 +9,7 @@ from memplan.solve.attempt import LARGE, attempt
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget, Limits, Progress
 from memplan.solve.core import Core, Ints
+from memplan.solve.eject import Learnt
 from memplan.solve.quick import first_answers
 from memplan.solve.search import Outcome
 
@@ -28,6 +29,7 @@ class Race:
         self.offsets: Ints = np.zeros(core.n, np.int64)
         self.arena: int | None = None
         self.bound = lower_bound(core)
+        self._memory: dict[bytes, Learnt] = {}
 
     def run(self, seed: int) -> None:
         """Heuristics, then capacities from the bound upwards."""
@@ -86,7 +88,9 @@ class Race:
                 effort *= 2
 
     def _try(self, capacity: int, budget: Budget, seed: int, *, hint: Ints | None = None) -> Outcome:
-        outcome, offsets = attempt(self.core, self.core.max_offset(capacity), budget, seed, hint=hint)
+        outcome, offsets = attempt(
+            self.core, self.core.max_offset(capacity), budget, seed, hint=hint, memory=self._memory
+        )
         if outcome is Outcome.SOLVED:
             self._offer(offsets)
         elif outcome is Outcome.EXHAUSTED:

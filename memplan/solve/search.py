@@ -3,24 +3,27 @@
 An arm is a ranking of the buffers and a rule for the section to decide next (`branch_kernel.py`). Every arm
 is tried briefly; then arms are drawn by how little they left unplaced, with perturbed rankings and node limits
 after Luby et al. ("Optimal speedup of Las Vegas algorithms", 1993). Failed states are remembered across restarts.
+The ejection search runs beside it: the tree finds tight packings and proves, the other finds loose ones sooner.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints, load_of
+from memplan.solve.eject import MOST, Ejection, Learnt
+from memplan.solve.instance import Instance
 
 # Rules for the section: how few candidates make it urgent, and whether buffers that fit a corner come first.
 _RULES = ((3, True), (4, True), (5, False), (1, False))
 _TABLE = 1 << 18  # remembered states
 _NOISES = (0.05, 0.3)  # of the logarithm of a key
 _FIRST_NODES, _SLICE_NODES, _LEAST_NODES = 2, 1, 100  # per buffer, per buffer, at least
+_TURNS = 1_000  # of the ejection search, in one go
 
 
 class Outcome(enum.Enum):
@@ -31,33 +34,11 @@ class Outcome(enum.Enum):
     LIMIT = enum.auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
-    """Buffers with their highest offsets (units), who meets whom, and who is alive in each section."""
-
-    core: Core
-    max_offset: Ints
-    adj_ptr: Ints
-    adj: npt.NDArray[np.int32]
-    mem_ptr: Ints
-    mem: npt.NDArray[np.int32]
-
-
-def instance_of(core: Core, max_offset: Ints) -> Instance:
-    """`core` ready to be searched. Time and memory in proportion to the pairs that are alive together."""
-    from memplan.solve import fit_kernel
-
-    by_start = np.argsort(core.lo, kind="stable")
-    segments = (core.seg_ptr, core.seg_lo, core.seg_hi)
-    adj_ptr, adj = fit_kernel.neighbours(core.n, *segments, core.lo, core.hi, by_start)
-    mem_ptr, mem = fit_kernel.members(core.sections, *segments)
-    return Instance(core=core, max_offset=max_offset, adj_ptr=adj_ptr, adj=adj, mem_ptr=mem_ptr, mem=mem)
-
-
-def search(piece: Instance, budget: Budget, seed: int) -> tuple[Outcome, Ints]:
+def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = None) -> tuple[Outcome, Ints]:
     """Place the piece under its capacity, prove that it cannot be done, or give up when `budget` is over.
 
-    Returns the outcome and, if SOLVED, the offsets (units).
+    After the arms' first turns, ejection search (`eject.py`, which goes on from `learnt`) gets as much work as
+    the tree search does. Returns the outcome and, if SOLVED, the offsets (units).
     """
     n = piece.core.n
     offsets = np.zeros(n, np.int64)
@@ -66,8 +47,15 @@ def search(piece: Instance, budget: Budget, seed: int) -> tuple[Outcome, Ints]:
     left = np.full(len(arms), np.inf)
     table = np.zeros(_TABLE, np.int64)
     random = np.random.default_rng(seed)
-    run = 0
+    ejection = Ejection(piece, seed, learnt) if n <= MOST else None
+    run, treed, ejected = 0, 0, 0  # runs of the tree search; units of work of both
     while not budget.is_over:
+        before = budget.spent
+        if ejection is not None and run >= len(arms) and ejected < treed:
+            if ejection.run(_TURNS, budget):
+                return Outcome.SOLVED, ejection.offsets
+            ejected += budget.spent - before
+            continue
         if run < len(arms):
             arm, nodes, rank_key = run, _FIRST_NODES * n, keys[arms[run][0]]
         else:
@@ -88,6 +76,7 @@ def search(piece: Instance, budget: Budget, seed: int) -> tuple[Outcome, Ints]:
         left[arm] = min(left[arm], area)
         if outcome is not Outcome.LIMIT:
             return outcome, offsets
+        treed += budget.spent - before
         run += 1
     return Outcome.LIMIT, offsets
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
+from memplan.division import Divide, Division, division_of
 from memplan.errors import UnsupportedProblem
 from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
@@ -24,9 +25,12 @@ from memplan.schedule import order as order_of
 from memplan.solve import Solver
 from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
+from memplan.trace.divide import divide
 from memplan.trace.hosted import Target, hosted, require_at_home, target_of
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
+from memplan.trace.rewrite import copy_of
 from memplan.trace.rules import lower
+from memplan.trace.smaller import plan_divided
 from memplan.trace.traced import TracedGraph
 from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
 from memplan.version import __version__
@@ -72,7 +76,21 @@ def trace(
         require_at_home(model, (args, example_kwargs))
     place = None if target is None else target.device
     captured = capture(model, args, example_kwargs or {}, train=train, device=place)
-    return _finished(trace_captured(captured, type(model).__name__), target, in_place=in_place)
+    return _divisible(captured, type(model).__name__, own_the_results, target, in_place=in_place)
+
+
+def _divisible(
+    captured: Captured, model: str, finish: Callable[[fx.Graph], None], target: Target | None, *, in_place: bool
+) -> TracedGraph:
+    """Trace what was captured; the result can be had again with another division."""
+
+    @lru_cache(maxsize=2)
+    def make(division: Division | None) -> TracedGraph:
+        copied = fx.GraphModule(captured.graph_module, copy_of(captured.graph_module.graph))
+        traced = trace_captured(replace(captured, graph_module=copied), model, finish, division)
+        return replace(_finished(traced, target, in_place=in_place), again=make)
+
+    return make(None)
 
 
 def _finished(traced: TracedGraph, target: Target | None, *, in_place: bool) -> TracedGraph:
@@ -116,7 +134,7 @@ def trace_step(
             device=place,
         )
 
-    return _finished(trace_captured(captured, type(model).__name__, update), target, in_place=in_place)
+    return _divisible(captured, type(model).__name__, update, target, in_place=in_place)
 
 
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:
@@ -125,14 +143,20 @@ def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_p
     return _finished(trace_captured(captured, type(module).__name__), None, in_place=in_place)
 
 
-def trace_captured(captured: Captured, model: str, finish: Callable[[fx.Graph], None] = own_the_results) -> TracedGraph:
+def trace_captured(
+    captured: Captured,
+    model: str,
+    finish: Callable[[fx.Graph], None] = own_the_results,
+    division: Division | None = None,
+) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them."""
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     write_back_mutations(graph, captured.alias_of)
+    made = None if division is None else divide(graph, division)
     lower(graph)
     finish(graph)
-    return build(captured, model, needs)
+    return replace(build(captured, model, needs), division=made)
 
 
 def plan(
@@ -144,6 +168,7 @@ def plan(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -160,6 +185,7 @@ def plan(
         budget=budget,
         policy=policy,
         costs=costs,
+        divide=divide,
     )
 
 
@@ -174,13 +200,45 @@ def plan_traced(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
     room: int = 0,
 ) -> Plan:
-    """Order a traced step, evict what does not fit `budget`, and place its storages.
+    """Divide a traced step as `divide` allows, order it, evict what does not fit `budget`, and place its storages.
 
     `redzone` is in bytes (see `lifetimes.problem`), and so is `room` (see `budget.plan_within`); the rest as in
-    `memplan.plan`.
+    `memplan.plan`. The plan is of `traced.divided(plan.division)`.
     """
+
+    def attempt(step: TracedGraph, limit: Budget | None) -> Plan:
+        made = _plan_whole(
+            step,
+            schedule=schedule,
+            solver=layout_solver(layout, solver),
+            time_limit=time_limit,
+            redzone=redzone,
+            budget=limit,
+            policy=policy,
+            costs=costs,
+            room=room,
+        )
+        return made if step.division is None else replace(made, division=step.division)
+
+    return plan_divided(traced, division_of(divide), attempt, budget, alignment_of(traced.device), schedule)
+
+
+def _plan_whole(
+    traced: TracedGraph,
+    *,
+    schedule: str | Policy,
+    solver: str | Solver,
+    time_limit: float | None,
+    redzone: int,
+    budget: Budget | None,
+    policy: str | EvictionPolicy,
+    costs: CostModel | str | None,
+    room: int,
+) -> Plan:
+    """The plan of a step as it was traced."""
     make = make_plan
     if len(traced.runs_on) > 1:
         from memplan.several import plan_several
@@ -203,7 +261,7 @@ def plan_traced(
         alignment=alignment_of(traced.device),
         redzone=redzone,
         versions={"memplan": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        solver=layout_solver(layout, solver),
+        solver=solver,
         time_limit=time_limit,
     )
 

@@ -25,12 +25,13 @@ from torch._ops import OpOverload
 from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.trace.capture import Captured
+from memplan.trace.handed import handed_positions, is_literal, is_mixed, used_positions
 from memplan.trace.origins import origin_of
 from memplan.trace.outvariants import out_variant, written_names
 from memplan.trace.results import read_results
 from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import aten, storage_key
-from memplan.trace.traced import Binding, Kernel, Ref, Source, TracedGraph
+from memplan.trace.traced import Binding, Handed, Kernel, Ref, Source, TracedGraph
 from memplan.trace.updates import StateInput
 
 _MADE = (StorageKind.ACTIVATION, StorageKind.GRADIENT, StorageKind.OUTPUT)
@@ -68,6 +69,8 @@ class Builder:
         self.bindings: list[Binding] = []
         self.value_of: dict[fx.Node, int] = {}
         self.results_of: dict[fx.Node, tuple[int | None, ...]] = {}
+        self.handed_of: dict[tuple[fx.Node, int], Handed] = {}
+        self.other: dict[fx.Node, Any] = {}  # numbers, None and `Handed`: what stands for a node that is no value
         self.storage_of: dict[int, int] = {}
         self.start_of: list[int] = []
         self.alive: list[torch.Tensor] = []  # a storage key is an address: keep its tensor, or it is reused
@@ -148,6 +151,8 @@ class Builder:
             result = self.results_of[source][index]
             if result is not None:
                 self.value_of[node] = result
+            else:
+                self.other[node] = self.handed_of.get((source, index), node.meta.get("val"))
             return
         if not isinstance(node.target, OpOverload):
             raise self._unsupported(
@@ -156,7 +161,13 @@ class Builder:
         results = node.meta["val"]
         results = list(results) if isinstance(results, (tuple, list)) else [results]
         before = len(self.storages)
-        outs = tuple(self._result(node, i, r, owned) for i, r in enumerate(results))
+        skipped: set[Any] = set()
+        if is_mixed(node):
+            for i in handed_positions(node):
+                self.handed_of[node, i] = Handed(len(self.handed_of))
+            skipped = {i for i in range(len(results)) if (node, i) in self.handed_of or i not in used_positions(node)}
+            skipped |= {i for i, r in enumerate(results) if is_literal(r)}
+        outs = tuple(None if i in skipped else self._result(node, i, r, owned) for i, r in enumerate(results))
         if isinstance(node.meta["val"], (tuple, list)):
             self.results_of[node] = outs
         elif outs[0] is not None:
@@ -182,7 +193,7 @@ class Builder:
         assert isinstance(node.target, OpOverload)
         read_nodes: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), read_nodes.append)
-        reads = [self.value_of[n] for n in dict.fromkeys(read_nodes)]
+        reads = [self.value_of[n] for n in dict.fromkeys(read_nodes) if n not in self.other]
         if written:
             names = [a.name for a in node.target._schema.arguments]
             given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -207,10 +218,16 @@ class Builder:
                 unrelated=self._unrelated(node, outs),
             )
         )
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: Ref(self.value_of[n]))  # type: ignore[arg-type, return-value]
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)
         kwargs = {**dict(kwargs), **node.meta.get("live", {})}
         several = isinstance(node.meta["val"], (tuple, list))
-        self.kernels.append(Kernel(target=node.target, args=tuple(args), kwargs=kwargs, outs=outs, several=several))
+        hands = tuple((i, handed.number) for (n, i), handed in self.handed_of.items() if n is node)
+        self.kernels.append(
+            Kernel(target=node.target, args=tuple(args), kwargs=kwargs, outs=outs, several=several, hands=hands)
+        )
+
+    def _argument(self, node: fx.Node) -> Any:
+        return self.other[node] if node in self.other else Ref(self.value_of[node])
 
     def _unrelated(self, node: fx.Node, outs: tuple[int | None, ...]) -> tuple[tuple[int, int], ...]:
         """Batch norm in training mode reads the running statistics for nothing but their next values."""

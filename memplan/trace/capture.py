@@ -84,6 +84,8 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
     # oneDNN's LSTM hands its backward a workspace whose size its fake does not know.
     recurrent = train and any(isinstance(m, nn.RNNBase) for m in model.modules())
     stack.enter_context(torch.backends.mkldnn.flags(enabled=not recurrent))
+    if recurrent:  # and so does cuDNN's
+        stack.enter_context(_without_cudnn())
 
 
 def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, flat: Sequence[Any], *, train: bool) -> Captured:
@@ -107,6 +109,17 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, flat: Seque
         training=has_backward,
         autocast=any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
     )
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """`torch.backends.cudnn.flags` would set what it is not asked to."""
+    before = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(before)
 
 
 @contextlib.contextmanager

@@ -77,6 +77,8 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            elif p.device.type == "cuda" and state["step"].device != p.device:  # of an optimizer that was not fused
+                state["step"] = state["step"].to(p.device)
 
 
 def append_updates(

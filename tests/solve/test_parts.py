@@ -14,6 +14,7 @@ from memplan.solve.base import finish
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget
 from memplan.solve.core import core_of, load_of, subset
+from memplan.solve.instance import instance_of
 from memplan.solve.quick import fill, first_fit, online, pairs_alive_together, unplaced
 from memplan.solve.reduce import Piece, _peel, reduce
 from memplan.solve.tlsf import class_of_request, size_class
@@ -87,7 +88,7 @@ def test_the_allocator_gives_back_and_joins() -> None:
     problem = Problem(buffers=tuple(Buffer(id=n, size=s, live=Interval(x, y)) for n, s, x, y in made))
     core = core_of(problem)
     for best in (False, True):
-        assert (online(core, best=best) * core.unit).tolist() == [0, 4, 0, 8]
+        assert (next(online(core, best)) * core.unit).tolist() == [0, 4, 0, 8]
     assert pairs_alive_together(core) == 2
 
 
@@ -145,7 +146,7 @@ def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Prob
     for rule in search._RULES:
         offsets = np.zeros(core.n, np.int64)
         outcome, _ = search._run(
-            search.instance_of(core, max_offset), core.size.astype(np.float64), rule=rule, nodes=1_000_000,
+            instance_of(core, max_offset), core.size.astype(np.float64), rule=rule, nodes=1_000_000,
             table=np.zeros(1 << 10, np.int64), offsets=offsets, budget=Budget(Limits(work=2_000_000)),
         )  # fmt: skip
         assert outcome is expected, rule
