@@ -123,6 +123,8 @@ def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
         return load_costs(costs)
     if not isinstance(costs, str) or costs.lower() not in DEVICES:
         hint = f"choose one of: {', '.join(DEVICES)}, or measure one: memplan.profile(model, inputs)"
+        if costs == "measure":
+            hint = f"memplan.compile and compile_step measure their first steps; here, {hint}"
         raise InvalidSize(f"there is no cost model {costs!r}", where="costs", hint=hint)
     return DEVICES[costs.lower()]
 

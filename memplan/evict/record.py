@@ -21,6 +21,7 @@ class Action(enum.Enum):
 
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
+    COMPRESS = "compress"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from memplan import lifetimes
-from memplan.errors import InvalidPlan, ShapeOutOfRange
+from memplan.errors import InvalidPlan, ShapeOutOfRange, UnknownName
 from memplan.graph import Graph
+from memplan.inplace import with_chances
 from memplan.plan import Plan, check_consistency, make_plan
 from memplan.problem import Problem, Solution, Status
 from memplan.schedule import POLICIES, Schedule, cut_bound, make_schedule, order, working_set_bound
@@ -82,9 +83,11 @@ class SymbolicPlan:
 
     def place(self, values: Mapping[str, int]) -> Placement:
         """Offsets for these values, as they are: no validator, no second plan. Raises `ShapeOutOfRange`."""
-        given = self._checked(values)
-        numbers = self._evaluate(*given)
-        placed = self._placer.place([numbers[p] for p in self._buffer_sizes])
+        return self._place(values, thorough=False)
+
+    def _place(self, values: Mapping[str, int], *, thorough: bool) -> Placement:
+        numbers = self._evaluate(*self._checked(values))
+        placed = self._placer.place([numbers[p] for p in self._buffer_sizes], thorough=thorough)
         pairs = zip(self._buffer_names, placed.offsets.tolist(), strict=True)
         return Placement(
             values=dict(values),
@@ -140,7 +143,7 @@ class SymbolicPlan:
     def _planned(self, values: Mapping[str, int]) -> Plan:
         """The plan in the order and by the layout of the hint, validated."""
         schedule, problem, graph = self._problem(values, self.plan)
-        return self._with(graph, schedule, problem, self.place(values).offsets)
+        return self._with(graph, schedule, problem, self._place(values, thorough=True).offsets)
 
     def _inside(self, values: Mapping[str, int], upper: Plan) -> Plan | None:
         """The plan with order and offsets of `upper`, validated; None where a buffer is larger than there."""
@@ -173,17 +176,19 @@ class SymbolicPlan:
     def _good_enough(self, plan: Plan) -> Plan:
         """`plan`, unless it may need more than 1.25 times what any order and layout does and a new one needs less.
 
-        Red zones are for tests, and no reason to plan anew.
+        The new one, like the bound, may take every in-place chance that these values leave. Red zones are for tests,
+        and no reason to plan anew.
         """
-        if plan.redzone or plan.arena_size <= _ENOUGH * working_set_bound(plan.graph):
+        if plan.redzone or not plan.arena_size:
             return plan
-        if plan.arena_size <= _ENOUGH * self._cut_bound(plan.graph):
+        graph = with_chances(plan.graph) if any(op.chances for op in plan.graph.ops) else plan.graph
+        if plan.arena_size <= _ENOUGH * working_set_bound(graph) or plan.arena_size <= _ENOUGH * self._cut_bound(graph):
             return plan
         policy = plan.schedule.policy if plan.schedule.policy in POLICIES else "auto"
         anew = make_plan(
             model=plan.model,
-            graph=plan.graph,
-            schedule=order(plan.graph, policy),
+            graph=graph,
+            schedule=order(graph, policy),
             alignment=plan.alignment,
             versions=plan.versions,
         )
@@ -236,10 +241,10 @@ class SymbolicPlan:
     # -- what people see ---------------------------------------------------------------------------------
 
     def size_of(self, name: str) -> str:
-        """Bytes of a storage as an expression. Raises `KeyError`."""
+        """Bytes of a storage as an expression. Raises `UnknownName`."""
         index = next((i for i, s in enumerate(self.plan.graph.storages) if s.name == name), None)
         if index is None:
-            raise KeyError(name)
+            raise UnknownName(f"the plan has no storage {name!r}", where=name, hint="to_text() lists the buffers")
         return self.sizes.expressions[self.sizes.storages[index]]
 
     def to_text(self) -> str:

@@ -1,7 +1,7 @@
 """Capture: one forward (and backward) of a module as a single functional graph of ATen ops, on fake tensors.
 
-The only file that knows dynamo, export and AOTAutograd. Dynamo reads the Python first (it keeps activation
-checkpoint tags); what it cannot read goes through `torch.export`; AOTAutograd then traces the joint graph.
+This file and `symbolic_capture.py` know dynamo, export and AOTAutograd. Dynamo reads the Python first (it keeps
+activation checkpoint tags); what it cannot read goes through `torch.export`; AOTAutograd then traces the joint graph.
 Nothing is computed and no memory of the model's size is allocated.
 """
 
@@ -88,7 +88,7 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
         stack.enter_context(_without_cudnn())
 
 
-def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, flat: Sequence[Any], *, train: bool) -> Captured:
+def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Sequence[Any], *, train: bool) -> Captured:
     """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
     graph_module, out_spec = joint.graph_module, joint.out_spec
     leaves = joint._aot_state.fw_metadata.output_info
@@ -103,7 +103,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, flat: Seque
         graph_module=graph_module,
         in_spec=in_spec,
         out_spec=out_spec,
-        inputs=tuple(flat),
+        inputs=tuple(inputs),
         differentiable=tuple(leaf.requires_grad for leaf in leaves),
         alias_of=tuple(leaf.base_idx if leaf.output_type.name in _OF_INPUT else None for leaf in leaves),
         training=has_backward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
         self.dropout = nn.Dropout(0.1)
+        self.calls: Tensor
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
@@ -71,7 +73,7 @@ def test_every_shape_equals_eager_in_one_growing_arena() -> None:
     assert sizes[0] < sizes[3] == sizes[-1] == compiled.symbolic.arena_size({"batch": 32, "seq": 48})
     assert {r.arena for r in compiled._selector.programs.values()} == {compiled._arena}
     assert compiled._selector.main.arena is compiled._arena
-    assert torch.equal(reference.calls, compiled.calls)
+    assert torch.equal(reference.get_buffer("calls"), compiled.calls)
 
 
 @pytest.mark.parametrize("options", [{"guard": "poison"}, {"gradients": "owned"}, {"guard": "redzone"}])
@@ -174,7 +176,7 @@ def test_a_step_in_flight_survives_a_larger_arena() -> None:
         large.backward()
         small.backward()
         results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    for one, two in zip(*results, strict=True):
+    for one, two in zip(results[0], results[1], strict=True):
         assert torch.equal(one, two)
     pending = compiled(*_inputs(3, 8)).sum()
     with pytest.raises(StaleActivationsError):
@@ -203,3 +205,42 @@ def test_nonsense_is_refused_when_compiling() -> None:
         _compiled(cuda_graph=True)
     with pytest.raises(InvalidShapes, match="for one shape"):
         _compiled(plan=memplan.plan(nn.Linear(2, 2), torch.zeros(2, 2)))
+
+
+def test_what_made_the_inputs_is_not_kept() -> None:
+    _, compiled = _compiled()
+    x, mask = _inputs(4, 9)
+    made = x.clone().requires_grad_()
+    input_ = made * 2
+    compiled(input_.detach(), mask)
+    gone = weakref.ref(input_)
+    del input_
+    assert gone() is None
+
+
+def test_keywords_and_dims_of_arguments_in_containers() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, parts: dict[str, list[Tensor]], *, scale: Tensor) -> Tensor:
+            out: Tensor = self.layer(parts["all"][0]) * scale
+            return out + parts["all"][1]
+
+    n = Dim("n", min=2, max=100)
+    shapes = {"parts": {"all": [{0: n}, {0: n}]}, "scale": None}
+    model = Sum()
+    reference = copy.deepcopy(model)
+
+    def call(size: int) -> tuple[dict[str, list[Tensor]], Tensor]:
+        return {"all": [torch.randn(size, 4), torch.randn(size, 4)]}, torch.randn(4)
+
+    parts, scale = call(5)
+    compiled = memplan.compile(model, (parts,), {"scale": scale}, dynamic_shapes=shapes)
+    for size in (5, 2, 99, 100):
+        parts, scale = call(size)
+        assert torch.equal(compiled(parts, scale=scale), reference(parts, scale=scale))
+    parts["all"][1] = torch.randn(99, 4)
+    with pytest.raises(ShapeOutOfRange, match="with n=100"):
+        compiled(parts, scale=scale)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan import lifetimes
-from memplan.errors import InvalidPlan, MemplanError, ShapeOutOfRange
+from memplan.errors import InvalidPlan, MemplanError, ShapeOutOfRange, UnknownName
 from memplan.graph import Graph
+from memplan.inplace import with_chances
 from memplan.plan import check_consistency, make_plan
 from memplan.problem import Solution, Status
 from memplan.schedule import make_schedule, order, traced
@@ -51,11 +52,13 @@ def test_a_resolved_plan_is_a_plan_within_a_quarter_of_planning_anew(data: st.Da
     values = data.draw(values_in(plan))
     resolved = plan.resolve(values)
     check_consistency(resolved)
-    assert resolved.graph == _graph(plan, values)
+    graph = _graph(plan, values)
+    assert (resolved.graph.values, resolved.graph.storages) == (graph.values, graph.storages)
+    graph = with_chances(graph) if any(op.chances for op in graph.ops) else graph
     anew = make_plan(
         model="anew",
-        graph=resolved.graph,
-        schedule=order(resolved.graph, "traced" if plan.plan.schedule.policy == "traced" else "auto"),
+        graph=graph,
+        schedule=order(graph, "traced" if plan.plan.schedule.policy == "traced" else "auto"),
         alignment=plan.plan.alignment,
         versions={},
     )
@@ -99,6 +102,8 @@ def test_the_text_has_every_symbol_and_buffer(plan: SymbolicPlan) -> None:
     text = plan.to_text()
     assert all(s.name in text for s in plan.symbols)
     assert all(f"{b.id}: {plan.size_of(b.id)}" in text for b in plan.plan.problem.buffers)
+    with pytest.raises(UnknownName, match="no storage 'nobody'"):
+        plan.size_of("nobody")
 
 
 def test_a_condition_that_does_not_hold_is_named() -> None:

@@ -28,8 +28,12 @@ def _read(given: Any, args: tuple[Any, ...] = (X, {"y": [Y, 7]}), **kwargs: Any)
 
 @pytest.mark.parametrize(
     "given",
-    [{"x": {0: B}, "rest": {"y": [{0: B}, None]}}, ({0: B}, {"y": ({0: B}, None)}), {"x": (B, None), "rest": {"y": [(B, 3), None]}}],
-)  # fmt: skip
+    [
+        {"x": {0: B}, "rest": {"y": [{0: B}, None]}},
+        ({0: B}, {"y": ({0: B}, None)}),
+        {"x": (B, None), "rest": {"y": [(B, 3), None]}},
+    ],
+)
 def test_by_name_and_by_position(given: Any) -> None:
     dims = _read(given)
     assert dims.symbols == (Range(name="batch", min=2, max=64, example=4, strict=True),)
