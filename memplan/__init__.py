@@ -27,6 +27,8 @@ from memplan.errors import InvalidShapes, MemplanError
 from memplan.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from memplan import csvio
@@ -141,7 +143,7 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
-    budget: Budget | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
     divide: Divide = None,
@@ -162,7 +164,7 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
-    budget: Budget | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
     divide: Divide = None,
@@ -182,7 +184,7 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
-    budget: Budget | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
     divide: Divide = None,

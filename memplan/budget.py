@@ -138,7 +138,7 @@ def _placed(fitted: Fitted, plan: Plan, eviction: EvictionPlan) -> Plan:
 def bytes_of(budget: Budget | None, workload: Workload, policy: Policy) -> int:
     """What people write, in bytes; None is what the step needs without a budget. Raises `InvalidSize`."""
     hint = "give bytes (8589934592), a text ('8GiB'), a share of the need without a budget (0.5, '50%'), or 'min'"
-    if budget is None:
+    if budget is None and workload.streamed:
         return measure(workload, workload.plain).peak
     if budget == "min":
         return smallest(workload, policy)

@@ -14,6 +14,7 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.cuda_memory import MOST, largest
 from benchmarks.direct import count, graph_of, row
 from benchmarks.runtime import main, measure
+from benchmarks.streamed import main as streamed
 from benchmarks.zoo import ZOO
 
 
@@ -64,3 +65,13 @@ def test_guided_steps_and_policies_are_compared(tmp_path: Path) -> None:
     assert {"none", "genoa", "flow", "auto"} >= {row["plan"] for row in rows if row["part"] == "policies"}
     assert all(row["ratio"] > 0 and row["arena"] <= 100 for row in rows)
     assert all(row["plans"] > 0 for row in rows if "guided" in row["plan"])
+
+
+def test_streamed_models_are_measured_at_every_budget(tmp_path: Path) -> None:
+    options = ["--models", "mlp", "--size", "nano", "--policies", "genoa,flow", "--rounds", "2"]
+    assert streamed([*options, "--directory", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "streamed.json").read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["alone", "flow", "flow", "flow", "genoa", "flow"]
+    slowest = next(row for row in rows if row["policy"] == "genoa")
+    assert all(row["predicted_ms"] <= slowest["predicted_ms"] for row in rows if row["policy"] == "flow")
+    assert all(row["arena"] >= slowest["arena"] for row in rows if row["policy"] == "flow")

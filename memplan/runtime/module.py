@@ -346,7 +346,10 @@ def compile(
     parameters remain the model's own, and every step copies them, its inputs and its results by planned ops that run
     beside its kernels. Then the arena holds all of it, and so `budget` counts all of it: parameters that do not fit are
     loaded when they are needed, gradients leave when they are made. "cpu" stands in for a device: an arena of its own
-    in the CPU's memory, filled by the same plan and the same copies.
+    in the CPU's memory, filled by the same plan and the same copies. A sequence of devices (`["cuda:0", "cuda:1"]`, or
+    `["cpu:0", "cpu:1"]`) divides the model's blocks among them, an arena on each: forward and backward of a block run
+    on one, what another needs is sent there by planned ops. `budget` is then that of each device, or a sequence with
+    one for each; nothing is evicted (`policy` stays "auto"). See `plan.devices`.
 
     Raises `UnsupportedGraph` before anything is allocated when the model cannot be traced as one graph,
     `PlanMismatch` when `plan` was made for another graph or device, `UnsupportedDevice` for a device that is not there
