@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from memplan.symbolic.expression import holder
 from memplan.trace.dims import Range
@@ -36,10 +36,14 @@ def telling(symbols: Sequence[Range], conditions: Sequence[str]) -> tuple[str, .
         shapes = math.prod(s.max - s.min + 1 for s in used)
         known = holder([other for other in kept if _names(other) <= set(names)], names)
         holds = holder([text], names)
-        every = itertools.product(*(range(s.min, s.max + 1) for s in used))
-        if shapes > _FEW or any(all(known(*values)) and not holds(*values)[0] for values in every):
+        if shapes > _FEW or any(all(known(*values)) and not holds(*values)[0] for values in _every(used)):
             kept.append(text)
     return tuple(kept)
+
+
+def _every(symbols: Sequence[Range]) -> Iterator[tuple[int, ...]]:
+    """All values; only of few shapes: the ranges are laid out in memory."""
+    return itertools.product(*(range(s.min, s.max + 1) for s in symbols))
 
 
 def _names(text: str) -> set[str]:
@@ -70,7 +74,7 @@ def either(symbols: Sequence[Range], one: Sequence[str], two: Sequence[str]) -> 
     simple: list[str] = []
     if shapes <= _FEW:
         check = holder([whole, *one, *two], names)
-        found = [check(*values) for values in itertools.product(*(range(s.min, s.max + 1) for s in symbols))]
+        found = [check(*values) for values in _every(symbols)]
         implied = [all(row[i + 1] for row in found if row[0]) for i in range(len(one) + len(two))]
         simple = [text for text, follows in zip((*one, *two), implied, strict=True) if follows]
     return telling(symbols, [*simple, whole])
