@@ -169,7 +169,7 @@ class Picky(nn.Module):
         if self.halves:
             return y.reshape(x.shape[0] // 2, 2, -1).sum(1)
         if x.shape[0] > 12:
-            return y * x.shape[0] ** 0.5
+            return y * float(x.shape[0] ** 0.5)
         return y * 3 if x.shape[0] == 6 else y.relu()
 
 
