@@ -3,10 +3,11 @@
     python -m benchmarks.solver --instances ../shared/instances --seeds 21 --minimalloc PATH --idealloc PATH
 
 Three tasks: `fit` (stop at the first placement within the capacity), `minimize` (the smallest arena within
-the time limit) and `default` (minimize under the default limits). Times are CPU seconds, which other work on
+the limit) and `default` (minimize under the default limits). Times are CPU seconds, which other work on
 a shared machine disturbs least: ours of warm calls on one thread, validation included, an external binary's of
-the whole process; limits are wall time. Instances are read from a folder of CSV files in
-minimalloc's format; planted packings and large problems are generated (`instances.py`).
+the whole process. Limits are units of work (`solve/budget.py`), for large problems and external binaries wall
+time. Instances are read from a folder of CSV files in minimalloc's format; planted packings and large problems
+are generated (`instances.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
 from memplan.csvio import read_problem, write_solution
 from memplan.problem import Problem, Status
 from memplan.solve import SOLVERS, solve
-from memplan.solve.budget import Progress
 
 HEURISTICS = [name for name in SOLVERS if name not in ("portfolio", "cpsat", "naive")]
 _QUADRATIC = {"partition", "shared", "hill-climb"}  # pure Python: only up to 2,000 buffers
-_FIT_SECONDS, _EXTERNAL_SECONDS = 15.0, 30.0
+_FIT_WORK = 3_000_000  # units: up to about 15 CPU seconds
+_MINIMIZE_WORK = 10_000_000  # units: up to about 60 CPU seconds
+_FIT_SECONDS, _EXTERNAL_SECONDS = 15.0, 30.0  # of external binaries
 COLUMNS = {
     "instance": "instance",
     "buffers": "buffers",
@@ -39,7 +41,7 @@ COLUMNS = {
     "solved": "within capacity / proven optimal",
     "median_s": "median CPU s",
     "worst_s": "worst CPU s",
-    "first_s": "first answer, wall s",
+    "first_s": "first answer, CPU s",
     "ratio": "arena / bound",
     "arena": "arena bytes",
     "minimalloc_s": "minimalloc CPU s",
@@ -59,12 +61,13 @@ class Case:
     task: str
     seconds: float | None
     seeds: int
+    work: int | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     began = time.perf_counter()
-    solve(planted(150, seed=0, density=0.95), work_limit=20_000)
+    solve(_free(planted(200, seed=2, density=0.95)), work_limit=60_000)
     compiled = time.perf_counter() - began
     rows = []
     for case in cases(args):
@@ -72,16 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         rows.append(measure(case, args))
         print({key: value for key, value in rows[-1].items() if value is not None}, file=sys.stderr, flush=True)
-    settings: dict[str, Cell] = {"seeds": args.seeds, "minimize_seconds": args.seconds, "first_call_s": compiled}
+    settings: dict[str, Cell] = {"seeds": args.seeds, "minimize_work": args.work, "first_call_s": compiled}
     table = Table(name="solver", title="Offset solver", columns=COLUMNS, rows=rows, settings=settings, notes=NOTES)
     print(to_markdown(table) if args.out is None else write(table, args.out))
     return 0
 
 
 NOTES = (
-    "`bound` is max live unless the solver proved a higher one. `fit`: first placement within the capacity, at "
-    f"most {_FIT_SECONDS:g} s a seed; `minimize`: smallest arena within the time limit (external binaries: "
-    f"{_EXTERNAL_SECONDS:g} s); `default`: no limit given. "
+    "`bound` is max live unless the solver proved a higher one. `fit`: first placement within the capacity "
+    f"in at most {_FIT_WORK:,} units of work a seed (external binaries: {_FIT_SECONDS:g} s); `minimize`: smallest "
+    "arena, of instances from files within `minimize_work` units on each of three seeds, of which the worst arena is "
+    f"shown, of large ones within 60 s of wall time (external binaries: {_EXTERNAL_SECONDS:g} s); `default`: no "
+    "limit given. "
     "`first_call_s` is the first solve of the process, which compiles or loads the kernels.",
     "The columns of heuristics are arena / bound; empty where a pure-Python heuristic is quadratic and n is large.",
 )
@@ -93,15 +98,15 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     read = [(path.name.partition(".")[0], read_problem(path)) for path in files]
     for name, problem in read:
         if problem.capacity is not None:
-            yield Case(name=name, problem=problem, task="fit", seconds=_FIT_SECONDS, seeds=args.seeds)
+            yield Case(name=name, problem=problem, task="fit", seconds=None, work=_FIT_WORK, seeds=args.seeds)
     for name, problem in read:
-        yield Case(name=name, problem=_free(problem), task="minimize", seconds=args.seconds, seeds=1)
+        yield Case(name=name, problem=_free(problem), task="minimize", seconds=None, work=args.work, seeds=3)
     for n in (200, 400):
         for density in (1.0, 0.95, 0.85):
             for seed in range(3):
                 problem = planted(n, seed=seed, density=density)
                 name = f"planted-{n}-{density}-{seed}"
-                yield Case(name=name, problem=problem, task="fit", seconds=_FIT_SECONDS, seeds=1)
+                yield Case(name=name, problem=problem, task="fit", seconds=None, work=_FIT_WORK, seeds=1)
     for layers in (100, 1000, 3000):
         problem = network(layers, seed=layers)
         yield Case(name=f"network-{layers}", problem=problem, task="default", seconds=None, seeds=1)
@@ -120,14 +125,17 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Cell]:
     problem, times, arenas, firsts, solved = case.problem, [], [], [], 0
     bound = problem.max_live
     for seed in range(case.seeds):
-        heard: list[Progress] = []
+        heard: list[float] = []
         began = time.process_time()
-        solution = solve(problem, time_limit=case.seconds, seed=seed, on_progress=heard.append)
+        solution = solve(
+            problem, time_limit=case.seconds, work_limit=case.work, seed=seed,
+            on_progress=lambda _, began=began, heard=heard: heard.append(time.process_time() - began),
+        )  # fmt: skip
         times.append(time.process_time() - began)
         arenas.append(solution.arena_size)
         bound = max(bound, solution.bound)
         if heard:
-            firsts.append(heard[0].seconds)
+            firsts.append(heard[0])
         fits = problem.capacity is not None and solution.arena_size <= problem.capacity
         solved += fits or solution.status is Status.OPTIMAL
     row: dict[str, Cell] = {
@@ -215,7 +223,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--instances", help="folder of CSV files; a capacity may stand in a file's name")
     parser.add_argument("--seeds", type=int, default=21, help="runs of each `fit` task (default 21)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="time limit of each `minimize` task (default 60)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time limit on large problems (default 60)")
+    parser.add_argument("--work", type=int, default=_MINIMIZE_WORK, help="units for each `minimize` of a file")
     parser.add_argument("--scale", type=int, default=1_000_000, help="buffers of the large problems; 0 leaves them out")
     parser.add_argument("--only", help="only instances whose names start with one of these (comma-separated)")
     parser.add_argument("--minimalloc", help="path of google/minimalloc's binary")

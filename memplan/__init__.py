@@ -27,6 +27,8 @@ from memplan.errors import InvalidShapes, MemplanError
 from memplan.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from memplan import csvio
@@ -141,10 +143,11 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
-    budget: Budget | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
     divide: Divide = None,
+    compress: str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -161,10 +164,11 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
-    budget: Budget | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
     divide: Divide = None,
+    compress: str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -180,10 +184,11 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
-    budget: Budget | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
     divide: Divide = None,
+    compress: str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -210,7 +215,7 @@ def plan(
 
     `divide=True`: where evictions alone find no way, ops whose rows are independent (a softmax and its cross-entropy,
     forward and backward) run block by block of rows, with the same bits; a number: always, in so many blocks;
-    `memplan.Division` says more.
+    `memplan.Division` says more. `compress="bits"`: masks wait for the backward with a bit for each element.
     """
     from memplan import trace
 
@@ -223,10 +228,11 @@ def plan(
             hint = "leave out one of them: shapes that vary are planned where the model is"
             what = "a plan for another device has one shape"
             raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
-        if divide:
-            what = "ops are divided for one shape"
-            raise InvalidShapes(what, where="divide with dynamic_shapes", hint="leave out one of them")
+        if divide or compress:
+            what = "ops are divided, and masks packed, for one shape"
+            where = f"{'divide' if divide else 'compress'} with dynamic_shapes"
+            raise InvalidShapes(what, where=where, hint="leave out one of them")
         from memplan.trace.symbolic import plan_symbolic
 
         return plan_symbolic(model, example_inputs, example_kwargs, dynamic_shapes=dynamic_shapes, **options)
-    return trace.plan(model, example_inputs, example_kwargs, device=device, divide=divide, **options)
+    return trace.plan(model, example_inputs, example_kwargs, device=device, divide=divide, compress=compress, **options)

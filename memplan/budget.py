@@ -123,6 +123,8 @@ def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
         return load_costs(costs)
     if not isinstance(costs, str) or costs.lower() not in DEVICES:
         hint = f"choose one of: {', '.join(DEVICES)}, or measure one: memplan.profile(model, inputs)"
+        if costs == "measure":
+            hint = f"memplan.compile and compile_step measure their first steps; here, {hint}"
         raise InvalidSize(f"there is no cost model {costs!r}", where="costs", hint=hint)
     return DEVICES[costs.lower()]
 
@@ -136,7 +138,7 @@ def _placed(fitted: Fitted, plan: Plan, eviction: EvictionPlan) -> Plan:
 def bytes_of(budget: Budget | None, workload: Workload, policy: Policy) -> int:
     """What people write, in bytes; None is what the step needs without a budget. Raises `InvalidSize`."""
     hint = "give bytes (8589934592), a text ('8GiB'), a share of the need without a budget (0.5, '50%'), or 'min'"
-    if budget is None:
+    if budget is None and workload.streamed:
         return measure(workload, workload.plain).peak
     if budget == "min":
         return smallest(workload, policy)

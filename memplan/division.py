@@ -1,4 +1,4 @@
-"""Ops divided by rows: what a user may allow, and what a plan records of it."""
+"""Ops divided by rows, tensors that wait in fewer bytes: what a user may allow, and what a plan records of it."""
 
 from __future__ import annotations
 
@@ -42,3 +42,16 @@ def division_of(divide: Divide) -> Division | None:
     if not isinstance(divide, int):
         raise InvalidSize(f"{divide!r} says nothing about a division", where="divide", hint=_HINT)
     return Division(blocks=divide)
+
+
+COMPRESSIONS = ("bits",)
+
+
+def compression_of(compress: str | None) -> str:
+    """What a user's `compress=` asks for; "": nothing. Raises `InvalidSize`."""
+    if compress is None or compress == "":
+        return ""
+    if compress not in COMPRESSIONS:
+        hint = f"choose one of: {', '.join(COMPRESSIONS)}"
+        raise InvalidSize(f"there is no compression {compress!r}", where="compress", hint=hint)
+    return compress

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from memplan import lifetimes
 from memplan.division import Division
 from memplan.errors import InvalidPlan
+from memplan.evict.packed import compressions_of
 from memplan.evict.record import Eviction, EvictionPlan, Section, check_record, evictions_of
 from memplan.graph import Graph, StorageKind, check_graph
 from memplan.problem import Problem, Solution, Status
@@ -47,7 +48,8 @@ class Plan:
     kernel allocates outside the arena by itself while it runs, measured when the plan was compiled; None
     means that it was not: kernels' own scratch memory cannot be known from fake tensors. `eviction`: how a
     budget is kept; then `graph` holds what is computed again and what is copied to the host and back. `division`: how
-    ops of the traced graph were divided by rows, with nothing left open.
+    ops of the traced graph were divided by rows, with nothing left open. `compress`: how what waits for the backward
+    is made smaller ("bits": masks are packed), "" for not at all.
     """
 
     model: str
@@ -61,6 +63,7 @@ class Plan:
     temporaries: tuple[int, ...] | None = None
     eviction: EvictionPlan | None = None
     division: Division | None = None
+    compress: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
@@ -111,7 +114,8 @@ class Plan:
     @cached_property
     def evictions(self) -> tuple[Eviction, ...]:
         """Every absence of a storage from the arena that ends in a use, by the step at which it ends."""
-        return evictions_of(self.graph, self.eviction.instances) if self.eviction else ()
+        found = evictions_of(self.graph, self.eviction.instances) if self.eviction else ()
+        return (*found, *(compressions_of(self.graph, self.schedule.order) if self.compress else ()))
 
     @property
     def host_size(self) -> int:

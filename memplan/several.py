@@ -19,7 +19,7 @@ from memplan.evict.select import fit_policy
 from memplan.evict.workload import Policy, Workload
 from memplan.graph import Graph
 from memplan.plan import Plan
-from memplan.problem import Solution, Status
+from memplan.problem import Problem, Solution, Status
 from memplan.schedule import Schedule, make_schedule
 from memplan.solve import Solver, solve
 from memplan.spread.assign import Assignment, assign
@@ -74,22 +74,14 @@ def plan_several(
         problem = lifetimes.problem(divided.graph, order, alignment=alignment, redzone=redzone)
         parts = [lifetimes.device_problem(problem, divided.graph, device) for device in devices]
         solutions = [solve(part, solver=solver, time_limit=time_limit) for part in parts]
-        over = [0] * len(devices)
-        if budgets is not None:
-            over = [max(s.arena_size - b, 0) for s, b in zip(solutions, budgets, strict=True)]
-        if not any(over) or redzone:
+        limits = [solution.arena_size for solution in solutions] if budgets is None or redzone else budgets
+        over = [max(s.arena_size - b, 0) for s, b in zip(solutions, limits, strict=True)]
+        if not any(over):
             break
-        assert wanted is not None
-        wanted = [max(b - extra, 0) for b, extra in zip(wanted, over, strict=True)]
+        wanted = [max(b - extra, 0) for b, extra in zip(wanted or limits, over, strict=True)]
     else:
-        raise _without_holes(solutions, budgets)
-    limits = budgets or [solution.arena_size for solution in solutions]
-    sections: list[Section] = []
-    for device, part, solution, limit in zip(devices, parts, solutions, limits, strict=True):
-        start = sections[-1].start + sections[-1].size if sections else 0
-        sections.append(
-            Section(device=device, start=start, size=solution.arena_size, max_live=part.max_live, budget=limit)
-        )
+        raise _without_holes(solutions, limits)
+    sections = _sections(devices, parts, solutions, limits)
     seconds, stall = simulate(divided.graph, prices)
     return Plan(
         model=model,
@@ -111,9 +103,21 @@ def plan_several(
             instances=whole.instances,
             host=solve(lifetimes.host_problem(divided.graph, order, alignment=alignment)),
             device=", ".join(devices),
-            sections=tuple(sections),
+            sections=sections,
         ),
     )
+
+
+def _sections(
+    devices: Sequence[str], parts: Sequence[Problem], solutions: Sequence[Solution], limits: Sequence[int]
+) -> tuple[Section, ...]:
+    """The arenas, each behind the one before."""
+    found, start = [], 0
+    for device, part, solution, limit in zip(devices, parts, solutions, limits, strict=True):
+        size = solution.arena_size
+        found.append(Section(device=device, start=start, size=size, max_live=part.max_live, budget=limit))
+        start += size
+    return tuple(found)
 
 
 def _divided(whole: Applied, units: Units, assignment: Assignment, devices: Sequence[str]) -> Divided:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import adaptive
 from benchmarks.contenders import CONTENDERS
 from benchmarks.cuda_memory import MOST, largest
 from benchmarks.direct import count, graph_of, row
 from benchmarks.runtime import main, measure
+from benchmarks.streamed import main as streamed
 from benchmarks.zoo import ZOO
 
 
@@ -51,3 +54,24 @@ def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
     assert main(["--models", "mlp", "--rounds", "2", "--threads", "1", "--directory", str(tmp_path)]) == 0
     assert set(ZOO) >= {"mlp"}
     assert (tmp_path / "runtime.md").read_text().startswith("# Runtime")
+
+
+def test_guided_steps_and_policies_are_compared(tmp_path: Path) -> None:
+    arguments = ["--models", "mlp", "--size", "nano", "--rounds", "2", "--links", "1000", "--budgets", "80"]
+    assert adaptive.main([*arguments, "--guided-budgets", "80", "--directory", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "adaptive.json").read_text())["rows"]
+    assert {row["part"] for row in rows} == set(adaptive.PARTS)
+    assert {"none", "auto", "auto, guided"} <= {row["plan"] for row in rows if row["part"] == "links"}
+    assert {"none", "genoa", "flow", "auto"} >= {row["plan"] for row in rows if row["part"] == "policies"}
+    assert all(row["ratio"] > 0 and row["arena"] <= 100 for row in rows)
+    assert all(row["plans"] > 0 for row in rows if "guided" in row["plan"])
+
+
+def test_streamed_models_are_measured_at_every_budget(tmp_path: Path) -> None:
+    options = ["--models", "mlp", "--size", "nano", "--policies", "genoa,flow", "--rounds", "2"]
+    assert streamed([*options, "--directory", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "streamed.json").read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["alone", "flow", "flow", "flow", "genoa", "flow"]
+    slowest = next(row for row in rows if row["policy"] == "genoa")
+    assert all(row["predicted_ms"] <= slowest["predicted_ms"] for row in rows if row["policy"] == "flow")
+    assert all(row["arena"] >= slowest["arena"] for row in rows if row["policy"] == "flow")

@@ -85,7 +85,8 @@ def smallest(workload: Workload, policy: Policy) -> int:
 
     It is a budget that was tried: a policy that needs less than it may have need not find the same way with less.
     """
-    quick: Policy = partial(policy, work=0) if policy in (auto, recompute) else policy
+    own: Policy | None = getattr(policy, "quick", None)
+    quick: Policy = own or (partial(policy, work=0) if policy in (auto, recompute) else policy)
     low, high = floor(workload)[0] - 1, measure(workload, workload.plain).peak
     tried = low + 1
     while high - low > max(_CLOSE * high, workload.alignment):

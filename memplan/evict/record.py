@@ -21,6 +21,7 @@ class Action(enum.Enum):
 
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
+    COMPRESS = "compress"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Ev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """The arena of one device, among those of a plan for several: the plan's offsets [start, start + size) are its bytes.
+    """The arena of one device, among those of a plan for several: its bytes are the offsets [start, start + size).
 
     `max_live` is the lower bound of its size in this order, `budget` the most that it may have.
     """

@@ -119,8 +119,11 @@ def budget_lines(report: Report) -> tuple[str, ...]:
     kept = f"budget {format_exact(k.budget)}, kept by {k.policy!r}: {how}"
     if not k.device:
         return (*divided, kept)
-    where = f"runs on {k.device}; the model, its inputs and its results stay on the host, outside the arena"
-    return (*divided, where, kept)
+    runs = f"runs on {k.device}; the model, its inputs and its results stay on the host, outside the arena"
+    if not k.sections:
+        return (*divided, runs, kept)
+    each = (f"{s.device}: arena {format_exact(s.size)}, max live {format_exact(s.max_live)}" for s in k.sections)
+    return (*divided, runs, *each, f"{format_bytes(k.sent)} are sent from device to device in a step; {cost}")
 
 
 def _times(count: int, what: str) -> str:

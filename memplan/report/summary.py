@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memplan.advice import Lever, levers
 from memplan.division import Division
-from memplan.evict.record import Action
+from memplan.evict.record import SEND, Action, Section
 from memplan.graph import StorageKind
 from memplan.holders import Holder, alive_at, largest
 from memplan.plan import Plan
@@ -73,7 +73,7 @@ class Kept:
     """How a budget is kept: bytes that are computed again and that are copied to the host and back in a step (as
     often as they are), the arena on the host, and the predicted seconds by the costs of `costs`. `device`: where the
     step runs whose model and caller are on the host, from where everything of theirs is copied; "" when they are at one
-    place.
+    place. `sections`: the arenas of several devices, `sent`: bytes that are copied between them in a step.
     """
 
     budget: int
@@ -89,6 +89,8 @@ class Kept:
     stall: float
     overhead: float
     device: str
+    sections: tuple[Section, ...]
+    sent: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,8 @@ def _kept(plan: Plan) -> Kept | None:
         stall=plan.eviction.stall,
         overhead=plan.eviction.overhead,
         device=plan.eviction.device,
+        sections=plan.devices,
+        sent=sum(plan.graph.values[op.reads[0]].shape[0] for op in plan.graph.ops if op.target == SEND),
     )
 
 

@@ -108,9 +108,9 @@ def arena_for(plan: Plan, device: torch.device, room: int = 0) -> Arena:
     return Arenas(plan.devices) if plan.devices else Arena(max(plan.arena_size, room), device)
 
 
-def arena_for_all(plans: Sequence[Plan], device: torch.device) -> Arena:
+def arena_for_all(plans: Sequence[Plan], device: torch.device, room: int = 0) -> Arena:
     """An arena in which the programs of several plans take turns, on every device as large as the largest wants it."""
-    largest = arena_for(max(plans, key=lambda plan: plan.arena_size), device)
+    largest = arena_for(max(plans, key=lambda plan: plan.arena_size), device, room)
     if all(largest.turned(plan) for plan in plans):
         return largest
     sections = [max(of, key=lambda section: section.size) for of in zip(*(plan.devices for plan in plans), strict=True)]

@@ -36,6 +36,13 @@ class Guards:
     def after(self, step: int) -> Sequence[Hook]:
         return self.afters[step] if self.afters else ()
 
+    def around(self, inner: Guards, steps: int) -> Guards:
+        """These, and `inner` between them and the op."""
+        return Guards(
+            tuple((*self.before(step), *inner.before(step)) for step in range(steps)),
+            tuple((*inner.after(step), *self.after(step)) for step in range(steps)),
+        )
+
 
 NO_GUARDS = Guards()
 GUARDS = ("poison", "redzone")

@@ -46,11 +46,14 @@ class When(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Bytes that a step holds: the name of the storage, "arena" or "host", and how many, alignment included."""
+    """Bytes that a step holds: the name of the storage, "arena" or "host", and how many, alignment included; `device`
+    is where they are by the plan.
+    """
 
     storage: str
     memory: str
     nbytes: int
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,9 +233,11 @@ def _blocks(plan: Plan) -> tuple[list[list[Block]], list[list[Block]]]:
     taken: list[list[Block]] = [[] for _ in range(steps)]
     given: list[list[Block]] = [[] for _ in range(steps)]
 
+    device_of = {s.name: s.device for s in plan.graph.storages}
+
     def add(buffers: Sequence[Buffer], memory: str) -> None:
         for b in buffers:
-            block = Block(storage=b.id, memory=memory, nbytes=b.size)
+            block = Block(storage=b.id, memory=memory, nbytes=b.size, device=device_of[b.id])
             taken[b.live.start].append(block)
             given[b.live.end - 1].append(block)
 

@@ -55,20 +55,22 @@ class Ledger:
 
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `StaleActivationsError` when one is in flight; `keep`: a backward will follow."""
-        pending = self.pending
         self.steps += 1
-        if pending is not None:
+        self.require_free(f"forward {self.steps}")
+        step = InFlight(self.steps)
+        self._current = weakref.ref(step) if keep else lambda: None
+        return step
+
+    def require_free(self, who: str) -> None:
+        """Raise `StaleActivationsError` when a step is in flight; else no copy is under way either."""
+        if self.pending is not None:
             raise StaleActivationsError(
-                f"forward {self.steps} would overwrite the activations of forward {pending.number}, "
-                "whose backward has not run",
+                f"{who} would overwrite the activations of forward {self.pending.number}, whose backward has not run",
                 hint="call backward first, or run forwards that need none under torch.no_grad(), "
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
             )
         self.drain()  # of a forward that was given up
         self.turn()
-        step = InFlight(self.steps)
-        self._current = weakref.ref(step) if keep else lambda: None
-        return step
 
     @property
     def pending(self) -> InFlight | None:

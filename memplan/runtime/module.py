@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.errors import InputMismatch, InvalidShapes
+from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, arena_for
 from memplan.runtime.duplicate import rebuild, recipe
 from memplan.runtime.graphed import make_recorder
+from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
 from memplan.runtime.host import prepare_host
+from memplan.runtime.measurement import Measurement
 from memplan.runtime.options import Options, device_for, given_plan
+from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
 from memplan.runtime.slots import Structure
@@ -45,6 +49,7 @@ class CompiledModule(nn.Module):
     plan: Plan
     symbolic: SymbolicPlan | None
     hooks: Hooks
+    passive: Passive | None
 
     def __init__(
         self,
@@ -61,8 +66,15 @@ class CompiledModule(nn.Module):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["_structure"] = Structure(model)
-        self.__dict__["_options"] = options
+        measures = options.measures
+        if measures:
+            require_measurable(cuda_graph=options.cuda_graph, dynamic_shapes=options.dynamic_shapes)
+        self.__dict__["_asked"] = options
+        self.__dict__["_options"] = replace(options, costs=None) if measures else options
         self.__dict__["_arena"] = None
+        self.__dict__["_guide"] = None
+        self.__dict__["passive"] = None
+        self.__dict__["_measurements"] = []
         self.__dict__["hooks"] = Hooks()
         self.__dict__["_given"] = given
         self.__dict__["symbolic"] = None
@@ -70,7 +82,7 @@ class CompiledModule(nn.Module):
         if options.dynamic_shapes is not None:
             self._compile_shapes(args, kwargs, train)
             return
-        main = self._build(args, kwargs, train, given)
+        main = self._build_guided(args, kwargs, train) if measures else self._build(args, kwargs, train, given)
         if given is not None and given.eviction is not None:  # other programs keep it too
             self.__dict__["_options"] = replace(options, budget=given.eviction.budget)
         self.__dict__["_selector"] = Selector(self._structure, main, self._build)
@@ -105,13 +117,35 @@ class CompiledModule(nn.Module):
             return self._original(*args, **kwargs)
         try:
             runner, leaves = self._selector.select(args, kwargs)
-        except InputMismatch:
-            if self._options.on_mismatch == "error":
+        except (InputMismatch, BudgetInfeasible) as error:
+            how = self._options.on_mismatch
+            if how == "passive":
+                return self._passively(error, args, kwargs)
+            if how == "error" or isinstance(error, BudgetInfeasible):
                 raise
-            if self._options.on_mismatch == "eager":
+            if how == "eager":
                 return self._original(*args, **kwargs)
             runner, leaves = self._selector.replan(args, kwargs)
+        if self._guide is not None and runner is self._selector.main and self._guide.due:
+            runner = self._turn(self._guide)
         return runner(leaves, training=runner.traced.training)
+
+    def _passively(self, reason: MemplanError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call for which there is no plan, evicting on demand."""
+        passive = passive_for(reason, self.plan, self._selector.main.traced.device)
+        self.__dict__["passive"] = passive
+        run = self._original if passive is None else partial(passive.run, self._original)
+        return run(*args, **kwargs)
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """With `costs="measure"`: what was measured of each plan so far, in the order in which they ran."""
+        return tuple(self._measurements)
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The latest of `measurements`; None before the first steps were measured."""
+        return self._measurements[-1] if self._measurements else None
 
     @property
     def pool_bytes(self) -> int:
@@ -127,12 +161,40 @@ class CompiledModule(nn.Module):
             return self._build_normally(args, kwargs, train, given)
 
     def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
+        traced = self._trace(args, kwargs, train)
+        traced, plan = self._options.settle(traced, given, room=0 if self._arena is None else self._arena.nbytes)
+        return self._assemble(traced, plan)
+
+    def _build_guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Runner:
+        """A runner whose first steps are measured, in an arena that has room for every plan within the budget."""
+        with torch.inference_mode(False):
+            traced, plan, policy = safe_plan(self._options, self._trace(args, kwargs, train))
+            runner = self._assemble(traced, plan, room_for(plan, policy))
+            if policy.events is None:  # nothing has to be evicted
+                return runner
+            guide = guide_of(self._options, traced, runner, policy, partial(self._assemble, traced))
+            self.__dict__["_guide"] = guide
+            self.__dict__["_measurements"] = guide.measurements
+            return runner
+
+    def _turn(self, guide: Guide) -> Runner:
+        """Run what the guide says from now on."""
+        try:
+            runner = self._selector.main = guide.turn()
+        finally:
+            if guide.done:
+                self.__dict__["_guide"] = None
+        self.__dict__["plan"] = runner.plan
+        if guide.measurements:
+            self.__dict__["_options"] = replace(self._options, costs=guide.measurements[-1].costs)
+        return runner
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> TracedGraph:
         require_real(self._original, args, kwargs)
         options = self._options
         traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place, device=options.device)
         prepare_host(self._original, traced)
-        traced, plan = options.settle(traced, given, room=0 if self._arena is None else self._arena.nbytes)
-        return self._assemble(traced, plan)
+        return traced
 
     def _assemble(
         self, traced: TracedGraph, plan: Plan, room: int = 0, bound: tuple[BoundOp, ...] | None = None
@@ -206,7 +268,12 @@ class CompiledModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy, or what is loaded from a pickle, is compiled again (`duplicate.py`)."""
-        made = recipe(self._original, self._selector.main, self._options, self._given, self._selector.main_modes)
+        options, given = self._options, self._given
+        if self._guide is not None:
+            options = self._asked
+        elif self._measurements:
+            given = self.plan
+        made = recipe(self._original, self._selector.main, options, given, self._selector.main_modes)
         return rebuild, (CompiledModule, *made)
 
     def __getattr__(self, name: str) -> Any:
@@ -239,6 +306,7 @@ def compile(
     policy: Any = "auto",
     costs: Any = None,
     divide: Any = None,
+    compress: str | None = None,
     schedule: Any = "auto",
     solver: Any = "auto",
     layout: str = "auto",
@@ -258,24 +326,30 @@ def compile(
     tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
     of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`,
-    `layout`, `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where
-    the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the backward set `.grad` itself,
-    which is faster, and has limits: hooks on parameters and DistributedDataParallel raise `UnsupportedCall`, and
-    `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
-    step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
-    model ("eager"), or gets a plan of its own ("replan"). `cuda_graph`: record forward and backward as two CUDA graphs
-    at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie beside the arena).
+    `layout`, `time_limit`: as in `memplan.plan`; `costs="measure"` measures the first steps and plans anew from that
+    (`measurements`; `memplan/runtime/guided.py` says how many and how often). `in_place`: let results take the bytes of
+    inputs that die there, where the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the
+    backward set `.grad` itself, which is faster, and has limits: hooks on parameters and DistributedDataParallel raise
+    `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. `guard`: "poison" or
+    "redzone" checks every step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the
+    original model ("eager"), gets a plan of its own ("replan"), or runs the original model and evicts on demand to keep
+    the budget ("passive"; also where another mode's plan would be over it). `cuda_graph`: record forward and backward
+    as two CUDA graphs at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie
+    beside the arena).
     `dynamic_shapes`: which dimensions of the inputs vary and how far, as `torch.export` takes it; then every shape in
     range runs in one arena, which grows when a shape needs more, and those out of range are a mismatch. `bucketing`:
     `{"seq": 64}` plans sizes of that dimension for the next multiple of 64, so that the arena grows less often and
     shapes between share their offsets; nothing is padded, and results are the same.
-    `divide`: as in `memplan.plan`.
+    `divide`, `compress`: as in `memplan.plan`.
 
     `device`: run there ("cuda", "cuda:1"), while the model and all that goes in and comes out stay on the CPU: the
     parameters remain the model's own, and every step copies them, its inputs and its results by planned ops that run
     beside its kernels. Then the arena holds all of it, and so `budget` counts all of it: parameters that do not fit are
     loaded when they are needed, gradients leave when they are made. "cpu" stands in for a device: an arena of its own
-    in the CPU's memory, filled by the same plan and the same copies.
+    in the CPU's memory, filled by the same plan and the same copies. A sequence of devices (`["cuda:0", "cuda:1"]`, or
+    `["cpu:0", "cpu:1"]`) divides the model's blocks among them, an arena on each: forward and backward of a block run
+    on one, what another needs is sent there by planned ops. `budget` is then that of each device, or a sequence with
+    one for each; nothing is evicted (`policy` stays "auto"). See `plan.devices`.
 
     Raises `UnsupportedGraph` before anything is allocated when the model cannot be traced as one graph,
     `PlanMismatch` when `plan` was made for another graph or device, `UnsupportedDevice` for a device that is not there
@@ -288,6 +362,7 @@ def compile(
         policy=policy,
         costs=costs,
         divide=divide,
+        compress=compress,
         schedule=schedule,
         solver=solver,
         layout=layout,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memplan.division import division_of
+from memplan.division import compression_of, division_of
 from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.plan import Plan
 from memplan.planfile import load
@@ -19,7 +19,8 @@ from memplan.trace import alignment_of, plan_traced
 from memplan.trace.follow import require_planned
 from memplan.trace.traced import TracedGraph
 
-ON_MISMATCH = ("error", "eager", "replan")
+ON_MISMATCH = ("error", "eager", "replan", "passive")
+MEASURE = "measure"  # as `costs`
 GRADIENTS = ("safe", "owned")
 
 
@@ -31,6 +32,7 @@ class PlanOptions:
     policy: Any = "auto"
     costs: Any = None
     divide: Any = None
+    compress: str | None = None
     schedule: Any = "auto"
     solver: Any = "auto"
     layout: str = "auto"
@@ -40,20 +42,32 @@ class PlanOptions:
     device: Any = None
 
     def __post_init__(self) -> None:
-        _check_choice("guard", self.guard, (None, *GUARDS))
+        require_choice("guard", self.guard, (None, *GUARDS))
         division_of(self.divide)
+        compression_of(self.compress)
+
+    @property
+    def measures(self) -> bool:
+        """Whether the first steps are to be measured. Raises `MemplanError` where nothing could come of that."""
+        if not (isinstance(self.costs, str) and self.costs == MEASURE):
+            return False
+        if self.budget is None:
+            hint = "give a budget (and no plan), or leave costs out"
+            raise MemplanError("without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint)
+        return True
 
     def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
         """The given plan, or one that is made now, and the step as it divides it."""
         if given is not None:
-            divided = traced.divided(given.division)
+            divided = traced.rewritten(given.division, given.compress)
             return replace(divided, again=None), self.require_fit(divided, given)
         plan = self.plan(traced, room=room)
-        return replace(traced.divided(plan.division), again=None), plan
+        return replace(traced.rewritten(plan.division, plan.compress), again=None), plan
 
     def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
         """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
-        return plan_traced(traced, room=room, divide=self.divide, **self.planning(traced.device))
+        options = self.planning(traced.device)
+        return plan_traced(traced, room=room, divide=self.divide, compress=self.compress, **options)
 
     def planning(self, device: torch.device) -> dict[str, Any]:
         """The options of `plan_traced`."""
@@ -95,8 +109,8 @@ class Options(PlanOptions):
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)
-        _check_choice("gradients", self.gradients, GRADIENTS)
-        _check_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        require_choice("gradients", self.gradients, GRADIENTS)
+        require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         if self.cuda_graph:
             require_recordable(self.device)
         if self.dynamic_shapes is None and self.bucketing is not None:
@@ -109,9 +123,10 @@ class Options(PlanOptions):
             hint = "leave out one of them: shapes that vary are planned where the model is"
             what = "a plan for another device has one shape"
             raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
-        if self.dynamic_shapes is not None and self.divide:
-            what = "ops are divided for one shape"
-            raise InvalidShapes(what, where="divide with dynamic_shapes", hint="leave out one of them")
+        if self.dynamic_shapes is not None and (self.divide or self.compress):
+            what = "ops are divided, and masks packed, for one shape"
+            where = f"{'divide' if self.divide else 'compress'} with dynamic_shapes"
+            raise InvalidShapes(what, where=where, hint="leave out one of them")
 
 
 def require_recordable(device: Any) -> None:
@@ -138,6 +153,7 @@ def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan 
     return load(plan) if isinstance(plan, (str, os.PathLike)) else plan
 
 
-def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise `MemplanError` for a value that is none of them."""
     if value not in choices:
         raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")

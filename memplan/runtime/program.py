@@ -15,7 +15,7 @@ from memplan.runtime.arena import Arena, Memory, view_of, view_within
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
 from memplan.runtime.copies import Copy
-from memplan.runtime.guards import Guards, Hook
+from memplan.runtime.guards import NO_GUARDS, Guards, Hook
 from memplan.runtime.hooks import Hook as EventHook
 from memplan.runtime.hooks import observing
 from memplan.runtime.placed import Placer, placing
@@ -54,8 +54,12 @@ class Program:
     used_in_backward: frozenset[int]
     last: Hook | None
 
-    def observed(self, emit: EventHook) -> Functions:
-        """Forward and backward once more, over the same addresses, telling `emit` of every event (`hooks.py`)."""
+    def observed(self, emit: EventHook | None, meter: Guards = NO_GUARDS) -> Functions:
+        """Forward and backward once more, over the same addresses, telling `emit` of every event (`hooks.py`).
+
+        `meter`: what to call right before and after each op.
+        """
+        guards = self.guards.around(meter, len(self.plan.schedule.order))
         return _functions(
             self.traced,
             self.layout,
@@ -63,7 +67,7 @@ class Program:
             bound=self.bound,
             order=self.plan.schedule.order,
             saved=self.saved,
-            guards=observing(self.guards, self.plan, emit),
+            guards=guards if emit is None else observing(guards, self.plan, emit),
             last=self.last,
             prefix="observed_",
         )

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from memplan.errors import InputMismatch, InvalidShapes, ShapeOutOfRange
+from memplan.errors import InputMismatch, InvalidShapes, ShapeOutOfRange, UnsupportedGraph
 from memplan.plan import Plan
 from memplan.runtime.bind import BoundOp, with_arguments
 from memplan.runtime.runner import Runner
@@ -172,12 +172,23 @@ class ShapedSelector(Selector):
         every = self.family.trace.values_of(flat)
         small = frozenset(name for name, value in every.items() if value <= _SPECIAL)
         if len(families) < _FAMILIES and len(small) < len(every):
-            family = self._trace_family(args, kwargs, state.grad, small)
-            values = family.values(flat)
-            if values is not None:
+            found = self._covering(state, flat, args, kwargs, small)
+            if found is not None:
+                family, values = found
                 families.append(family)
                 return self._program(family, values, flat)
         return self._build(args, kwargs, state.grad)
+
+    def _covering(
+        self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], fixed: frozenset[str]
+    ) -> tuple[Family, dict[str, int]] | None:
+        """A new family and the values of a call in it; None when no family of more than one size covers the call."""
+        try:
+            family = self._trace_family(args, kwargs, state.grad, fixed)
+        except (InvalidShapes, UnsupportedGraph):  # there the model works for one size only, or none can be a symbol
+            return None
+        values = family.values(flat)
+        return None if values is None else (family, values)
 
     def _program(self, family: Family, values: Mapping[str, int], flat: Sequence[Any]) -> Runner:
         """The program of a family for some values."""

@@ -123,6 +123,10 @@ class StepStructure(Structure):
             return self._accumulated[binding.name], binding.key
         return self.optimizer.state[self.model.get_parameter(binding.name)], binding.key
 
+    def accumulated(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The sums of gradients that wait for the next update, by parameter."""
+        return {self.model.get_parameter(name): kept[ACCUMULATED] for name, kept in self._accumulated.items()}
+
     def _new_rate(self, name: str) -> dict[str, Any]:
         group = self.optimizer.param_groups[int(name.rpartition(" ")[2])]
         return {LEARNING_RATE: torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from memplan.runtime.hooks import Block, EventKind, StepEvent, When
 
@@ -17,12 +19,15 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracked:
-    """What was held while the op of `step` ran. Steps are those of the plan."""
+    """What was held while the op of `step` ran. Steps are those of the plan. `devices`: of what the arena held, what
+    lay on which device, by its name in the plan.
+    """
 
     step: int
     op: str
     arena: Held
     host: Held
+    devices: Mapping[str, Held]
 
 
 class Tracker:
@@ -57,6 +62,10 @@ class Tracker:
         """The most bytes of the arena that were held at once: the plan's `max_live` after a whole step."""
         return max((t.arena.nbytes for t in self.steps), default=0)
 
+    def peak_of(self, device: str) -> int:
+        """The most bytes that were held at once on one device: the `max_live` of its section of the plan."""
+        return max((t.devices[device].nbytes for t in self.steps if device in t.devices), default=0)
+
     @property
     def host_peak(self) -> int:
         """The most bytes on the host that were held at once."""
@@ -69,7 +78,11 @@ class Tracker:
         for block in event.taken:
             self._held[block.memory][block.storage] = block
         arena, host = (_held(self._held[memory]) for memory in ("arena", "host"))
-        self.steps.append(Tracked(step=event.step, op=event.op, arena=arena, host=host))
+        by_device: dict[str, dict[str, Block]] = {}
+        for name, block in self._held["arena"].items():
+            by_device.setdefault(block.device, {})[name] = block
+        devices = MappingProxyType({device: _held(blocks) for device, blocks in by_device.items()})
+        self.steps.append(Tracked(step=event.step, op=event.op, arena=arena, host=host, devices=devices))
 
 
 def _held(blocks: dict[str, Block]) -> Held:

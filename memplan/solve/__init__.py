@@ -7,7 +7,7 @@
 The default, in the order in which it works: `portfolio.py` (a valid placement at once) -> `race.py` (which
 capacity to try next) -> `attempt.py` (one capacity) -> `core.py` (normalise), `reduce.py` (what need not be
 searched), `quick.py` (heuristics), `search.py`, `search_kernel.py` and `branch_kernel.py` (place or skip),
-`cpsat_model.py`; `squeaky.py` for what is large and stays open.
+`eject.py` (push out what is in the way), `cpsat_model.py`; `squeaky.py` for what is large and stays open.
 `*_kernel.py` are numba's and imported only when they run. Solvers never import torch and never call the
 validator's code; whoever asks for a solution (`solve` here) validates it.
 """

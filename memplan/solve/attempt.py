@@ -34,15 +34,16 @@ def attempt(
     """Place every buffer of `core` at its `max_offset` (units) or below; offsets are complete if SOLVED.
 
     With a `hint` (a placement that reaches too high) the pieces go to CP-SAT instead of the search. `memory` is
-    what earlier attempts on the same core learnt, by the buffers of a piece; this one adds to it.
+    what earlier attempts on the same core learnt, by the buffers of a piece; this one adds to it. With it,
+    ejection search begins at once.
     """
-    result = _attempt(core, max_offset, budget, seed, hint=hint, memory={} if memory is None else memory)
+    result = _attempt(core, max_offset, budget, seed, hint=hint, memory=memory)
     budget.spend(_OVERHEAD + 3 * core.n, 1)  # so that attempts that never reach the search come to an end too
     return result
 
 
 def _attempt(
-    core: Core, max_offset: Ints, budget: Budget, seed: int, *, hint: Ints | None, memory: dict[bytes, Learnt]
+    core: Core, max_offset: Ints, budget: Budget, seed: int, *, hint: Ints | None, memory: dict[bytes, Learnt] | None
 ) -> tuple[Outcome, Ints]:
     offsets = np.full(core.n, -1, np.int64)
     if (max_offset < core.low).any():
@@ -57,9 +58,11 @@ def _attempt(
             offsets[piece.ids] = solved[content]
             continue
         if hint is None:
-            learnt = memory.setdefault(piece.ids.tobytes(), Learnt(np.full(part.n, -1, np.int64)))
+            learnt = None
+            if memory is not None:
+                learnt = memory.setdefault(piece.ids.tobytes(), Learnt(np.full(part.n, -1, np.int64)))
             outcome, placed = _place(part, max_offset[piece.ids], budget, seed, learnt)
-            if outcome is Outcome.SOLVED:
+            if learnt is not None and outcome is Outcome.SOLVED:
                 learnt.offsets = placed.copy()
         else:
             outcome, placed = cpsat_model.decide(part, max_offset[piece.ids], hint[piece.ids], budget)
@@ -72,7 +75,7 @@ def _attempt(
     return Outcome.SOLVED, offsets
 
 
-def _place(core: Core, max_offset: Ints, budget: Budget, seed: int, learnt: Learnt) -> tuple[Outcome, Ints]:
+def _place(core: Core, max_offset: Ints, budget: Budget, seed: int, learnt: Learnt | None) -> tuple[Outcome, Ints]:
     offsets = np.full(core.n, -1, np.int64)
     for offsets in first_answers(core):
         if (offsets <= max_offset).all():

@@ -29,7 +29,6 @@ class Race:
         self.offsets: Ints = np.zeros(core.n, np.int64)
         self.arena: int | None = None
         self.bound = lower_bound(core)
-        self._memory: dict[bytes, Learnt] = {}
 
     def run(self, seed: int) -> None:
         """Heuristics, then capacities from the bound upwards."""
@@ -76,21 +75,28 @@ class Race:
         Small steps under little effort soon reach the region where the effort must be doubled again and again.
         """
         effort, step = _EFFORT, 0
+        memory: dict[bytes, Learnt] = {}
         while not self._is_done() and not budget.is_over:
             assert self.arena is not None
             goal = self.bound + int((self.arena - 1 - self.bound) * _STEPS[step])
             seed += 1
-            if self._try(goal, budget.slice(effort), seed) is not Outcome.LIMIT:
+            if self._try(goal, budget.slice(effort), seed, memory=memory) is not Outcome.LIMIT:
                 step = min(step + 1, len(_STEPS) - 1)
             elif step:
                 step = 0
             else:
                 effort *= 2
 
-    def _try(self, capacity: int, budget: Budget, seed: int, *, hint: Ints | None = None) -> Outcome:
-        outcome, offsets = attempt(
-            self.core, self.core.max_offset(capacity), budget, seed, hint=hint, memory=self._memory
-        )
+    def _try(
+        self,
+        capacity: int,
+        budget: Budget,
+        seed: int,
+        *,
+        hint: Ints | None = None,
+        memory: dict[bytes, Learnt] | None = None,
+    ) -> Outcome:
+        outcome, offsets = attempt(self.core, self.core.max_offset(capacity), budget, seed, hint=hint, memory=memory)
         if outcome is Outcome.SOLVED:
             self._offer(offsets)
         elif outcome is Outcome.EXHAUSTED:

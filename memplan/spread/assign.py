@@ -102,9 +102,9 @@ def _best(m: int, count: int, add: Callable[[int, int, int, _Worth], _Worth]) ->
                 before = best[start]
                 if before is None or (k == count - 1 and end < m):
                     continue
-                found = add(k, start, end, before[0]), (*before[1], end)
-                if after[end] is None or found[0] < after[end][0]:  # type: ignore[index]  # not None
-                    after[end] = found
+                way, known = (add(k, start, end, before[0]), (*before[1], end)), after[end]
+                if known is None or way[0] < known[0]:
+                    after[end] = way
         best = after
     found = best[m]
     assert found is not None

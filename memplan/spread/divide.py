@@ -1,8 +1,8 @@
 """The graph of several devices: every storage on one of them, and a transfer wherever an op reads what is on another.
 
-A transfer is two ops like a copy to the host, `memplan.send` and `memplan.send_wait`: it starts when the bytes are made,
-is waited for by the first op that wants them there, and makes a storage of its own ("gelu on cuda:1"), which later
-ops on that device read too until the original changes.
+A transfer is two ops like a copy to the host, `memplan.send` and `memplan.send_wait`: it starts some ops before the
+first one that wants the bytes there, when they are made by then, and makes a storage of its own ("gelu on cuda:1"),
+which later ops on that device read too until the original changes.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class _Machine:
     values: list[Value] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     home: dict[int, int] = field(default_factory=dict)
-    written: dict[int, int] = field(
-        default_factory=dict
-    )  # storage -> how many ops of the new graph ran before its last
+    written: dict[int, int] = field(default_factory=dict)  # storage -> the position behind its last writer
     copies: dict[tuple[int, int], int] = field(default_factory=dict)  # (storage, device) -> its copy there, still good
     counts: dict[tuple[int, int], int] = field(default_factory=dict)
     moved: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -82,11 +80,12 @@ class _Machine:
         if device >= 0:
             new = {v: self._here(v, device, op) for v in op.reads if self.graph.values[v].storage not in written}
             new |= {v: v for v in (*op.reads, *op.writes) if v not in new}
-            pairs = {
-                name: tuple((new[result], new[read]) for result, read in getattr(op, name))
-                for name in ("chances", "unrelated")
-            }
-            op = replace(op, reads=tuple(new[v] for v in op.reads), **pairs)
+            op = replace(
+                op,
+                reads=tuple(new[v] for v in op.reads),
+                chances=tuple((new[result], new[read]) for result, read in op.chances),
+                unrelated=tuple((new[result], new[read]) for result, read in op.unrelated),
+            )
         for s in written:
             self.written[s] = len(self.ops) + 1
             for there in range(len(self.names)):

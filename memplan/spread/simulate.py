@@ -1,4 +1,4 @@
-"""What a step on several devices takes: its ops one after another, its copies beside them, a lane for each direction."""
+"""What a step on several devices takes: its ops one after another, its copies beside them in a lane per direction."""
 
 from __future__ import annotations
 

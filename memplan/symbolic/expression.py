@@ -33,7 +33,10 @@ class Expression:
     def __init__(self, text: str, symbols: Sequence[str], where: str = "expression") -> None:
         self.text = text
         self.symbols = tuple(symbols)
-        self.condition = _check(_parse(text, where), frozenset(symbols), text, where)
+        try:
+            self.condition = _check(_parse(text, where), frozenset(symbols), text, where)
+        except RecursionError as error:
+            raise _too_deep(text, where) from error
 
     def evaluate(self, *values: int) -> int:
         """The number for these values (a condition: 0 or 1). Raises `InvalidPlan` when a divisor is 0."""
@@ -53,10 +56,13 @@ def evaluator(texts: Sequence[str], symbols: Sequence[str]) -> Evaluate:
     """One function that takes a value for each symbol and returns the number of every text, checked beforehand."""
     names = [_placeholder(i) for i in range(len(symbols))]
     known = dict(zip(symbols, names, strict=True))
-    body = ast.Tuple(elts=[_renamed(_parse(text, "expression"), known) for text in texts], ctx=ast.Load())
-    arguments = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
-    tree = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
-    made: Evaluate = eval(compile(tree, "<sizes>", "eval"), {"__builtins__": {}, **_FUNCTIONS})
+    try:
+        body = ast.Tuple(elts=[_renamed(_parse(text, "expression"), known) for text in texts], ctx=ast.Load())
+        arguments = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+        tree = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
+        made: Evaluate = eval(compile(tree, "<sizes>", "eval"), {"__builtins__": {}, **_FUNCTIONS})
+    except RecursionError as error:
+        raise _too_deep(max(texts, key=len), "expression") from error
 
     def evaluate(*values: int) -> tuple[int, ...]:
         try:
@@ -66,6 +72,26 @@ def evaluator(texts: Sequence[str], symbols: Sequence[str]) -> Evaluate:
             raise InvalidPlan(f"a size cannot be computed for {given}: {error}", where="sizes") from error
 
     return evaluate
+
+
+def holder(conditions: Sequence[str], symbols: Sequence[str]) -> Evaluate:
+    """As `evaluator`, for conditions, 1 where one holds: where it cannot be computed (a divisor is 0) it does not."""
+    together = evaluator(conditions, symbols)
+    each = [evaluator([text], symbols) for text in conditions]
+
+    def holds(one: Evaluate, values: tuple[int, ...]) -> int:
+        try:
+            return one(*values)[0]
+        except InvalidPlan:
+            return 0
+
+    def held(*values: int) -> tuple[int, ...]:
+        try:
+            return together(*values)
+        except InvalidPlan:
+            return tuple(holds(one, values) for one in each)
+
+    return held
 
 
 def _placeholder(index: int) -> str:
@@ -103,7 +129,7 @@ def _parts(node: ast.expr, symbols: frozenset[str]) -> Sequence[ast.expr] | None
         case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=part):
             return (part,)
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 0 <= power <= _HIGHEST_POWER:
-            return (left,)
+            return None if _has_power(left) else (left,)  # powers of powers would be numbers without end
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _OPERATORS):
             return (left, right)
         case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in _FUNCTIONS and len(parts) > 1:
@@ -113,6 +139,14 @@ def _parts(node: ast.expr, symbols: frozenset[str]) -> Sequence[ast.expr] | None
         case ast.BoolOp(values=parts):
             return parts
     return None
+
+
+def _too_deep(text: str, where: str) -> InvalidPlan:
+    return InvalidPlan(f"{clip(ascii(text))} is nested too deeply", where=where)
+
+
+def _has_power(node: ast.expr) -> bool:
+    return any(isinstance(part, ast.Pow) for part in ast.walk(node))
 
 
 def _not_allowed(node: ast.expr, text: str, where: str) -> InvalidPlan:

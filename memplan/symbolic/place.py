@@ -50,9 +50,11 @@ class Placer:
         self._highest = np.full(self.n, 1 << 62, np.int64)
 
     def place(self, nbytes: Sequence[int], *, thorough: bool = False) -> Placed:
-        """Place buffers of so many bytes; `thorough`: by first-fit, too. Raises `ShapeOutOfRange` for sums that 64 bits
-        do not hold.
+        """Place buffers of so many bytes; `thorough`: by first-fit, too. Raises `ShapeOutOfRange` for a negative size,
+        and for sums that 64 bits do not hold.
         """
+        if min(nbytes, default=0) < 0:
+            raise ShapeOutOfRange("would have a negative size", where="sizes", hint="narrow the range of the symbols")
         if max(nbytes, default=0) > _MOST or sum(nbytes) > _MOST:
             hint = "narrow the range of the symbols"
             raise ShapeOutOfRange(f"buffers of {sum(nbytes)} bytes in all", where="sizes", hint=hint)

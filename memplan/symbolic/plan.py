@@ -24,7 +24,7 @@ from memplan.plan import Plan, check_consistency, make_plan
 from memplan.problem import Problem, Solution, Status
 from memplan.schedule import Schedule, cut_bound, make_schedule, order, working_set_bound
 from memplan.schedule.base import Evidence, storage_intervals
-from memplan.symbolic.expression import Evaluate, Expression, evaluator
+from memplan.symbolic.expression import Evaluate, Expression, evaluator, holder
 from memplan.symbolic.sizes import Sizes, always_alike, as_taken, check_sizes, graph_at
 from memplan.symbolic.symbols import Symbol, check_symbols, values_of
 from memplan.validate import validate
@@ -211,7 +211,7 @@ class SymbolicPlan:
 
     @cached_property
     def _hold(self) -> Evaluate:
-        return evaluator(self.conditions, list(self.hint))
+        return holder(self.conditions, list(self.hint))
 
     @cached_property
     def _buffers(self) -> tuple[int, ...]:
@@ -309,7 +309,7 @@ def check_symbolic(made: SymbolicPlan) -> None:
         raise InvalidPlan("has in-place chances that other values do not have", where="plan.graph")
     check_sizes(graph, made.sizes, made.symbols, evaluator(made.sizes.expressions, names))
     hints = tuple(s.hint for s in made.symbols)
-    if not all(evaluator(made.conditions, names)(*hints)):
+    if not all(holder(made.conditions, names)(*hints)):
         raise InvalidPlan("do not hold for the hint", where="conditions")
 
 

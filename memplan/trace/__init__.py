@@ -1,6 +1,6 @@
 """Tracing: `nn.Module` + example inputs -> `TracedGraph`, and `plan`, which needs nothing but the trace.
 
-In the order in which data flows: `capture.py` (front ends), `returns.py`, `rules.py` and
+In the order in which data flows: `capture.py` (front ends), `returns.py`, `divide.py`, `pack.py`, `rules.py` and
 `layer_rules.py` (passes over the fx graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is
 computed here.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from memplan.division import Divide, Division, division_of
+from memplan.division import Divide, Division, compression_of, division_of
 from memplan.errors import UnsupportedProblem
 from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
@@ -27,6 +27,7 @@ from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
 from memplan.trace.divide import divide
 from memplan.trace.hosted import Target, hosted, require_at_home, target_of
+from memplan.trace.pack import pack_masks
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rewrite import copy_of
 from memplan.trace.rules import lower
@@ -82,15 +83,15 @@ def trace(
 def _divisible(
     captured: Captured, model: str, finish: Callable[[fx.Graph], None], target: Target | None, *, in_place: bool
 ) -> TracedGraph:
-    """Trace what was captured; the result can be had again with another division."""
+    """Trace what was captured; the result can be had again with another division or compression."""
 
     @lru_cache(maxsize=2)
-    def make(division: Division | None) -> TracedGraph:
+    def make(division: Division | None, compress: str) -> TracedGraph:
         copied = fx.GraphModule(captured.graph_module, copy_of(captured.graph_module.graph))
-        traced = trace_captured(replace(captured, graph_module=copied), model, finish, division)
+        traced = trace_captured(replace(captured, graph_module=copied), model, finish, division, compress)
         return replace(_finished(traced, target, in_place=in_place), again=make)
 
-    return make(None)
+    return make(None, "")
 
 
 def _finished(traced: TracedGraph, target: Target | None, *, in_place: bool) -> TracedGraph:
@@ -148,15 +149,18 @@ def trace_captured(
     model: str,
     finish: Callable[[fx.Graph], None] = own_the_results,
     division: Division | None = None,
+    compress: str = "",
 ) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them."""
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     write_back_mutations(graph, captured.alias_of)
     made = None if division is None else divide(graph, division)
+    if compress:
+        pack_masks(graph)
     lower(graph)
     finish(graph)
-    return replace(build(captured, model, needs), division=made)
+    return replace(build(captured, model, needs), division=made, compress=compress)
 
 
 def plan(
@@ -169,6 +173,7 @@ def plan(
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
     divide: Divide = None,
+    compress: str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -186,6 +191,7 @@ def plan(
         policy=policy,
         costs=costs,
         divide=divide,
+        compress=compress,
     )
 
 
@@ -201,12 +207,13 @@ def plan_traced(
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
     divide: Divide = None,
+    compress: str | None = None,
     room: int = 0,
 ) -> Plan:
     """Divide a traced step as `divide` allows, order it, evict what does not fit `budget`, and place its storages.
 
     `redzone` is in bytes (see `lifetimes.problem`), and so is `room` (see `budget.plan_within`); the rest as in
-    `memplan.plan`. The plan is of `traced.divided(plan.division)`.
+    `memplan.plan`. The plan is of `traced.rewritten(plan.division, plan.compress)`.
     """
 
     def attempt(step: TracedGraph, limit: Budget | None) -> Plan:
@@ -221,8 +228,9 @@ def plan_traced(
             costs=costs,
             room=room,
         )
-        return made if step.division is None else replace(made, division=step.division)
+        return replace(made, division=step.division, compress=step.compress)
 
+    traced = traced.rewritten(traced.division, compression_of(compress))
     return plan_divided(traced, division_of(divide), attempt, budget, alignment_of(traced.device), schedule)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from memplan.symbolic.expression import evaluator
+from memplan.symbolic.expression import holder
 from memplan.trace.dims import Range
 
 _FEW = 20_000  # shapes that are tried one by one
@@ -20,7 +20,7 @@ def pinned(symbols: Sequence[Range], hints: Mapping[str, int], conditions: Seque
     for s in symbols:
         tried = range(max(s.min, hints[s.name] - _NEAR), min(s.max, hints[s.name] + _NEAR) + 1)
         for text in conditions:
-            holds = evaluator([text], names)
+            holds = holder([text], names)
             left = sum(bool(holds(*({**hints, s.name: n}[name] for name in names))[0]) for n in tried)
             if left <= 1 < len(tried):
                 return s, text
@@ -34,12 +34,16 @@ def telling(symbols: Sequence[Range], conditions: Sequence[str]) -> tuple[str, .
         used = [s for s in symbols if s.name in _names(text)]
         names = [s.name for s in used]
         shapes = math.prod(s.max - s.min + 1 for s in used)
-        known = evaluator([other for other in kept if _names(other) <= set(names)], names)
-        holds = evaluator([text], names)
-        every = itertools.product(*(range(s.min, s.max + 1) for s in used))
-        if shapes > _FEW or any(all(known(*values)) and not holds(*values)[0] for values in every):
+        known = holder([other for other in kept if _names(other) <= set(names)], names)
+        holds = holder([text], names)
+        if shapes > _FEW or any(all(known(*values)) and not holds(*values)[0] for values in _every(used)):
             kept.append(text)
     return tuple(kept)
+
+
+def _every(symbols: Sequence[Range]) -> Iterator[tuple[int, ...]]:
+    """All values; only of few shapes: the ranges are laid out in memory."""
+    return itertools.product(*(range(s.min, s.max + 1) for s in symbols))
 
 
 def _names(text: str) -> set[str]:
@@ -49,7 +53,7 @@ def _names(text: str) -> set[str]:
 def beyond(symbols: Sequence[Range], hints: Mapping[str, int], conditions: Sequence[str]) -> dict[str, int] | None:
     """The hints with one value that the conditions leave out, the nearest that is no special size; None without."""
     names = [s.name for s in symbols]
-    holds = evaluator(conditions, names)
+    holds = holder(conditions, names)
     for s in symbols:
         near = list(range(max(s.min, 3, hints[s.name] - _FEW), min(s.max, hints[s.name] + _FEW) + 1))
         near.sort(key=lambda n, middle=hints[s.name]: abs(n - middle))  # type: ignore[misc]
@@ -69,8 +73,8 @@ def either(symbols: Sequence[Range], one: Sequence[str], two: Sequence[str]) -> 
     shapes = math.prod(s.max - s.min + 1 for s in symbols)
     simple: list[str] = []
     if shapes <= _FEW:
-        check = evaluator([whole, *one, *two], names)
-        found = [check(*values) for values in itertools.product(*(range(s.min, s.max + 1) for s in symbols))]
+        check = holder([whole, *one, *two], names)
+        found = [check(*values) for values in _every(symbols)]
         implied = [all(row[i + 1] for row in found if row[0]) for i in range(len(one) + len(two))]
         simple = [text for text, follows in zip((*one, *two), implied, strict=True) if follows]
     return telling(symbols, [*simple, whole])

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.errors import InvalidShapes, UnsupportedGraph
 from memplan.inplace import with_chances
-from memplan.symbolic.expression import evaluator
+from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
 from memplan.symbolic.sizes import SizesWriter
 from memplan.symbolic.symbols import Symbol
@@ -150,7 +150,7 @@ def _trace(
     conditions = telling(dims.symbols, conditions)
     names = [s.name for s in dims.symbols]
     example = {s.name: s.example for s in dims.symbols}
-    if not all(evaluator(conditions, names)(*example.values())):
+    if not all(holder(conditions, names)(*example.values())):
         example = hints
     made = SymbolicTrace(
         symbols=tuple(Symbol(name=s.name, min=s.min, max=s.max, hint=example[s.name]) for s in dims.symbols),

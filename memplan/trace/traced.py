@@ -151,7 +151,8 @@ class TracedGraph:
     `training`: it has a backward. `autocast`: it was traced under autocast. `device` is where all planned storages are.
     `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
     (`hosted.py`); none when it is not.
-    `division`: how chains of rows were divided, with `over` settled; `again` traces with another one.
+    `division`: how chains of rows were divided, with `over` settled; `compress`: how what waits is made smaller;
+    `again` traces with others.
     """
 
     model: str
@@ -167,15 +168,21 @@ class TracedGraph:
     device: torch.device
     runs_on: tuple[str, ...] = ()
     division: Division | None = None
-    again: Callable[[Division | None], TracedGraph] | None = field(default=None, compare=False, repr=False)
+    compress: str = ""
+    again: Callable[[Division | None, str], TracedGraph] | None = field(default=None, compare=False, repr=False)
 
     def divided(self, division: Division | None) -> TracedGraph:
         """The same step with its chains of rows divided so (None: whole)."""
-        if division == self.division:
+        return self.rewritten(division, self.compress)
+
+    def rewritten(self, division: Division | None, compress: str) -> TracedGraph:
+        """The same, and with what waits for the backward compressed so ("": not)."""
+        if (division, compress) == (self.division, self.compress):
             return self
         if self.again is None:
-            raise UnsupportedProblem("this step cannot be divided", where="divide", hint="leave out divide=")
-        return self.again(division)
+            hint = "leave out divide= and compress="
+            raise UnsupportedProblem("this step cannot be traced once more", where="divide", hint=hint)
+        return self.again(division, compress)
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """The bindings of one source, in order."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import memplan
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime.bind import same_bytes
 from memplan.runtime.convolve import direct_convolutions
@@ -67,3 +68,12 @@ def test_a_compiled_convolution_writes_into_the_arena() -> None:
     assert all(
         p.grad is not None and torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True)
     )
+
+
+def test_at_another_shape_a_convolution_is_eagers_again() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.Sigmoid(), nn.Conv2d(16, 16, 3, padding=1), nn.Tanh())
+    batch = torch.export.Dim("batch", min=1, max=4)
+    compiled = memplan.compile(model, torch.randn(4, 8, 24, 24), dynamic_shapes={"input": {0: batch}})
+    for size in (4, 1, 2, 4):
+        x = torch.randn(size, 8, 24, 24)
+        assert torch.equal(compiled(x), model(x))

@@ -67,9 +67,7 @@ def _assert_like_eager(model: nn.Module, eager: nn.Module, *losses: torch.Tensor
         if p.grad is None or q.grad is None:
             assert not any(g is not None and g.any() for g in (p.grad, q.grad)), key
         else:
-            torch.testing.assert_close(
-                p.grad, q.grad, rtol=1e-3 * loose, atol=1e-4 * loose, msg=lambda m: f"{key}: {m}"
-            )
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-3 * loose, atol=1e-4 * loose)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *REST])
@@ -270,7 +268,7 @@ def test_large_fallbacks_are_recorded_in_place() -> None:
     graphed = recorded._selector.main.graphed
     assert graphed is not None
     assert graphed._recording is not None
-    assert graphed._recording.placer.pools  # type: ignore[attr-defined]
+    assert graphed._recording.placer.pools
 
 
 def test_moved_parameters_are_recorded_anew_while_results_are_held() -> None:
@@ -306,7 +304,9 @@ def test_ops_are_measured() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_measured_peak_is_the_predicted_one(name: str) -> None:
-    """Bytes that were asked for: the caching allocator's rounding stays out of it, and libraries' workspaces too."""
+    """Bytes that were asked for, without the caching allocator's rounding, and without libraries' workspaces."""
+    torch._C._cuda_clearCublasWorkspaces()
+    before = _requested()
     model, args = _example(name)
     compiled = compile(model, args)
     _settle(model, compiled, args)
@@ -323,7 +323,7 @@ def test_measured_peak_is_the_predicted_one(name: str) -> None:
     model.zero_grad()
     fixed = plan.arena_size + plan.outside["parameters"] + plan.outside["inputs"] + plan.outside["constants"]
     torch._C._cuda_clearCublasWorkspaces()
-    assert _requested() == pytest.approx(fixed, rel=0.02, abs=512 * 8), "what stands between steps"
+    assert _requested() - before == pytest.approx(fixed, rel=0.02, abs=512 * 8), "what stands between steps"
 
 
 def _settle(model: nn.Module, compiled: CompiledModule, args: tuple[Any, ...]) -> None:

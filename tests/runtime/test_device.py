@@ -191,7 +191,7 @@ def test_a_model_that_is_on_a_device_already(net: Net, x: torch.Tensor) -> None:
 def _workload(net: Net, x: torch.Tensor) -> tuple[Graph, Workload]:
     traced = trace(net, x, device="cpu")
     order = tuple(range(len(traced.graph.ops)))
-    workload = make_workload(traced.graph, order, FAST_LINK, 64, device=traced.runs_on)
+    workload = make_workload(traced.graph, order, FAST_LINK, 64, device="cpu:0")
     return traced.graph, workload
 
 

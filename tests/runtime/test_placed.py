@@ -15,8 +15,7 @@ from torch import nn
 
 from memplan.plan import Plan
 from memplan.replay.allocator import host_backing
-from memplan.replay.places import LEAST, PlaceAllocator, places, segment
-from memplan.runtime import compile
+from memplan.replay.places import LEAST, Place, PlaceAllocator, places, segment
 from memplan.runtime.bind import BoundOp, Form
 from memplan.runtime.placed import placing
 from memplan.trace import plan
@@ -107,39 +106,29 @@ class Here:
         self.address = 0
 
 
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("cooperates", [True, False])
-def test_a_result_that_is_there_is_not_copied(cooperates: bool) -> None:
-    """The whole step, with a stand-in for convolution that makes its result where it is told, or elsewhere."""
-    torch.manual_seed(0)
-    model, x = Net(), torch.randn(2, 1, 1024, 512)
-    program = compile(model, x)._selector.main.program
-    placer, there = Here(), []
+def test_a_result_that_is_there_is_not_copied(cooperates: bool, several: bool) -> None:
+    """With a stand-in for a kernel that makes its result where the pool is told to, or elsewhere."""
+    memory = torch.empty(1 << 16, dtype=torch.uint8)
+    storage: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + 512, memory.device, 4096)
+    target = torch.empty(0).set_(storage, 0, (32, 32), (32, 1))
+    placer = Here()
 
-    def convolution(*args: Any) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.aten.convolution(*args)
-        if not cooperates or not placer.address:
-            return result
-        storage: Any = torch._C._construct_storage_from_data_pointer(placer.address, result.device, result.nbytes)
-        there.append(torch.empty(0).set_(storage, 0, result.shape, result.stride()).copy_(result))
-        return there[-1]
+    def kernel(x: torch.Tensor) -> Any:
+        result = x + 1
+        if cooperates:
+            there: Any = torch._C._construct_storage_from_data_pointer(placer.address, memory.device, 4096)
+            result = torch.empty(0).set_(there, 0, (32, 32), (32, 1)).copy_(result)
+        return (x, result) if several else result
 
-    found = places(program.plan)
-    targets = {i: program.plan.graph.ops[i].target for i in found}
-    assert "aten.convolution.default" in targets.values()
-    stand_in: list[BoundOp] = [
-        replace(b, function=convolution) if targets.get(i) == "aten.convolution.default" else b
-        for i, b in enumerate(program.bound)
-    ]
-    placed = placing(stand_in, found, program.namespace.names, placer)
-    for index, target in targets.items():
-        if target != "aten.convolution.default":
-            continue
-        assert placed[index].form is Form.FUNCTIONAL
-        with torch.no_grad():
-            value = program.namespace.names[f"v{found[index].value}"]
-            args = [program.namespace.names.get(f"v{getattr(a, 'value', '')}", a) for a in placed[index].args]
-            if not isinstance(args[0], torch.Tensor):
-                args[0] = x
-            result = placed[index].function(*args)
-        assert (result is value) is cooperates, "copying it onto itself does nothing"
-    assert bool(there) is cooperates
+    outs = (3, 7) if several else (7,)
+    bound = BoundOp(form=Form.FUNCTIONAL, function=kernel, args=(), kwargs={}, outs=outs, several=several)
+    other = replace(bound, function=torch.abs)
+    placed = placing((other, bound), {1: Place(7, 512, 4096)}, {"v7": target}, placer)
+    assert placed[0] is other
+    results = placed[1].function(torch.ones(32, 32))
+    result = results[-1] if several else results
+    assert torch.equal(result, torch.full((32, 32), 2.0))
+    assert (result is target) is cooperates, "copying it onto itself does nothing"
+    assert not placer.address, "nothing is expected outside of the call"

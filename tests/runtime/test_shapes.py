@@ -157,6 +157,31 @@ def test_calls_that_differ_otherwise_are_refused_by_name() -> None:
     assert compiled(x, mask, 0.5).shape == x.shape
 
 
+class Picky(nn.Module):
+    """Takes another way at one batch size, and at large ones, where it computes with the size; halves, if it may."""
+
+    def __init__(self, halves: bool) -> None:
+        super().__init__()
+        self.layer, self.halves = nn.Linear(6, 6), halves
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        if self.halves:
+            return y.reshape(x.shape[0] // 2, 2, -1).sum(1)
+        if x.shape[0] > 12:
+            return y * float(x.shape[0] ** 0.5)
+        return y * 3 if x.shape[0] == 6 else y.relu()
+
+
+@pytest.mark.parametrize(("halves", "sizes"), [(False, (4, 6, 14, 5)), (True, (4, 2, 16))])
+def test_sizes_at_which_the_model_is_another_one_run_too(halves: bool, sizes: tuple[int, ...]) -> None:
+    model = Picky(halves)
+    reference = copy.deepcopy(model)
+    compiled = memplan.compile(model, torch.randn(4, 6), dynamic_shapes={"x": {0: BATCH}})
+    for n in sizes:
+        _require_equal(reference, compiled, (torch.randn(n, 6),))
+
+
 def test_strides_are_laid_out_as_traced() -> None:
     reference, compiled = _compiled()
     x, mask = _inputs(6, 6)

@@ -134,6 +134,13 @@ def test_sums_that_nobody_can_hold_are_refused() -> None:
         plan.place({"batch": 4, "seq": 2**20})
 
 
+def test_negative_sizes_are_out_of_range() -> None:
+    plan = _example([], times="5 - 2*batch")
+    for ask in (plan.place, plan.resolve):
+        with pytest.raises(ShapeOutOfRange, match="negative"):
+            ask({"batch": 4, "seq": 3})
+
+
 def _graph(plan: SymbolicPlan, values: dict[str, int]) -> Graph:
     from memplan.symbolic.expression import evaluator
 
@@ -141,7 +148,7 @@ def _graph(plan: SymbolicPlan, values: dict[str, int]) -> Graph:
     return graph_at(plan.plan.graph, plan.sizes, numbers)
 
 
-def _example(conditions: list[str], power: int = 1, highest: int = 64) -> SymbolicPlan:
+def _example(conditions: list[str], power: int = 1, highest: int = 64, times: str = "1") -> SymbolicPlan:
     from memplan.graph import Phase, StorageKind
     from memplan.symbolic import Symbol
     from memplan.symbolic.sizes import SizesWriter
@@ -154,7 +161,7 @@ def _example(conditions: list[str], power: int = 1, highest: int = 64) -> Symbol
     b.op(Phase.FORWARD, (given_,), (one,))
     b.op(Phase.FORWARD, (one,), (two,))
     graph = b.graph()
-    texts = ["8", f"batch*seq**{power}", "batch*seq"]
+    texts = ["8", f"batch*seq**{power}", f"batch*seq*({times})"]
     symbols = tuple(Symbol(name=n, min=1, max=highest, hint=2) for n in ("batch", "seq"))
     sizes = SizesWriter().finish(texts, [(t, "1", "0") for t in texts])
     plan = make_plan(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={})

@@ -1,0 +1,174 @@
+"""torch.TensorRef: groups of recurrent ops are divided among devices, transfers are planned ops (row T4)."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import memplan
+from benchmarks.zoo import ZOO
+from memplan import lifetimes
+from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize, MemplanError, PlanMismatch, UnsupportedDevice
+from memplan.evict.record import SEND, SEND_WAIT, TRANSFERS
+from memplan.graph import Phase
+from memplan.plan import Plan, check_consistency
+from memplan.runtime.hooks import EventKind, StepEvent
+from memplan.runtime.tracker import Tracker
+from tests.runtime.budgets import FAST_LINK
+
+TWO = ("cpu:0", "cpu:1")
+
+
+@cache
+def _plan(name: str, devices: tuple[str, ...] = TWO) -> Plan:
+    return memplan.plan(*ZOO[name]("nano"), device=devices, costs=FAST_LINK)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_T4_each_device_has_an_arena_of_its_own_at_its_own_max_live(name: str) -> None:  # noqa: N802
+    plan = _plan(name)
+    check_consistency(plan)
+    assert [section.device for section in plan.devices] == list(TWO)
+    alone = memplan.plan(*ZOO[name]("nano"), device="cpu", costs=FAST_LINK)
+    for section in plan.devices:
+        part = lifetimes.device_problem(plan.problem, plan.graph, section.device)
+        assert section.size == section.max_live == part.max_live
+        assert section.size < alone.arena_size
+    assert sum(section.size for section in plan.devices) == plan.arena_size == plan.max_live
+
+
+def test_T4_blocks_stay_whole_and_their_backward_is_where_their_forward_is() -> None:  # noqa: N802
+    graph = _plan("gpt2").graph
+    homes: dict[str, set[str]] = {}
+    for op in graph.ops:
+        if op.target not in TRANSFERS and ".h." in op.origin.module:
+            block = ".".join(op.origin.module.split(".")[:4])
+            homes.setdefault(block, set()).update(graph.storages[s].device for s in graph.written(op))
+    assert sorted(homes) == ["model.transformer.h.0", "model.transformer.h.1"]
+    assert [len(found) for found in homes.values()] == [1, 1]
+    assert len(set.union(*homes.values())) == 2
+
+
+def test_T4_transfers_are_ops_and_every_op_finds_all_on_one_device() -> None:  # noqa: N802
+    plan = _plan("gpt2")
+    graph = plan.graph
+    sends = [op for op in graph.ops if op.target == SEND]
+    assert sends
+    assert len(sends) == sum(op.target == SEND_WAIT for op in graph.ops)
+    assert {op.phase for op in sends} == {Phase.FORWARD, Phase.BACKWARD}
+    for op in graph.ops:
+        if op.target not in TRANSFERS:
+            assert len({graph.storages[s].device for s in graph.touched(op)}) == 1
+    report = plan.report()
+    assert report.kept is not None
+    assert report.kept.sent == sum(graph.values[op.reads[0]].shape[0] for op in sends)
+    name = graph.storages[graph.values[sends[0].writes[0]].storage].name
+    assert plan.forecast(name).uses
+
+
+@pytest.mark.parametrize(("name", "count"), [("vit", 2), ("resnet", 3)])
+def test_T4_two_arenas_give_the_same_bits_as_one(name: str, count: int) -> None:  # noqa: N802
+    model, inputs = ZOO[name]("nano")
+    reference = memplan.compile(copy.deepcopy(model), inputs)
+    devices = [f"cpu:{i}" for i in range(count)]
+    compiled = memplan.compile(model, inputs, device=devices, costs=FAST_LINK, guard="poison")
+    tracker, seen = Tracker(), list[EventKind]()
+
+    def see(event: StepEvent) -> None:
+        seen.append(event.kind)
+
+    for seed in range(2):
+        losses = []
+        with compiled.hooks.add(tracker), compiled.hooks.add(see):
+            for module in (reference, compiled):
+                torch.manual_seed(seed)
+                loss = module(*inputs)
+                loss.backward()
+                losses.append(loss.detach())
+        assert torch.equal(*losses)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert torch.equal(p.grad, q.grad)
+        for b, c in zip(model.buffers(), reference.buffers(), strict=True):
+            assert torch.equal(b, c)
+    for section in compiled.plan.devices:  # row T10, on each device
+        assert tracker.peak_of(section.device) == section.max_live
+    assert {EventKind.SEND, EventKind.SEND_WAIT} <= set(seen)
+    model.eval()
+    reference.eval()
+    with torch.no_grad():
+        assert torch.equal(compiled(*inputs), reference(*inputs))
+
+
+def test_T4_whole_steps_with_a_budget_for_each_device() -> None:  # noqa: N802
+    models = [ZOO["mlp"]("nano")[0] for _ in range(2)]
+    inputs = ZOO["mlp"]("nano")[1]
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in models)
+    twin = copy.deepcopy(models[0])
+    others = torch.optim.AdamW(twin.parameters(), lr=0.01, fused=True)
+    alone = memplan.compile_step(twin, others, lambda x: x, inputs, device="cpu", accumulate=2)
+    budgets = [alone.plan.arena_size, alone.plan.arena_size - 4096]
+    step = memplan.compile_step(models[0], ours, lambda x: x, inputs, device=TWO, budget=budgets, accumulate=2)
+    plain = memplan.compile_step(models[1], theirs, lambda x: x, inputs, accumulate=2)
+    assert all(s.size <= b for s, b in zip(step.plan.devices, budgets, strict=True))
+    for seed in range(4):
+        torch.manual_seed(seed)
+        loss = step(*inputs)
+        torch.manual_seed(seed)
+        assert torch.equal(loss, plain(*inputs))
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_T4_plan_files_and_what_does_not_belong_together(tmp_path: Path) -> None:  # noqa: N802
+    model, inputs = ZOO["mlp"]("nano")
+    plan = memplan.plan(model, inputs, device=TWO)
+    plan.save(tmp_path / "plan.json")
+    loaded = memplan.load(tmp_path / "plan.json")
+    assert loaded.devices == plan.devices
+    compiled = memplan.compile(model, inputs, plan=loaded)
+    reference = memplan.compile(model, inputs)
+    torch.manual_seed(0)
+    loss = compiled(*inputs)
+    torch.manual_seed(0)
+    assert torch.equal(loss, reference(*inputs))
+    with pytest.raises(PlanMismatch, match="cpu:0, cpu:1"):
+        memplan.compile(model, inputs, plan=loaded, device="cpu")
+    for devices, match in (((), "no device"), (("cpu", "cpu:0"), "twice"), (("cpu:0", "nowhere"), "no device")):
+        with pytest.raises(UnsupportedDevice, match=match):
+            memplan.plan(model, inputs, device=devices)
+    with pytest.raises(InvalidSize, match="3 budgets for 2 devices"):
+        memplan.plan(model, inputs, device=TWO, budget=[1, 2, 3])
+    with pytest.raises(InvalidSize, match="no budget of one"):
+        memplan.plan(model, inputs, device=TWO, budget="min")
+    with pytest.raises(InvalidSize, match="is no budget"):
+        memplan.plan(model, inputs, device="cpu", budget=[1, 2])
+    with pytest.raises(MemplanError, match="evict nothing"):
+        memplan.plan(model, inputs, device=TWO, policy="genoa")
+    with pytest.raises(BudgetInfeasible) as caught:
+        memplan.plan(model, inputs, device=TWO, budget="4KiB")
+    assert memplan.plan(model, inputs, device=TWO, budget=caught.value.smallest).devices
+
+
+def test_T4_a_plan_whose_arenas_do_not_hold_its_buffers_is_refused() -> None:  # noqa: N802
+    from dataclasses import replace
+
+    plan = _plan("resnet")
+    assert plan.eviction is not None
+    one, two = plan.devices
+    for sections in (
+        (),
+        (two, one),
+        (replace(one, max_live=one.max_live + 64), two),
+        (replace(one, size=one.size - 64), replace(two, start=two.start - 64, size=two.size + 64)),
+        (one, replace(two, budget=two.size - 1)),
+        (one, replace(two, device="cpu:2")),
+    ):
+        with pytest.raises(MemplanError) as caught:
+            check_consistency(replace(plan, eviction=replace(plan.eviction, sections=sections)))
+        assert isinstance(caught.value, (InvalidPlan, ValueError))
