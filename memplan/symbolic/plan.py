@@ -22,7 +22,7 @@ from memplan.graph import Graph
 from memplan.inplace import with_chances
 from memplan.plan import Plan, check_consistency, make_plan
 from memplan.problem import Problem, Solution, Status
-from memplan.schedule import POLICIES, Schedule, cut_bound, make_schedule, order, working_set_bound
+from memplan.schedule import Schedule, cut_bound, make_schedule, order, working_set_bound
 from memplan.schedule.base import Evidence, storage_intervals
 from memplan.symbolic.expression import Evaluate, Expression, evaluator, holder
 from memplan.symbolic.sizes import Sizes, always_alike, as_taken, check_sizes, graph_at
@@ -184,11 +184,10 @@ class SymbolicPlan:
         graph = with_chances(plan.graph) if any(op.chances for op in plan.graph.ops) else plan.graph
         if plan.arena_size <= _ENOUGH * working_set_bound(graph) or plan.arena_size <= _ENOUGH * self._cut_bound(graph):
             return plan
-        policy = plan.schedule.policy if plan.schedule.policy in POLICIES else "auto"
         anew = make_plan(
             model=plan.model,
             graph=graph,
-            schedule=order(graph, policy),
+            schedule=order(graph),
             alignment=plan.alignment,
             versions=plan.versions,
         )

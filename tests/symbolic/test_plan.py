@@ -58,7 +58,7 @@ def test_a_resolved_plan_is_a_plan_within_a_quarter_of_planning_anew(data: st.Da
     anew = make_plan(
         model="anew",
         graph=graph,
-        schedule=order(graph, "traced" if plan.plan.schedule.policy == "traced" else "auto"),
+        schedule=order(graph),
         alignment=plan.plan.alignment,
         versions={},
     )
