@@ -19,8 +19,11 @@ from memplan.units import parse_size
 MOST = 4096  # copies of the example; the search goes no further
 
 
-def cuda_memory(name: str, size: Size, contender: str, capacity: str) -> dict[str, Cell]:
-    """Peaks of a step of the plain example, and how many examples fit `capacity` ("8GiB")."""
+def cuda_memory(name: str, size: Size, contender: str, capacity: str | None) -> dict[str, Cell]:
+    """Peaks of a step of the plain example, and how many examples fit `capacity` ("8GiB"), if one is given.
+
+    The search for the largest batch prepares the contender a dozen times: for compilers that takes minutes.
+    """
     step = _fresh(name, size, contender, 1)
     torch.cuda.reset_peak_memory_stats()
     step.clear()
@@ -32,6 +35,8 @@ def cuda_memory(name: str, size: Size, contender: str, capacity: str) -> dict[st
         "pool_mb": None if step.pool is None else step.pool() / 1e6,
     }
     del step
+    if capacity is None:
+        return found
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(parse_size(capacity) / total, 1.0))
     try:
@@ -83,4 +88,5 @@ def _fresh(name: str, size: Size, contender: str, copies: int) -> Step:
 def _release() -> None:
     torch._dynamo.reset()
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # one for each stream that anybody used
     torch.cuda.empty_cache()

@@ -67,24 +67,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name} {options.size} ...", file=sys.stderr, flush=True)
         found = measure(name, options.size, options.contenders, rounds=options.rounds, device=options.device)
         if options.device == "cuda":
-            memory = [cuda_memory(name, options.size, key, options.capacity) for key in options.contenders]
+            fitted = dict.fromkeys(options.fit, options.capacity)
+            ran = [str(row["contender"]) for row in found]
+            memory = [cuda_memory(name, options.size, key, fitted.get(key)) for key in ran]
             found = [row | more for row, more in zip(found, memory, strict=True)]
         rows += found
-    table = Table(
+        write(_table(rows, options), options.directory)  # after each model: the machine's time may be short
+    print(to_markdown(_table(rows, options)))
+    return 0
+
+
+def _table(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Table:
+    settings: dict[str, Cell] = {"size": options.size, "rounds": options.rounds, "threads": options.threads}
+    if options.device == "cuda":
+        settings["device"] = torch.cuda.get_device_name()
+    return Table(
         name=options.output,
         title=f"Runtime, forward + backward, {options.size} models, {options.device}",
         columns=COLUMNS | (CUDA_COLUMNS if options.device == "cuda" else {}),
         rows=rows,
-        settings={"size": options.size, "rounds": options.rounds, "threads": options.threads},
+        settings=settings,
         notes=NOTES,
     )
-    print(to_markdown(table))
-    write(table, options.directory)
-    return 0
 
 
 def measure(name: str, size: Size, contenders: Sequence[str], *, rounds: int, device: str) -> list[dict[str, Cell]]:
-    """One row per contender, the first of which is the reference of all ratios."""
+    """One row per contender that runs, the first of which is the reference of all ratios."""
     steps: dict[str, Step] = {}
     setup: dict[str, float] = {}
     static: dict[str, int] = {}
@@ -92,15 +100,22 @@ def measure(name: str, size: Size, contenders: Sequence[str], *, rounds: int, de
         torch._dynamo.reset()
         model, inputs = _on(device, ZOO[name](size))
         started = time.perf_counter()
-        steps[contender] = CONTENDERS[contender](model, inputs)
-        for _ in range(WARM_UP):
-            steps[contender].run()
+        try:
+            step = CONTENDERS[contender](model, inputs)
+            for _ in range(WARM_UP):
+                step.run()
+        except Exception as error:  # of whatever kind: the others are measured all the same
+            print(f"{name} {contender}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
+            continue
+        steps[contender] = step
         setup[contender] = time.perf_counter() - started
         static[contender] = _bytes([*model.parameters(), *model.buffers(), *inputs])
+    if not steps:
+        return []
     runs = {key: _timed(step.run, device) for key, step in steps.items()}
     bare = {f"{key} kernels": _timed(step.kernels, device) for key, step in steps.items() if step.kernels is not None}
     times = interleaved(runs | bare, rounds)
-    reference = contenders[0]
+    reference = next(iter(steps))
     peaks = {key: static[key] + step.standing + step_peak(step) for key, step in steps.items()}
     return [
         {
@@ -201,6 +216,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="comma-separated; the first is the reference",
     )  # fmt: skip
     parser.add_argument("--capacity", default="8GiB", help="bytes for which the largest batch is looked for (cuda)")
+    parser.add_argument(
+        "--fit", type=names(list(CONTENDERS)), default=[],
+        help="contenders whose largest batch is looked for (cuda)",
+    )  # fmt: skip
     parser.add_argument("--output", default="runtime", help="name of the result files")
     parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)

@@ -3,11 +3,12 @@
     plan(model, example_inputs)      what a step needs, to the byte, from fake tensors
     compile(model, example_inputs)   a module that runs it in one preallocated arena
     compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
-    record(step_fn)                  what a run allocates that cannot be traced, placed by plan
+    record(step_fn)                  what a run allocates that cannot be traced, placed by plan; install_allocator()
+                                     first, and it can be replayed on CUDA
     solve(problem)                   offset assignment on its own, for compilers and embedded systems
     max_batch(make, budget)          the largest batch that fits, without running out of memory once
     profile(model, example_inputs)   what each op takes on this machine: costs for budgets
-    load(path)                       a saved plan, validated
+    load(path)                       a saved plan, validated; load_symbolic(path): one for a range of shapes
     Tracker()                        a hook that counts what lies in the arena and on the host at each step
     Backend(**options)               torch.compile(model, backend="memplan"), with options
     explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
@@ -20,9 +21,9 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
-from memplan.errors import MemplanError
+from memplan.errors import InvalidShapes, MemplanError
 from memplan.version import __version__
 
 if TYPE_CHECKING:
@@ -32,15 +33,27 @@ if TYPE_CHECKING:
     from memplan.backend import Backend
     from memplan.budget import Budget
     from memplan.diff import diff
+    from memplan.division import Divide, Division
     from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
     from memplan.explain import explain
     from memplan.plan import Plan
     from memplan.planfile import load
     from memplan.problem import Buffer, Interval, Problem, Solution, Status
-    from memplan.runtime import CompiledModule, CompiledStep, Recording, Tracker, compile, compile_step, profile, record
+    from memplan.runtime import (
+        CompiledModule,
+        CompiledStep,
+        Recording,
+        Tracker,
+        compile,
+        compile_step,
+        install_allocator,
+        profile,
+        record,
+    )
     from memplan.schedule import Policy
     from memplan.solve import Solver, solve
+    from memplan.symbolic import SymbolicPlan, load_symbolic
     from memplan.trace.batches import max_batch
     from memplan.validate import validate
 
@@ -50,6 +63,7 @@ __all__ = [
     "CompiledModule",
     "CompiledStep",
     "CostModel",
+    "Division",
     "Interval",
     "MemplanError",
     "Plan",
@@ -57,6 +71,7 @@ __all__ = [
     "Recording",
     "Solution",
     "Status",
+    "SymbolicPlan",
     "Tracker",
     "__version__",
     "compile",
@@ -64,8 +79,10 @@ __all__ = [
     "csvio",
     "diff",
     "explain",
+    "install_allocator",
     "load",
     "load_costs",
+    "load_symbolic",
     "max_batch",
     "plan",
     "profile",
@@ -75,12 +92,17 @@ __all__ = [
 ]
 
 _PROBLEM = ("Buffer", "Interval", "Problem", "Solution", "Status")
-_RUNTIME = ("CompiledModule", "CompiledStep", "Recording", "Tracker", "compile", "compile_step", "profile", "record")
+_RUNTIME = (
+    *("CompiledModule", "CompiledStep", "Recording", "Tracker"),
+    *("compile", "compile_step", "install_allocator", "profile", "record"),
+)
 _HOMES = {
     **dict.fromkeys(_PROBLEM, "memplan.problem"),
     **dict.fromkeys(_RUNTIME, "memplan.runtime"),
+    **dict.fromkeys(("SymbolicPlan", "load_symbolic"), "memplan.symbolic"),
     **dict.fromkeys(("CostModel", "load_costs"), "memplan.evict.costs"),
     "Backend": "memplan.backend",
+    "Division": "memplan.division",
     "Plan": "memplan.plan",
     "diff": "memplan.diff",
     "explain": "memplan.explain",
@@ -112,6 +134,7 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+@overload
 def plan(
     model: nn.Module,
     example_inputs: Any = (),
@@ -121,10 +144,56 @@ def plan(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
+    compress: str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
+    layout: str = "auto",
     time_limit: float | None = None,
-) -> Plan:
+    device: Any = None,
+    dynamic_shapes: None = None,
+) -> Plan: ...
+
+
+@overload
+def plan(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    train: bool | None = None,
+    budget: Budget | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: CostModel | str | None = None,
+    divide: Divide = None,
+    compress: str | None = None,
+    schedule: str | Policy = "auto",
+    solver: str | Solver = "auto",
+    layout: str = "auto",
+    time_limit: float | None = None,
+    device: Any = None,
+    dynamic_shapes: Any,
+) -> SymbolicPlan: ...
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    train: bool | None = None,
+    budget: Budget | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: CostModel | str | None = None,
+    divide: Divide = None,
+    compress: str | None = None,
+    schedule: str | Policy = "auto",
+    solver: str | Solver = "auto",
+    layout: str = "auto",
+    time_limit: float | None = None,
+    device: Any = None,
+    dynamic_shapes: Any = None,
+) -> Plan | SymbolicPlan:
     """Plan one step of `model` from fake tensors: what it needs, to the byte, without computing anything.
 
     `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others;
@@ -134,22 +203,34 @@ def plan(
     by `policy` ("auto": computed again or copied to the host and back, whatever costs least by `costs`, a
     `CostModel` or the name of a device: "a100", "h100", "h200", "cpu"; "recompute": without copies; or a function
     of your own, see `memplan.evict.workload.Policy`). `schedule`: which order of the ops to plan, by the name of its
-    policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own.
-    `time_limit` is the solver's, in seconds. Raises
-    `UnsupportedGraph` when the model cannot be traced as one graph, and `BudgetInfeasible`, with the smallest
-    budget that can be kept, when `budget` cannot.
+    policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own. `layout`: "tstack" places
+    what is released later lower, so that a release leaves one hole at the top (the ext-tstack note's diagram, drawn by
+    `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. `device`: plan to run
+    there while the model and its caller stay on the CPU, as `memplan.compile` does. `dynamic_shapes`: which dimensions
+    of the inputs vary, as `torch.export` takes it; the result is a `SymbolicPlan`, for every shape in range. Raises
+    `UnsupportedGraph` when the model cannot be traced as one graph, `UnsupportedDevice`, and `BudgetInfeasible`, with
+    the smallest budget that can be kept, when `budget` cannot.
+
+    `divide=True`: where evictions alone find no way, ops whose rows are independent (a softmax and its cross-entropy,
+    forward and backward) run block by block of rows, with the same bits; a number: always, in so many blocks;
+    `memplan.Division` says more. `compress="bits"`: masks wait for the backward with a bit for each element.
     """
     from memplan import trace
 
-    return trace.plan(
-        model,
-        example_inputs,
-        example_kwargs,
-        train=train,
-        budget=budget,
-        policy=policy,
-        costs=costs,
-        schedule=schedule,
-        solver=solver,
-        time_limit=time_limit,
-    )
+    options: dict[str, Any] = {
+        **{"train": train, "budget": budget, "policy": policy, "costs": costs},
+        **{"schedule": schedule, "solver": solver, "layout": layout, "time_limit": time_limit},
+    }
+    if dynamic_shapes is not None:
+        if device is not None:
+            hint = "leave out one of them: shapes that vary are planned where the model is"
+            what = "a plan for another device has one shape"
+            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
+        if divide or compress:
+            what = "ops are divided, and masks packed, for one shape"
+            where = f"{'divide' if divide else 'compress'} with dynamic_shapes"
+            raise InvalidShapes(what, where=where, hint="leave out one of them")
+        from memplan.trace.symbolic import plan_symbolic
+
+        return plan_symbolic(model, example_inputs, example_kwargs, dynamic_shapes=dynamic_shapes, **options)
+    return trace.plan(model, example_inputs, example_kwargs, device=device, divide=divide, compress=compress, **options)

@@ -13,7 +13,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,42 +23,16 @@ from memplan.errors import InputMismatch, MemplanError
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena
 from memplan.runtime.bind import BoundOp
-from memplan.runtime.guards import GUARDS, redzone_of
+from memplan.runtime.hooks import Hooks
+from memplan.runtime.options import PlanOptions
 from memplan.runtime.runner import Runner
 from memplan.runtime.shared import Conductor, NotedLedger, Role, part_of
 from memplan.runtime.slots import Structure
-from memplan.trace import alignment_of, plan_traced, trace_graph
+from memplan.trace import trace_graph
 from memplan.trace.traced import TracedGraph
 
 _MAX_PLANS = 8  # kept of a graph: one for each thread, and each shape where sizes vary
 _MAX_IN_FLIGHT = 64  # calls of one graph whose backward is still to come
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """As in `memplan.compile`."""
-
-    schedule: Any = "auto"
-    solver: Any = "auto"
-    time_limit: float | None = None
-    in_place: bool = True
-    guard: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.guard not in (None, *GUARDS):
-            raise MemplanError(f"guard={self.guard!r}", hint=f"choose one of: {', '.join(GUARDS)}")
-
-    def trace(self, section: Section, rest: Sequence[Any]) -> TracedGraph:
-        """With its backward when autograd would record it now."""
-        train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*section.parameters(), *rest))
-        with torch.inference_mode(False):  # which enables gradients, too
-            return trace_graph(section, tuple(rest), train=train, in_place=self.in_place)
-
-    def plan(self, traced: TracedGraph) -> Plan:
-        redzone = redzone_of(self.guard, alignment_of(traced.device))
-        return plan_traced(
-            traced, redzone=redzone, schedule=self.schedule, solver=self.solver, time_limit=self.time_limit
-        )
 
 
 class Section(nn.Module):
@@ -99,8 +72,9 @@ class Lane:
         self,
         section: Section,
         inputs: Sequence[Any],
-        options: Options,
+        options: PlanOptions,
         conductor: Conductor,
+        hooks: Hooks,
         *,
         like: Lane | None,
     ) -> None:
@@ -109,9 +83,10 @@ class Lane:
         self.role: Role | None = None
         self.layouts = 0
         self._options = options
+        self._hooks = hooks
         self._structure = Structure(self.section)
         rest = self.section.follow(inputs)
-        self.traced: TracedGraph = options.trace(self.section, rest) if like is None else like.traced
+        self.traced: TracedGraph = _trace(self.section, rest, options) if like is None else like.traced
         self.plan: Plan = options.plan(self.traced) if like is None else like.plan
         self.runner: Runner
         with torch.inference_mode(False):
@@ -140,17 +115,27 @@ class Lane:
         return self.runner(leaves, training=self.traced.training)
 
     def _run_in(self, plan: Plan, arena: Arena, bound: tuple[BoundOp, ...] | None) -> Runner:
-        return Runner(self._structure, self.traced, plan, arena, guard=self._options.guard, bound=bound)
+        return Runner(
+            self._structure, self.traced, plan, arena, guard=self._options.guard, bound=bound, hooks=self._hooks
+        )
 
 
 class PlannedGraph:
     """What dynamo calls in the place of a graph: planned at the first call, once more for each other shape."""
 
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any], options: Options, conductors: Conductors) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        options: PlanOptions,
+        conductors: Conductors,
+        hooks: Hooks,
+    ) -> None:
         self._graph = graph
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if _is_kept(x)}
         self._options = options
+        self._hooks = hooks
         self._conductors = conductors
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._lanes: dict[Any, list[Lane]] = {}
@@ -188,7 +173,7 @@ class PlannedGraph:
         if found is None:
             section = Section(self._graph, self._kept, inputs)
             with compile_lock:  # torch traces in one thread at a time
-                found = Lane(section, inputs, self._options, conductor, like=lanes[0] if lanes else None)
+                found = Lane(section, inputs, self._options, conductor, self._hooks, like=lanes[0] if lanes else None)
             lanes.append(found)
         return found
 
@@ -210,18 +195,25 @@ class Conductors:
 class Backend:
     """A backend for `torch.compile` with options: `torch.compile(model, backend=memplan.Backend(guard="poison"))`.
 
-    The options are those of `memplan.compile`. Graphs that run in one step share one arena, laid out when the
-    first step is complete. `graphs` are those that it was given and that are still in use, with their plans.
+    The options are those of `memplan.compile` that are about planning. Graphs that run in one step share one arena,
+    laid out when the first step is complete. `budget`, `policy` and `costs` hold for each graph on its own:
+    `BudgetInfeasible` is raised at the first call of a graph that cannot keep it, and `arena_size` tells what all
+    of them need. `hooks` see the steps of all graphs. `graphs` are those that it was given and that are still in
+    use, with their plans.
     """
 
     def __init__(self, **options: Any) -> None:
-        self._options = Options(**options)
+        self._options = PlanOptions(**options)
+        if self._options.device is not None:
+            hint = "memplan.compile(model, inputs, device=...) takes one"
+            raise MemplanError("graphs of torch.compile run where they are", where="device", hint=hint)
+        self.hooks = Hooks()
         self._conductors = Conductors()
         self._graphs: list[weakref.ref[PlannedGraph]] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Called by dynamo with each graph that it has traced."""
-        planned = PlannedGraph(graph, inputs, self._options, self._conductors)
+        planned = PlannedGraph(graph, inputs, self._options, self._conductors, self.hooks)
         self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned
 
@@ -245,6 +237,13 @@ def _default() -> Backend:
 def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """`torch.compile(model, backend="memplan")`: the entry point, with default options."""
     return _default()(graph, inputs)
+
+
+def _trace(section: Section, rest: Sequence[Any], options: PlanOptions) -> TracedGraph:
+    """With its backward when autograd would record it now."""
+    train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*section.parameters(), *rest))
+    with torch.inference_mode(False):  # which enables gradients, too
+        return trace_graph(section, tuple(rest), train=train, in_place=options.in_place)
 
 
 def _is_kept(x: Any) -> bool:

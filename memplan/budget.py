@@ -11,6 +11,7 @@ from memplan.errors import BudgetInfeasible, InvalidSize
 from memplan.evict.arrays import measure
 from memplan.evict.costs import DEVICES, CostModel, load_costs
 from memplan.evict.fit import Fitted, fit, make_workload, smallest
+from memplan.evict.genoa import genoa
 from memplan.evict.record import EvictionPlan
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy, Workload
@@ -26,7 +27,7 @@ _HIGHEST = 2**63 - 1  # what compiled loops count with
 
 
 def plan_within(
-    budget: Budget,
+    budget: Budget | None,
     *,
     model: str,
     graph: Graph,
@@ -39,18 +40,23 @@ def plan_within(
     solver: str | Solver = "auto",
     time_limit: float | None = None,
     room: int = 0,
+    device: str = "",
 ) -> Plan:
     """A plan of a scheduled graph whose arena is at most `budget`.
 
     `budget` is in bytes, a text ("8GiB"), a share of what the step needs without evictions (0.5, "50%"), or "min".
     The arena counts, not the sum of live bytes: where places are lost, more is evicted. Red zones come on top.
     `room`: bytes that are there anyway, an arena in which programs take turns; all of them may be used.
+    `device`: where the step runs when the model and the caller are on the host, and everything of theirs is copied;
+    then no budget (None) is what it takes to copy nothing twice, and for the policy "genoa" its floor.
     Raises `BudgetInfeasible`, naming the op that needs the most at once and the smallest budget that can be kept.
     """
     decide = fit_policy(policy)
     prices = cost_model(costs)
-    workload = make_workload(graph, schedule.order, prices, alignment)
-    wanted = max(_bytes(budget, workload, decide), room)
+    workload = make_workload(graph, schedule.order, prices, alignment, device=device)
+    if budget is None and decide is genoa:
+        budget = "min"
+    wanted = max(bytes_of(budget, workload, decide), room)
     workload = workload.within(wanted)
     plan: Plan | None = None
     for _ in range(_TRIES):
@@ -82,12 +88,13 @@ def plan_within(
                 sources=fitted.sources,
                 instances=fitted.instances,
                 host=solve(()),
+                device=device,
             ),
         )
         over = plan.arena_size - wanted
         if over <= 0 or redzone:
             return plan
-        if budget == "min":  # what is lost to places cannot be won back by evicting more
+        if budget in (None, "min"):  # what is lost to places cannot be won back by evicting more
             assert plan.eviction is not None
             return replace(plan, eviction=replace(plan.eviction, budget=plan.arena_size))
         workload = workload.within(max(workload.budget - over, 0))
@@ -116,6 +123,8 @@ def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
         return load_costs(costs)
     if not isinstance(costs, str) or costs.lower() not in DEVICES:
         hint = f"choose one of: {', '.join(DEVICES)}, or measure one: memplan.profile(model, inputs)"
+        if costs == "measure":
+            hint = f"memplan.compile and compile_step measure their first steps; here, {hint}"
         raise InvalidSize(f"there is no cost model {costs!r}", where="costs", hint=hint)
     return DEVICES[costs.lower()]
 
@@ -126,8 +135,11 @@ def _placed(fitted: Fitted, plan: Plan, eviction: EvictionPlan) -> Plan:
     return replace(plan, eviction=replace(eviction, host=solve(host)))
 
 
-def _bytes(budget: Budget, workload: Workload, policy: Policy) -> int:
+def bytes_of(budget: Budget | None, workload: Workload, policy: Policy) -> int:
+    """What people write, in bytes; None is what the step needs without a budget. Raises `InvalidSize`."""
     hint = "give bytes (8589934592), a text ('8GiB'), a share of the need without a budget (0.5, '50%'), or 'min'"
+    if budget is None:
+        return measure(workload, workload.plain).peak
     if budget == "min":
         return smallest(workload, policy)
     if isinstance(budget, str):

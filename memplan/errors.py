@@ -49,6 +49,10 @@ class InvalidSize(MemplanError, ValueError):
     """A text that is no size ("3GiB") or no share ("2%")."""
 
 
+class InvalidShapes(MemplanError, ValueError):
+    """`dynamic_shapes` that make no sense for the model and its example, or that the model does not allow."""
+
+
 class InvalidModel(MemplanError, ValueError):
     """A model named on the command line that cannot be had: no such file or factory, or the factory failed."""
 
@@ -70,8 +74,16 @@ class UnsupportedGraph(MemplanError, ValueError):
         super().__init__(reason, where=node, hint=hint)
 
 
+class UnsupportedDevice(MemplanError, ValueError):
+    """A device that is not there, or on which the model cannot run this way."""
+
+
 class InputMismatch(MemplanError, ValueError):
     """A call whose inputs, parameters or mode differ from those that the plan was made for."""
+
+
+class ShapeOutOfRange(InputMismatch):
+    """A size that a symbolic plan was not made for: outside its range, or under a condition that was traced."""
 
 
 class StaleActivationsError(MemplanError, RuntimeError):

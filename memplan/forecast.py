@@ -174,8 +174,8 @@ def _stays(plan: Plan, touched: Mapping[int, list[int]]) -> Iterator[Place]:
     container = {v.storage: plan.placed.values[i].storage for i, v in enumerate(graph.values)}
     for life, steps in touched.items():
         storage = graph.storages[life]
-        if not steps or (not storage.planned and storage.kind in _GIVEN):
-            continue
+        if not steps or (not storage.planned and (storage.kind in _GIVEN or len(touched) > 1)):
+            continue  # or made for the caller, who gets it on the host
         first, end = steps[0], len(order) if life in _kept(plan) else steps[-1] + 1
         if not storage.planned:
             yield Place(start=first, end=end, where=Where.OUTSIDE)
@@ -203,7 +203,7 @@ def _without_gaps(
     for place in (*sorted(_stays(plan, touched), key=lambda place: place.start), None):
         until = end if place is None else place.start
         if now < until:
-            if given:
+            if given or (not base.planned and on_host and now):
                 where = Where.HOST if on_host else Where.OUTSIDE
             elif place is None or now == 0:
                 where = Where.ABSENT

@@ -19,6 +19,12 @@ def problem(graph: Graph, schedule: Schedule, *, alignment: int, redzone: int = 
     return _problem(graph, schedule, lambda storage: storage.planned, alignment, redzone)
 
 
+def device_problem(problem: Problem, graph: Graph, device: str) -> Problem:
+    """The part of `problem` that lies on one of several devices."""
+    there = {s.name for s in graph.storages if s.device == device}
+    return Problem(buffers=tuple(b for b in problem.buffers if b.id in there))
+
+
 def host_problem(graph: Graph, schedule: Schedule, *, alignment: int) -> Problem:
     """The problem of the copies on the host, which take no bytes of the arena."""
     return _problem(graph, schedule, lambda storage: storage.kind is StorageKind.HOST, alignment, 0)

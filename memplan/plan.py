@@ -14,8 +14,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from memplan import lifetimes
+from memplan.division import Division
 from memplan.errors import InvalidPlan
-from memplan.evict.record import Eviction, EvictionPlan, check_record, evictions_of
+from memplan.evict.packed import compressions_of
+from memplan.evict.record import Eviction, EvictionPlan, Section, check_record, evictions_of
 from memplan.graph import Graph, StorageKind, check_graph
 from memplan.problem import Problem, Solution, Status
 from memplan.schedule import Schedule, live_bytes, require_evidence, require_legal, working_set_bound
@@ -45,7 +47,9 @@ class Plan:
     `alignment` and `redzone` (bytes) shaped the problem. `temporaries[op]` are the bytes that the op's
     kernel allocates outside the arena by itself while it runs, measured when the plan was compiled; None
     means that it was not: kernels' own scratch memory cannot be known from fake tensors. `eviction`: how a
-    budget is kept; then `graph` holds what is computed again and what is copied to the host and back.
+    budget is kept; then `graph` holds what is computed again and what is copied to the host and back. `division`: how
+    ops of the traced graph were divided by rows, with nothing left open. `compress`: how what waits for the backward
+    is made smaller ("bits": masks are packed), "" for not at all.
     """
 
     model: str
@@ -58,6 +62,8 @@ class Plan:
     versions: Mapping[str, str]
     temporaries: tuple[int, ...] | None = None
     eviction: EvictionPlan | None = None
+    division: Division | None = None
+    compress: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
@@ -84,8 +90,16 @@ class Plan:
 
     @property
     def max_live(self) -> int:
-        """Largest sum of live buffer sizes over all steps, alignment included: no layout needs less."""
+        """Largest sum of live buffer sizes over all steps, alignment included: no layout needs less. On several devices
+        the sum of what each needs at its own peak."""
+        if self.devices:
+            return sum(section.max_live for section in self.devices)
         return self.problem.max_live
+
+    @property
+    def devices(self) -> tuple[Section, ...]:
+        """The arenas of a plan for several devices, in the order in which they were given; none for one device."""
+        return self.eviction.sections if self.eviction else ()
 
     @property
     def fragmentation(self) -> float:
@@ -95,12 +109,13 @@ class Plan:
     @property
     def padding(self) -> int:
         """Bytes that alignment (and red zones) add to max live."""
-        return self.max_live - self.schedule.max_live
+        return self.problem.max_live - self.schedule.max_live
 
     @cached_property
     def evictions(self) -> tuple[Eviction, ...]:
         """Every absence of a storage from the arena that ends in a use, by the step at which it ends."""
-        return evictions_of(self.graph, self.eviction.instances) if self.eviction else ()
+        found = evictions_of(self.graph, self.eviction.instances) if self.eviction else ()
+        return (*found, *(compressions_of(self.graph, self.schedule.order) if self.compress else ()))
 
     @property
     def host_size(self) -> int:
@@ -157,6 +172,14 @@ class Plan:
     def total(self) -> int:
         """Predicted peak of everything together: arena, model, inputs, and what lies outside at its highest."""
         return self.arena_size + self.graph.bytes_of(*_MODEL_KINDS) + max(self.outside_profile, default=0)
+
+    @property
+    def on_device(self) -> int:
+        """Bytes that the device holds at the peak: the arena, and what kernels allocate beside it; and, where the step
+        runs at the same place as its model and caller, everything of theirs: `total`."""
+        if self.eviction is None or not self.eviction.device:
+            return self.total
+        return self.arena_size + max(self.transient, default=0)
 
     def forecast(self, name: str) -> Forecast:
         """Where the storage of that name is at each step, and when it is used (see `memplan.forecast`)."""
@@ -233,7 +256,35 @@ def check_consistency(plan: Plan) -> None:
     if plan.eviction is not None:
         check_record(plan.graph, plan.eviction)
         validate(lifetimes.host_problem(plan.graph, plan.schedule, alignment=plan.alignment), plan.eviction.host)
+        check_sections(plan)
         require_budget(plan)
+
+
+def check_sections(plan: Plan) -> None:
+    """Raise `InvalidPlan` or `InvalidSolution` unless the arenas of several devices lie side by side, each with all
+    buffers of its device and nothing else, as large as it says."""
+    planned = {s.device for s in plan.graph.storages if s.planned}
+    if not plan.devices:
+        if len(planned) > 1:
+            raise InvalidPlan(f"has no arena for each of {', '.join(sorted(planned))}", where="eviction.sections")
+        return
+    start = 0
+    for i, section in enumerate(plan.devices):
+        where = f"eviction.sections[{i}]"
+        if section.start != start or section.device in {s.device for s in plan.devices[:i]}:
+            raise InvalidPlan("does not begin where the one before it ends, or is of the same device", where=where)
+        start += section.size
+        part = lifetimes.device_problem(plan.problem, plan.graph, section.device)
+        if section.max_live != part.max_live or (section.size > section.budget and not plan.redzone):
+            raise InvalidPlan(f"has not {section.max_live} bytes alive, or more than its budget", where=where)
+        offsets = {b.id: plan.solution.offsets[b.id] - section.start for b in part.buffers}
+        low = part.max_live if plan.solution.status is Status.OPTIMAL else 0
+        status = Status.OPTIMAL if low == section.size else Status.FEASIBLE
+        validate(
+            part, Solution(offsets=offsets, arena_size=section.size, status=status, bound=low, solver="", seconds=0.0)
+        )
+    if start != plan.arena_size or planned - {section.device for section in plan.devices}:
+        raise InvalidPlan("do not hold the whole plan", where="eviction.sections")
 
 
 def require_budget(plan: Plan) -> None:

@@ -71,7 +71,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
     fault) when its content is not a plan of this schema version, `InvalidSolution` when its offsets are bad.
     """
     where = os.fspath(path)
-    data = _parse(where)
+    data = parse(where)
     try:
         return _plan(data)
     except MemplanError as error:
@@ -80,7 +80,8 @@ def load(path: str | os.PathLike[str]) -> Plan:
         raise
 
 
-def _parse(where: str) -> dict[str, Any]:
+def parse(where: str, hint: str = _HINT) -> dict[str, Any]:
+    """The object in a JSON file. Raises `UnreadableFile` or `InvalidPlan`, with `hint`, when there is none."""
     try:
         data = json.loads(
             Path(where).read_bytes(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
@@ -88,11 +89,11 @@ def _parse(where: str) -> dict[str, Any]:
     except OSError as error:
         raise UnreadableFile(f"cannot be read: {error.strerror or error}", where=where) from error
     except RecursionError as error:
-        raise UnreadableFile("is not a plan: nested too deeply", where=where, hint=_HINT) from error
+        raise UnreadableFile("is not a plan: nested too deeply", where=where, hint=hint) from error
     except ValueError as error:
-        raise UnreadableFile(f"is not JSON: {error}", where=where, hint=_HINT) from error
+        raise UnreadableFile(f"is not JSON: {error}", where=where, hint=hint) from error
     if not isinstance(data, dict):
-        raise InvalidPlan("is not a plan: the top level is no object", where=where, hint=_HINT)
+        raise InvalidPlan("is not a plan: the top level is no object", where=where, hint=hint)
     return data
 
 
@@ -100,7 +101,8 @@ def _plan(data: dict[str, Any]) -> Plan:
     """A plan from parsed JSON, believed only when all its parts agree; takes the head off `data`."""
     version, fingerprint, said = (data.pop(key, None) for key in ("schema_version", "fingerprint", "checksum"))
     if type(version) is not int:
-        raise InvalidPlan("is not a plan: it has no schema_version")
+        hint = "read it with memplan.load_symbolic" if "symbolic_version" in data else None
+        raise InvalidPlan("is not a plan: it has no schema_version", hint=hint)
     if version != SCHEMA_VERSION:
         raise InvalidPlan(f"has schema version {show(version)}, this memplan reads {SCHEMA_VERSION}")
     plan = from_json(Plan, data, "plan")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import adaptive
 from benchmarks.contenders import CONTENDERS
 from benchmarks.cuda_memory import MOST, largest
+from benchmarks.direct import count, graph_of, row
 from benchmarks.runtime import main, measure
 from benchmarks.zoo import ZOO
 
@@ -39,7 +42,25 @@ def test_the_gpu_suite_runs_its_tests_without_a_gpu(tmp_path: Path) -> None:
     assert {"eager", "inductor-graph", "memplan-graph", "memplan-step-graph"} <= names
 
 
+def test_bytes_written_are_direct_returned_or_copied() -> None:
+    counts = count(graph_of("resnet", "nano", compiled=False))
+    assert min(counts["direct"], counts["returned"], counts["aten.convolution.default"]) > 0
+    shares = row("resnet", counts)
+    assert sum(float(str(shares[key])) for key in ("direct", "returned", "copied")) == pytest.approx(100)
+
+
 def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
     assert main(["--models", "mlp", "--rounds", "2", "--threads", "1", "--directory", str(tmp_path)]) == 0
     assert set(ZOO) >= {"mlp"}
     assert (tmp_path / "runtime.md").read_text().startswith("# Runtime")
+
+
+def test_guided_steps_and_policies_are_compared(tmp_path: Path) -> None:
+    arguments = ["--models", "mlp", "--size", "nano", "--rounds", "2", "--links", "1000", "--budgets", "80"]
+    assert adaptive.main([*arguments, "--guided-budgets", "80", "--directory", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "adaptive.json").read_text())["rows"]
+    assert {row["part"] for row in rows} == set(adaptive.PARTS)
+    assert {"none", "auto", "auto, guided"} <= {row["plan"] for row in rows if row["part"] == "links"}
+    assert {"none", "genoa", "flow", "auto"} >= {row["plan"] for row in rows if row["part"] == "policies"}
+    assert all(row["ratio"] > 0 and row["arena"] <= 100 for row in rows)
+    assert all(row["plans"] > 0 for row in rows if "guided" in row["plan"])

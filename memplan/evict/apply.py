@@ -66,6 +66,7 @@ class _Machine:
     ran: list[int] = field(default_factory=list)
     moved: dict[tuple[int, int], int] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)  # of the names of a storage
+    due: set[int] = field(default_factory=set)  # what the forward has changed, and is not home yet
     forward_left: int = 0
     backward: bool = False
 
@@ -75,7 +76,7 @@ class _Machine:
         self.ran = [0] * len(g.ops)
         self.forward_left = g.forward_ops
         self.lives = [_Life(device=None if i in w.held else i) for i in range(len(g.storages))]
-        for s in w.streamed:
+        for s in w.streamed - w.fresh:
             self.lives[s].host, self.lives[s].clean = s, True
 
     # -- events ------------------------------------------------------------------------------------------
@@ -110,13 +111,14 @@ class _Machine:
         writes = tuple(self._value(v, target[touched[v].storage]) for v in op.writes)
         if not again and op.phase is Phase.FORWARD:
             self.forward_left -= 1
+            self.due |= self.workload.due.intersection(target)
         name = f"{op.name}@{self.ran[index]}" if again else op.name
         phase = None if again else op.phase
         new = dict(zip((*op.reads, *op.writes), (*reads, *writes), strict=True))
         chances = tuple((new[result], new[read]) for result, read in op.chances)
         unrelated = tuple((new[result], new[read]) for result, read in op.unrelated)
         op = replace(op, name=name, reads=reads, writes=writes, chances=chances, unrelated=unrelated)
-        self._emit(op, self.workload.sources[index], phase)
+        self._emit(op, self.workload.sources[index], phase, where)
         self.ran[index] += 1
 
     def _copy(self, event: Event, where: str) -> None:
@@ -129,7 +131,7 @@ class _Machine:
         if not starts and life.copying is not Kind(event.kind - 1):
             raise InvalidEviction("no such copy was started", where=where)
         if event.kind is Kind.OFFLOAD and life.host is None:
-            life.host = self._host_copy(s)
+            life.host = s if s in self.workload.fresh else self._host_copy(s)
         if event.kind is Kind.RELOAD:
             if life.host is None or (life.device is not None and not life.dropped):
                 raise InvalidEviction("there is no copy of it on the host, or it never left", where=where)
@@ -155,7 +157,11 @@ class _Machine:
             origin=base.origin,
         )
         early = event.kind is Kind.OFFLOAD and not self.backward  # what the forward made may leave before it ends
-        self._emit(op, -1, Phase.FORWARD if early else None)
+        self._emit(op, -1, Phase.FORWARD if early else None, where)
+        if event.kind is Kind.OFFLOADED:
+            self.due.discard(s)
+        if event.kind is Kind.RELOAD and s in self.workload.late and not self.backward:
+            raise InvalidEviction("it is given when the backward begins", where=where)
         life.copying = event.kind if starts else None
         life.clean = life.clean or event.kind is Kind.OFFLOADED
         life.away = event.kind is Kind.OFFLOADED or (life.away and event.kind is Kind.RELOAD)
@@ -187,7 +193,8 @@ class _Machine:
         if life.copying is None and not absent and life.written == place:
             life.written += 1
         elif absent and place == 0 and not life.away and life.copying is None and (again or not life.dropped):
-            life.device, life.written, life.dropped = (self._instance(s) if again else s), 1, False
+            further = again or s in self.workload.streamed
+            life.device, life.written, life.dropped = (self._instance(s) if further else s), 1, False
         elif again and (life.away or life.copying is not None or not absent):
             return self._instance(s)
         elif s not in self.workload.streamed or absent:
@@ -197,11 +204,15 @@ class _Machine:
 
     # -- making things -----------------------------------------------------------------------------------
 
-    def _emit(self, op: Op, source: int, phase: Phase | None) -> None:
-        """`phase` None: the one that the step is in; the backward begins when all ops of the forward have run."""
+    def _emit(self, op: Op, source: int, phase: Phase | None, where: str) -> None:
+        """`phase` None: the one that the step is in; the backward begins when all ops of the forward have run, and
+        what they changed of the caller's is home."""
         if phase is None:
-            late = self.backward or (self.forward_left == 0 and self._has_backward)
+            late = self.backward or (self.forward_left == 0 and not self.due and self._has_backward)
             phase = Phase.BACKWARD if late else Phase.FORWARD
+        if phase is Phase.BACKWARD and self.due:
+            name = self.workload.graph.storages[min(self.due)].name
+            raise InvalidEviction(f"the forward changed {name}, which is not back on the host", where=where)
         self.backward = self.backward or phase is Phase.BACKWARD
         self.ops.append(replace(op, phase=phase))
         self.sources.append(source)
@@ -213,7 +224,8 @@ class _Machine:
     def _instance(self, s: int) -> int:
         base = self.workload.graph.storages[s]
         self.copies[s] = self.copies.get(s, 0) + 1
-        self.storages.append(replace(base, name=f"{base.name}@{self.copies[s]}", planned=True))
+        device = self.workload.device or base.device
+        self.storages.append(replace(base, name=f"{base.name}@{self.copies[s]}", planned=True, device=device))
         self.instances.append((s, len(self.storages) - 1))
         return len(self.storages) - 1
 

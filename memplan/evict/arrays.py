@@ -48,7 +48,7 @@ class Arrays:
         self.to_device = np.array(w.to_device, np.float64)
         self.pair_ptr, self.pair = _flat([[x for pair in op for x in pair] for op in w.pairs])
         self.streamed = np.zeros(len(w.size), np.bool_)
-        self.streamed[list(w.streamed)] = True
+        self.streamed[list(w.streamed - w.fresh)] = True
         self.redo_until = np.array(w.redo_until, np.int64)
 
     @cached_property

@@ -2,35 +2,36 @@
 
 Every candidate decision (compute a storage again once, or every time; send it to the host) is judged by running
 the whole step on numbers of bytes, so that no estimate is wrong. What a decision wins is the area of live bytes
-above the budget, not the peak: an area falls even while another step still holds the peak. Then reverse-delete,
-and annealing over one or two decisions. What published policies decide is a start too (`seeds.py`).
+above the budget, not the peak: an area falls even while another step still holds the peak (`descent.py`). Then
+reverse-delete, and annealing over one or two decisions. What published policies decide is a start too (`seeds.py`).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.arrays import measure
 from memplan.evict.delta import delta
+from memplan.evict.descent import alike, descend, descend_alike, singles, walk
 from memplan.evict.events import Events
 from memplan.evict.floor import infeasible
 from memplan.evict.flow import flow
+from memplan.evict.loading import while_loading
 from memplan.evict.search import AGAIN, KEEP, ONCE, SAVE, SWAP, Decisions, Move, Search
 from memplan.evict.seeds import seeded
 from memplan.evict.workload import Workload
 
 _EXPONENTS = (1.0, 0.5)  # of the seconds, by which the bytes won are divided
-_CHEAPEST = 1e-9  # seconds: what costs nothing is compared by bytes
 _WORK = 4_000_000  # ops judged by annealing, all rounds together
-_WALKS = 2  # of annealing, from the best starts
-_TRIMMED = 3  # of the ways found, so many are looked at closely
+_TRIMMED = 2  # of the ways found from starts of one kind, so many are looked at closely
 _TIGHT = 0.45  # of the bytes without a budget
-_HEAT = 0.1  # the first temperature, in mean costs of one decision
+_SOFT = 0.6  # of the rounds of annealing, in which the budget has a price
+_ALIKE_WORK = 2_000_000  # ops judged by annealing over classes of alike storages
 
 
 def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int = 0) -> Events:
@@ -39,13 +40,16 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     `work` is how long annealing may last, in ops judged; with 0, any way will do. Raises `BudgetInfeasible` when no
     way is found: with swaps, below the floor only.
     """
+    if workload.streamed:
+        return while_loading(workload, partial(auto, swaps=swaps, work=work, seed=seed), swaps=swaps, search=bool(work))
     search = Search(workload, swaps=swaps)
     start = search.start()
     if start.area == 0:
         return search.events(start)
     found = [fitted for a in _EXPONENTS if (fitted := descend(search, start, a))]
-    if found and not work:
-        return search.events(min(found, key=lambda d: d.seconds))
+    blocks = _from_alike(search, start, work=min(work, _ALIKE_WORK), seed=seed)
+    if (found or blocks) and not work:
+        return search.events(min(found + blocks, key=lambda d: d.seconds))
     on_demand, seeds = seeded(search, quick=not work)
     found += [
         fitted
@@ -55,16 +59,26 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     ]
     if found and workload.budget < _TIGHT * start.peak:  # from below there may be a better way
         found += _from_below(search, (AGAIN, ONCE))
-    if not found:  # or one at all, where the smallest storages count too
+    if not found and not blocks:  # or one at all, where the smallest storages count too
         search = Search(workload, swaps=swaps, least=0.0)
         found += _from_below(search, (SWAP, AGAIN, ONCE))
-    ways = [search.events(_improved(search, found, work, seed))] if found else []
+    improved = [_improved(search, family, work // 2, seed) for family in (found, blocks) if family]
+    ways = [search.events(min(improved, key=lambda d: d.seconds))] if improved else []
     ways += [on_demand] if on_demand is not None else []
     if not ways and swaps:
         ways = list(_last_resorts(workload))
     if not ways:
         raise infeasible(workload)
     return min(ways, key=lambda events: measure(workload, events).seconds)
+
+
+def _from_alike(search: Search, start: Decisions, *, work: int, seed: int) -> list[Decisions]:
+    """What is left of treating alike storages alike."""
+    coarse = [descend_alike(search, start, a) for a in _EXPONENTS]
+    if work:
+        walks = [walk(search, one, alike(search), work=work // len(coarse), seed=seed, soft=1.0) for one in coarse]
+        coarse += [state for walked in walks for state in (walked.best, walked.last) if state is not None]
+    return [fitted for state in coarse if (fitted := descend(search, state, 1.0))]
 
 
 def _last_resorts(workload: Workload) -> Iterator[Events]:
@@ -76,15 +90,15 @@ def _last_resorts(workload: Workload) -> Iterator[Events]:
                 yield events
 
 
-def _from_below(search: Search, alike: Sequence[int]) -> list[Decisions]:
+def _from_below(search: Search, wanted: Sequence[int]) -> list[Decisions]:
     """What is left of treating everything alike."""
-    return [fitted for low in drastic(search, alike) if (fitted := descend(search, low, 1.0))]
+    return [fitted for low in drastic(search, wanted) if (fitted := descend(search, low, 1.0))]
 
 
 def _improved(search: Search, found: list[Decisions], work: int, seed: int) -> Decisions:
     promising = sorted(found, key=lambda d: d.seconds)[:_TRIMMED]
-    best = sorted((trimmed(search, one) for one in promising), key=lambda d: d.seconds)[:_WALKS]
-    return min((annealed(search, one, work=work // _WALKS, seed=seed) for one in best), key=lambda d: d.seconds)
+    best = min((trimmed(search, one) for one in promising), key=lambda d: d.seconds)
+    return annealed(search, best, work=work, seed=seed)
 
 
 def recompute(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events:
@@ -92,37 +106,9 @@ def recompute(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events
     return auto(workload, swaps=False, work=work, seed=seed)
 
 
-def descend(search: Search, state: Decisions, exponent: float) -> Decisions | None:
-    """Take the best move until nothing is above the budget; None when no move helps any more.
-
-    Lazy: a move's price is looked at again only when it comes first; prices rarely fall.
-    """
-    candidates = [move for moves in search.moves for move in moves if move.decision != SAVE]
-    queue: list[tuple[float, int]] = []
-    fresh = False
-    while state.area > 0:
-        if not queue:
-            if fresh:
-                return None
-            queue = _priced(search, state, candidates, exponent)
-            fresh = True
-            if not queue:
-                return None
-        _, index = heapq.heappop(queue)
-        after = search.after(state, candidates[index])
-        gain = _gain(state, after, exponent)
-        if gain <= 0:
-            continue
-        if queue and gain < -queue[0][0]:
-            heapq.heappush(queue, (-gain, index))
-            continue
-        state, fresh = after, False
-    return state
-
-
-def drastic(search: Search, alike: Sequence[int]) -> Iterator[Decisions]:
+def drastic(search: Search, ways: Sequence[int]) -> Iterator[Decisions]:
     """Everything that can be is treated alike, in each of these ways."""
-    for wanted in alike:
+    for wanted in ways:
         decision, gap = search.nothing()
         for moves in search.moves:
             for move in moves:
@@ -164,43 +150,5 @@ def _saved(search: Search, state: Decisions) -> Decisions:
 
 def annealed(search: Search, state: Decisions, *, work: int, seed: int) -> Decisions:
     """The best that a random walk over one or two decisions at a time finds within the budget."""
-    from memplan.evict.search_kernel import anneal
-
-    rounds = work // (len(search.workload.graph.ops) + 1)
-    plain = sum(search.workload.seconds)
-    if rounds < 1 or state.seconds <= plain or not search.moves:
-        return state
-    flat = [move for moves in search.moves for move in moves]
-    ptr = np.cumsum([0, *map(len, search.moves)])
-    overhead = state.seconds - plain
-    chosen = int((state.decision != KEEP).sum()) or 1
-    decision, gap, seconds = anneal(
-        *(state.decision.copy(), state.gap.copy(), search.workload.budget, state.seconds),
-        np.array([(m.storage, m.decision) for m in flat], np.int64),
-        np.array([m.gap for m in flat], np.int64),
-        *(ptr, rounds, _HEAT * overhead / chosen, overhead / search.start().area, seed),
-        *(search.kinds, search.indices, search.extra, search.tables),
-    )
-    better = search.judged(decision, gap)
-    assert better.seconds == seconds
-    return trimmed(search, better)
-
-
-def _priced(search: Search, state: Decisions, moves: Iterable[Move], exponent: float) -> list[tuple[float, int]]:
-    """A heap of the moves that win something now, best first; ties by definition order."""
-    queue = []
-    for index, move in enumerate(moves):
-        if state.decision[move.storage] == move.decision:
-            continue
-        gain = _gain(state, search.after(state, move), exponent)
-        if gain > 0:
-            queue.append((-gain, index))
-    heapq.heapify(queue)
-    return queue
-
-
-def _gain(before: Decisions, after: Decisions, exponent: float) -> float:
-    won = before.area - after.area
-    if not won > 0:
-        return 0.0
-    return float(won / max(after.seconds - before.seconds, _CHEAPEST) ** exponent)
+    walked = walk(search, state, singles(search), work=work, seed=seed, soft=_SOFT)
+    return state if walked.best is None or walked.best is state else trimmed(search, walked.best)

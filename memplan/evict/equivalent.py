@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from memplan.errors import InvalidEviction
-from memplan.evict.record import OFFLOAD, RELOAD, RELOAD_WAIT, TRANSFERS
+from memplan.evict.record import OFFLOAD, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT, TRANSFERS
 from memplan.graph import Graph, Op, Value
 
 _HINT = "this is a mistake of the policy that made the plan; please report it, or use policy='auto'"
@@ -59,7 +59,7 @@ class _Run:
 
     def copy(self, op: Op) -> None:
         """Start or end a copy."""
-        starts = op.target in (OFFLOAD, RELOAD)
+        starts = op.target in (OFFLOAD, RELOAD, SEND)
         pair = self._ends(op, waits=not starts)
         if starts:
             self.require_idle(op)
@@ -93,7 +93,10 @@ class _Run:
         layouts = {(v.dtype, v.shape, v.strides, v.offset) for v in (values[i] for i in (*op.reads, *op.writes))}
         if layouts != {all_bytes} or source.nbytes != destination.nbytes:
             raise _fault(op, "does not copy all bytes of a storage to another of its size")
-        if (source.planned, destination.planned) != (not from_host, from_host):
+        if op.target in (SEND, SEND_WAIT):
+            if not (source.planned and destination.planned and source.device != destination.device):
+                raise _fault(op, "is not between the arenas of two devices")
+        elif (source.planned, destination.planned) != (not from_host, from_host):
             raise _fault(op, "is not between the arena and the host")
         return pair
 

@@ -12,6 +12,8 @@ from memplan.evict.auto import auto, recompute
 from memplan.evict.costs import CostModel
 from memplan.evict.equivalent import require_equivalent
 from memplan.evict.floor import floor
+from memplan.evict.flow import flow
+from memplan.evict.resident import all_streamed
 from memplan.evict.workload import Policy, Workload, in_order
 from memplan.graph import Graph
 from memplan.units import format_bytes
@@ -30,9 +32,20 @@ class Fitted:
     base: Measured
 
 
-def make_workload(graph: Graph, order: tuple[int, ...], costs: CostModel, alignment: int) -> Workload:
-    """The question, with a budget of 0: `within` sets another."""
-    return Workload(graph=in_order(graph, order), sources=order, costs=costs, budget=0, alignment=alignment)
+def make_workload(
+    graph: Graph, order: tuple[int, ...], costs: CostModel, alignment: int, *, device: str = ""
+) -> Workload:
+    """The question, with a budget of 0: `within` sets another. `device`: where the step runs whose model and caller
+    are on the host; "" where both are at one place."""
+    return Workload(
+        graph=in_order(graph, order),
+        sources=order,
+        costs=costs,
+        budget=0,
+        alignment=alignment,
+        streamed=all_streamed(graph) if device else frozenset(),
+        device=device,
+    )
 
 
 def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
@@ -42,8 +55,11 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
     `InvalidEviction` when a policy's events are nonsense or break the budget.
     """
     base = measure(workload, workload.plain)
+    if workload.streamed:  # with room for everything, still nobody waits for all of it
+        roomy = workload.within(base.peak)
+        base = measure(roomy, flow(roomy))
     lowest, op = floor(workload)
-    if base.peak <= workload.budget:
+    if base.peak <= workload.budget and not workload.streamed:
         events = workload.plain
     elif lowest > workload.budget:
         raise _infeasible(workload, policy, f"cannot run in {format_bytes(workload.budget)}:", op)
@@ -69,7 +85,8 @@ def smallest(workload: Workload, policy: Policy) -> int:
 
     It is a budget that was tried: a policy that needs less than it may have need not find the same way with less.
     """
-    quick: Policy = partial(policy, work=0) if policy in (auto, recompute) else policy
+    own: Policy | None = getattr(policy, "quick", None)
+    quick: Policy = own or (partial(policy, work=0) if policy in (auto, recompute) else policy)
     low, high = floor(workload)[0] - 1, measure(workload, workload.plain).peak
     tried = low + 1
     while high - low > max(_CLOSE * high, workload.alignment):

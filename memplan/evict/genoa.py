@@ -18,7 +18,7 @@ def genoa(workload: Workload) -> Events:
     for i in range(len(workload.graph.ops)):
         reads, writes = workload.reads[i], workload.writes[i]
         for s in dict.fromkeys((*reads, *writes)):
-            if s in workload.streamed or workload.uses[s][0] < i:
+            if workload.uses[s][0] < i or s in workload.streamed - workload.fresh:
                 events += [Event(Kind.RELOAD, s), Event(Kind.RELOADED, s)]
         events.append(Event(Kind.RUN, i))
         for s in dict.fromkeys((*writes, *reads)):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
-from memplan.evict.arrays import Arrays, Measured, to_arrays
+from memplan.evict.arrays import Arrays, to_arrays
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.workload import Workload
+
+Leads = Mapping[tuple[int, int], float]
+_NONE: Leads = MappingProxyType({})
 
 
 def overlapped(workload: Workload, events: Sequence[Event]) -> Events:
@@ -23,7 +28,7 @@ def overlapped(workload: Workload, events: Sequence[Event]) -> Events:
     if figures is None or figures.peak > workload.budget:
         return best
     left = _leave_early(workload, events)
-    for found in (left, _come_early(workload, left, arrays.measure(*to_arrays(left)))):
+    for found in (left, come_early(workload, left)):
         judged = arrays.measure(*to_arrays(found))
         if judged is not None and judged.peak <= workload.budget and judged.seconds < figures.seconds:
             best, figures = found, judged
@@ -74,15 +79,21 @@ def _last_touches(workload: Workload, events: Sequence[Event]) -> dict[int, list
     return found
 
 
-def _come_early(workload: Workload, events: Sequence[Event], figures: Measured | None) -> Events:
-    """Copies back start so that each can be complete when it is waited for, in the order of their waits."""
+def come_early(workload: Workload, events: Sequence[Event], leads: Leads = _NONE) -> Events:
+    """Copies back start so that each can be complete when it is waited for, in the order in which they start now.
+
+    None starts later than it does now, or earlier than its bytes fit. `leads`: (storage, how many times it came back
+    before) -> seconds by which that copy is to start earlier than the costs say. Events that cannot be come back as
+    they are.
+    """
+    figures = Arrays(workload).measure(*to_arrays(events))
     if figures is None:
         return tuple(events)
     steps = np.cumsum([kind is not Kind.DROP for kind, _ in events]) - 1  # of each event that is one
     live = figures.live.tolist()
-    targets = _targets(workload, events)
+    targets = _targets(workload, events, leads)
     gone: dict[int, int] = {}  # storage -> the event that gave its bytes up
-    earliest = 0
+    earliest, border = 0, workload.border(tuple(events)) if workload.late else 0
     placed: dict[int, list[int]] = {}
     clock = _clock(workload, events)
     for position, (kind, s) in enumerate(events):
@@ -91,7 +102,7 @@ def _come_early(workload: Workload, events: Sequence[Event], figures: Measured |
         if kind is not Kind.RELOAD:
             continue
         size, at = workload.size[s], position
-        lowest = max(earliest, gone.get(s, -1) + 1)
+        lowest = max(earliest, gone.get(s, -1) + 1, border if s in workload.late else 0)
         while at > lowest and clock[at] > targets[position]:
             step = steps[at - 1]
             if events[at - 1].kind is not Kind.DROP:
@@ -115,9 +126,10 @@ def _clock(workload: Workload, events: Sequence[Event]) -> list[float]:
     return [0.0, *np.cumsum(took).tolist()]
 
 
-def _targets(workload: Workload, events: Sequence[Event]) -> dict[int, float]:
+def _targets(workload: Workload, events: Sequence[Event], leads: Leads) -> dict[int, float]:
     """Of each RELOAD (by position), when it should start so that no wait is longer than it must be."""
     clock = _clock(workload, events)
+    left = Counter(s for kind, s in events if kind is Kind.RELOAD)
     found: dict[int, float] = {}
     waits: dict[int, float] = {}
     following = float("inf")
@@ -126,6 +138,7 @@ def _targets(workload: Workload, events: Sequence[Event]) -> dict[int, float]:
         if kind is Kind.RELOADED:
             waits[s] = clock[position]
         elif kind is Kind.RELOAD:
-            following = min(waits.pop(s), following) - workload.to_device[s]
+            left[s] -= 1
+            following = min(waits.pop(s), following) - workload.to_device[s] - leads.get((s, left[s]), 0.0)
             found[position] = following
     return found

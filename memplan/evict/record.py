@@ -12,7 +12,8 @@ from memplan.problem import Solution
 
 OFFLOAD, OFFLOAD_WAIT = "memplan.offload", "memplan.offload_wait"
 RELOAD, RELOAD_WAIT = "memplan.reload", "memplan.reload_wait"
-TRANSFERS = (OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT)
+SEND, SEND_WAIT = "memplan.send", "memplan.send_wait"  # from one device to another
+TRANSFERS = (OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT)
 
 
 class Action(enum.Enum):
@@ -20,6 +21,7 @@ class Action(enum.Enum):
 
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
+    COMPRESS = "compress"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,9 @@ def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Ev
         using = [s for s in steps if instance not in graph.written(graph.ops[s])]
         if not using:
             continue  # thrown away, or waiting for the end
+        if not graph.storages[base].planned and graph.ops[steps[0]].target != RELOAD:
+            previous[base] = instance
+            continue  # made for the caller, who gets it on the host
         before = [s for s in touches.get(previous.get(base, base), ()) if s < steps[0]]
         accesses = [s for s in before if graph.ops[s].target not in TRANSFERS]
         found.append(
@@ -70,13 +75,29 @@ def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Ev
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The arena of one device, among those of a plan for several: the plan's offsets [start, start + size) are its bytes.
+
+    `max_live` is the lower bound of its size in this order, `budget` the most that it may have.
+    """
+
+    device: str
+    start: int
+    size: int
+    max_live: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionPlan:
     """How a plan keeps its budget. Its graph holds every recompute and copy as an op of its own.
 
     `budget` is in bytes; `costs` names the cost model by which `seconds` (of a step, `stall` of them waiting for
     copies) and `base_seconds` (without evictions) are predicted. `sources[i]` is the op of the traced graph that
     op i is or repeats, -1 for a copy. `instances` are (storage, further life of it) in the order of their births.
-    `host` places the copies on the host in an arena of their own.
+    `host` places the copies on the host in an arena of their own. `device`: where the step runs whose model and caller
+    are on the host ("": where they are), and all of whose parameters, inputs and results are copied. `sections`: the
+    arenas of several devices, in their order; none for one.
     """
 
     policy: str
@@ -88,6 +109,8 @@ class EvictionPlan:
     sources: tuple[int, ...]
     instances: tuple[tuple[int, int], ...]
     host: Solution
+    device: str = ""
+    sections: tuple[Section, ...] = ()
 
     @property
     def overhead(self) -> float:
@@ -110,22 +133,25 @@ def check_record(graph: Graph, plan: EvictionPlan) -> None:
 
 
 def _check_instances(graph: Graph, plan: EvictionPlan) -> None:
-    """A further life begins with a reload or a repeated op; each is named once, with the storage that it is one of."""
+    """A further life begins with a reload or a repeated op, or is made for the caller; each is named once, with the
+    storage that it is one of."""
+    storages = graph.storages
+    outside = {life for base, life in plan.instances if 0 <= base < len(storages) and not storages[base].planned}
     born: list[int] = []
     touched: set[int] = set()
     seen: set[int] = set()
     for op, source in zip(graph.ops, plan.sources, strict=True):
         again = op.target in (RELOAD, RELOAD_WAIT) or source in seen
         new = [s for s in graph.touched(op) if s not in touched]
-        born += [s for s in new if again and graph.storages[s].planned]
+        born += [s for s in new if storages[s].planned and (again or s in outside)]
         touched.update(new)
         seen |= {source} - {-1}
     lives: dict[int, int] = {}
     for i, pair in enumerate(plan.instances):
         where = f"eviction.instances[{i}]"
-        if not all(0 <= s < len(graph.storages) for s in pair):
+        if not all(0 <= s < len(storages) for s in pair):
             raise InvalidPlan("names no storages of the graph", where=where)
-        base, further = (graph.storages[s] for s in pair)
+        base, further = (storages[s] for s in pair)
         lives[pair[0]] = lives.get(pair[0], 0) + 1
         if further.name != f"{base.name}@{lives[pair[0]]}" or further.nbytes != base.nbytes:
             raise InvalidPlan(f"{further.name!r} is not the next life of {base.name!r}", where=where)

@@ -1,11 +1,17 @@
-"""Streamed storages under policies that move none: loaded before the step, written back after it."""
+"""Streamed storages: which they are, and how policies that move none do without moving them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from memplan.evict.events import Events, Kind
+from memplan.evict.events import Events
 from memplan.evict.workload import Policy, Workload
+from memplan.graph import Graph
+
+
+def all_streamed(graph: Graph) -> frozenset[int]:
+    """Every storage that the model or the caller holds: all of them live on the host when the step runs elsewhere."""
+    return frozenset(i for i, s in enumerate(graph.storages) if not s.planned)
 
 
 def with_streamed_kept(workload: Workload, policy: Policy) -> Events:
@@ -16,8 +22,4 @@ def with_streamed_kept(workload: Workload, policy: Policy) -> Events:
     if not workload.streamed:
         return policy(workload)
     kept = sum(workload.size[s] for s in workload.streamed if workload.uses[s])
-    events = policy(replace(workload, streamed=frozenset(), budget=workload.budget - kept))
-    plain = workload.plain
-    arrive = (e for e in plain if e.kind in (Kind.RELOAD, Kind.RELOADED))
-    leave = (e for e in plain if e.kind in (Kind.OFFLOAD, Kind.OFFLOADED))
-    return (*arrive, *events, *leave)
+    return workload.around(policy(replace(workload, streamed=frozenset(), budget=workload.budget - kept)))

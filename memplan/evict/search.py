@@ -77,10 +77,11 @@ class Search:
         area, seconds, peak = judge(decision, gap, budget, *room, self.extra, self.tables)
         return Decisions(decision, gap, float(area), float(seconds), int(peak))
 
-    def after(self, state: Decisions, move: Move) -> Decisions:
-        """The state after one more move."""
+    def after(self, state: Decisions, *moves: Move) -> Decisions:
+        """The state after some more moves."""
         decision, gap = state.decision.copy(), state.gap.copy()
-        decision[move.storage], gap[move.storage] = move.decision, move.gap
+        for move in moves:
+            decision[move.storage], gap[move.storage] = move.decision, move.gap
         return self.judged(decision, gap)
 
     def events(self, state: Decisions) -> Events:

@@ -10,8 +10,6 @@ from memplan.evict.expand_kernel import KEEP, expand
 from memplan.evict.measure_kernel import measure
 from memplan.evict.prefetch_kernel import prefetch
 
-SOFT = 0.6  # of the rounds of annealing, in which the budget has a price
-
 
 @njit(cache=True)
 def judge(decision, gap, budget, kinds, indices, extra, tables):
@@ -31,20 +29,23 @@ def judge(decision, gap, budget, kinds, indices, extra, tables):
 
 @njit(cache=True)
 def anneal(
-    decision, gap, budget, seconds, moves, move_gap, move_ptr, rounds, heat, price, seed, kinds, indices, extra, tables
+    decision, gap, budget, seconds, area, choices, rounds, soft, heat, price, seed, kinds, indices, extra, tables
 ):
-    """Metropolis over single decisions; the best that keep `budget`, and their seconds.
+    """Metropolis over options; the best decisions that keep `budget`, and their seconds (infinite: none did).
 
-    Bytes above the budget may be had for `price` (seconds per byte and step), at first for a fifth of it and more
-    and more: a better way often leads through states that do not fit. `moves[move_ptr[c]:move_ptr[c + 1]]` are
-    pairs (storage, decision) of candidate c, `move_gap` their gaps; `heat` is the first temperature in seconds. The
-    same seed and rounds give the same decisions.
+    For the first `soft` of the rounds, bytes above the budget may be had for `price` (seconds per byte and step), at
+    first for a fifth of it and more and more: a better way often leads through states that do not fit. The rest is
+    strict, from the best; `decision` and `gap` end as the walk does. `choices` is `(ptr, member_ptr, wanted, storage,
+    at)`: choice c has the options `ptr[c]:ptr[c + 1]`, option o the members `member_ptr[o]:member_ptr[o + 1]`, each
+    of them a decision for a storage, with its gap. `heat` is the first temperature in seconds. The same seed and
+    rounds give the same decisions.
     """
     np.random.seed(seed)
-    best, best_gap, best_seconds = decision.copy(), gap.copy(), seconds
-    count = move_ptr.shape[0] - 1
-    area = 0.0
-    turn = int(rounds * SOFT)
+    ptr, members, wanted, storage, at = choices
+    best, best_gap, best_seconds = decision.copy(), gap.copy(), seconds if area == 0.0 else np.inf
+    new, new_gap = decision.copy(), gap.copy()
+    count = ptr.shape[0] - 1
+    turn = int(rounds * soft)
     for k in range(rounds):
         strict = k >= turn
         if k == turn:
@@ -53,31 +54,27 @@ def anneal(
         temperature = heat * (1.0 - done) ** 2
         now = price * 0.2 * 50.0**done
         c = np.random.randint(count)
-        at = np.random.randint(move_ptr[c], move_ptr[c + 1])
-        s, wanted = moves[at, 0], moves[at, 1]
-        if decision[s] != KEEP and np.random.random() < 0.5:
-            wanted = KEEP
-        if decision[s] == wanted:
+        o = np.random.randint(ptr[c], ptr[c + 1])
+        first = members[o]
+        old = decision[storage[first]]
+        keep = old != KEEP and np.random.random() < 0.5
+        if old == (KEEP if keep else wanted[first]):
             continue
-        old, old_gap = decision[s], gap[s]
-        other = s
+        new[:], new_gap[:] = decision, gap
         if old == KEEP and np.random.random() < 0.5:  # in exchange for another decision
             for _ in range(8):
-                other = moves[move_ptr[np.random.randint(count)], 0]
-                if decision[other] != KEEP:
+                other = ptr[np.random.randint(count)]
+                if decision[storage[members[other]]] != KEEP:
+                    new[storage[members[other] : members[other + 1]]] = KEEP
                     break
-        old_other = decision[other]
-        decision[other] = KEEP
-        decision[s], gap[s] = wanted, move_gap[at]
-        new_area, took, _ = judge(decision, gap, budget, kinds, indices, extra, tables)
+        for m in range(first, members[o + 1]):
+            new[storage[m]], new_gap[storage[m]] = KEEP if keep else wanted[m], at[m]
+        new_area, took, _ = judge(new, new_gap, budget, kinds, indices, extra, tables)
         worse = took - seconds + now * (new_area - area)
         if strict and new_area > 0.0:
             worse = np.inf
         if worse <= 0.0 or np.random.random() < np.exp(-worse / max(temperature, 1e-15)):
-            seconds, area = took, new_area
+            decision[:], gap[:], seconds, area = new, new_gap, took, new_area
             if area == 0.0 and seconds < best_seconds:
                 best[:], best_gap[:], best_seconds = decision, gap, seconds
-        else:
-            decision[other] = old_other
-            decision[s], gap[s] = old, old_gap
     return best, best_gap, best_seconds

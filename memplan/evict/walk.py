@@ -63,14 +63,15 @@ class Walk:
     def __init__(self, workload: Workload, memory: Memory, evictor: Evictor) -> None:
         self.workload, self.memory, self.evictor = workload, memory, evictor
         count = len(workload.size)
-        self.where = [Where.AWAY if s in workload.streamed else Where.NEVER for s in range(count)]
+        self._given = workload.streamed - workload.fresh
+        self.where = [Where.AWAY if s in self._given else Where.NEVER for s in range(count)]
         self.limit = limits(workload)
         self.last = [uses[-1] if uses else -1 for uses in workload.uses]
         self.touched = [0.0] * count
         self.clock = 0.0
         self.position = 0
         self.events: list[Event] = []
-        self._clean = [s in workload.streamed for s in range(count)]  # the host has the same bytes
+        self._clean = [s in self._given for s in range(count)]  # the host has the same bytes
         self._locks = [0] * count
         self._here: dict[int, None] = {}
         self._runs = 0
@@ -79,6 +80,8 @@ class Walk:
         """The events of the step. Raises `BudgetInfeasible` when an op's operands cannot be had."""
         for i in range(len(self.workload.graph.ops)):
             self.position = i
+            if i == self.workload.graph.forward_ops:
+                self._deliver()
             self._turn(i)
         return tuple(self.events)
 
@@ -100,7 +103,7 @@ class Walk:
 
     def _turn(self, i: int) -> None:
         w = self.workload
-        fresh = {s for s in w.writes[i] if s not in w.streamed and w.writers[s][0] == i}
+        fresh = {s for s in w.writes[i] if s not in self._given and w.writers[s][0] == i}
         operands = [s for s in dict.fromkeys((*w.reads[i], *w.writes[i])) if s not in fresh]
         self._hold(operands)
         for s in operands:
@@ -110,6 +113,12 @@ class Walk:
         for s in (*operands, *fresh):
             if self.last[s] == i and self.where[s] is Where.HERE:
                 self._release(s)
+
+    def _deliver(self) -> None:
+        """The forward is over: what it changed of the caller's goes home."""
+        for s in sorted(self.workload.due):
+            if self.where[s] is Where.HERE and not self._clean[s]:
+                self._swap_out(s)
 
     def _have(self, storage: int) -> None:
         """Bring a storage to the device, and before it what it is made from."""
@@ -140,7 +149,7 @@ class Walk:
     def _execute(self, i: int, *, again: bool) -> None:
         """Run op i, whose operands are here, in bytes that are found for its results."""
         w = self.workload
-        first = [s for s in w.writes[i] if s not in w.streamed and w.writers[s][0] == i]
+        first = [s for s in w.writes[i] if s not in self._given and w.writers[s][0] == i]
         was = Where.GONE if again else Where.NEVER
         new = [s for s in first if self.where[s] is was and not (again and self.position > self.limit[s])]
         lost = [s for s in first if s not in new]  # written once more, to be thrown away

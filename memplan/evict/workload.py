@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from memplan.evict.costs import CostModel
 from memplan.evict.events import Event, Events, Kind
-from memplan.graph import Graph
+from memplan.graph import Graph, Phase, StorageKind
 
 _COLLECTIVES = ("_c10d_functional.", "c10d.")
 
@@ -18,8 +18,9 @@ class Workload:
     """A step to be fitted. `graph.ops` stand in the order in which they will run.
 
     `sources[i]` is the index of op i in the traced graph. `budget` and all sizes are bytes, sizes rounded up to
-    `alignment`. `streamed`: storages of the model (parameters, inputs, optimizer state) that live on the host and
-    take arena bytes only while they are loaded.
+    `alignment`. `streamed`: storages of the model and the caller (parameters, optimizer state, inputs, outputs,
+    gradients) that live on the host and take arena bytes only while they are loaded; `device` is where they are then
+    ("": where they are anyway).
     """
 
     graph: Graph
@@ -28,6 +29,7 @@ class Workload:
     budget: int
     alignment: int = 1
     streamed: frozenset[int] = frozenset()
+    device: str = ""
 
     def within(self, budget: int) -> Workload:
         """The same question with another budget. What is known of the step is kept: none of it depends on that."""
@@ -121,16 +123,60 @@ class Workload:
 
     @cached_property
     def plain(self) -> Events:
-        """Every op in its turn; streamed storages loaded before their first use, written back after a change."""
-        events: list[Event] = []
-        for s in sorted(self.streamed):
-            if self.uses[s]:
-                events += [Event(Kind.RELOAD, s), Event(Kind.RELOADED, s)]
-        events += [Event(Kind.RUN, i) for i in range(len(self.graph.ops))]
-        for s in sorted(self.streamed):
-            if self.writers[s]:
-                events += [Event(Kind.OFFLOAD, s), Event(Kind.OFFLOADED, s)]
-        return tuple(events)
+        """Every op in its turn; streamed storages loaded before the step, written back after it."""
+        return self.around(tuple(Event(Kind.RUN, i) for i in range(len(self.graph.ops))))
+
+    def around(self, events: Events) -> Events:
+        """`events` that move no streamed storage, and around them the copies with which all of them are there.
+
+        What the forward changes goes home before the backward begins, and comes back for it.
+        """
+        first = self.graph.forward_ops
+        border = self.border(events)
+        given = [s for s in sorted(self.streamed - self.fresh - self.late) if self.uses[s]]
+        again = [s for s in sorted(self.late | self.due) if self.uses[s] and self.uses[s][-1] >= first]
+        changed = [s for s in sorted(self.streamed) if self.writers[s]]
+        return (
+            *_copied(Kind.RELOAD, given),
+            *events[:border],
+            *_copied(Kind.OFFLOAD, sorted(self.due)),
+            *_copied(Kind.RELOAD, again),
+            *events[border:],
+            *_copied(Kind.OFFLOAD, [s for s in changed if s not in self.due or self.writers[s][-1] >= first]),
+        )
+
+    def border(self, events: Events) -> int:
+        """The first position in `events` at which all of the forward has run, and what is due is home."""
+        ops, found = self.graph.ops, 0
+        left = {i for i, op in enumerate(ops) if op.phase is Phase.FORWARD}
+        for position, (kind, index) in enumerate(events):
+            if kind is Kind.RUN and ops[index].phase is Phase.BACKWARD:
+                break
+            if kind is Kind.RUN and index in left:
+                left.remove(index)
+                found = position + 1
+            elif kind is Kind.OFFLOADED and index in self.due:
+                found = position + 1
+        return found if self.graph.forward_ops < len(ops) else len(events)
+
+    @cached_property
+    def fresh(self) -> frozenset[int]:
+        """The streamed storages that the step makes for the caller: the host has nothing of them before."""
+        made = (StorageKind.OUTPUT, StorageKind.GRADIENT)
+        return frozenset(s for s in self.streamed if self.graph.storages[s].kind in made)
+
+    @cached_property
+    def due(self) -> frozenset[int]:
+        """The streamed storages that the forward changes: they are home when it returns and a backward follows."""
+        n = self.graph.forward_ops
+        if n == len(self.graph.ops):
+            return frozenset()
+        return frozenset(s for s in self.streamed if self.writers[s] and self.writers[s][0] < n)
+
+    @cached_property
+    def late(self) -> frozenset[int]:
+        """The streamed storages that are given when the backward begins."""
+        return frozenset(s for s in self.streamed if self.graph.storages[s].kind is StorageKind.TANGENT)
 
     @cached_property
     def held(self) -> frozenset[int]:
@@ -153,6 +199,11 @@ class Workload:
                 return False
         readers = [i for i in self.uses[storage] if i not in writers]
         return not readers or readers[0] > writers[-1]
+
+
+def _copied(start: Kind, storages: Sequence[int]) -> Events:
+    """A copy of each in turn, waited for."""
+    return tuple(Event(kind, s) for s in storages for kind in (start, Kind(start + 1)))
 
 
 Policy = Callable[[Workload], Events]

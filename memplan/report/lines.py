@@ -38,7 +38,8 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
 
 def _total(report: Report) -> str:
     unknown = ", and kernels' temporaries" if report.outside.temporaries is None else ""
-    return f"arena + outside: what the device must hold{unknown}"
+    where = "device and host hold together" if report.kept and report.kept.device else "the device must hold"
+    return f"arena + outside: what {where}{unknown}"
 
 
 def title(report: Report) -> str:
@@ -97,19 +98,29 @@ def waiting_lines(report: Report) -> tuple[str, ...]:
 
 
 def budget_lines(report: Report) -> tuple[str, ...]:
-    """How a budget is kept, and what that is predicted to cost."""
-    k = report.kept
+    """How ops are divided, how a budget is kept, and what that is predicted to cost."""
+    k, d = report.kept, report.division
+    divided: tuple[str, ...] = ()
+    if d is not None:
+        same = "equal up to rounding" if d.sums else "the same bits"
+        divided = (f"ops whose rows are independent run in {d.blocks} blocks of rows: {same}",)
     if k is None:
-        return ()
+        return divided
     what = []
     if k.recomputes:
         what.append(f"{format_bytes(k.recomputed)} computed again ({_times(k.recomputes, 'recompute')})")
     if k.offloads:
-        back = f"{format_bytes(k.offloaded)} copied back from the host ({_times(k.offloads, 'reload')}"
-        what.append(f"{back}; up to {format_bytes(k.host_size)} lie there)")
+        back = "from" if k.device else "back from"
+        copied = f"{format_bytes(k.offloaded)} copied {back} the host ({_times(k.offloads, 'reload')}"
+        lie = f"up to {format_bytes(k.host_size)} of what the step makes lie there" if k.device else ""
+        what.append(f"{copied}; {lie or f'up to {format_bytes(k.host_size)} lie there'})")
     cost = f"predicted +{k.overhead * 100:.2f} % of a step's time by the costs of {k.costs}"
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
-    return (f"budget {format_exact(k.budget)}, kept by {k.policy!r}: {how}",)
+    kept = f"budget {format_exact(k.budget)}, kept by {k.policy!r}: {how}"
+    if not k.device:
+        return (*divided, kept)
+    where = f"runs on {k.device}; the model, its inputs and its results stay on the host, outside the arena"
+    return (*divided, where, kept)
 
 
 def _times(count: int, what: str) -> str:

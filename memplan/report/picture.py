@@ -123,6 +123,13 @@ def _budget(report: Report) -> tuple[tuple[str, str, str], ...]:
     return (("budget", format_bytes(k.budget), remark),)
 
 
+_WORDS = {
+    Action.OFFLOAD: "copied to the host, and back",
+    Action.RECOMPUTE: "computed again",
+    Action.COMPRESS: "packed, and unpacked",
+}
+
+
 def _arrows(plan: Plan) -> tuple[Arrow, ...]:
     """From where each eviction gives the bytes up (a copy to the host ends first) to where they are had again."""
     buffers, lies, used = {b.id: b for b in plan.problem.buffers}, homes(plan), own_touches(plan)
@@ -138,7 +145,7 @@ def _arrows(plan: Plan) -> tuple[Arrow, ...]:
         leaves, returns = (lies.get(name, name) for name in (gone, e.instance))
         before[e.storage] = e.instance
         if leaves in buffers and returns in buffers:
-            what = "copied to the host, and back" if e.action is Action.OFFLOAD else "computed again"
+            what = _WORDS[e.action]
             found.append(
                 Arrow(
                     leaves=leaves,

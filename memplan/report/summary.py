@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memplan.advice import Lever, levers
+from memplan.division import Division
 from memplan.evict.record import Action
 from memplan.graph import StorageKind
 from memplan.holders import Holder, alive_at, largest
@@ -70,7 +71,9 @@ class Functional:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """How a budget is kept: bytes that are computed again and that are copied to the host and back in a step (as
-    often as they are), the arena on the host, and the predicted seconds by the costs of `costs`.
+    often as they are), the arena on the host, and the predicted seconds by the costs of `costs`. `device`: where the
+    step runs whose model and caller are on the host, from where everything of theirs is copied; "" when they are at one
+    place.
     """
 
     budget: int
@@ -85,6 +88,7 @@ class Kept:
     base_seconds: float
     stall: float
     overhead: float
+    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +102,9 @@ class Report:
     `order_certified`: they are equal, so that no order needs less. `barrier` is what makes all updates of a whole
     step wait for all gradients (None: nothing does), with its price; `accumulated` the bytes of gradients that
     are kept from step to step (a part of the optimizer's state). `kept` is how a budget is kept (None: there is
-    none), by the steps of which the order figures count too. `peak` is None when
-    nothing is planned. `advice` are levers that follow from the plan, each with the most that it saves.
+    none), by the steps of which the order figures count too, `division` how ops were divided by rows (None: they were
+    not). `peak` is None when nothing is planned. `advice` are levers that follow from the plan, each with the most that
+    it saves.
     """
 
     model: str
@@ -125,6 +130,7 @@ class Report:
     barrier: Barrier | None
     accumulated: int
     kept: Kept | None
+    division: Division | None
     outside: Outside
     outside_total: int
     total: int
@@ -163,6 +169,7 @@ def make_report(plan: Plan) -> Report:
         barrier=price(plan.graph, plan.schedule.max_live),
         accumulated=accumulated(plan.graph),
         kept=_kept(plan),
+        division=plan.division,
         outside=outside,
         outside_total=outside.total,
         total=plan.total,
@@ -193,6 +200,7 @@ def _kept(plan: Plan) -> Kept | None:
         base_seconds=plan.eviction.base_seconds,
         stall=plan.eviction.stall,
         overhead=plan.eviction.overhead,
+        device=plan.eviction.device,
     )
 
 

@@ -1,10 +1,12 @@
 """The runtime: a plan and a traced step -> a module that runs in exactly that arena.
 
 In the order in which data flows: `copies.py` (what copies to the host and back), `arena.py`, `bind.py`,
-`transfers.py` and `trial.py` (which callable runs each op),
-`codegen.py` and `program.py` (straight-line Python), `slots.py` and `signature.py` (what a call may bring),
+`convolve.py`, `transfers.py` and `trial.py` (which callable runs each op),
+`codegen.py` and `program.py` (straight-line Python), `slots.py`, `signature.py` and `alike.py` (what a call
+may bring),
 `step.py` and `runner.py` (autograd), `select.py` and `module.py` (`compile`), `whole_step.py` (`compile_step`).
-`hooks.py` and `tracker.py` (what a step does, seen while it does it), `guards.py`,
+`measurement.py` and `guided.py` measure steps and plan them anew; `passive.py` and `passive_step.py` run what has no
+plan. `hooks.py` and `tracker.py` (what a step does, seen while it does it), `guards.py`,
 `measure.py` and `recorded.py` (`record`) stand beside.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 from memplan.runtime.hooks import StepEvent
 from memplan.runtime.module import CompiledModule, compile
 from memplan.runtime.profiling import profile
-from memplan.runtime.recorded import Recording, record
+from memplan.runtime.recorded import Recording, install_allocator, record
 from memplan.runtime.tracker import Tracker
 from memplan.runtime.whole_step import CompiledStep, compile_step
 
@@ -25,6 +27,7 @@ __all__ = [
     "Tracker",
     "compile",
     "compile_step",
+    "install_allocator",
     "profile",
     "record",
 ]

@@ -6,15 +6,19 @@ counter, would move under `as_strided`'s absolute offsets, and would let a kerne
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from memplan.evict.record import Section
 from memplan.graph import Value
 from memplan.plan import Plan, require_budget
 from memplan.runtime.copies import make_copies
 from memplan.runtime.ledger import Ledger
+from memplan.runtime.turns import make_turns
 
 
 class Memory:
@@ -27,6 +31,10 @@ class Memory:
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.nbytes = nbytes
         self.device = self.memory.device
+
+    def bytes_at(self, low: int, high: int) -> torch.Tensor:
+        """The bytes [low, high) as a tensor."""
+        return self.memory[low:high]
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """A non-resizable storage of `nbytes` bytes at `offset`."""
@@ -43,7 +51,7 @@ class Arena(Memory):
         super().__init__(nbytes, device)
         self.copies = make_copies(self.device)
         weakref.finalize(self, self.copies.close)  # before its bytes are given back
-        self.ledger = Ledger(self.copies.drain)
+        self.ledger = Ledger(self.copies.drain, make_turns(self.device))
         self._host = Memory(0, torch.device("cpu"))
 
     def host(self, nbytes: int) -> Memory:
@@ -52,11 +60,61 @@ class Arena(Memory):
             self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
         return self._host
 
+    def turned(self, plan: Plan) -> Arena | None:
+        """The arena as a program of `plan` sees it, when it fits."""
+        return self if plan.arena_size <= self.nbytes else None
 
-def arena_for(plan: Plan, device: torch.device) -> Arena:
-    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`."""
+
+class Arenas(Arena):
+    """An arena on each of several devices: an offset is one of the plan's `sections`, laid end to end."""
+
+    def __init__(self, sections: Sequence[Section]) -> None:
+        super().__init__(0, torch.device(sections[0].device))
+        self._memories = tuple(Memory(section.size, torch.device(section.device)) for section in sections)
+        self.ledger.turn = make_turns(*dict.fromkeys(memory.device for memory in self._memories))
+        self._sections = tuple(sections)
+        self._owner: Arena | None = None  # of a view: what closes the copies when it is gone
+
+    def bytes_at(self, low: int, high: int) -> torch.Tensor:
+        memory, start = self._at(low)
+        return memory.memory[low - start : high - start]
+
+    def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        memory, start = self._at(offset)
+        return Memory.storage(memory, offset - start, nbytes)
+
+    def turned(self, plan: Plan) -> Arena | None:
+        pairs = list(zip(plan.devices, self._memories, strict=False))
+        if len(pairs) != len(self._memories) or any(s.size > m.nbytes for s, m in pairs):
+            return None
+        if plan.devices == self._sections:
+            return self
+        other = copy.copy(self)  # the same memories, copies and ledger
+        other._sections, other._owner = plan.devices, self
+        return other
+
+    def _at(self, offset: int) -> tuple[Memory, int]:
+        """The memory that holds the byte at `offset`, and the offset of its first."""
+        for section, memory in zip(reversed(self._sections), reversed(self._memories), strict=True):
+            if section.start <= offset and (section.size or not section.start):
+                return memory, section.start
+        raise AssertionError(offset)
+
+
+def arena_for(plan: Plan, device: torch.device, room: int = 0) -> Arena:
+    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`. `room`: bytes to have at least, where
+    it is on one device."""
     require_budget(plan)
-    return Arena(plan.arena_size, device)
+    return Arenas(plan.devices) if plan.devices else Arena(max(plan.arena_size, room), device)
+
+
+def arena_for_all(plans: Sequence[Plan], device: torch.device, room: int = 0) -> Arena:
+    """An arena in which the programs of several plans take turns, on every device as large as the largest wants it."""
+    largest = arena_for(max(plans, key=lambda plan: plan.arena_size), device, room)
+    if all(largest.turned(plan) for plan in plans):
+        return largest
+    sections = [max(of, key=lambda section: section.size) for of in zip(*(plan.devices for plan in plans), strict=True)]
+    return Arenas(sections)
 
 
 def view_of(storage: torch.UntypedStorage, value: Value, offset: int | None = None) -> torch.Tensor:

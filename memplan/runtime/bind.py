@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ import torch.utils._pytree as pytree
 from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph
 from memplan.runtime.arena import Memory, dtype_of, view_of
+from memplan.runtime.convolve import direct_convolutions
 from memplan.trace.outvariants import out_names, out_variant
-from memplan.trace.traced import Kernel, Live, Ref
+from memplan.trace.traced import Handed, Kernel, Live, Ref
 
 Function = Callable[..., Any]
 # How a binding says that it does not take these arguments.
@@ -38,7 +39,11 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundOp:
-    """What one op calls: `function(*args, **kwargs)`, with `Ref`s for tensors; `outs`, `several` as in `Kernel`."""
+    """What one op calls: `function(*args, **kwargs)`, with `Ref`s for tensors; the rest as in `Kernel`.
+
+    `returns`: without the out arguments, called `out_names`, it returns its one result in fresh memory laid out as
+    planned.
+    """
 
     form: Form
     function: Function
@@ -46,6 +51,9 @@ class BoundOp:
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
     several: bool = False
+    hands: tuple[tuple[int, int], ...] = ()
+    out_names: tuple[str, ...] = ()
+    returns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +61,14 @@ class _Choice:
     """A callable for a kernel; `names` are its out arguments (None: it returns fresh tensors).
 
     `absent` are the results (by position) that are None although the trace has a tensor (oneDNN's LSTM).
-    `scalars`: Python numbers are passed as tensors of no dimension.
+    `scalars`: Python numbers are passed as tensors of no dimension. `returns`: as in `BoundOp`.
     """
 
     function: Function
     names: tuple[str, ...] | None = None
     absent: frozenset[int] = frozenset()
     scalars: bool = False
+    returns: bool = False
 
     def out_kwargs(self, outs: Sequence[Any]) -> dict[str, Any]:
         """`outs` under the names of the out arguments; a single name takes several as a tuple."""
@@ -93,6 +102,9 @@ class Binder:
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
             several=kernel.several,
+            hands=kernel.hands,
+            out_names=choice.names or (),
+            returns=choice.returns,
         )
 
     def _choose(self, kernel: Kernel, tensors: Sequence[torch.Tensor | None]) -> _Choice:
@@ -110,31 +122,94 @@ class Binder:
         given, _ = materialise((_scalars_as_tensors(kernel, self.graph), {}), tensors)
         for choice in _out_choices(kernel, scalars=any(one is not two for one, two in zip(args, given, strict=True))):
             scratch = [_scratch(self.graph, out) for out in kernel.outs if out is not None]
-            if _writes(choice, given if choice.scalars else args, kwargs, scratch, expected):
+            taken = given if choice.scalars else args
+            if _writes(choice, taken, kwargs, scratch, expected):
+                return replace(choice, returns=self._returns_as_planned(choice, kernel, taken, kwargs, expected))
+        for choice in self._convolutions(kernel, args):
+            scratch = [_scratch(self.graph, out) for out in kernel.outs if out is not None]
+            if _writes(choice, args, kwargs, scratch, expected):
                 return choice
         for function in _fast_bindings(kernel):
             if _returns(function, args, kwargs, expected):
                 return _Choice(function)
         return _Choice(kernel.target._op)
 
+    def _convolutions(self, kernel: Kernel, args: Any) -> tuple[_Choice, ...]:
+        """For a convolution whose result has bytes of its own in the arena."""
+        out = kernel.outs[0]
+        if kernel.target is not torch.ops.aten.convolution.default or out is None:
+            return ()
+        if not self._planned(out) or self._overlaps(kernel):
+            return ()
+        nbytes = self.graph.storages[self.graph.values[out].storage].nbytes
+        return tuple(_Choice(function, ("out",)) for function in direct_convolutions(args, nbytes))
+
+    def _overlaps(self, kernel: Kernel) -> bool:
+        """Whether a result lies in the bytes of an argument: what returns fresh memory does not mind."""
+        leaves = pytree.tree_leaves((kernel.args, kernel.kwargs))
+        read = {self.graph.values[leaf.value].storage for leaf in leaves if isinstance(leaf, Ref)}
+        return any(out is not None and self.graph.values[out].storage in read for out in kernel.outs)
+
+    def _returns_as_planned(
+        self, choice: _Choice, kernel: Kernel, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
+    ) -> bool:
+        """Asked only for what the caller will own: then no memory need be made beforehand."""
+        out = kernel.outs[0]
+        if len(kernel.outs) != 1 or out is None or choice.names != ("out",):
+            return False
+        value = self.graph.values[out]
+        storage = self.graph.storages[value.storage]
+        if storage.planned or not _returns(choice.function, args, kwargs, expected):
+            return False
+        result: torch.Tensor = choice.function(*args, **kwargs)
+        alone = result.storage_offset() == value.offset == 0 and result.untyped_storage().nbytes() == storage.nbytes
+        return alone and result.stride() == value.strides and str(result.device) == storage.device
+
     def _signature(self, kernel: Kernel) -> Any:
         def layout(leaf: Any) -> Any:
             if not isinstance(leaf, Ref):
-                return repr(leaf)
+                return "handed" if isinstance(leaf, Handed) else repr(leaf)
             value = self.graph.values[leaf.value]
             return value.dtype, value.shape, value.strides
 
         leaves, spec = pytree.tree_flatten((kernel.args, kernel.kwargs))
-        outs = tuple(None if out is None else layout(Ref(out)) for out in kernel.outs)
-        return str(kernel.target), tuple(map(layout, leaves)), str(spec), outs
+        outs = tuple(None if out is None else (layout(Ref(out)), self._planned(out)) for out in kernel.outs)
+        return str(kernel.target), tuple(map(layout, leaves)), str(spec), outs, self._overlaps(kernel)
+
+    def _planned(self, value: int) -> bool:
+        return self.graph.storages[self.graph.values[value].storage].planned
+
+
+def with_arguments(bound: BoundOp, old: Kernel, new: Kernel, graph: Graph) -> BoundOp:
+    """What was bound to `old`, bound to the same kernel with other numbers among its arguments.
+
+    What was found for one shape alone does not hold for another: a convolution's algorithm and whose bytes it may
+    take, and how a fresh result is laid out.
+    """
+    if new.target is torch.ops.aten.convolution.default:
+        function = bound.function if bound.form is Form.FUNCTIONAL else new.target._op
+        return replace(bound, form=Form.FUNCTIONAL, function=function, args=new.args, kwargs=new.kwargs, out_names=())
+    as_given = not isinstance(bound.args[1] if len(bound.args) > 1 else None, torch.Tensor)
+    added = {name: value for name, value in bound.kwargs.items() if name not in old.kwargs}
+    return replace(
+        bound,
+        args=new.args if as_given else _scalars_as_tensors(new, graph),
+        kwargs={**new.kwargs, **added},
+        returns=False,
+    )
 
 
 def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """`tree` with the tensors in place of `Ref`s, and hyperparameters as they are now."""
+    """`tree` with the tensors in place of `Ref`s, and hyperparameters as they are now.
+
+    What is handed from kernel to kernel stands at the end of `tensors`, the first last.
+    """
 
     def now(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return tensors[leaf.value]
+        if isinstance(leaf, Handed):
+            return tensors[-1 - leaf.number]
         return leaf.value() if isinstance(leaf, Live) else leaf
 
     return pytree.tree_map(now, tree)
@@ -143,16 +218,22 @@ def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
 def _in_place_function(kernel: Kernel) -> Function:
     """`Tensor.copy_` and its like are bound directly; other mutating ops go through the dispatcher."""
     name = kernel.target._opname
-    if (
-        name in ("copy_", "fill_", "zero_", "mul_", "add_", "sub_", "div_", "masked_fill_", "bernoulli_")
-        and not kernel.kwargs
-    ):
+    if name in _METHODS and not kernel.kwargs:
         method: Function = getattr(torch.Tensor, name)
         return method
+    if name in _FUNCTIONS:
+        function: Function = getattr(torch._C._VariableFunctions, name)
+        return function
     overload: Function = kernel.target._op
     return overload
 
 
+_METHODS = {
+    *("copy_", "fill_", "zero_", "mul_", "add_", "sub_", "div_", "masked_fill_", "bernoulli_", "index_add_"),
+    "index_put_",
+}
+# Those that lowering rules and optimizers call; the dispatcher would parse their lists and keywords for twice as long.
+_FUNCTIONS = {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_foreach_add_", "index_select", "arange"}
 _ARITHMETIC = ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
 
 
@@ -207,9 +288,13 @@ def _returns(function: Function, args: Any, kwargs: dict[str, Any], expected: tu
     if len(results) != len(expected):
         return False
     pairs = zip(results, expected, strict=True)
-    return all(
-        isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and (a is b or same_bytes(a, b)) for a, b in pairs
-    )
+    return all(_same(a, b) for a, b in pairs)
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return same_bytes(one, two)
+    return type(one) is type(two) and bool(one == two)
 
 
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:

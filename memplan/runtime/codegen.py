@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from memplan.graph import Graph
+from memplan.graph import Graph, Value
 from memplan.runtime.arena import dtype_of, view_within
 from memplan.runtime.bind import BoundOp, Form
-from memplan.trace.traced import Live, Ref
+from memplan.trace.traced import Handed, Live, Ref
 
 Hook = Callable[[], None]
 
@@ -65,14 +65,20 @@ class FunctionWriter:
         self.arguments = [f"v{a}" for a in arguments]
         self.local = set(arguments)
         self.lines: list[str] = []
+        self.live: dict[str, str] = {}  # hyperparameters, read once per call
 
     def op(self, bound: BoundOp) -> None:
         """Call one op; its results land where their values live."""
         if _copies_onto_itself(self.layout.graph, bound):
             return
+        unborn = self._unborn(bound) if bound.returns else None
         for ref in _refs((bound.args, bound.kwargs)):
-            self._use(ref)
-        if bound.form is not Form.FUNCTIONAL:
+            if ref != unborn:
+                self._use(ref)
+        if unborn is not None:
+            self.lines.append(f"v{unborn} = {self._call(bound, without=bound.out_names)}")
+            self.local.add(unborn)
+        elif bound.form is not Form.FUNCTIONAL:
             self.lines.append(self._call(bound))
         elif not bound.several and bound.outs[0] in self.layout.static:
             copy = self.namespace.add("k", self.namespace.names[f"v{bound.outs[0]}"].copy_)
@@ -80,10 +86,19 @@ class FunctionWriter:
         else:
             self._land(bound)
 
+    def _unborn(self, bound: BoundOp) -> int | None:
+        """The result, if it is the caller's and this op is the first that writes it."""
+        out = bound.outs[0]
+        if out is None or out in self.layout.static or out in self.local:
+            return None
+        return out if self.layout.base_of[self.layout.graph.values[out].storage] == out else None
+
     def _land(self, bound: BoundOp) -> None:
         """Copy fresh results to their place, or make them the caller's where they have none."""
         names = [f"r{i}" for i in range(len(bound.outs))]
         self.lines.append(f"{''.join(f'{n}, ' for n in names) if bound.several else names[0]} = {self._call(bound)}")
+        for position, number in bound.hands:
+            self.lines.append(f"{self._hands()}[{number}] = {names[position]}")
         for name, out in zip(names, bound.outs, strict=True):
             if out is None:
                 continue
@@ -106,7 +121,8 @@ class FunctionWriter:
                 self._use(value)
             parts.append("(" + "".join(f"v{value}, " for value in group) + ")")
         body = [f"def {self.name}({', '.join(self.arguments)}):", f"    with {self._guards()}:"]
-        body += [f"        {line}" for line in self.lines] or ["        pass"]
+        read = [f"{name} = {source}" for source, name in self.live.items()]
+        body += [f"        {line}" for line in (*read, *self.lines)] or ["        pass"]
         body.append(f"    return {', '.join(parts) if parts else '()'}")
         return self.namespace.define("\n".join(body), self.name)
 
@@ -136,6 +152,8 @@ class FunctionWriter:
         if b.dtype != v.dtype:
             view = self.namespace.add("k", partial(view_within, b, v))
             return f"{view}(v{base})"
+        if _same_elements(b, v):
+            return f"v{base}.view({v.shape!r})"
         start = "" if v.storage in self.layout.fresh_storages else f"v{base}.storage_offset() + "
         return f"v{base}.as_strided({v.shape!r}, {v.strides!r}, {start}{v.offset - b.offset})"
 
@@ -154,17 +172,20 @@ class FunctionWriter:
 
     # -- expressions -------------------------------------------------------------------------------------
 
-    def _call(self, bound: BoundOp) -> str:
+    def _call(self, bound: BoundOp, without: Sequence[str] = ()) -> str:
         arguments = [self._expression(a) for a in bound.args]
-        arguments += [f"{name}={self._expression(a)}" for name, a in bound.kwargs.items()]
+        arguments += [f"{name}={self._expression(a)}" for name, a in bound.kwargs.items() if name not in without]
         return f"{self.namespace.add('k', bound.function)}({', '.join(arguments)})"
 
     def _expression(self, thing: Any) -> str:
         if isinstance(thing, Ref):
             return f"v{thing.value}"
+        if isinstance(thing, Handed):
+            return f"{self._hands()}[{thing.number}]"
         if isinstance(thing, Live):
             item = "" if thing.item is None else f"[{thing.item}]"
-            return f"{self._constant(thing.optimizer)}.param_groups[{thing.group}][{thing.key!r}]{item}"
+            source = f"{self._constant(thing.optimizer)}.param_groups[{thing.group}][{thing.key!r}]{item}"
+            return self.live.setdefault(source, f"h{len(self.live)}")
         if isinstance(thing, (list, tuple)):
             items = ", ".join(self._expression(item) for item in thing)
             return f"[{items}]" if isinstance(thing, list) else f"({items},)"
@@ -172,6 +193,11 @@ class FunctionWriter:
             thing is None or isinstance(thing, (bool, int, str)) or (isinstance(thing, float) and math.isfinite(thing))
         )
         return repr(thing) if plain else self._constant(thing)
+
+    def _hands(self) -> str:
+        """What is handed from kernel to kernel, by number: it belongs to the program, as its addresses do."""
+        self.namespace.names.setdefault("handed", {})
+        return "handed"
 
     def _constant(self, thing: Any) -> str:
         return self.namespace.add("c", thing)
@@ -185,6 +211,15 @@ class FunctionWriter:
 
 def _refs(tree: Any) -> list[int]:
     return [leaf.value for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
+
+
+def _same_elements(one: Value, two: Value) -> bool:
+    """Whether both are contiguous and start at the same place."""
+    return (
+        one.offset == two.offset
+        and all(v.strides == tuple(math.prod(v.shape[i + 1 :]) for i in range(len(v.shape))) for v in (one, two))
+        and math.prod(one.shape) == math.prod(two.shape) > 0
+    )
 
 
 def _copies_onto_itself(graph: Graph, bound: BoundOp) -> bool:

@@ -27,12 +27,20 @@ class Direction(enum.Enum):
 
     TO_HOST = "to host"
     TO_DEVICE = "to device"
+    ACROSS = "to another device"
 
 
 class Copy(Protocol):
-    """One planned copy, run once in each step. `stalled`: the seconds that all its waits have taken."""
+    """One planned copy, run once in each step. `stalled`: the seconds that all its waits have taken; `nbytes` and
+    `seconds` (of the last one): what it copies and how long that took, known of copies that are timed.
+    """
 
     stalled: float
+    nbytes: int
+
+    @property
+    def seconds(self) -> float:
+        """0 where it was not timed."""
 
     def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Let the bytes of `source` be copied to those of `destination`; both are contiguous."""
@@ -44,11 +52,18 @@ class Copy(Protocol):
 class Copies(Protocol):
     """All copies of an arena."""
 
-    def copy(self, direction: Direction, host: torch.Tensor) -> Copy:
-        """A new planned copy. Until it is done, it keeps `host` alive, the memory that holds its bytes there."""
+    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> Copy:
+        """A new planned copy, into or out of `device` (None: the arena's). Until it is done, it keeps `host` alive, the
+        memory that holds its bytes there."""
+
+    def time(self, on: bool) -> None:
+        """Take the time of every copy from now on, or of none."""
 
     def drain(self) -> None:
         """Return when no copy is under way; a copy that is waited for later is done."""
+
+    def settle(self) -> None:
+        """Return when every copy that an op has waited for is done for the host too."""
 
     def close(self) -> None:
         """Drain, and give back what copies need."""
@@ -73,14 +88,22 @@ class ThreadCopies:
         for lane in self._lanes.values():
             lane.before = action
 
-    def copy(self, direction: Direction, host: torch.Tensor) -> ThreadCopy:
+    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> ThreadCopy:
         """A new planned copy."""
         return ThreadCopy(self._lanes[direction], host)
+
+    def time(self, on: bool) -> None:
+        """See `Copies`."""
+        for lane in self._lanes.values():
+            lane.timed = on
 
     def drain(self) -> None:
         """Return when no copy is under way."""
         for lane in self._lanes.values():
             lane.drain()
+
+    def settle(self) -> None:
+        """Nothing is left to do: what a wait says is so."""
 
     def close(self) -> None:
         """Drain, and end the threads; a later copy starts them again."""
@@ -91,28 +114,34 @@ class ThreadCopies:
 class ThreadCopy:
     """See `Copy`."""
 
-    __slots__ = ("_done", "_error", "_host", "_lane", "stalled")
+    __slots__ = ("_done", "_error", "_host", "_lane", "nbytes", "seconds", "stalled")
 
     def __init__(self, lane: _Lane, host: torch.Tensor) -> None:
         self._lane = lane
         self._host = host
         self._done = threading.Lock()  # free from the end of a copy to its wait
         self._error: BaseException | None = None
-        self.stalled = 0.0
+        self.stalled = self.seconds = 0.0
+        self.nbytes = 0
 
     def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Hand the copy to the thread."""
         assert source.nbytes == destination.nbytes
+        self.nbytes = source.nbytes
         self._done.acquire(blocking=False)
         self._error = None
         self._lane.put(self, partial(_move, destination, source, self._lane.before))
 
     def run(self, move: Action) -> None:
         """Copy (in the lane's thread)."""
+        timed = self._lane.timed
+        since = perf_counter() if timed else 0.0
         try:
             move()
         except BaseException as error:  # raised where the step waits
             self._error = error
+        if timed:
+            self.seconds = perf_counter() - since
         self._done.release()
 
     def wait(self) -> None:
@@ -142,6 +171,7 @@ class _Lane:
         self._queue: SimpleQueue[tuple[ThreadCopy | None, Action]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.before: Before | None = None
+        self.timed = False
         self.pending: set[ThreadCopy] = set()  # started, neither waited for nor drained
 
     def put(self, copy: ThreadCopy, move: Action) -> None:
@@ -189,18 +219,30 @@ def _serve(queue: SimpleQueue[tuple[ThreadCopy | None, Action]]) -> None:
 
 
 class StreamCopies:
-    """Copies by a stream per direction, to and from pinned memory."""
+    """Copies by a stream per direction and device, to and from pinned memory, and from device to device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pending: set[StreamCopy] = set()
-        self._streams: dict[Direction, torch.cuda.Stream] = {}
+        self.timed = False
+        self._streams: dict[tuple[Direction, torch.device], torch.cuda.Stream] = {}
+        self._hosts: dict[int, torch.Tensor] = {}
 
-    def copy(self, direction: Direction, host: torch.Tensor) -> StreamCopy:
-        """A new planned copy. Pinned memory that is given up is kept by torch's allocator until its copies end."""
-        if direction not in self._streams:
-            self._streams[direction] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        return StreamCopy(self, self._streams[direction])
+    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> StreamCopy:
+        """A new planned copy.
+
+        `host` stays until `close`: a stream may wait for a copy that runs on when the program is gone, and torch's
+        allocator of pinned memory, which sees addresses within it only, would give it to somebody else.
+        """
+        device = device or self.device
+        if (direction, device) not in self._streams:
+            self._streams[direction, device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._hosts[host.data_ptr()] = host
+        return StreamCopy(self, self._streams[direction, device])
+
+    def time(self, on: bool) -> None:
+        """See `Copies`."""
+        self.timed = on
 
     def drain(self) -> None:
         """Wait, on the host, for copies that no op has waited for."""
@@ -209,32 +251,64 @@ class StreamCopies:
                 stream.synchronize()
             self.pending.clear()
 
+    def settle(self) -> None:
+        """Wait, on the host, for all copies: the caller may read what came, and change what went."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
     def close(self) -> None:
-        """Drain."""
-        self.drain()
+        """Wait for all copies, those too that streams wait for, and give up the host's memory."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self.pending.clear()
+        self._hosts.clear()
 
 
 class StreamCopy:
     """See `Copy`. It is the computing stream that waits, not the host: `stalled` stays 0."""
 
-    __slots__ = ("_done", "_owner", "_ready", "_stream", "stalled")
+    __slots__ = ("_devices", "_done", "_owner", "_stream", "_times", "nbytes", "stalled")
 
     def __init__(self, owner: StreamCopies, stream: torch.cuda.Stream) -> None:
         self._owner = owner
         self._stream = stream
-        self._ready, self._done = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        self._devices: tuple[torch.device, ...] = ()
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._times: tuple[torch.cuda.Event, ...] = ()
         self.stalled = 0.0
+        self.nbytes = 0
+
+    @property
+    def seconds(self) -> float:
+        """Waits, on the host, for its end."""
+        if not self._times:
+            return 0.0
+        begun, ended = self._times
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3
 
     def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """After the producer of the source, and after the last user of what the destination's bytes held."""
-        self._ready.record(torch.cuda.current_stream(self._owner.device))
-        self._stream.wait_event(self._ready)
+        self._devices = tuple({t.device for t in (destination, source) if t.is_cuda})
+        for device in self._devices:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._owner.pending.add(self)
+        self.nbytes = source.nbytes
+        self._times = tuple(_timing_event() for _ in range(2)) if self._owner.timed else ()
         with torch.cuda.stream(self._stream):
+            for event in self._times[:1]:
+                event.record(self._stream)
             destination.copy_(source, non_blocking=True)
+            for event in self._times[1:]:
+                event.record(self._stream)
         self._done.record(self._stream)
 
     def wait(self) -> None:
         """Whatever is launched from now on runs after the copy."""
-        torch.cuda.current_stream(self._owner.device).wait_event(self._done)
+        for device in self._devices:
+            torch.cuda.current_stream(device).wait_event(self._done)
         self._owner.pending.discard(self)
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

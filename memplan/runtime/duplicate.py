@@ -14,14 +14,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan.errors import UnsupportedCall
+from memplan.plan import Plan
+from memplan.runtime.options import Options
 from memplan.runtime.runner import Runner
 
-_Make = Callable[..., nn.Module]
 _Example = tuple[tuple[Any, ...], dict[str, Any]]
-_Recipe = tuple[_Make, nn.Module, _Example, Mapping[str, Any], list[bool]]
+_Recipe = tuple[nn.Module, _Example, Mapping[str, Any], list[bool]]
 
 
-def recipe(make: _Make, model: nn.Module, main: Runner, options: Mapping[str, Any], modes: list[bool]) -> _Recipe:
+def recipe(model: nn.Module, main: Runner, options: Options, given: Plan | None, modes: list[bool]) -> _Recipe:
     """The arguments of `rebuild`. `modes`: the training flag of every submodule when the model was compiled."""
     traced = main.traced
     if traced.autocast:
@@ -32,22 +33,22 @@ def recipe(make: _Make, model: nn.Module, main: Runner, options: Mapping[str, An
         )
     examples = [_detached(x) for x in traced.example_inputs]
     example = pytree.tree_unflatten(examples, traced.in_spec)
-    return make, model, example, {**options, "train": traced.training}, modes
+    return model, example, {"options": options, "train": traced.training, "given": given}, modes
 
 
 def rebuild(
-    make: _Make,
+    make: Callable[..., nn.Module],
     model: nn.Module,
     example: _Example,
-    options: Mapping[str, Any],
+    settings: Mapping[str, Any],
     modes: list[bool],
 ) -> nn.Module:
-    """`make(model, *example, **options)` in the modes of the first time; the model's own are kept."""
+    """`make(model, *example, **settings)` in the modes of the first time; the model's own are kept."""
     modules = list(model.modules())
     before = [m.training for m in modules]
     _set(modules, modes)
     try:
-        return make(model, *example, **options)
+        return make(model, *example, **settings)
     finally:
         _set(modules, before)
 

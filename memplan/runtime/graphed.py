@@ -8,6 +8,7 @@ what it changes (buffers, parameters, optimizer state, random numbers) is put ba
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from typing import Any, Protocol
 import torch
 
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
+from memplan.graph import StorageKind
 from memplan.runtime.arena import dtype_of
+from memplan.runtime.placed import Placer, PoolPlacer
 from memplan.runtime.program import Program
-from memplan.trace.traced import Kernel, Live, Source, Transfer
+from memplan.trace.traced import Kernel, Live, Source, TracedGraph, Transfer
 
 Function = Callable[[], Any]
 
@@ -32,6 +35,9 @@ class Recorder(Protocol):
     def record(self, function: Function) -> tuple[Callable[[], None], Any]:
         """A callable that runs it again on the same memory, and the tensors that it then leaves its results in."""
 
+    def placer(self, low: int, high: int) -> Placer:
+        """What lets results be made at addresses of the arena, which spans [low, high)."""
+
     @property
     def pool_bytes(self) -> int:
         """Bytes that recordings keep beside the arena: results, and what kernels allocate by themselves."""
@@ -44,6 +50,8 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._placers: weakref.WeakSet[PoolPlacer] = weakref.WeakSet()
 
     def warm_up(self, function: Function) -> None:
         """On a side stream, as recording will."""
@@ -54,16 +62,32 @@ class CudaRecorder:
 
     def record(self, function: Function) -> tuple[Callable[[], None], Any]:
         """Capture; the generators of the device are registered with the graph by torch."""
+        if not self._graphs:  # the pool of graphs that are gone cannot be used again while a result of theirs is held
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), capture:
             results = function()
+        self._graphs.add(graph)
         return graph.replay, results
+
+    def placer(self, low: int, high: int) -> PoolPlacer:
+        """See `placed.py`."""
+        made = PoolPlacer(self._device, low, high)
+        self._placers.add(made)
+        return made
 
     @property
     def pool_bytes(self) -> int:
-        """Segments of the pool, as the allocator lists them."""
+        """Segments of the pools, as the allocator lists them, without those that lie in the arena."""
+        pools = {tuple(self._pool)}
+        arenas = []
+        for placer in self._placers:
+            pools |= {tuple(pool.id) for pool in placer.pools}
+            arenas.append(range(placer.low, placer.high))
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
+        ours = [s for s in segments if tuple(s.get("segment_pool_id", ())) in pools]
+        return sum(s["total_size"] for s in ours if not any(s["address"] in arena for arena in arenas))
 
 
 def make_recorder(device: torch.device, guard: str | None) -> Recorder:
@@ -83,6 +107,7 @@ class _Recording:
     saved: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor, ...]
     live: list[Any]
+    placer: Placer  # holds memory that the recorded kernels use
 
 
 class GraphedProgram:
@@ -97,6 +122,7 @@ class GraphedProgram:
         if any(isinstance(k, Transfer) for k in traced.kernels):
             what = "copies to the host run beside the step, and cannot be recorded with it"
             raise UnsupportedCall(what, where="cuda_graph=True", hint="policy='recompute', or leave cuda_graph out")
+        _require_on_device(traced)
         self.program = program
         self.recorder = recorder
         self._whole = whole
@@ -146,12 +172,13 @@ class GraphedProgram:
     def _record(self, live: list[Any]) -> _Recording:
         program, recorder = self.program, self.recorder
         saved: tuple[torch.Tensor, ...] = ()
+        run_forward, run_backward = program.forward, program.backward
 
         def forward() -> Any:
-            return program.forward(*self._inputs)
+            return run_forward(*self._inputs)
 
         def backward() -> Any:
-            return program.backward(*saved, *self._tangents) if program.backward is not None else ()
+            return run_backward(*saved, *self._tangents) if run_backward is not None else ()
 
         def step() -> Any:
             nonlocal saved
@@ -160,14 +187,17 @@ class GraphedProgram:
 
         with torch.no_grad(), self._put_back():
             recorder.warm_up(step)
+            start = program.arena.memory.data_ptr()
+            placer = recorder.placer(start, start + program.arena.nbytes)
+            run_forward, run_backward = program.placed(placer)
             if self._whole:
                 replay, (fresh, saved, gradients) = recorder.record(step)
-                return _Recording(replay, _nothing, fresh, saved, gradients, live)
+                return _Recording(replay, _nothing, fresh, saved, gradients, live, placer)
             replay, (fresh, saved) = recorder.record(forward)
             replay_backward, gradients = _nothing, ()
             if program.backward is not None:
                 replay_backward, gradients = recorder.record(backward)
-            return _Recording(replay, replay_backward, fresh, saved, gradients, live)
+            return _Recording(replay, replay_backward, fresh, saved, gradients, live, placer)
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
@@ -193,3 +223,15 @@ def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 def _nothing() -> None:
     """The other half of what is recorded as one."""
+
+
+def _require_on_device(traced: TracedGraph) -> None:
+    """Raise for a tensor in the host's memory: a recorded kernel would keep the number that it had when recorded."""
+    graph = traced.graph
+    for op in graph.ops:
+        for v in (*op.reads, *op.writes):
+            storage = graph.storages[graph.values[v].storage]
+            if torch.device(storage.device).type != traced.device.type and storage.kind is not StorageKind.HOST:
+                where = " in ".join(part for part in (op.name, op.origin.module, op.origin.source) if part)
+                hint = f"create {storage.name!r} on {traced.device}, or leave cuda_graph out"
+                raise UnsupportedGraph(where, f"uses {storage.name!r} on {storage.device} in a recorded step", hint)

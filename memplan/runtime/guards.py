@@ -36,6 +36,13 @@ class Guards:
     def after(self, step: int) -> Sequence[Hook]:
         return self.afters[step] if self.afters else ()
 
+    def around(self, inner: Guards, steps: int) -> Guards:
+        """These, and `inner` between them and the op."""
+        return Guards(
+            tuple((*self.before(step), *inner.before(step)) for step in range(steps)),
+            tuple((*inner.after(step), *self.after(step)) for step in range(steps)),
+        )
+
 
 NO_GUARDS = Guards()
 GUARDS = ("poison", "redzone")
@@ -66,7 +73,7 @@ def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> 
             dtype = dtype_of[buffer.id]
             storage = memory.storage(offsets[buffer.id] + redzone, nbytes[buffer.id])
             count = nbytes[buffer.id] // dtype.itemsize
-            view = torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, (count,), (1,))
+            view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (count,), (1,))
             before[buffer.live.start].append(_poison(view))
             after[buffer.live.end - 1].append(_poison(view))
     return Guards(tuple(map(tuple, before)), tuple(map(tuple, after)))
@@ -93,7 +100,7 @@ def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Guards:
     for buffer in plan.problem.buffers:
         low = plan.solution.offsets[buffer.id]
         high = low + buffer.size
-        zones = (arena.memory[low : low + plan.redzone], arena.memory[high - plan.redzone : high])
+        zones = (arena.bytes_at(low, low + plan.redzone), arena.bytes_at(high - plan.redzone, high))
         before[buffer.live.start].append(_draw(zones))
         for step in range(buffer.live.start, buffer.live.end):
             op = plan.graph.ops[plan.schedule.order[step]]

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from memplan.errors import MemplanError
-from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT
+from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT
 from memplan.graph import Graph
 from memplan.lifetimes import host_problem
 from memplan.plan import Plan
@@ -32,6 +32,8 @@ class EventKind(enum.StrEnum):
     OFFLOAD_WAIT = "offload wait"
     RELOAD = "reload"  # starts a copy back
     RELOAD_WAIT = "reload wait"
+    SEND = "send"  # starts a copy to another device
+    SEND_WAIT = "send wait"
     EVICT = "evict"  # bytes are given up that are had again later; it has an end only
 
 
@@ -166,6 +168,8 @@ _KINDS = {
     OFFLOAD_WAIT: EventKind.OFFLOAD_WAIT,
     RELOAD: EventKind.RELOAD,
     RELOAD_WAIT: EventKind.RELOAD_WAIT,
+    SEND: EventKind.SEND,
+    SEND_WAIT: EventKind.SEND_WAIT,
 }
 
 
@@ -258,7 +262,7 @@ def _evicted(plan: Plan) -> dict[int, list[str]]:
 def _subject(graph: Graph, index: int) -> int:
     """The storage of the arena that a copy, or a recompute, is about."""
     op = graph.ops[index]
-    value = op.reads[0] if op.target in (OFFLOAD, OFFLOAD_WAIT) else op.writes[0]
+    value = op.reads[0] if op.target in (OFFLOAD, OFFLOAD_WAIT, SEND, SEND_WAIT) else op.writes[0]
     return graph.values[value].storage
 
 

@@ -27,10 +27,12 @@ class Ledger:
     """Which step owns an arena; programs that share the arena share the ledger.
 
     `drain()` returns when no copy into or out of the arena is under way. A step that ends early leaves none.
+    `turn()` lets what is launched from now on wait for the steps before (`turns.py`).
     """
 
-    def __init__(self, drain: Callable[[], None]) -> None:
-        self._drain = drain
+    def __init__(self, drain: Callable[[], None], turn: Callable[[], None]) -> None:
+        self.drain = drain
+        self.turn = turn
         self._lock = threading.Lock()
         self.steps = 0
         self._current: Callable[[], InFlight | None] = lambda: None
@@ -47,25 +49,28 @@ class Ledger:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         try:
             if error is not None:
-                self._drain()
+                self.drain()
         finally:
             self._lock.release()
 
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `StaleActivationsError` when one is in flight; `keep`: a backward will follow."""
-        pending = self.pending
         self.steps += 1
-        if pending is not None:
-            raise StaleActivationsError(
-                f"forward {self.steps} would overwrite the activations of forward {pending.number}, "
-                "whose backward has not run",
-                hint="call backward first, or run forwards that need none under torch.no_grad(), "
-                "or drop the earlier forward's outputs (and exceptions that hold them)",
-            )
-        self._drain()  # of a forward that was given up
+        self.require_free(f"forward {self.steps}")
         step = InFlight(self.steps)
         self._current = weakref.ref(step) if keep else lambda: None
         return step
+
+    def require_free(self, who: str) -> None:
+        """Raise `StaleActivationsError` when a step is in flight; else no copy is under way either."""
+        if self.pending is not None:
+            raise StaleActivationsError(
+                f"{who} would overwrite the activations of forward {self.pending.number}, whose backward has not run",
+                hint="call backward first, or run forwards that need none under torch.no_grad(), "
+                "or drop the earlier forward's outputs (and exceptions that hold them)",
+            )
+        self.drain()  # of a forward that was given up
+        self.turn()
 
     @property
     def pending(self) -> InFlight | None:
@@ -86,3 +91,4 @@ class Ledger:
                 hint="call backward before the next forward",
             )
         step.done = True
+        self.turn()

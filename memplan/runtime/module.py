@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.errors import InputMismatch, MemplanError, PlanMismatch
+from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError
 from memplan.plan import Plan
-from memplan.planfile import load
 from memplan.runtime.arena import Arena, arena_for
 from memplan.runtime.duplicate import rebuild, recipe
 from memplan.runtime.graphed import make_recorder
-from memplan.runtime.guards import GUARDS, redzone_of
+from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
+from memplan.runtime.host import prepare_host
+from memplan.runtime.measurement import Measurement
+from memplan.runtime.options import Options, device_for, given_plan
+from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
 from memplan.runtime.slots import Structure
-from memplan.schedule.legal import require_legal
-from memplan.trace import alignment_of, plan_traced, trace
-from memplan.trace.follow import require_planned
+from memplan.trace import trace
+from memplan.trace.traced import TracedGraph
 
-ON_MISMATCH = ("error", "eager", "replan")
-GRADIENTS = ("safe", "owned")
+if TYPE_CHECKING:
+    from memplan.runtime.bind import BoundOp
+    from memplan.runtime.shapes import Family
+    from memplan.symbolic import SymbolicPlan
 
 
 class CompiledModule(nn.Module):
@@ -36,11 +42,14 @@ class CompiledModule(nn.Module):
     `state_dict`, `.train()`, `.eval()` and hooks on parameters work on both alike. Calls under
     `torch.no_grad()` and in `eval()` mode run plans of their own, made at the first such call, in the same
     arena. Python attributes (constants, dropout rates) are read when it is compiled. `plan` is the plan that
-    training (or, compiled with `train=False`, every call) runs. `hooks` see what its steps do.
+    training (or, compiled with `train=False`, every call) runs. With `dynamic_shapes` it is the example's, and
+    `symbolic` the one for all shapes. `hooks` see what its steps do.
     """
 
     plan: Plan
+    symbolic: SymbolicPlan | None
     hooks: Hooks
+    passive: Passive | None
 
     def __init__(
         self,
@@ -48,49 +57,57 @@ class CompiledModule(nn.Module):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
+        options: Options,
         train: bool | None = None,
-        plan: Plan | str | os.PathLike[str] | None = None,
-        budget: Any = None,
-        policy: Any = "auto",
-        costs: Any = None,
-        schedule: Any = "auto",
-        solver: Any = "auto",
-        time_limit: float | None = None,
-        in_place: bool = True,
-        gradients: str = "safe",
-        guard: str | None = None,
-        on_mismatch: str = "error",
-        cuda_graph: bool = False,
+        given: Plan | None = None,
     ) -> None:
-        _check_choice("gradients", gradients, GRADIENTS)
-        _check_choice("guard", guard, (None, *GUARDS))
-        _check_choice("on_mismatch", on_mismatch, ON_MISMATCH)
         self.__dict__["_original"] = model
         super().__init__()
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         self.__dict__["_structure"] = Structure(model)
-        self.__dict__["_options"] = {
-            **{"budget": budget, "policy": policy, "costs": costs},
-            **{"schedule": schedule, "solver": solver, "time_limit": time_limit},
-        }
-        self.__dict__["_in_place"] = in_place
-        self.__dict__["_gradients"] = gradients
-        self.__dict__["_guard"] = guard
-        self.__dict__["_on_mismatch"] = on_mismatch
-        self.__dict__["_cuda_graph"] = cuda_graph
+        measures = options.measures
+        if measures:
+            require_measurable(cuda_graph=options.cuda_graph, dynamic_shapes=options.dynamic_shapes)
+        self.__dict__["_asked"] = options
+        self.__dict__["_options"] = replace(options, costs=None) if measures else options
         self.__dict__["_arena"] = None
+        self.__dict__["_guide"] = None
+        self.__dict__["passive"] = None
+        self.__dict__["_measurements"] = []
         self.__dict__["hooks"] = Hooks()
-        given = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
-        if given is not None and budget is not None:
-            hint = "pass one of them: a plan has its budget already"
-            raise MemplanError(f"budget={budget!r} beside a plan", where="compile", hint=hint)
         self.__dict__["_given"] = given
-        main = self._build(args, kwargs, model.training if train is None else train, given)
+        self.__dict__["symbolic"] = None
+        train = model.training if train is None else train
+        if options.dynamic_shapes is not None:
+            self._compile_shapes(args, kwargs, train)
+            return
+        main = self._build_guided(args, kwargs, train) if measures else self._build(args, kwargs, train, given)
         if given is not None and given.eviction is not None:  # other programs keep it too
-            self._options["budget"] = given.eviction.budget
+            self.__dict__["_options"] = replace(options, budget=given.eviction.budget)
         self.__dict__["_selector"] = Selector(self._structure, main, self._build)
         self.__dict__["plan"] = main.plan
+
+    def _compile_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
+        """Compile for every shape that the options allow (`shapes.py`)."""
+        from memplan.runtime.shapes import ShapedSelector
+
+        if self._given is not None:
+            hint = "leave plan= out: the symbolic plan is made when compiling"
+            raise InvalidShapes("a plan is for one shape", where="plan with dynamic_shapes", hint=hint)
+        selector = ShapedSelector(
+            self._structure,
+            args,
+            kwargs,
+            train=train,
+            build=self._build,
+            trace_family=self._trace_family,
+            assemble=self._assemble,
+            bucketing=self._options.bucketing or {},
+            always_try=self._options.guard is not None,
+        )
+        self.__dict__["_selector"] = selector
+        self.__dict__["plan"], self.__dict__["symbolic"] = selector.main.plan, selector.family.plan
 
     # -- calling -----------------------------------------------------------------------------------------
 
@@ -100,13 +117,35 @@ class CompiledModule(nn.Module):
             return self._original(*args, **kwargs)
         try:
             runner, leaves = self._selector.select(args, kwargs)
-        except InputMismatch:
-            if self._on_mismatch == "error":
+        except (InputMismatch, BudgetInfeasible) as error:
+            how = self._options.on_mismatch
+            if how == "passive":
+                return self._passively(error, args, kwargs)
+            if how == "error" or isinstance(error, BudgetInfeasible):
                 raise
-            if self._on_mismatch == "eager":
+            if how == "eager":
                 return self._original(*args, **kwargs)
             runner, leaves = self._selector.replan(args, kwargs)
+        if self._guide is not None and runner is self._selector.main and self._guide.due:
+            runner = self._turn(self._guide)
         return runner(leaves, training=runner.traced.training)
+
+    def _passively(self, reason: MemplanError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call for which there is no plan, evicting on demand."""
+        passive = passive_for(reason, self.plan, self._selector.main.traced.device)
+        self.__dict__["passive"] = passive
+        run = self._original if passive is None else partial(passive.run, self._original)
+        return run(*args, **kwargs)
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """With `costs="measure"`: what was measured of each plan so far, in the order in which they ran."""
+        return tuple(self._measurements)
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The latest of `measurements`; None before the first steps were measured."""
+        return self._measurements[-1] if self._measurements else None
 
     @property
     def pool_bytes(self) -> int:
@@ -122,45 +161,86 @@ class CompiledModule(nn.Module):
             return self._build_normally(args, kwargs, train, given)
 
     def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
-        require_real(self._original, args, kwargs)
-        traced = trace(self._original, args, kwargs, train=train, in_place=self._in_place)
-        redzone = redzone_of(self._guard, alignment_of(traced.device))
-        if given is None:
-            room = 0 if self._arena is None else self._arena.nbytes
-            plan = plan_traced(traced, redzone=redzone, room=room, **self._options)
-        else:
-            require_planned(traced, given)
-            require_legal(given.graph, given.schedule.order)
-            if given.alignment % alignment_of(traced.device):
-                needed = alignment_of(traced.device)
-                what = f"the given plan aligns to {given.alignment} bytes, {traced.device} needs {needed}"
-                raise PlanMismatch(what, hint="make the plan anew on this kind of device")
-            if given.redzone < redzone:
-                hint = "pass no plan, or no guard"
-                raise InputMismatch(
-                    "the given plan has no red zones around its buffers", where="guard='redzone'", hint=hint
-                )
-            plan = given
-        arena = self._arena_for(plan, traced.device)
-        recorder = make_recorder(traced.device, self._guard) if self._cuda_graph else None
-        owned = self._gradients == "owned"
-        return Runner(
-            self._structure,
-            traced,
-            plan,
-            arena,
-            guard=self._guard,
-            owned=owned,
-            recorder=recorder,
-            hooks=self.hooks,
-        )
+        traced = self._trace(args, kwargs, train)
+        traced, plan = self._options.settle(traced, given, room=0 if self._arena is None else self._arena.nbytes)
+        return self._assemble(traced, plan)
 
-    def _arena_for(self, plan: Plan, device: torch.device) -> Arena:
-        """The module's arena if the plan fits in it (programs take turns), else one of its own."""
-        if self._arena is None:
-            self.__dict__["_arena"] = arena_for(plan, device)
-        arena: Arena = self._arena
-        return arena if plan.arena_size <= arena.nbytes else arena_for(plan, device)
+    def _build_guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Runner:
+        """A runner whose first steps are measured, in an arena that has room for every plan within the budget."""
+        with torch.inference_mode(False):
+            traced, plan, policy = safe_plan(self._options, self._trace(args, kwargs, train))
+            runner = self._assemble(traced, plan, room_for(plan, policy))
+            if policy.events is None:  # nothing has to be evicted
+                return runner
+            guide = guide_of(self._options, traced, runner, policy, partial(self._assemble, traced))
+            self.__dict__["_guide"] = guide
+            self.__dict__["_measurements"] = guide.measurements
+            return runner
+
+    def _turn(self, guide: Guide) -> Runner:
+        """Run what the guide says from now on."""
+        try:
+            runner = self._selector.main = guide.turn()
+        finally:
+            if guide.done:
+                self.__dict__["_guide"] = None
+        self.__dict__["plan"] = runner.plan
+        if guide.measurements:
+            self.__dict__["_options"] = replace(self._options, costs=guide.measurements[-1].costs)
+        return runner
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> TracedGraph:
+        require_real(self._original, args, kwargs)
+        options = self._options
+        traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place, device=options.device)
+        prepare_host(self._original, traced)
+        return traced
+
+    def _assemble(
+        self, traced: TracedGraph, plan: Plan, room: int = 0, bound: tuple[BoundOp, ...] | None = None
+    ) -> Runner:
+        """The program of a plan. `room`: bytes that the arena shall have at least; `bound`: as in `Runner`."""
+        options = self._options
+        with torch.inference_mode(False):
+            return Runner(
+                self._structure,
+                traced,
+                plan,
+                self._arena_for(plan, traced.device, room),
+                guard=options.guard,
+                owned=options.gradients == "owned",
+                recorder=make_recorder(traced.device, options.guard) if options.cuda_graph else None,
+                bound=bound,
+                hooks=self.hooks,
+            )
+
+    def _trace_family(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, fixed: frozenset[str]
+    ) -> Family:
+        """One trace and one plan for all shapes; symbols in `fixed` have the sizes of this call."""
+        from memplan.runtime.shapes import Family
+        from memplan.trace.symbolic import plan_of, trace_symbolic
+
+        require_real(self._original, args, kwargs)
+        options = self._options
+        traced = trace_symbolic(
+            self._original,
+            args,
+            kwargs,
+            dynamic_shapes=options.dynamic_shapes,
+            train=train,
+            in_place=options.in_place,
+            fixed=fixed,
+        )
+        return Family(trace=traced, plan=plan_of(traced, **options.planning(traced.traced.device)))
+
+    def _arena_for(self, plan: Plan, device: torch.device, room: int = 0) -> Arena:
+        """The module's arena if the plan fits in it (programs take turns), else one of its own; with shapes that vary,
+        a larger one takes the place of the module's."""
+        arena: Arena | None = self._arena
+        if arena is None or (self._options.dynamic_shapes is not None and max(plan.arena_size, room) > arena.nbytes):
+            arena = self.__dict__["_arena"] = arena_for(plan, device, room)
+        return arena.turned(plan) or arena_for(plan, device)
 
     # -- being the model ---------------------------------------------------------------------------------
 
@@ -188,14 +268,13 @@ class CompiledModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy, or what is loaded from a pickle, is compiled again (`duplicate.py`)."""
-        options = {
-            **self._options,
-            **({} if self._given is None else {"plan": self._given, "budget": None}),
-            **{"in_place": self._in_place, "gradients": self._gradients},
-            **{"guard": self._guard, "on_mismatch": self._on_mismatch, "cuda_graph": self._cuda_graph},
-        }
-        made = recipe(CompiledModule, self._original, self._selector.main, options, self._selector.main_modes)
-        return rebuild, made
+        options, given = self._options, self._given
+        if self._guide is not None:
+            options = self._asked
+        elif self._measurements:
+            given = self.plan
+        made = recipe(self._original, self._selector.main, options, given, self._selector.main_modes)
+        return rebuild, (CompiledModule, *made)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -216,11 +295,6 @@ def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             )
 
 
-def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
-        raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")
-
-
 def compile(
     model: nn.Module,
     example_inputs: Any = (),
@@ -231,14 +305,20 @@ def compile(
     budget: Any = None,
     policy: Any = "auto",
     costs: Any = None,
+    divide: Any = None,
+    compress: str | None = None,
     schedule: Any = "auto",
     solver: Any = "auto",
+    layout: str = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
     gradients: str = "safe",
     guard: str | None = None,
     on_mismatch: str = "error",
     cuda_graph: bool = False,
+    device: Any = None,
+    dynamic_shapes: Any = None,
+    bucketing: Mapping[str, int] | None = None,
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
@@ -246,34 +326,51 @@ def compile(
     tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
     (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
     of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`,
-    `time_limit`: as in `memplan.plan`. `in_place`: let results take the bytes of inputs that die there, where the
-    kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the backward set `.grad` itself, which
-    is faster, and has limits: hooks
-    on parameters and DistributedDataParallel raise `UnsupportedCall`, and `torch.autograd.grad` and
-    `backward(inputs=...)` do not find parameters. `guard`: "poison" or "redzone" checks every
-    step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the original
-    model ("eager"), or gets a plan of its own ("replan"). `cuda_graph`: record forward and backward as two CUDA graphs
-    at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie beside the arena).
+    `layout`, `time_limit`: as in `memplan.plan`; `costs="measure"` measures the first steps and plans anew from that
+    (`measurements`; `memplan/runtime/guided.py` says how many and how often). `in_place`: let results take the bytes of
+    inputs that die there, where the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the
+    backward set `.grad` itself, which is faster, and has limits: hooks on parameters and DistributedDataParallel raise
+    `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. `guard`: "poison" or
+    "redzone" checks every step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the
+    original model ("eager"), gets a plan of its own ("replan"), or runs the original model and evicts on demand to keep
+    the budget ("passive"; also where another mode's plan would be over it). `cuda_graph`: record forward and backward
+    as two CUDA graphs at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie
+    beside the arena).
+    `dynamic_shapes`: which dimensions of the inputs vary and how far, as `torch.export` takes it; then every shape in
+    range runs in one arena, which grows when a shape needs more, and those out of range are a mismatch. `bucketing`:
+    `{"seq": 64}` plans sizes of that dimension for the next multiple of 64, so that the arena grows less often and
+    shapes between share their offsets; nothing is padded, and results are the same.
+    `divide`, `compress`: as in `memplan.plan`.
+
+    `device`: run there ("cuda", "cuda:1"), while the model and all that goes in and comes out stay on the CPU: the
+    parameters remain the model's own, and every step copies them, its inputs and its results by planned ops that run
+    beside its kernels. Then the arena holds all of it, and so `budget` counts all of it: parameters that do not fit are
+    loaded when they are needed, gradients leave when they are made. "cpu" stands in for a device: an arena of its own
+    in the CPU's memory, filled by the same plan and the same copies.
 
     Raises `UnsupportedGraph` before anything is allocated when the model cannot be traced as one graph,
-    `PlanMismatch` when `plan` was made for another graph, and what `memplan.load` raises.
+    `PlanMismatch` when `plan` was made for another graph or device, `UnsupportedDevice` for a device that is not there
+    or a model that is on one already, and what `memplan.load` raises.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    return CompiledModule(
-        model,
-        args,
-        example_kwargs or {},
-        train=train,
-        plan=plan,
+    given = given_plan(plan, budget)
+    options = Options(
         budget=budget,
         policy=policy,
         costs=costs,
+        divide=divide,
+        compress=compress,
         schedule=schedule,
         solver=solver,
+        layout=layout,
         time_limit=time_limit,
         in_place=in_place,
         gradients=gradients,
         guard=guard,
         on_mismatch=on_mismatch,
         cuda_graph=cuda_graph,
+        device=device_for(device, given),
+        dynamic_shapes=dynamic_shapes,
+        bucketing=bucketing,
     )
+    return CompiledModule(model, args, example_kwargs or {}, options=options, train=train, given=given)

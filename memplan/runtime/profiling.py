@@ -1,14 +1,15 @@
 """`memplan.profile`: what each op and each copy of a step takes on this machine (Capuchin's measured execution).
 
-The step runs op by op in its arena, several times; an op's time is the median of its runs, with a
-synchronisation around it on CUDA. Nothing of the user's is changed: ops that would change it are left out and keep
+The step runs op by op in its arena, several times; an op's time is the median of its runs, on CUDA between two events
+of the device. Nothing of the user's is changed: ops that would change it are left out and keep
 the roofline's estimate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -19,7 +20,6 @@ from torch import nn
 from memplan.errors import InvalidCosts
 from memplan.evict.costs import DEVICES, CostModel, Link, signature_of
 from memplan.runtime.arena import arena_for
-from memplan.runtime.bind import BoundOp
 from memplan.runtime.module import require_real
 from memplan.runtime.program import Program
 from memplan.runtime.runner import Runner
@@ -29,6 +29,7 @@ from memplan.trace import device_costs, plan_traced, trace
 from memplan.trace.traced import Source
 
 _LARGE, _SMALL = 1 << 26, 1 << 12  # bytes of the copies that are timed
+_SLEEP = 200_000  # cycles: about 0.1 ms, in which an op is launched
 
 
 def profile(
@@ -72,28 +73,37 @@ def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
     """Op index -> median seconds, of all that change nothing of the user's."""
     traced, order = program.traced, program.plan.schedule.order
     names = program.namespace.names
-    env = [names.get(f"v{index}") for index in range(len(traced.graph.values))]
+    env = [*(names.get(f"v{index}") for index in range(len(traced.graph.values))), *[None] * traced.handed]
     layout = program.layout
     tensors = {
         i: traced.example_inputs[b.index].detach() for i, b in enumerate(traced.bindings) if b.source is Source.INPUT
     }
     fill_dynamic(env, traced, layout, tensors)
-    wait = _synchronise(traced.device)
+    timed = _device_seconds if traced.device.type == "cuda" else _seconds
     found: dict[int, list[float]] = {i: [] for i in order if leaves_users_alone(traced, layout, i)}
     devices = [traced.device] if traced.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast(traced.device):
         for _ in range(rounds + 1):
             for index, times in found.items():
-                times.append(_timed(program.bound[index], env, wait))
+                times.append(timed(partial(run_bound, program.bound[index], env)))
     return {index: median(times[1:]) for index, times in found.items()}
 
 
-def _timed(bound: BoundOp, env: Sequence[torch.Tensor | None], wait: Callable[[], None]) -> float:
-    wait()
+def _seconds(run: Callable[[], object]) -> float:
     start = perf_counter()
-    run_bound(bound, env)
-    wait()
+    run()
     return perf_counter() - start
+
+
+def _device_seconds(run: Callable[[], object]) -> float:
+    """What the device takes, not what it takes to launch: everything is launched while it sleeps."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_SLEEP)  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def _link(device: torch.device, *, to_device: bool, rounds: int) -> Link:

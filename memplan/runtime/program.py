@@ -10,12 +10,15 @@ import torch
 
 from memplan.graph import Graph, Phase, StorageKind
 from memplan.plan import Plan
+from memplan.replay.places import places
 from memplan.runtime.arena import Arena, Memory, view_of, view_within
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
 from memplan.runtime.copies import Copy
-from memplan.runtime.guards import Guards
-from memplan.runtime.hooks import Hook, observing
+from memplan.runtime.guards import NO_GUARDS, Guards, Hook
+from memplan.runtime.hooks import Hook as EventHook
+from memplan.runtime.hooks import observing
+from memplan.runtime.placed import Placer, placing
 from memplan.runtime.transfers import bind_transfers
 from memplan.runtime.trial import run_trial
 from memplan.trace.traced import Binding, Source, TracedGraph
@@ -31,6 +34,7 @@ class Program:
     `inputs` are the bindings (indices) that `forward` takes. `saved` are the values that must be kept for
     `backward`: inputs, and outputs (`saved_outputs` says which); what lives in the arena needs no keeping.
     `used_in_backward` are the bindings whose bytes the backward reads. `host` holds what is away from the arena.
+    `last` is called at the end of forward and backward.
     """
 
     traced: TracedGraph
@@ -48,9 +52,14 @@ class Program:
     saved: tuple[int, ...]
     saved_outputs: tuple[bool, ...]
     used_in_backward: frozenset[int]
+    last: Hook | None
 
-    def observed(self, emit: Hook) -> Functions:
-        """Forward and backward once more, over the same addresses, telling `emit` of every event (`hooks.py`)."""
+    def observed(self, emit: EventHook | None, meter: Guards = NO_GUARDS) -> Functions:
+        """Forward and backward once more, over the same addresses, telling `emit` of every event (`hooks.py`).
+
+        `meter`: what to call right before and after each op.
+        """
+        guards = self.guards.around(meter, len(self.plan.schedule.order))
         return _functions(
             self.traced,
             self.layout,
@@ -58,8 +67,26 @@ class Program:
             bound=self.bound,
             order=self.plan.schedule.order,
             saved=self.saved,
-            guards=observing(self.guards, self.plan, emit),
+            guards=guards if emit is None else observing(guards, self.plan, emit),
+            last=self.last,
             prefix="observed_",
+        )
+
+    def placed(self, placer: Placer) -> Functions:
+        """Forward and backward once more, for recording: large fallback results are made in place (`placed.py`)."""
+        found = {} if self.plan.devices else places(self.plan)
+        if not found:
+            return self.forward, self.backward
+        return _functions(
+            self.traced,
+            self.layout,
+            self.namespace,
+            bound=placing(self.bound, found, self.namespace.names, placer),
+            order=self.plan.schedule.order,
+            saved=self.saved,
+            guards=self.guards,
+            last=self.last,
+            prefix="placed_",
         )
 
     @property
@@ -94,7 +121,9 @@ def build_program(
     graph, order = traced.graph, plan.schedule.order
     static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **_on_host(graph, plan, host)}, tensors, layout)
     transfers, copies = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
-    if bound is None:
+    if bound is not None:
+        bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # copies are this program's own
+    else:
         plan, bound = run_trial(traced, plan, layout, static, tensors, transfers=transfers)
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
@@ -104,7 +133,10 @@ def build_program(
     gradient_bases = {layout.base_of.get(graph.values[v].storage, -1) for v in graph.gradients}
     fresh_bases = {layout.base_of[graph.values[v].storage] for v in traced.results.fresh}
     saved = tuple(sorted((touched_late | gradient_bases) & (dynamic_bases | fresh_bases)))
-    forward, backward = _functions(traced, layout, namespace, bound=bound, order=order, saved=saved, guards=guards)
+    last = arena.copies.settle if traced.runs_on else None  # what the caller gets has been copied
+    forward, backward = _functions(
+        traced, layout, namespace, bound=bound, order=order, saved=saved, guards=guards, last=last
+    )
     return Program(
         traced=traced,
         plan=plan,
@@ -121,6 +153,7 @@ def build_program(
         saved=saved,
         saved_outputs=tuple(graph.values[v].storage in layout.fresh_storages for v in saved),
         used_in_backward=_read_late(traced, order[split:]),
+        last=last,
     )
 
 
@@ -133,6 +166,7 @@ def _functions(
     order: Sequence[int],
     saved: Sequence[int],
     guards: Guards,
+    last: Hook | None,
     prefix: str = "",
 ) -> Functions:
     """The generated forward, and the backward of a step that has one."""
@@ -140,12 +174,12 @@ def _functions(
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
     steps = list(enumerate(order))
     forward = FunctionWriter(f"{prefix}forward", layout, namespace, [b.value for b in traced.bound(Source.INPUT)])
-    _write(forward, bound, steps[:split], guards)
+    _write(forward, bound, steps[:split], guards, last)
     backward = None
     if traced.training:
         tangents = [b.value for b in traced.bound(Source.TANGENT)]
         writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents])
-        _write(writer, bound, steps[split:], guards)
+        _write(writer, bound, steps[split:], guards, last)
         backward = writer.finish([graph.gradients])
     return forward.finish([traced.results.fresh, saved]), backward
 
@@ -217,13 +251,21 @@ def _over(tensor: torch.Tensor, traced: TracedGraph, binding: Binding, index: in
     return view_within(traced.graph.values[binding.value], traced.graph.values[index], tensor)
 
 
-def _write(writer: FunctionWriter, bound: Sequence[BoundOp], steps: Iterable[tuple[int, int]], guards: Guards) -> None:
+def _write(
+    writer: FunctionWriter,
+    bound: Sequence[BoundOp],
+    steps: Iterable[tuple[int, int]],
+    guards: Guards,
+    last: Hook | None,
+) -> None:
     for step, op in steps:
         for hook in guards.before(step):
             writer.hook(hook)
         writer.op(bound[op])
         for hook in guards.after(step):
             writer.hook(hook)
+    if last is not None:
+        writer.hook(last)
 
 
 def _read_late(traced: TracedGraph, late: Sequence[int]) -> frozenset[int]:

@@ -59,12 +59,19 @@ class Runner:
                 tensors[i] = b.tensor
         host = arena.host(plan.host_size)
         guards = _guards(guard, traced, plan, arena, host)
-        self.program = build_program(traced, plan, arena, host, tensors, guards=guards, bound=bound)
+        if bound is None:
+            with arena.ledger as ledger:
+                ledger.require_free("the trial run of another program")
+                self.program = build_program(traced, plan, arena, host, tensors, guards=guards)
+        else:
+            self.program = build_program(traced, plan, arena, host, tensors, guards=guards, bound=bound)
         self.plan = self.program.plan
         self.graphed = None if recorder is None else GraphedProgram(self.program, recorder, whole=whole)
         self.forward = self.program.forward if self.graphed is None else self.graphed.forward
         self.backward = self.program.backward if self.graphed is None else self.graphed.backward
-        self._observed: Functions | None = None
+        self._emit: Hook | None = None
+        self._meter = NO_GUARDS
+        self._observed: tuple[Hook | None, Guards, Functions] | None = None
         self._wire()
         self.owned = self._owned() if owned else None
         if hooks is not None:
@@ -78,13 +85,22 @@ class Runner:
 
     def observe(self, emit: Hook | None) -> None:
         """Run the functions that tell `emit` of every event (made when first asked for), or None: the plain ones."""
-        if emit is None:
+        self._watch(emit, self._meter)
+
+    def time(self, meter: Guards) -> None:
+        """Call `meter` right around each op from now on, within what guards and hooks do; `NO_GUARDS`: no more."""
+        self._watch(self._emit, meter)
+
+    def _watch(self, emit: Hook | None, meter: Guards) -> None:
+        self._emit, self._meter = emit, meter
+        if emit is None and meter is NO_GUARDS:
             self.forward, self.backward = self.program.forward, self.program.backward
             return
         self.require_observable()
-        if self._observed is None:
-            self._observed = self.program.observed(emit)
-        self.forward, self.backward = self._observed
+        known = self._observed
+        if known is None or known[0] != emit or known[1] is not meter:
+            known = self._observed = (emit, meter, self.program.observed(emit, meter))
+        self.forward, self.backward = known[2]
 
     def _wire(self) -> None:
         """Work out once what each call needs: whose gradients, which tangents, what is watched, what is returned."""
@@ -116,7 +132,7 @@ class Runner:
 
     def __call__(self, leaves: list[Any], *, training: bool) -> Any:
         """Run the forward on checked leaves; `training`: through autograd, so that a backward can follow."""
-        current = self._current()
+        current = self.current()
         if self._written:
             self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
@@ -125,7 +141,7 @@ class Runner:
             if self.owned is not None:
                 step, parameters = OwningStep, [self.owned.anchor]
             wanted = [leaves[i] for i in self._wanted_inputs]
-            fresh = step.apply(self, inputs, current, *parameters, *wanted)  # type: ignore[no-untyped-call]
+            fresh = step.run(self, inputs, current, *parameters, *wanted)
         else:
             with self.arena.ledger as ledger, torch.no_grad():
                 ledger.begin(keep=False)
@@ -140,7 +156,7 @@ class Runner:
 
         `tangent` is the gradient of what is minimised with respect to the loss.
         """
-        current = self._current()
+        current = self.current()
         self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
         assert self.backward is not None
@@ -154,14 +170,16 @@ class Runner:
         self.count_writes(inputs, current)
         return loss
 
-    def _current(self) -> list[torch.Tensor]:
-        """Parameters, buffers and state as they are now; the program follows those that moved."""
+    def current(self) -> list[torch.Tensor]:
+        """Parameters, buffers and state as they are now; the program follows those that moved. Raises
+        `InputMismatch` for what is not as it was traced.
+        """
         current = self.slots.tensors()
-        if self.slots.state(current) != self.slots.noted:
-            for i in self.slots.moved(current):
+        if not self.slots.unmoved(current) and (moved := self.slots.moved(current)):
+            for i in moved:
                 self.program.rebind(self.slots.bindings[i], current[i])
-                if self.graphed is not None:
-                    self.graphed.forget()
+            if self.graphed is not None:
+                self.graphed.forget()
             self._note_written(current)
         return current
 
@@ -222,7 +240,8 @@ class Runner:
         for i, v in self._tangents:
             grad = grads[i]
             if grad is None or grad.stride() != v.strides:
-                laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=self.traced.device)
+                device = torch.device(self.traced.graph.storages[v.storage].device)
+                laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=device)
                 grad = laid_out.zero_() if grad is None else laid_out.copy_(grad)
             made.append(grad)
         return made

@@ -79,7 +79,7 @@ class NotedLedger(Ledger):
     """A ledger whose steps are noted. `lane` is set by the lane itself."""
 
     def __init__(self, conductor: Conductor, lane: Lane) -> None:
-        super().__init__(_nothing_to_drain)
+        super().__init__(_nothing, _nothing)
         self._conductor = conductor
         self._lane = weakref.ref(lane)
 
@@ -93,6 +93,10 @@ class NotedLedger(Ledger):
         """As `Ledger.end`; gives up the activations of other lanes that this backward overwrites."""
         super().end(step)
         self._note(backward=True)
+
+    def join(self, whole: Ledger) -> None:
+        """Drain and take turns as the whole arena does: all its parts are on the same memory."""
+        self.drain, self.turn = whole.drain, whole.turn
 
     def give_up(self) -> None:
         """The activations of the step in flight are overwritten: its backward will raise."""
@@ -180,14 +184,15 @@ def _shifted(lane: Lane, number: int, starts: dict[tuple[int, bool], int], end: 
 
 def part_of(arena: Arena, ledger: NotedLedger) -> Arena:
     """The same memory with a ledger of its own."""
+    ledger.join(arena.ledger)
     part = copy.copy(arena)
     part.ledger = ledger
     part.whole = arena  # type: ignore[attr-defined]  # which must live as long
     return part
 
 
-def _nothing_to_drain() -> None:
-    """Graphs of dynamo's are planned without a budget, so nothing is copied to the host."""
+def _nothing() -> None:
+    """Until the ledger is that of a part of an arena."""
 
 
 def _name(number: int, buffer: Buffer) -> str:

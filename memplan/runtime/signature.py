@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.errors import InputMismatch
+from memplan.runtime.alike import Alike
 from memplan.trace.traced import Source, TracedGraph
 
 
@@ -23,6 +24,7 @@ class Signature:
         self._written = {b.index for b in traced.bound(Source.INPUT) if b.written}
         tensors = [(i, x) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)]
         self._simple = len(tensors) == len(self.examples) and self.spec == _spec_of(self.examples)
+        self._alike = Alike(self.examples) if self._simple else None
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
         self._ties = _ties(self.examples)
@@ -30,8 +32,11 @@ class Signature:
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of a call. Raises `InputMismatch` naming the first difference from the traced call."""
-        if self._simple and not kwargs and len(args) == len(self.examples):
+        if self._alike is not None and not kwargs and len(args) == len(self.examples):
             leaves = list(args)
+            if self._alike(args):
+                self.check_ties(leaves)
+                return leaves
         else:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             if spec != self.spec:
@@ -47,13 +52,22 @@ class Signature:
                 raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} ({x.layout}) on {x.device}, {wanted}")
             if x.stride() != strides:
                 leaves[i] = self._laid_out(i, x, strides)
-        for i, constant in self._constants:
-            if type(leaves[i]) is not type(constant) or not _same_constant(leaves[i], constant):
-                raise _mismatch(f"input {i}", f"is {leaves[i]!r}, the plan was made for {constant!r}")
-        if self._check_ties and _ties(given) != self._ties:
+        for i, _ in self._constants:
+            self.check_constant(i, leaves[i])
+        self.check_ties(given)
+        return leaves
+
+    def check_constant(self, i: int, leaf: Any) -> None:
+        """Raise when leaf `i`, which is no tensor, is not the example's."""
+        constant = self.examples[i]
+        if type(leaf) is not type(constant) or not _same_constant(leaf, constant):
+            raise _mismatch(f"input {i}", f"is {leaf!r}, the plan was made for {constant!r}")
+
+    def check_ties(self, leaves: Sequence[Any]) -> None:
+        """Raise when it matters that tensors share memory, and they do in another way than the example's."""
+        if self._check_ties and _ties(leaves) != self._ties:
             what = "tensors share memory in another way than those that the plan was made for"
             raise _mismatch("inputs", what)
-        return leaves
 
     def _laid_out(self, i: int, x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         if i in self._written:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
 from torch import nn
 
 from memplan.errors import InputMismatch
+from memplan.runtime.alike import Alike
 from memplan.trace.traced import Binding, Source, TracedGraph
 from memplan.trace.updates import ACCUMULATED, LEARNING_RATE
 
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
 _COMPILE_AGAIN = "compile the model again after changing it"
+_training = attrgetter("training")
 
 
 class Structure:
@@ -30,8 +33,9 @@ class Structure:
 
     def _look(self) -> None:
         self.modules = list(self.model.modules())
-        self._links = [(m._modules, key) for m in self.modules for key in m._modules]
-        self._children = [holder[key] for holder, key in self._links]
+        links = [(m._modules, key) for m in self.modules for key in m._modules]
+        self._holders, self._keys = [holder for holder, _ in links], [key for _, key in links]
+        self._children = list(map(getitem, self._holders, self._keys))
         self._types = [(name, type(m)) for name, m in self.model.named_modules()]
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         self._hooks = [getattr(m, kind) for m in self.modules for kind in kinds]
@@ -42,11 +46,11 @@ class Structure:
 
         Raises `InputMismatch` when a submodule was replaced by one of another type, or hooks came or went.
         """
-        if [holder.get(key) for holder, key in self._links] != self._children:
+        if list(map(dict.get, self._holders, self._keys)) != self._children:
             self._look_again()
-        if sum(map(len, self._hooks)) != self._hook_count:
+        if (self._hook_count or any(self._hooks)) and sum(map(len, self._hooks)) != self._hook_count:
             raise InputMismatch("module hooks were added or removed", where="the model", hint=_COMPILE_AGAIN)
-        return [m.training for m in self.modules]
+        return list(map(_training, self.modules))
 
     def _look_again(self) -> None:
         before, count = self._types, self._hook_count
@@ -119,6 +123,10 @@ class StepStructure(Structure):
             return self._accumulated[binding.name], binding.key
         return self.optimizer.state[self.model.get_parameter(binding.name)], binding.key
 
+    def accumulated(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The sums of gradients that wait for the next update, by parameter."""
+        return {self.model.get_parameter(name): kept[ACCUMULATED] for name, kept in self._accumulated.items()}
+
     def _new_rate(self, name: str) -> dict[str, Any]:
         group = self.optimizer.param_groups[int(name.rpartition(" ")[2])]
         return {LEARNING_RATE: torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)}
@@ -149,19 +157,29 @@ class Slots:
         tensors = self.tensors()
         self._devices = [t.device for t in tensors]
         self._ties = _ties(tensors)
-        self.noted = self.state(tensors)
+        self._note(tensors, self._state(tensors))
 
     def _look(self) -> None:
-        self._slots = [self._structure.slot(b) for b in self._held]
+        slots = [self._structure.slot(b) for b in self._held]
+        self._holders, self._keys = [holder for holder, _ in slots], [key for _, key in slots]
         self._version = self._structure.version
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors as they are now, in the order of `bindings`."""
         if self._version != self._structure.version:
             self._look()
-        return [holder[key] for holder, key in self._slots]
+        return list(map(getitem, self._holders, self._keys))
 
-    def state(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    def unmoved(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether each tensor lies where it was noted and is what it was; False: `moved` knows."""
+        return self._alike(tensors) and list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
+
+    def _note(self, tensors: Sequence[torch.Tensor], state: list[tuple[Any, ...]]) -> None:
+        self._noted = state
+        self._pointers = [pointer for pointer, *_ in state]
+        self._alike = Alike(tensors)
+
+    def _state(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
         """Where each tensor lives, and how it is laid out. Raises `InputMismatch` for one that is gone."""
         try:
             return [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors]
@@ -175,18 +193,18 @@ class Slots:
         Raises `InputMismatch` for a tensor that is not what was traced (shape, dtype, device, strides,
         requires_grad), and when tensors are no longer tied as they were.
         """
-        state = self.state(tensors)
-        for i, (now, then) in enumerate(zip(state, self.noted, strict=True)):
+        state = self._state(tensors)
+        for i, (now, then) in enumerate(zip(state, self._noted, strict=True)):
             if now[1:] != then[1:] or tensors[i].device != self._devices[i]:
                 what = (
                     f"is {_describe(now, tensors[i].device)}, the plan was made for {_describe(then, self._devices[i])}"
                 )
                 raise InputMismatch(what, where=self.names[i], hint=_COMPILE_AGAIN)
-        moved = [i for i, (now, then) in enumerate(zip(state, self.noted, strict=True)) if now[0] != then[0]]
+        moved = [i for i, (now, then) in enumerate(zip(state, self._noted, strict=True)) if now[0] != then[0]]
         if _ties(tensors) != self._ties:
             what = "parameters that shared their memory no longer do, or the other way round"
             raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=_COMPILE_AGAIN)
-        self.noted = state
+        self._note(tensors, state)
         return moved
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,9 +11,18 @@ import torch
 from memplan.errors import StaleActivationsError, UnsupportedCall
 from memplan.runtime.ledger import InFlight
 
+_version = attrgetter("_version")
+
 
 class PlannedStep(torch.autograd.Function):
     """Parameters are inputs, so that their gradients arrive; what the backward reads may not change in between."""
+
+    @classmethod
+    def run(cls, *arguments: Any) -> Any:
+        """`apply`, without a look at each argument for what functorch may have left behind."""
+        if torch._C._are_functorch_transforms_active():
+            return cls.apply(*arguments)  # type: ignore[no-untyped-call]  # which raises
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
     @staticmethod
     def forward(
@@ -34,7 +44,7 @@ class PlannedStep(torch.autograd.Function):
         outputs = runner.program.saved_outputs
         ctx.saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
         ctx.watched = [*ctx.saved, *runner.watched(current)]
-        ctx.versions = [t._version for t in ctx.watched]
+        ctx.versions = list(map(_version, ctx.watched))
         ctx.runner, ctx.step = runner, step
         ctx.set_materialize_grads(False)
         if None in runner.tangents:
@@ -52,7 +62,7 @@ class PlannedStep(torch.autograd.Function):
         with runner.arena.ledger as ledger:
             ledger.end(step)
             saved, watched, ctx.saved, ctx.watched = ctx.saved, ctx.watched, None, None
-            if [t._version for t in watched] != ctx.versions:
+            if list(map(_version, watched)) != ctx.versions:
                 raise _changed(watched, ctx.versions, step)
             gradients = runner.backward(*saved, *runner.tangents_from(grads))
         return (None, None, None, *runner.in_order(gradients, grads))

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from memplan.errors import InvalidEviction
-from memplan.evict.record import OFFLOAD, RELOAD
+from memplan.evict.record import OFFLOAD, RELOAD, SEND
 from memplan.graph import Graph
 from memplan.runtime.bind import BoundOp, Form
 from memplan.runtime.copies import Copies, Copy, Direction
 from memplan.trace.traced import Kernel, Ref, Transfer
+
+_DIRECTIONS = {OFFLOAD: Direction.TO_HOST, RELOAD: Direction.TO_DEVICE, SEND: Direction.ACROSS}
 
 
 def bind_transfers(
@@ -29,10 +31,12 @@ def bind_transfers(
         if isinstance(kernel, Kernel):
             continue
         source = kernel.reads[0]
-        if kernel.target in (OFFLOAD, RELOAD):
+        if kernel.target in _DIRECTIONS:
             (destination,) = kernel.writes
-            direction = Direction.TO_HOST if kernel.target == OFFLOAD else Direction.TO_DEVICE
-            copy = flying[_storages(graph, source, destination)] = copies.copy(direction, host)
+            there = graph.values[source if kernel.target == OFFLOAD else destination].storage
+            device = torch.device(graph.storages[there].device)
+            copy = copies.copy(_DIRECTIONS[kernel.target], host, device)
+            flying[_storages(graph, source, destination)] = copy
             made.append(copy)
             bound[index] = _bound(Form.START, copy.start, Ref(destination), Ref(source))
         else:

@@ -40,7 +40,7 @@ def run_trial(
 
     `transfers` are bound already; here they copy at once.
     """
-    env: list[torch.Tensor | None] = [static.get(index) for index in range(len(traced.graph.values))]
+    env = [*(static.get(index) for index in range(len(traced.graph.values))), *[None] * traced.handed]
     fill_dynamic(env, traced, layout, tensors)
     devices = [traced.device] if traced.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast(traced.device):
@@ -57,7 +57,7 @@ def _bind_by_running(
     traced: TracedGraph,
     plan: Plan,
     layout: Layout,
-    env: Sequence[torch.Tensor | None],
+    env: list[torch.Tensor | None],
     transfers: Mapping[int, BoundOp],
 ) -> tuple[BoundOp, ...]:
     binder = Binder(traced.graph)
@@ -76,7 +76,7 @@ def _measure(
     plan: Plan,
     layout: Layout,
     bound: Sequence[BoundOp],
-    env: Sequence[torch.Tensor | None],
+    env: list[torch.Tensor | None],
 ) -> tuple[int, ...]:
     """Bytes outside the arena while each op runs, without those that become the caller's own tensors."""
     graph = traced.graph
@@ -112,7 +112,8 @@ def fill_dynamic(
             owner[value.storage] = tensors[i].untyped_storage()
             base[value.storage] = value, int(tensors[i].storage_offset())
         elif b.source is Source.TANGENT:
-            ones = torch.empty_strided(value.shape, value.strides, dtype=dtype_of(value), device=traced.device)
+            device = torch.device(graph.storages[value.storage].device)
+            ones = torch.empty_strided(value.shape, value.strides, dtype=dtype_of(value), device=device)
             owner[value.storage] = ones.fill_(1).untyped_storage()
     for storage in layout.fresh_storages:
         s = graph.storages[storage]
@@ -124,7 +125,7 @@ def fill_dynamic(
             env[index] = view_of(owner[value.storage], value, offset)
 
 
-def run_bound(bound: BoundOp, env: Sequence[torch.Tensor | None]) -> None:
+def run_bound(bound: BoundOp, env: list[torch.Tensor | None]) -> None:
     """Run one op on real tensors, outside generated code."""
     args, kwargs = materialise((bound.args, bound.kwargs), env)
     if bound.form is Form.START:
@@ -134,6 +135,8 @@ def run_bound(bound: BoundOp, env: Sequence[torch.Tensor | None]) -> None:
     if bound.form is Form.WAIT:
         return
     results = bound.function(*args, **kwargs)
+    for position, number in bound.hands:
+        env[-1 - number] = results[position]
     if bound.form is Form.FUNCTIONAL:
         for out, result in zip(bound.outs, results if bound.several else (results,), strict=True):
             if out is not None:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
+from memplan.errors import InputMismatch, MemplanError, UnsupportedCall, UnsupportedGraph
+from memplan.evict.guide import Remembered
 from memplan.plan import Plan
-from memplan.runtime.arena import arena_for, dtype_of
+from memplan.runtime.arena import arena_for_all, dtype_of
 from memplan.runtime.graphed import make_recorder
-from memplan.runtime.guards import redzone_of
+from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
+from memplan.runtime.host import prepare_host
+from memplan.runtime.measurement import Measurement
+from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice, require_recordable
+from memplan.runtime.passive import Passive, passive_for
+from memplan.runtime.passive_step import eager_step
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import StepStructure
-from memplan.trace import alignment_of, plan_traced, trace_step
+from memplan.trace import trace_step
+from memplan.trace.traced import TracedGraph
 from memplan.trace.updates import Accumulate
 
 
@@ -51,8 +60,24 @@ class CompiledStep:
     plan: Plan
     hooks: Hooks
 
-    def __init__(self, structure: StepStructure, adding: Runner | None, updating: Runner, accumulate: int) -> None:
+    def __init__(
+        self,
+        structure: StepStructure,
+        adding: Runner | None,
+        updating: Runner,
+        *,
+        accumulate: int,
+        guides: Sequence[Guide] = (),
+        passive: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        """`guides`: what measures the runners, and plans them anew (`guided.py`); `passive`: takes a step for which
+        there is no plan (`passive_step.py`).
+        """
+        self.passive: Passive | None = None
+        self._passive = passive
         self.plan = updating.plan
+        self._guides = tuple(guides)
+        self._measurements = next((g.measurements for g in guides if g.runner is updating), [])
         self.hooks = Hooks()
         for runner in (updating, *(() if adding is None else (adding,))):
             self.hooks.attach(runner)
@@ -63,20 +88,65 @@ class CompiledStep:
         self._updating = updating
         self._modes = structure.modes()
         loss = updating.traced.graph.values[updating.traced.results.fresh[0]]
-        self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=updating.traced.device)
+        home = torch.device(updating.traced.graph.storages[loss.storage].device)
+        self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=home)
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Run a step. Raises `InputMismatch` rather than be silently wrong."""
-        self._structure.require_modes(self._modes)
-        self._structure.follow_rates()
         runner = self._updating
         if self._adding is not None and self.pending + 1 < self.accumulate:
             runner = self._adding
-        loss = runner.whole_step(runner.signature.flatten(batch, {}), self._tangent)
+        try:
+            self._structure.require_modes(self._modes)
+            leaves = runner.signature.flatten(batch, {})
+        except InputMismatch as error:
+            if self._passive is None:
+                raise
+            return self._passively(error, batch, update=runner is self._updating)
+        self._structure.follow_rates()
+        if self._guides:
+            runner = self._guided(runner)
+        loss = runner.whole_step(leaves, self._tangent)
         if runner is self._updating:
             self._structure.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         self.pending = (self.pending + 1) % self.accumulate
         return loss
+
+    def _passively(self, reason: InputMismatch, batch: tuple[Any, ...], *, update: bool) -> torch.Tensor:
+        """Run a step for which there is no plan, evicting on demand."""
+        passive = self.passive = passive_for(reason, self.plan, self._updating.traced.device)
+        run = _call if passive is None else passive.run
+        assert self._passive is not None
+        loss = self._passive(self._structure, run, batch, accumulate=self.accumulate, update=update)
+        self.pending = (self.pending + 1) % self.accumulate
+        return loss
+
+    def _guided(self, runner: Runner) -> Runner:
+        """The runner itself, or the one that its guide puts in its place from now on."""
+        guide = next((g for g in self._guides if g.runner is runner), None)
+        if guide is None or not guide.due:
+            return runner
+        try:
+            new = guide.turn()
+        finally:
+            self._guides = tuple(g for g in self._guides if not g.done)
+        if new is not runner:
+            self.hooks.attach(new)
+        if runner is self._updating:
+            self._updating, self.plan = new, new.plan
+        else:
+            self._adding = new
+        return new
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """With `costs="measure"`: what was measured of each plan so far (of the program that updates), in order."""
+        return tuple(self._measurements)
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The latest of `measurements`; None before the first steps were measured."""
+        return self._measurements[-1] if self._measurements else None
 
     @property
     def pool_bytes(self) -> int:
@@ -99,14 +169,21 @@ def compile_step(
     *,
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
+    plan: Plan | str | os.PathLike[str] | None = None,
     budget: Any = None,
     policy: Any = "auto",
     costs: Any = None,
+    divide: Any = None,
+    compress: str | None = None,
+    schedule: Any = "auto",
     solver: Any = "auto",
+    layout: str = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
     guard: str | None = None,
+    on_mismatch: str = "error",
     cuda_graph: bool = False,
+    device: Any = None,
 ) -> CompiledStep:
     """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
 
@@ -124,10 +201,42 @@ def compile_step(
     kept in memory (single precision), and may change at every step; another hyperparameter that changes is recorded
     anew.
 
-    Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known.
+    `on_mismatch="passive"`: a batch that differs from the example is taken as eager would, evicting on demand to keep
+    the budget, instead of raising.
+
+    `plan`: a saved plan (or its path) of this very step to run instead of making one, without `accumulate`. The other
+    options are those of `memplan.compile`; with `device` the optimizer's state stays on the CPU too, and parameters and
+    state are updated on the device and written back in each step.
+
+    Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `PlanMismatch` when
+    `plan` was made for another step.
     """
     if accumulate < 1:
         raise MemplanError(f"accumulate={accumulate}", hint="pass the number of micro-batches per update, 1 or more")
+    given = given_plan(plan, budget)
+    if given is not None and accumulate > 1:
+        what = f"accumulate={accumulate} has two programs, and a plan is of one"
+        raise MemplanError(what, where="compile_step", hint="leave out plan=")
+    options = PlanOptions(
+        budget=budget,
+        policy=policy,
+        costs=costs,
+        divide=divide,
+        compress=compress,
+        schedule=schedule,
+        solver=solver,
+        layout=layout,
+        time_limit=time_limit,
+        in_place=in_place,
+        guard=guard,
+        device=device_for(device, given),
+    )
+    require_choice("on_mismatch", on_mismatch, ("error", "passive"))
+    measures = options.measures
+    if measures:
+        require_measurable(cuda_graph=cuda_graph)
+    if cuda_graph:
+        require_recordable(options.device)
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss = Loss(model, loss_fn)
     if loss.with_targets and len(batch) != 2:
@@ -143,20 +252,38 @@ def compile_step(
             accumulate=kind,
             rates_in_memory=cuda_graph,
             in_place=in_place,
+            device=options.device,
         )
         for kind in kinds
     ]
+    prepare_host(loss, traced[0], optimizer)
     recorder = make_recorder(traced[0].device, guard) if cuda_graph else None
-    redzone = redzone_of(guard, alignment_of(traced[0].device))
-    options = {"budget": budget, "policy": policy, "costs": costs, "solver": solver, "time_limit": time_limit}
-    plans = [plan_traced(t, redzone=redzone, **options) for t in traced]
+    policies: list[Remembered | None] = [None for _ in traced]
+    if measures:
+        safe = [safe_plan(options, t) for t in traced]
+        steps, policies = [(t, plan) for t, plan, _ in safe], [policy for _, _, policy in safe]
+    else:
+        steps = [options.settle(t, given) for t in traced]
     structure = StepStructure(loss, optimizer)
-    arena = arena_for(max(plans, key=lambda plan: plan.arena_size), traced[0].device)  # they take turns
-    runners = [
-        Runner(structure, t, plan, arena, guard=guard, recorder=recorder, whole=True)
-        for t, plan in zip(traced, plans, strict=True)
+    room = max(room_for(plan, policy) for (_, plan), policy in zip(steps, policies, strict=True))
+    arena = arena_for_all([plan for _, plan in steps], traced[0].device, room)
+
+    def runner_of(t: TracedGraph, plan: Plan) -> Runner:
+        return Runner(structure, t, plan, arena.turned(plan) or arena, guard=guard, recorder=recorder, whole=True)
+
+    runners = [runner_of(t, plan) for t, plan in steps]
+    guides = [
+        guide_of(options, t, runner, policy, partial(runner_of, t))
+        for (t, _), runner, policy in zip(steps, runners, policies, strict=True)
+        if policy is not None and policy.events is not None
     ]
-    return CompiledStep(structure, runners[0] if accumulate > 1 else None, runners[-1], accumulate)
+    passive = partial(eager_step, clip_grad_norm=clip_grad_norm) if on_mismatch == "passive" else None
+    adding = runners[0] if accumulate > 1 else None
+    return CompiledStep(structure, adding, runners[-1], accumulate=accumulate, guides=guides, passive=passive)
+
+
+def _call(model: nn.Module, *batch: Any) -> Any:
+    return model(*batch)
 
 
 def _positional_arguments(function: Callable[..., Any]) -> int:

@@ -1,7 +1,8 @@
 """Tracing: `nn.Module` + example inputs -> `TracedGraph`, and `plan`, which needs nothing but the trace.
 
-In the order in which data flows: `capture.py` (front ends), `returns.py` and `rules.py` (passes over the fx
-graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is computed here.
+In the order in which data flows: `capture.py` (front ends), `returns.py`, `divide.py`, `pack.py`, `rules.py` and
+`layer_rules.py` (passes over the fx graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is
+computed here.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
+from memplan.division import Divide, Division, compression_of, division_of
+from memplan.errors import UnsupportedProblem
 from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
 from memplan.schedule import Policy
@@ -22,8 +25,13 @@ from memplan.schedule import order as order_of
 from memplan.solve import Solver
 from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
+from memplan.trace.divide import divide
+from memplan.trace.hosted import Target, hosted, require_at_home, target_of
+from memplan.trace.pack import pack_masks
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
+from memplan.trace.rewrite import copy_of
 from memplan.trace.rules import lower
+from memplan.trace.smaller import plan_divided
 from memplan.trace.traced import TracedGraph
 from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
 from memplan.version import __version__
@@ -32,6 +40,8 @@ if TYPE_CHECKING:
     from memplan.budget import Budget
     from memplan.evict.costs import CostModel
     from memplan.evict.workload import Policy as EvictionPolicy
+
+LAYOUTS = ("auto", "tstack")
 
 __all__ = [
     "device_costs",
@@ -53,14 +63,39 @@ def trace(
     *,
     train: bool | None = None,
     in_place: bool = True,
+    device: Any = None,
 ) -> TracedGraph:
     """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`.
 
-    `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`).
+    `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`). `device`: where the step runs while
+    the model and the caller stay on the CPU (see `hosted.py`); raises `UnsupportedDevice`.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
-    traced = trace_captured(capture(model, args, example_kwargs or {}, train=train), type(model).__name__)
+    target = None if device is None else target_of(device)
+    if target is not None:
+        require_at_home(model, (args, example_kwargs))
+    place = None if target is None else target.device
+    captured = capture(model, args, example_kwargs or {}, train=train, device=place)
+    return _divisible(captured, type(model).__name__, own_the_results, target, in_place=in_place)
+
+
+def _divisible(
+    captured: Captured, model: str, finish: Callable[[fx.Graph], None], target: Target | None, *, in_place: bool
+) -> TracedGraph:
+    """Trace what was captured; the result can be had again with another division or compression."""
+
+    @lru_cache(maxsize=2)
+    def make(division: Division | None, compress: str) -> TracedGraph:
+        copied = fx.GraphModule(captured.graph_module, copy_of(captured.graph_module.graph))
+        traced = trace_captured(replace(captured, graph_module=copied), model, finish, division, compress)
+        return replace(_finished(traced, target, in_place=in_place), again=make)
+
+    return make(None, "")
+
+
+def _finished(traced: TracedGraph, target: Target | None, *, in_place: bool) -> TracedGraph:
+    traced = traced if target is None else hosted(traced, target)
     return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
 
 
@@ -73,14 +108,20 @@ def trace_step(
     accumulate: Accumulate | None = None,
     rates_in_memory: bool = False,
     in_place: bool = True,
+    device: Any = None,
 ) -> TracedGraph:
     """Trace forward, backward and the optimizer's update of a model that returns its loss.
 
     `accumulate`: what the step does with its gradients when one update takes those of several steps. Creates
-    the optimizer's state where it has none yet. `rates_in_memory`: see `append_updates`. Raises `UnsupportedGraph`.
+    the optimizer's state where it has none yet. `rates_in_memory`: see `append_updates`. `device`: as in `trace`.
+    Raises `UnsupportedGraph`.
     """
     require_supported(optimizer)
-    captured = capture(model, example_inputs, {}, train=True)
+    target = None if device is None else target_of(device)
+    if target is not None:
+        require_at_home(model, example_inputs)
+    place = None if target is None else target.device
+    captured = capture(model, example_inputs, {}, train=True, device=place)
     ensure_state(optimizer)
 
     def update(graph: fx.Graph) -> None:
@@ -91,26 +132,35 @@ def trace_step(
             clip_grad_norm=clip_grad_norm,
             accumulate=accumulate,
             rates_in_memory=rates_in_memory,
+            device=place,
         )
 
-    traced = trace_captured(captured, type(model).__name__, update)
-    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
+    return _divisible(captured, type(model).__name__, update, target, in_place=in_place)
 
 
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:
     """Trace a graph that dynamo has made of a part of a model, wrapped as a module that keeps its parameters."""
-    traced = trace_captured(capture(module, inputs, {}, train=train, by_dynamo=True), type(module).__name__)
-    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
+    captured = capture(module, inputs, {}, train=train, by_dynamo=True)
+    return _finished(trace_captured(captured, type(module).__name__), None, in_place=in_place)
 
 
-def trace_captured(captured: Captured, model: str, finish: Callable[[fx.Graph], None] = own_the_results) -> TracedGraph:
+def trace_captured(
+    captured: Captured,
+    model: str,
+    finish: Callable[[fx.Graph], None] = own_the_results,
+    division: Division | None = None,
+    compress: str = "",
+) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them."""
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     write_back_mutations(graph, captured.alias_of)
+    made = None if division is None else divide(graph, division)
+    if compress:
+        pack_masks(graph)
     lower(graph)
     finish(graph)
-    return build(captured, model, needs)
+    return replace(build(captured, model, needs), division=made, compress=compress)
 
 
 def plan(
@@ -122,14 +172,26 @@ def plan(
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
+    compress: str | None = None,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
+    layout: str = "auto",
     time_limit: float | None = None,
+    device: Any = None,
 ) -> Plan:
     """`memplan.plan`."""
-    traced = trace(model, example_inputs, example_kwargs, train=train)
     return plan_traced(
-        traced, schedule=schedule, solver=solver, time_limit=time_limit, budget=budget, policy=policy, costs=costs
+        trace(model, example_inputs, example_kwargs, train=train, device=device),
+        schedule=schedule,
+        solver=solver,
+        layout=layout,
+        time_limit=time_limit,
+        budget=budget,
+        policy=policy,
+        costs=costs,
+        divide=divide,
+        compress=compress,
     )
 
 
@@ -138,23 +200,64 @@ def plan_traced(
     *,
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
+    layout: str = "auto",
     time_limit: float | None = None,
     redzone: int = 0,
     budget: Budget | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: CostModel | str | None = None,
+    divide: Divide = None,
+    compress: str | None = None,
     room: int = 0,
 ) -> Plan:
-    """Order a traced step, evict what does not fit `budget`, and place its storages.
+    """Divide a traced step as `divide` allows, order it, evict what does not fit `budget`, and place its storages.
 
     `redzone` is in bytes (see `lifetimes.problem`), and so is `room` (see `budget.plan_within`); the rest as in
-    `memplan.plan`.
+    `memplan.plan`. The plan is of `traced.rewritten(plan.division, plan.compress)`.
     """
+
+    def attempt(step: TracedGraph, limit: Budget | None) -> Plan:
+        made = _plan_whole(
+            step,
+            schedule=schedule,
+            solver=layout_solver(layout, solver),
+            time_limit=time_limit,
+            redzone=redzone,
+            budget=limit,
+            policy=policy,
+            costs=costs,
+            room=room,
+        )
+        return replace(made, division=step.division, compress=step.compress)
+
+    traced = traced.rewritten(traced.division, compression_of(compress))
+    return plan_divided(traced, division_of(divide), attempt, budget, alignment_of(traced.device), schedule)
+
+
+def _plan_whole(
+    traced: TracedGraph,
+    *,
+    schedule: str | Policy,
+    solver: str | Solver,
+    time_limit: float | None,
+    redzone: int,
+    budget: Budget | None,
+    policy: str | EvictionPolicy,
+    costs: CostModel | str | None,
+    room: int,
+) -> Plan:
+    """The plan of a step as it was traced."""
     make = make_plan
-    if budget is not None:
+    if len(traced.runs_on) > 1:
+        from memplan.several import plan_several
+
+        prices = costs or device_costs(traced.device)
+        make = partial(plan_several, budget, costs=prices, policy=policy, devices=traced.runs_on)
+    elif budget is not None or traced.runs_on:
         from memplan.budget import plan_within  # with the search and its compiler
 
-        make = partial(plan_within, budget, costs=costs or device_costs(traced.device), policy=policy, room=room)
+        prices = costs or device_costs(traced.device)
+        make = partial(plan_within, budget, costs=prices, policy=policy, room=room, device="".join(traced.runs_on))
     elif policy != "auto" or costs is not None:
         from memplan.budget import require_known  # a misspelt name is an error, needed or not
 
@@ -169,6 +272,18 @@ def plan_traced(
         solver=solver,
         time_limit=time_limit,
     )
+
+
+def layout_solver(layout: str, solver: str | Solver) -> str | Solver:
+    """The solver that makes a layout. Raises `UnsupportedProblem` for a layout that is unknown, or another solver's."""
+    if layout not in LAYOUTS:
+        raise UnsupportedProblem(f"there is no layout {layout!r}", hint=f"choose one of: {', '.join(LAYOUTS)}")
+    if layout == "auto":
+        return solver
+    if solver not in ("auto", layout):
+        what = f"layout={layout!r} is made by the solver of that name, not by {solver!r}"
+        raise UnsupportedProblem(what, hint="leave out one of them")
+    return layout
 
 
 def device_costs(device: torch.device) -> str:

@@ -64,10 +64,14 @@ def max_batch(
     fits, fails = lowest, highest + 1
     while fails - fits > 1:
         guess = min(max(search.guess(fits, fails), fits + 1), fails - 1)
-        if search.need(guess) > limit:
-            fails = guess
-        else:
-            fits = guess
+        try:
+            need = search.need(guess)
+        except UnsupportedGraph as error:
+            hint = (
+                f"{fits} fits; where the model takes no batch of {guess}, pass highest= what it takes; or {error.hint}"
+            )
+            raise UnsupportedGraph(error.node, error.reason, hint) from error
+        fits, fails = (fits, guess) if need > limit else (guess, fails)
     while fits > lowest and not search.placed(fits):  # nearly always placed at once
         fits -= 1
     return fits
@@ -144,5 +148,7 @@ class _Search:
             raise
         except Exception as error:
             hint = "make(batch) runs on fake tensors: build the model and inputs without looking at numbers"
-            raise UnsupportedGraph(f"make({batch})", f"{type(error).__name__}: {error}", hint) from error
+            raise UnsupportedGraph(
+                f"make({batch})", f"{type(error).__name__}: {error}".splitlines()[0], hint
+            ) from error
         return model, inputs

@@ -25,12 +25,13 @@ from torch._ops import OpOverload
 from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.trace.capture import Captured
+from memplan.trace.handed import handed_positions, is_literal, is_mixed, used_positions
 from memplan.trace.origins import origin_of
 from memplan.trace.outvariants import out_variant, written_names
 from memplan.trace.results import read_results
 from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import aten, storage_key
-from memplan.trace.traced import Binding, Kernel, Ref, Source, TracedGraph
+from memplan.trace.traced import Binding, Handed, Kernel, Ref, Source, TracedGraph
 from memplan.trace.updates import StateInput
 
 _MADE = (StorageKind.ACTIVATION, StorageKind.GRADIENT, StorageKind.OUTPUT)
@@ -50,10 +51,12 @@ def build(captured: Captured, model: str, needs: Mapping[Any, frozenset[int]]) -
 
     Raises `UnsupportedGraph` naming the node that cannot be planned.
     """
-    return _Builder(captured, model, needs).build()
+    return Builder(captured, model, needs).build()
 
 
-class _Builder:
+class Builder:
+    """Reads one fx graph; `symbolic.py` has one that reads sizes which vary."""
+
     def __init__(self, captured: Captured, model: str, needs: Mapping[Any, frozenset[int]]) -> None:
         self.captured = captured
         self.needs = needs
@@ -66,6 +69,8 @@ class _Builder:
         self.bindings: list[Binding] = []
         self.value_of: dict[fx.Node, int] = {}
         self.results_of: dict[fx.Node, tuple[int | None, ...]] = {}
+        self.handed_of: dict[tuple[fx.Node, int], Handed] = {}
+        self.other: dict[fx.Node, Any] = {}  # numbers, None and `Handed`: what stands for a node that is no value
         self.storage_of: dict[int, int] = {}
         self.start_of: list[int] = []
         self.alive: list[torch.Tensor] = []  # a storage key is an address: keep its tensor, or it is reused
@@ -146,6 +151,8 @@ class _Builder:
             result = self.results_of[source][index]
             if result is not None:
                 self.value_of[node] = result
+            else:
+                self.other[node] = self.handed_of.get((source, index), node.meta.get("val"))
             return
         if not isinstance(node.target, OpOverload):
             raise self._unsupported(
@@ -154,7 +161,13 @@ class _Builder:
         results = node.meta["val"]
         results = list(results) if isinstance(results, (tuple, list)) else [results]
         before = len(self.storages)
-        outs = tuple(self._result(node, i, r, owned) for i, r in enumerate(results))
+        skipped: set[Any] = set()
+        if is_mixed(node):
+            for i in handed_positions(node):
+                self.handed_of[node, i] = Handed(len(self.handed_of))
+            skipped = {i for i in range(len(results)) if (node, i) in self.handed_of or i not in used_positions(node)}
+            skipped |= {i for i, r in enumerate(results) if is_literal(r)}
+        outs = tuple(None if i in skipped else self._result(node, i, r, owned) for i, r in enumerate(results))
         if isinstance(node.meta["val"], (tuple, list)):
             self.results_of[node] = outs
         elif outs[0] is not None:
@@ -180,7 +193,7 @@ class _Builder:
         assert isinstance(node.target, OpOverload)
         read_nodes: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), read_nodes.append)
-        reads = [self.value_of[n] for n in dict.fromkeys(read_nodes)]
+        reads = [self.value_of[n] for n in dict.fromkeys(read_nodes) if n not in self.other]
         if written:
             names = [a.name for a in node.target._schema.arguments]
             given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -205,10 +218,16 @@ class _Builder:
                 unrelated=self._unrelated(node, outs),
             )
         )
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: Ref(self.value_of[n]))  # type: ignore[arg-type, return-value]
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)
         kwargs = {**dict(kwargs), **node.meta.get("live", {})}
         several = isinstance(node.meta["val"], (tuple, list))
-        self.kernels.append(Kernel(target=node.target, args=tuple(args), kwargs=kwargs, outs=outs, several=several))
+        hands = tuple((i, handed.number) for (n, i), handed in self.handed_of.items() if n is node)
+        self.kernels.append(
+            Kernel(target=node.target, args=tuple(args), kwargs=kwargs, outs=outs, several=several, hands=hands)
+        )
+
+    def _argument(self, node: fx.Node) -> Any:
+        return self.other[node] if node in self.other else Ref(self.value_of[node])
 
     def _unrelated(self, node: fx.Node, outs: tuple[int | None, ...]) -> tuple[tuple[int, int], ...]:
         """Batch norm in training mode reads the running statistics for nothing but their next values."""
@@ -224,7 +243,7 @@ class _Builder:
         if key not in self.storage_of:
             self.storage_of[key] = len(self.storages)
             # A fake result may start behind its storage's beginning, depending on what was traced before.
-            self.start_of.append(int(val.storage_offset()) if kind in _MADE else 0)
+            self.start_of.append(self._whole(val.storage_offset(), name) if kind in _MADE else 0)
             self.alive.append(val)
             self.storages.append(
                 Storage(name=name, nbytes=0, device=str(val.device), kind=kind, planned=planned, origin=origin)
@@ -236,19 +255,23 @@ class _Builder:
             raise UnsupportedGraph(
                 name, f"a tensor that is not plain strided memory ({val.layout})", "use dense real tensors"
             )
-        if any(not isinstance(n, int) for n in (*val.shape, *val.stride(), val.storage_offset())):
-            raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
         self.values.append(
             Value(
                 name=name,
                 storage=storage,
                 dtype=str(val.dtype).removeprefix("torch."),
-                shape=tuple(int(n) for n in val.shape),
-                strides=tuple(int(n) for n in val.stride()),
-                offset=int(val.storage_offset()) - self.start_of[storage],
+                shape=tuple(self._whole(n, name) for n in val.shape),
+                strides=tuple(self._whole(n, name) for n in val.stride()),
+                offset=self._whole(val.storage_offset(), name) - self.start_of[storage],
             )
         )
         return len(self.values) - 1
+
+    def _whole(self, size: Any, name: str) -> int:
+        """A size as a number; `name`: whose."""
+        if not isinstance(size, int):
+            raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
+        return size
 
     def _unsupported(self, node: fx.Node, reason: str, hint: str) -> UnsupportedGraph:
         origin = origin_of(node)

@@ -1,7 +1,7 @@
 """Capture: one forward (and backward) of a module as a single functional graph of ATen ops, on fake tensors.
 
-The only file that knows dynamo, export and AOTAutograd. Dynamo reads the Python first (it keeps activation
-checkpoint tags); what it cannot read goes through `torch.export`; AOTAutograd then traces the joint graph.
+This file and `symbolic_capture.py` know dynamo, export and AOTAutograd. Dynamo reads the Python first (it keeps
+activation checkpoint tags); what it cannot read goes through `torch.export`; AOTAutograd then traces the joint graph.
 Nothing is computed and no memory of the model's size is allocated.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,33 +45,55 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool, by_dynamo: bool = False
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    train: bool,
+    by_dynamo: bool = False,
+    device: torch.device | None = None,
 ) -> Captured:
     """Trace `model(*args, **kwargs)`, with its backward when `train`. Raises `UnsupportedGraph`.
 
     The model may hold real, fake or meta parameters; meta ones are traced as if they were on the CPU.
-    `by_dynamo`: the model is one of dynamo's own graphs, which is read as it is and may have no backward.
+    `by_dynamo`: the model is one of dynamo's own graphs, which is read as it is and may have no backward. `device`:
+    trace as if the model and its inputs were there.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedGraph(type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs")
-    _refuse_backward_hooks(model)
+    refuse_backward_hooks(model)
     flat, in_spec = pytree.tree_flatten((args, kwargs))
-    if _any_meta(model, flat):
-        model, flat = _off_meta(model, flat)
+    inputs = flat
+    if device is not None or _any_meta(model, flat):
+        # Meta kernels would trace another attention than the CPU's.
+        model, flat = faked(model, flat, device="cpu" if device is None else str(device))
         args, kwargs = pytree.tree_unflatten(flat, in_spec)
+        inputs = flat if device is None else inputs
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_as_it_was(model))
-        stack.enter_context(quiet())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(train))
-        # oneDNN's LSTM hands its backward a workspace whose size its fake does not know.
-        recurrent = train and any(isinstance(m, nn.RNNBase) for m in model.modules())
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=not recurrent))
-        joint = _capture_joint(stack, model, args, kwargs, (_as_it_is,) if by_dynamo else (_dynamo, _export))
-        graph_module, out_spec = joint.graph_module, joint.out_spec
-        leaves = joint._aot_state.fw_metadata.output_info
+        prepare(stack, model, train=train)
+        joint = _capture_joint(stack, model, args, kwargs, (_as_it_is,) if by_dynamo else (dynamo, _export))
+    return captured(model, joint, in_spec, inputs, train=train and not by_dynamo)
+
+
+def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> None:
+    """Enter what any front end runs under: no noise, the user's model left as it was."""
+    stack.enter_context(_as_it_was(model))
+    stack.enter_context(quiet())
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.set_grad_enabled(train))
+    # oneDNN's LSTM hands its backward a workspace whose size its fake does not know.
+    recurrent = train and any(isinstance(m, nn.RNNBase) for m in model.modules())
+    stack.enter_context(torch.backends.mkldnn.flags(enabled=not recurrent))
+    if recurrent:  # and so does cuDNN's
+        stack.enter_context(_without_cudnn())
+
+
+def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Sequence[Any], *, train: bool) -> Captured:
+    """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
+    graph_module, out_spec = joint.graph_module, joint.out_spec
+    leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
-    if train and not has_backward and not by_dynamo:
+    if train and not has_backward:
         raise UnsupportedGraph(
             type(model).__name__,
             "has no output that requires a gradient, so there is no backward to plan",
@@ -81,12 +103,23 @@ def capture(
         graph_module=graph_module,
         in_spec=in_spec,
         out_spec=out_spec,
-        inputs=tuple(flat),
+        inputs=tuple(inputs),
         differentiable=tuple(leaf.requires_grad for leaf in leaves),
         alias_of=tuple(leaf.base_idx if leaf.output_type.name in _OF_INPUT else None for leaf in leaves),
         training=has_backward,
         autocast=any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
     )
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """`torch.backends.cudnn.flags` would set what it is not asked to."""
+    before = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(before)
 
 
 @contextlib.contextmanager
@@ -117,14 +150,14 @@ def _capture_joint(
     for front_end in front_ends:
         try:
             module = front_end(model, args, kwargs)
-            return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=_AS_KERNELS_DO)
+            return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=AS_KERNELS_DO)
         except MemplanError:
             raise
         except Exception as error:  # whatever a front end raises, the next one may succeed
             complaints.append(error)
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
     clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
-    raise _unsupported(model, clearest) from clearest
+    raise unsupported(model, clearest) from clearest
 
 
 def _layer_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
@@ -135,14 +168,15 @@ def _layer_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any
 
 
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
-_AS_KERNELS_DO: dict[Any, Callable[..., Any]] = {_LAYER_NORM_BACKWARD: _layer_norm_backward}
+AS_KERNELS_DO: dict[Any, Callable[..., Any]] = {_LAYER_NORM_BACKWARD: _layer_norm_backward}
 
 
 def _as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    """The front end that reads Python; refuses what forward changes beside tensors."""
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
@@ -154,7 +188,7 @@ def _dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return module
 
 
-def _refuse_backward_hooks(model: nn.Module) -> None:
+def refuse_backward_hooks(model: nn.Module) -> None:
     """They run where autograd passes a module's border, and a traced backward has none."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
@@ -172,7 +206,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
 
 
-def _unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
+def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
     """The front end's complaint as one sentence and a next step."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -197,11 +231,6 @@ def _unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
 def _any_meta(model: nn.Module, flat: list[Any]) -> bool:
     tensors = (*model.parameters(), *model.buffers(), *(x for x in flat if isinstance(x, torch.Tensor)))
     return any(t.device.type == "meta" for t in tensors)
-
-
-def _off_meta(model: nn.Module, flat: list[Any]) -> tuple[nn.Module, list[Any]]:
-    """A structural copy of `model` on fake CPU tensors: meta kernels would trace another attention than the CPU's."""
-    return faked(model, flat, device="cpu")
 
 
 def _is_tangent(node: fx.Node) -> bool:

@@ -70,7 +70,7 @@ def faked(model: nn.Module, inputs: Any, device: str | None = None) -> tuple[nn.
         if isinstance(t, nn.Parameter):
             new = nn.Parameter(new, requires_grad=t.requires_grad)
         else:
-            new.requires_grad_(t.requires_grad and t.is_leaf)
+            new.requires_grad_(t.requires_grad)
         return new
 
     memo: dict[int, Any] = {id(tensor): fake(tensor) for tensor in (*model.parameters(), *model.buffers())}

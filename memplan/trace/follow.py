@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 
 from memplan.evict.equivalent import require_equivalent
@@ -29,6 +31,9 @@ def _without(plan: Plan, traced: Graph) -> Graph:
     """
     g, n = plan.graph, len(traced.storages)
     values, storages = g.values[: len(traced.values)], g.storages[:n]
+    if plan.devices and len(storages) == n:  # which of them each is on is what the plan has decided
+        pairs = zip(storages, traced.storages, strict=True)
+        storages = tuple(replace(s, device=t.device) if s.planned and t.planned else s for s, t in pairs)
     known = all(v.storage < len(storages) for v in values)
     names = {op.name for op in g.ops}
     if not known or {op.name for op in traced.ops} - names:
@@ -41,12 +46,17 @@ def follow(traced: TracedGraph, plan: Plan) -> TracedGraph:
     kernels: tuple[Kernel | Transfer, ...] = traced.kernels
     if plan.eviction is not None:
         pairs = zip(plan.graph.ops, plan.eviction.sources, strict=True)
-        kernels = tuple(_kernel(traced, op, source) for op, source in pairs)
+        kernels = tuple(_kernel(traced, plan.graph, op, source, several=bool(plan.devices)) for op, source in pairs)
     return replace(traced, graph=plan.placed, kernels=kernels)
 
 
-def _kernel(traced: TracedGraph, op: Op, source: int) -> Kernel | Transfer:
-    """The traced op's kernel on the values of `op`, which stand in the same places."""
+def _moved(leaf: Any, where: torch.device) -> Any:
+    """In a kernel's arguments: the device that it was traced on is the one that it runs on."""
+    return where if isinstance(leaf, torch.device) and leaf.type == where.type == "cuda" else leaf
+
+
+def _kernel(traced: TracedGraph, graph: Graph, op: Op, source: int, *, several: bool) -> Kernel | Transfer:
+    """The traced op's kernel on the values of `op`, which stand in the same places of `graph`."""
     if source < 0:
         return Transfer(target=op.target, reads=op.reads, writes=op.writes)
     kernel, base = traced.kernels[source], traced.graph.ops[source]
@@ -57,4 +67,7 @@ def _kernel(traced: TracedGraph, op: Op, source: int) -> Kernel | Transfer:
         (kernel.args, kernel.kwargs),
     )
     outs = tuple(None if out is None else new[out] for out in kernel.outs)
+    if several:
+        where = torch.device(graph.storages[graph.values[op.writes[0]].storage].device)
+        args, kwargs = pytree.tree_map(lambda leaf: _moved(leaf, where), (args, kwargs))
     return replace(kernel, args=args, kwargs=kwargs, outs=outs)

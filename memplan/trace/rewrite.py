@@ -17,6 +17,9 @@ aten = torch.ops.aten
 class Rewriter:
     """Inserts nodes before `before` (default: `node`) with the name and origin of `node`, evaluated on fake tensors."""
 
+    label = ""  # the name of new nodes, if not made of the node's and the op's
+    phase: str | None = None  # the tag of new nodes, if not the node's own
+
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, before: fx.Node | None = None) -> None:
         self.graph = graph
         self.mode = mode
@@ -68,11 +71,22 @@ class Rewriter:
             return self.memory(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device))
 
     def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], suffix: str = "") -> fx.Node:
-        name = f"{self.node.name}_{suffix or target._opname.strip('_')}"
+        name = self.label or f"{self.node.name}_{suffix or target._opname.strip('_')}"
         with self.graph.inserting_before(self.before):
             new = self.graph.create_node("call_function", target, args, kwargs, name=name)
         new.meta.update({key: self.node.meta[key] for key in _INHERITED if key in self.node.meta})
+        if self.phase is not None:
+            new.meta["partitioner_tag"] = self.phase
         return new
+
+
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """The same nodes, with the same names and fake values, to be changed by other passes."""
+    new = fx.Graph()
+    result = new.graph_copy(graph, {}, return_output_node=True)
+    assert isinstance(result, tuple)
+    new.output(result[0]).meta.update(result[1].meta)
+    return new
 
 
 def value(node: fx.Node) -> Any:

@@ -12,8 +12,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.trace.layer_rules import (
+    batch_norm,
+    copied,
+    dropout,
+    dropout_backward,
+    embedding,
+    embedding_backward,
+    mse_loss,
+    safe_softmax,
+)
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, value
 
+_ROLLED = 2  # dimensions: three would make eight pieces
 Rule = Callable[..., Any]  # (rewriter, *the node's args, **kwargs) -> node, tuple of nodes, or None: leave it
 
 
@@ -42,14 +53,7 @@ def _replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
 
 def _copy(rw: Rewriter, source: fx.Node, **_: Any) -> fx.Node | None:
     """clone, _to_copy: convert and lay out while copying."""
-    return _copied(rw, source) if value(source).device == value(rw.node).device else None
-
-
-def _copied(rw: Rewriter, source: fx.Node) -> fx.Node:
-    """The node's result, filled with `source`."""
-    result = rw.memory(value(rw.node))
-    rw.call(aten.copy_.default, result, source)
-    return result
+    return copied(rw, source) if value(source).device == value(rw.node).device else None
 
 
 def _as_tensor_op(target: Any) -> Rule:
@@ -67,114 +71,6 @@ def _relu(rw: Rewriter, x: fx.Node) -> fx.Node:
 
 def _sum(rw: Rewriter, x: fx.Node, *, dtype: torch.dtype | None = None) -> fx.Node:
     return rw.instead(aten.sum.dim_IntList, x, None, dtype=dtype)
-
-
-def _embedding(rw: Rewriter, weight: fx.Node, indices: fx.Node, *_: Any, **__: Any) -> fx.Node | None:
-    """The kernel itself gathers rows of a flat index (aten/src/ATen/native/Embedding.cpp)."""
-    index = value(indices)
-    if not index.is_contiguous() or index.dtype is not torch.int64:
-        return None
-    result = rw.memory(value(rw.node))
-    rows = rw.call(aten.view.default, result, [index.numel(), value(weight).shape[1]])
-    rw.call(aten.index_select.out, weight, 0, rw.call(aten.view.default, indices, [index.numel()]), out=rows)
-    return result
-
-
-def _dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx.Node, fx.Node] | None:
-    """CPU only: the CUDA kernel is fused and draws its numbers in another order (native/Dropout.cpp)."""
-    if value(x).device.type != "cpu" or train is not True or not 0.0 < p < 1.0:
-        return None
-    out, mask = value(rw.node)
-    keep = rw.memory(mask)
-    rw.call(aten.bernoulli_.float, keep, 1 - p)
-    if out.dtype is torch.float32:  # a kept element is rounded once either way
-        result = rw.making(out, aten.mul.Tensor, keep, 1.0 / (1 - p))
-        rw.call(aten.mul_.Tensor, result, x)
-        return result, keep
-    result = rw.memory(out)
-    rw.call(aten.copy_.default, result, keep)
-    rw.call(aten.mul_.Tensor, result, x)
-    rw.call(aten.mul_.Tensor, result, 1.0 / (1 - p))
-    return result, keep
-
-
-def _dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -> fx.Node | None:
-    """CPU: grad * (mask * scale), without the two temporaries."""
-    if value(grad).device.type != "cpu":
-        return None
-    if value(rw.node).dtype is torch.float32:
-        result = rw.instead(aten.mul.Tensor, mask, scale)
-    else:
-        result = _copied(rw, mask)
-        rw.call(aten.mul_.Tensor, result, scale)
-    rw.call(aten.mul_.Tensor, result, grad)
-    return result
-
-
-def _mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.Node | None:
-    """`mse_loss.out` resizes its out; the kernel squares the difference, then reduces (native/Loss.cpp)."""
-    reduce = {1: aten.mean.default, 2: aten.sum.dim_IntList}.get(reduction)
-    if reduce is None:
-        return None
-    difference = rw.call(aten.sub.Tensor, x, y)
-    rw.call(aten.mul_.Tensor, difference, difference)
-    return rw.instead(reduce, difference, *([None] if reduction == 2 else []))
-
-
-def _batch_norm(  # noqa: PLR0917  (the op's own signature)
-    rw: Rewriter,
-    x: fx.Node,
-    weight: Any,
-    bias: Any,
-    mean: fx.Node,
-    var: fx.Node,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[fx.Node, ...] | None:
-    """CPU: `native_batch_norm.out` updates running statistics in place; here, copies of them."""
-    given = [value(n) for n in (x, weight, bias, mean, var) if n is not None]
-    if value(x).device.type != "cpu" or not training or any(t.dtype != torch.float32 for t in given):
-        return None
-    out, save_mean, save_rstd, new_mean, new_var = (rw.memory(result) for result in value(rw.node))
-    rw.call(aten.copy_.default, new_mean, mean)
-    rw.call(aten.copy_.default, new_var, var)
-    rw.call(
-        aten._native_batch_norm_legit.out,
-        *(x, weight, bias, new_mean, new_var, training, momentum, eps),
-        out=out,
-        save_mean=save_mean,
-        save_invstd=save_rstd,
-    )
-    return out, save_mean, save_rstd, new_mean, new_var
-
-
-def _embedding_backward(  # noqa: PLR0917  (the op's own signature)
-    rw: Rewriter, grad: fx.Node, indices: fx.Node, rows: int, padding: int, scale_by_frequency: bool
-) -> fx.Node | None:
-    """CPU: rows are added up in the order of the indices; those of the padding index stay zero.
-
-    In half precision the two kernels round differently, so only full precision is rewritten.
-    """
-    index, full = value(indices), (torch.float32, torch.float64)
-    if value(grad).device.type != "cpu" or scale_by_frequency or value(grad).dtype not in full:
-        return None
-    if not index.is_contiguous() or index.dtype != torch.int64:
-        return None
-    result = rw.memory(value(rw.node))
-    rw.call(aten.zero_.default, result)
-    flat = rw.call(aten.view.default, indices, [index.numel()])
-    if not value(grad).is_contiguous():  # of an LSTM with batch_first
-        with rw.mode:
-            dense = torch.empty_like(value(grad), memory_format=torch.contiguous_format)
-        contiguous = rw.scratch(dense)
-        rw.call(aten.copy_.default, contiguous, grad)
-        grad = contiguous
-    source = rw.call(aten.view.default, grad, [index.numel(), value(grad).shape[-1]])
-    rw.call(aten.index_add_.default, result, 0, flat, source)
-    if padding >= 0:
-        rw.call(aten.zero_.default, rw.call(aten.select.int, result, 0, padding))
-    return result
 
 
 def _slice_backward(rw: Rewriter, grad: fx.Node, sizes: Any, *where: Any) -> fx.Node:
@@ -196,7 +92,7 @@ def _scatter(view: Any) -> Rule:
     """select_scatter, slice_scatter: copy, then write a view of the copy."""
 
     def rule(rw: Rewriter, x: fx.Node, source: fx.Node, *where: Any, **kwargs: Any) -> fx.Node:
-        result = _copied(rw, x)
+        result = copied(rw, x)
         rw.call(aten.copy_.default, rw.call(view, result, *where, **kwargs), source)
         return result
 
@@ -224,11 +120,36 @@ def _then_in_place(target: Any) -> Rule:
     def rule(rw: Rewriter, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node | None:
         if value(x).shape != value(rw.node).shape:
             return None  # masked_fill broadcasts its input
-        result = _copied(rw, x)
+        result = copied(rw, x)
         rw.call(target, result, *args, **kwargs)
         return result
 
     return rule
+
+
+def _roll(rw: Rewriter, x: fx.Node, shifts: list[int], dims: Any = ()) -> fx.Node | None:
+    """Each dimension that is shifted cuts the tensor in two: every piece is copied to its new place."""
+    if len(dims) != len(shifts) or len(set(dims)) != len(dims) or len(dims) > _ROLLED or not value(x).numel():
+        return None
+    result = rw.memory(value(rw.node))
+    pieces: list[tuple[fx.Node, fx.Node]] = [(x, result)]
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = value(x).shape[dim]
+        start = shift % size  # where the first element goes
+        cuts = [((0, size - start), (start, size)), ((size - start, size), (0, start))] if start else []
+        pieces = [
+            (rw.call(aten.slice.Tensor, source, dim, *taken), rw.call(aten.slice.Tensor, target, dim, *put))
+            for source, target in pieces
+            for taken, put in cuts
+        ] or pieces
+    for source, target in pieces:
+        rw.call(aten.copy_.default, target, source)
+    return result
+
+
+def _overwrite(rw: Rewriter, x: fx.Node, source: fx.Node, *_: Any) -> fx.Node:
+    """`copy`: the layout of its first argument, the numbers of its second."""
+    return copied(rw, source)
 
 
 def _filled_with(fill: float) -> Rule:
@@ -260,6 +181,9 @@ def _scalar_tensor(rw: Rewriter, fill: Any, **_: Any) -> fx.Node:
 
 
 RULES: dict[Any, Rule] = {
+    aten._safe_softmax.default: safe_softmax,
+    aten.roll.default: _roll,
+    aten.copy.default: _overwrite,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
     aten.mul.Scalar: _as_tensor_op(aten.mul.Tensor),
@@ -268,12 +192,12 @@ RULES: dict[Any, Rule] = {
     aten.sub.Scalar: _as_tensor_op(aten.sub.Tensor),
     aten.relu.default: _relu,
     aten.sum.default: _sum,
-    aten.embedding.default: _embedding,
-    aten.embedding_dense_backward.default: _embedding_backward,
-    aten.native_dropout.default: _dropout,
-    aten.native_dropout_backward.default: _dropout_backward,
-    aten.mse_loss.default: _mse_loss,
-    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten.embedding.default: embedding,
+    aten.embedding_dense_backward.default: embedding_backward,
+    aten.native_dropout.default: dropout,
+    aten.native_dropout_backward.default: dropout_backward,
+    aten.mse_loss.default: mse_loss,
+    aten._native_batch_norm_legit_functional.default: batch_norm,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten.slice_scatter.default: _scatter(aten.slice.Tensor),

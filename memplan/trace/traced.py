@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
+from memplan.division import Division
+from memplan.errors import UnsupportedProblem
 from memplan.graph import Graph
 
 
@@ -18,6 +21,17 @@ class Ref:
     """In a kernel's arguments: the tensor of this value (index into `Graph.values`)."""
 
     value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """In a kernel's arguments: what an earlier kernel returned, as it is, by its number among all that is handed on.
+
+    A random state is in the host's memory or in the device's, as the kernel pleases, and only its own backward
+    understands it: it is no value of the graph, and no copy of it would do.
+    """
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +53,7 @@ class Live:
 class Kernel:
     """What an op of the graph calls. `outs` are the values of its results (None where it returns none);
     empty for an op that only changes its arguments. `several`: it returns a sequence, even if of one.
+    `hands`: (position, number) of the results that are handed on as they are (see `Handed`).
     """
 
     target: OpOverload
@@ -46,6 +61,7 @@ class Kernel:
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
     several: bool = False
+    hands: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +149,10 @@ class TracedGraph:
     """A graph, `kernels[i]` that runs `graph.ops[i]`, and how the step is fed and what it returns.
 
     `training`: it has a backward. `autocast`: it was traced under autocast. `device` is where all planned storages are.
+    `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
+    (`hosted.py`); none when it is not.
+    `division`: how chains of rows were divided, with `over` settled; `compress`: how what waits is made smaller;
+    `again` traces with others.
     """
 
     model: str
@@ -146,7 +166,29 @@ class TracedGraph:
     training: bool
     autocast: bool
     device: torch.device
+    runs_on: tuple[str, ...] = ()
+    division: Division | None = None
+    compress: str = ""
+    again: Callable[[Division | None, str], TracedGraph] | None = field(default=None, compare=False, repr=False)
+
+    def divided(self, division: Division | None) -> TracedGraph:
+        """The same step with its chains of rows divided so (None: whole)."""
+        return self.rewritten(division, self.compress)
+
+    def rewritten(self, division: Division | None, compress: str) -> TracedGraph:
+        """The same, and with what waits for the backward compressed so ("": not)."""
+        if (division, compress) == (self.division, self.compress):
+            return self
+        if self.again is None:
+            hint = "leave out divide= and compress="
+            raise UnsupportedProblem("this step cannot be traced once more", where="divide", hint=hint)
+        return self.again(division, compress)
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """The bindings of one source, in order."""
         return tuple(b for b in self.bindings if b.source is source)
+
+    @property
+    def handed(self) -> int:
+        """How many results are handed on from kernel to kernel (see `Handed`)."""
+        return 1 + max((n for k in self.kernels if isinstance(k, Kernel) for _, n in k.hands), default=-1)

@@ -77,6 +77,8 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            elif p.device.type == "cuda" and state["step"].device != p.device:  # of an optimizer that was not fused
+                state["step"] = state["step"].to(p.device)
 
 
 def append_updates(
@@ -87,12 +89,14 @@ def append_updates(
     clip_grad_norm: float | None = None,
     accumulate: Accumulate | None = None,
     rates_in_memory: bool = False,
+    device: torch.device | None = None,
 ) -> None:
     """Replace the returned gradients of `optimizer`'s parameters by updates; other gradients are dropped.
 
     `clip_grad_norm` scales all gradients to that global 2-norm first: every update then waits for the last
     gradient. `accumulate`: updates take sums of gradients, in memory that outlives the step. `rates_in_memory`: updates
-    read learning rates from tensors, one for each group, so that a recorded step follows a schedule.
+    read learning rates from tensors, one for each group, so that a recorded step follows a schedule. `device`: the
+    optimizer's state is seen there, wherever it is.
     """
     output, results, descs = returned_by(graph)
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -109,7 +113,7 @@ def append_updates(
     kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
     output.args = (tuple(n for n, _ in kept),)
     output.meta["desc"] = [d for _, d in kept]
-    factory = _Updates(graph, optimizer, output, rates_in_memory=rates_in_memory)
+    factory = _Updates(graph, optimizer, output, rates_in_memory=rates_in_memory, device=device)
     if accumulate is not None:
         gradients = {name: factory.add(name, parameters[name], g) for name, g in gradients.items()}
     if accumulate is not Accumulate.ADD:
@@ -137,7 +141,13 @@ class _Updates:
     """Makes the nodes; `steps` collects the step counters, which one kernel increments for all."""
 
     def __init__(
-        self, graph: fx.Graph, optimizer: torch.optim.Optimizer, output: fx.Node, *, rates_in_memory: bool
+        self,
+        graph: fx.Graph,
+        optimizer: torch.optim.Optimizer,
+        output: fx.Node,
+        *,
+        rates_in_memory: bool,
+        device: torch.device | None,
     ) -> None:
         self.graph = graph
         self.mode = fake_mode_of(graph)
@@ -145,6 +155,7 @@ class _Updates:
         self.output = output
         self.steps: list[fx.Node] = []
         self.rates_in_memory = rates_in_memory
+        self.device = device
         self.rates: dict[int, fx.Node] = {}
 
     def add(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
@@ -232,7 +243,7 @@ class _Updates:
         node.meta["desc"] = StateInput(name, key)
         with self.mode:
             node.meta["val"] = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device or tensor.device
             )
         return node
 

@@ -7,8 +7,10 @@ from functools import cache
 
 import pytest
 
+import memplan
 from benchmarks import zoo
 from memplan import lifetimes
+from memplan.errors import UnsupportedProblem
 from memplan.evict.arrays import measure
 from memplan.evict.auto import auto, recompute
 from memplan.evict.costs import DEVICES, signature_of
@@ -60,6 +62,19 @@ def test_E2_releasing_only_B_leaves_room_for_D() -> None:  # noqa: N802
 
 def test_E2_the_default_layout_reaches_the_same_arena() -> None:  # noqa: N802
     assert solve(_note(), minimize=True).arena_size == 76
+
+
+def test_E2_the_layout_of_a_real_graph_is_drawn_too() -> None:  # noqa: N802
+    model, args = zoo.ZOO["mlp"]("nano")
+    plan = memplan.plan(model, args, layout="tstack")
+    assert plan.to_text().rstrip().endswith(f"max live {plan.max_live} bytes")
+    ends = {b.id: b.live.end for b in plan.problem.buffers}
+    lowest = [name for name, offset in plan.solution.offsets.items() if offset == 0 and ends[name] > 0]
+    assert max(ends.values()) in {ends[name] for name in lowest}
+    with pytest.raises(UnsupportedProblem, match="layout"):
+        memplan.plan(model, args, layout="stack")
+    with pytest.raises(UnsupportedProblem, match="greedy"):
+        memplan.plan(model, args, layout="tstack", solver="greedy")
 
 
 def test_E3_placing_in_order_of_time_needs_C_released_too() -> None:  # noqa: N802

@@ -8,8 +8,9 @@ from memplan.evict.arrays import Measured, measure
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.equivalent import require_equivalent
 from memplan.evict.events import Events
+from memplan.evict.resident import all_streamed
 from memplan.evict.workload import Workload, in_order
-from memplan.graph import Graph, StorageKind
+from memplan.graph import Graph
 from memplan.schedule import make_schedule, order
 from memplan.schedule.reuse import placed
 
@@ -17,16 +18,15 @@ from memplan.schedule.reuse import placed
 def workload_of(
     graph: Graph, *, budget: int = 0, alignment: int = 1, streamed: bool = False, costs: CostModel = DEVICES["a100"]
 ) -> Workload:
-    """The traced order of `graph` as a workload; `streamed`: with the model's own storages on the host."""
+    """The traced order of `graph` as a workload; `streamed`: with what the model and the caller hold on the host."""
     schedule = order(graph, "traced")
-    given = (StorageKind.PARAMETER, StorageKind.INPUT, StorageKind.OPTIMIZER_STATE)
     return Workload(
         graph=in_order(graph, schedule.order),
         sources=schedule.order,
         costs=costs,
         budget=budget,
         alignment=alignment,
-        streamed=frozenset(i for i, s in enumerate(graph.storages) if streamed and s.kind in given),
+        streamed=all_streamed(graph) if streamed else frozenset(),
     )
 
 

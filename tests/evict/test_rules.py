@@ -102,5 +102,5 @@ def test_a_policy_that_moves_nothing_sees_what_streamed_storages_leave() -> None
         seen.append(inner)
         return inner.plain
 
-    assert judged(graph, workload, with_streamed_kept(workload, plain))[1].peak == 64 + 64 + 32
-    assert (seen[0].budget, seen[0].streamed) == (1000 - 64, frozenset())
+    assert judged(graph, workload, with_streamed_kept(workload, plain))[1].peak == 64 + 64 + 32 + 32
+    assert (seen[0].budget, seen[0].streamed) == (1000 - 64 - 2 * 32, frozenset())

@@ -54,4 +54,5 @@ class Interpreted:
         if isinstance(desc, PlainAOTInput):
             return args[desc.idx]
         assert isinstance(desc, TangentAOTInput)
-        return torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+        val = node.meta["val"]
+        return torch.ones(val.shape, dtype=val.dtype, device=val.device)

@@ -18,7 +18,8 @@ from torch import nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.backend import Backend
-from memplan.errors import StaleActivationsError
+from memplan.errors import BudgetInfeasible, StaleActivationsError
+from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 
 # Dynamo itself looks at .grad of what one graph hands to the next.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -257,6 +258,66 @@ def _assert_same_gradients(one: nn.Module, two: nn.Module, ours: list[Any], thei
         assert p.grad is not None
         assert q.grad is not None
         assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+
+
+class Deep(nn.Module):
+    """Two parts that save much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.GELU()) for _ in range(4))) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x)
+        torch._dynamo.graph_break()
+        out: torch.Tensor = self.two(hidden)
+        return out
+
+
+@pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["offload", "recompute"])
+def test_each_graph_keeps_the_budget(policy: Any) -> None:
+    """Graphs in one arena, whose activations leave and come back while others run."""
+    torch.manual_seed(0)
+    model = Deep()
+    eager, x = copy.deepcopy(model), torch.randn(64, 32)
+    backend = Backend(guard="poison", budget=0.7, policy=policy, costs=FAST_LINK)
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(3):
+        _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
+    plans = [plan for graph in backend.graphs for plan in graph.plans]
+    kept = [plan for plan in plans if plan.eviction is not None]
+    assert any(plan.evictions for plan in kept)
+    assert all(plan.arena_size <= plan.eviction.budget for plan in kept if plan.eviction)
+    assert backend.arena_size
+
+
+def test_a_budget_that_no_plan_keeps_says_so() -> None:
+    compiled = torch.compile(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), backend=Backend(budget=64))
+    with pytest.raises(BudgetInfeasible) as caught:
+        compiled(torch.randn(4, 8)).sum().backward()
+    assert caught.value.smallest > 64
+    with pytest.raises(memplan.MemplanError, match="guard"):
+        Backend(guard="poisson")
+
+
+def test_hooks_see_the_steps_of_all_graphs() -> None:
+    torch.manual_seed(0)
+    backend = Backend()
+    compiled = torch.compile(Broken(), backend=backend)
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        compiled(x).backward()
+    seen: list[Any] = []
+    with backend.hooks.add(seen.append):
+        compiled(x).backward()
+    graphs = {e.steps for e in seen}
+    assert graphs == {len(lane.plan.graph.ops) for graph in backend.graphs for lane in graph.lanes}
+    assert {e.phase for e in seen} == {"forward", "backward"}
+    count = len(seen)
+    compiled(x).backward()
+    assert len(seen) == count, "plain again"
 
 
 def test_other_shapes_get_plans_of_their_own() -> None:

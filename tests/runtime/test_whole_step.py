@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.zoo import ZOO
-from memplan.errors import InputMismatch, MemplanError, UnsupportedGraph
-from memplan.runtime import compile_step
+from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedGraph
+from memplan.runtime import CompiledStep, compile_step
 from memplan.trace import plan as memplan_plan
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -146,6 +147,31 @@ def test_gradients_die_on_the_spot() -> None:
     assert step.plan.outside["gradients"] == 0
     assert step.plan.arena_size < gradients / 2
     assert memplan_plan(net, x).outside["gradients"] == gradients
+
+
+def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
+    def step_of(**options: Any) -> tuple[nn.Module, CompiledStep]:
+        net = _net()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        return net, compile_step(net, sgd, F.mse_loss, _batch(), **options)
+
+    one, first = step_of(layout="tstack", schedule="traced")
+    assert first.plan.solution.solver == "tstack"
+    assert first.plan.schedule.policy == "traced"
+    first.plan.save(tmp_path / "plan.json")
+    two, second = step_of(plan=tmp_path / "plan.json")
+    assert second.plan.solution.offsets == first.plan.solution.offsets
+    for _ in range(2):
+        batch = _batch()
+        assert torch.equal(first(*batch), second(*batch))
+    assert _same_parameters(one, two)
+    with pytest.raises(MemplanError, match="two programs"):
+        step_of(plan=first.plan, accumulate=2)
+    with pytest.raises(MemplanError, match="beside a plan"):
+        step_of(plan=first.plan, budget=0.5)
+    other = memplan_plan(nn.Linear(8, 4), torch.randn(5, 8))
+    with pytest.raises(PlanMismatch):
+        step_of(plan=other)
 
 
 def test_misuse_raises() -> None:

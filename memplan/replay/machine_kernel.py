@@ -1,0 +1,208 @@
+"""The replay as a machine over one array of integers, so that an allocator's hook can run it without Python.
+
+`serve` answers each allocation of a step from the tape as long as the step is the recorded one: same sizes in the same
+order, and nobody alive whose bytes are given to another. At the first difference the rest of the step gets
+ordinary memory, and what the arena has given out stays where it is. Ordinary memory that is released is kept for the
+next that asks for as much on the same stream. All sizes and addresses are bytes.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+# Where things are in the array: a header, then tables of fixed room.
+MODE, CURSOR, COUNT, ARENA, ARENA_SIZE, LIVE, DIFFERENCE, AT, SIZE, EVENTS, SPARE, CACHED, PLACES, STEPS, SCRATCH = (
+    range(15)
+)
+HEADER = 64
+OFF, RECORD, REPLAY = range(3)  # modes
+SAME, OTHER_SIZE, LIVES_LONGER, MORE, STILL_ALIVE, FEWER = range(6)  # differences
+MAX_EVENTS, MAX_COUNT, MAX_BEFORE, MAX_NODES, SLOTS = 1 << 19, 1 << 17, 1 << 19, 1 << 17, 1 << 14
+T_EVENTS = HEADER
+T_SIZES = T_EVENTS + 2 * MAX_EVENTS
+T_OFFSETS = T_SIZES + MAX_COUNT
+T_FIRST = T_OFFSETS + MAX_COUNT  # of allocation k, in T_BEFORE
+T_BEFORE = T_FIRST + MAX_COUNT + 1
+T_ALIVE = T_BEFORE + MAX_BEFORE
+T_PLACE = T_ALIVE + MAX_COUNT  # of allocation k: which of the distinct offsets it has
+T_PLACES = T_PLACE + MAX_COUNT  # the distinct offsets, ascending
+T_OWNER = T_PLACES + MAX_COUNT  # who has the bytes at each of them, plus one
+T_HEADS = T_OWNER + MAX_COUNT  # of lists of memory that is kept, by class
+T_NODES = T_HEADS + SLOTS  # (address, size, stream and device, next)
+WORDS = T_NODES + 4 * MAX_NODES
+
+
+@njit(cache=True)
+def rounded(size):
+    """Bytes of ordinary memory for a request: few classes, so that what is kept fits again."""
+    grain = 512 if size < 1 << 20 else 1 << 21
+    return (size + grain - 1) // grain * grain
+
+
+@njit(cache=True)
+def note(m, address, nbytes):
+    """Write an event down: an allocation, or (`nbytes` 0) a release. What has no room is counted all the same."""
+    if m[MODE] == RECORD:
+        at = m[EVENTS]
+        if at < MAX_EVENTS:
+            m[T_EVENTS + 2 * at] = address
+            m[T_EVENTS + 2 * at + 1] = nbytes
+        m[EVENTS] += 1
+
+
+@njit(cache=True)
+def differs(m, why, size):
+    """The step is not the recorded one: no more of it is served."""
+    m[MODE] = OFF
+    m[DIFFERENCE] = why
+    m[AT] = m[CURSOR]
+    m[SIZE] = size
+
+
+@njit(cache=True)
+def begin(m):
+    """A step starts. Nothing of the last one may be left in the arena."""
+    m[CURSOR] = 0
+    m[DIFFERENCE] = SAME
+    m[MODE] = REPLAY
+    if m[LIVE] > 0:
+        differs(m, STILL_ALIVE, 0)
+
+
+@njit(cache=True)
+def end(m):
+    """A step is over; what it was, if not the recorded one."""
+    if m[MODE] == REPLAY and m[CURSOR] < m[COUNT]:
+        differs(m, FEWER, 0)
+    m[MODE] = OFF
+    m[STEPS] += m[DIFFERENCE] == SAME
+    return m[DIFFERENCE]
+
+
+@njit(cache=True)
+def serve(m, size):
+    """The planned address of the next allocation, or 0: it gets ordinary memory."""
+    if m[MODE] != REPLAY:
+        return 0
+    k = m[CURSOR]
+    if k >= m[COUNT]:
+        differs(m, MORE, size)
+        return 0
+    if m[T_SIZES + k] != size:
+        differs(m, OTHER_SIZE, size)
+        return 0
+    if m[T_OFFSETS + k] < 0:
+        m[CURSOR] = k + 1
+        return 0
+    for i in range(m[T_FIRST + k], m[T_FIRST + k + 1]):
+        if m[T_ALIVE + m[T_BEFORE + i]]:
+            differs(m, LIVES_LONGER, size)
+            return 0
+    m[CURSOR] = k + 1
+    m[T_ALIVE + k] = 1
+    m[T_OWNER + m[T_PLACE + k]] = k + 1
+    m[LIVE] += 1
+    return m[ARENA] + m[T_OFFSETS + k]
+
+
+@njit(cache=True)
+def give_back(m, address):
+    """Release what `serve` has given out; False for an address that is not the arena's."""
+    offset = address - m[ARENA]
+    if m[ARENA] == 0 or offset < 0 or offset >= max(m[ARENA_SIZE], 1):
+        return False
+    low, high = 0, m[PLACES]
+    while low < high:
+        middle = (low + high) // 2
+        if m[T_PLACES + middle] < offset:
+            low = middle + 1
+        else:
+            high = middle
+    k = m[T_OWNER + low] - 1
+    if k >= 0 and m[T_ALIVE + k]:
+        m[T_ALIVE + k] = 0
+        m[LIVE] -= 1
+    return True
+
+
+@njit(cache=True)
+def _head(size, lane):
+    return T_HEADS + (size * 31 + lane * 7919) % SLOTS
+
+
+@njit(cache=True)
+def take(m, size, lane):
+    """Memory of `size` bytes (rounded) that was kept, last used on the same lane (a stream of a device), or 0."""
+    link = _head(size, lane)
+    while m[link] != 0:
+        node = T_NODES + 4 * (m[link] - 1)
+        if m[node + 1] == size and m[node + 2] == lane:
+            number = m[link]
+            m[link] = m[node + 3]
+            m[node + 3] = m[SPARE]
+            m[SPARE] = number
+            m[CACHED] -= size
+            return m[node]
+        link = node + 3
+    return 0
+
+
+@njit(cache=True)
+def keep(m, address, size, lane):
+    """Keep memory that was released; False when there is no room to remember it."""
+    number = m[SPARE]
+    if number == 0:
+        return False
+    node = T_NODES + 4 * (number - 1)
+    m[SPARE] = m[node + 3]
+    head = _head(size, lane)
+    m[node], m[node + 1], m[node + 2], m[node + 3] = address, size, lane, m[head]
+    m[head] = number
+    m[CACHED] += size
+    return True
+
+
+@njit(cache=True)
+def let_go(m):
+    """The address of some memory that was kept and is kept no more, or 0: to be called until nothing is left."""
+    for slot in range(T_HEADS, T_HEADS + SLOTS):
+        if m[slot] != 0:
+            number = m[slot]
+            node = T_NODES + 4 * (number - 1)
+            m[slot] = m[node + 3]
+            m[node + 3] = m[SPARE]
+            m[SPARE] = number
+            m[CACHED] -= m[node + 1]
+            return m[node]
+    return 0
+
+
+def new_machine():
+    """The array, with nothing on its tape and nothing kept."""
+    m = np.zeros(WORDS, np.int64)
+    m[T_NODES + 3 :: 4] = np.arange(2, MAX_NODES + 2)
+    m[T_NODES + 4 * MAX_NODES - 1] = 0
+    m[SPARE] = 1
+    return m
+
+
+def load(m, tape, address):
+    """Put a tape in, whose arena lies at `address`. False when the tables have no room for it."""
+    count, before = len(tape.sizes), sum(map(len, tape.before))
+    if count > MAX_COUNT or before > MAX_BEFORE or m[LIVE] > 0:
+        return False
+    offsets = np.array(tape.offsets, np.int64)
+    places = np.unique(offsets[offsets >= 0])
+    m[T_SIZES : T_SIZES + count] = tape.sizes
+    m[T_OFFSETS : T_OFFSETS + count] = offsets
+    m[T_FIRST] = 0
+    m[T_FIRST + 1 : T_FIRST + count + 1] = np.cumsum([len(b) for b in tape.before])
+    m[T_BEFORE : T_BEFORE + before] = [j for b in tape.before for j in b]
+    m[T_ALIVE : T_ALIVE + count] = 0
+    m[T_PLACE : T_PLACE + count] = np.searchsorted(places, offsets)
+    m[T_PLACES : T_PLACES + len(places)] = places
+    m[T_OWNER : T_OWNER + len(places)] = 0
+    m[COUNT], m[PLACES], m[ARENA], m[ARENA_SIZE] = count, len(places), address, tape.arena_size
+    return True

@@ -1,0 +1,34 @@
+"""What a step on a device wants of the memory that its model stays in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from memplan.trace.traced import TracedGraph
+
+
+def prepare_host(model: nn.Module, traced: TracedGraph, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Make ready what `traced` copies from and to: on CUDA, the bytes of parameters, buffers and optimizer state move,
+    once, to memory that cannot be swapped out, which the GPU copies by itself; the tensors stay the same objects.
+    """
+    if traced.runs_on and traced.device.type == "cuda":
+        pin(model.parameters())
+        pin(model.buffers())
+        if optimizer is not None:
+            pin(t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+
+
+def pin(tensors: Iterable[torch.Tensor]) -> None:
+    """Move the bytes of tensors to pinned memory, in place; tensors that share their memory go on doing so."""
+    moved: dict[int, torch.UntypedStorage] = {}
+    for t in tensors:
+        storage = t.untyped_storage()
+        if not storage.nbytes() or t.is_pinned():
+            continue
+        key = storage.data_ptr()
+        if key not in moved:
+            moved[key] = storage.pin_memory()
+        t.data = torch.empty(0, dtype=t.dtype).set_(moved[key], t.storage_offset(), t.shape, t.stride())

@@ -1,0 +1,159 @@
+"""What the user asks of a compiled program, checked once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memplan.division import compression_of, division_of
+from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
+from memplan.plan import Plan
+from memplan.planfile import load
+from memplan.runtime.guards import GUARDS, redzone_of
+from memplan.schedule.legal import require_legal
+from memplan.trace import alignment_of, plan_traced
+from memplan.trace.follow import require_planned
+from memplan.trace.traced import TracedGraph
+
+ON_MISMATCH = ("error", "eager", "replan", "passive")
+MEASURE = "measure"  # as `costs`
+GRADIENTS = ("safe", "owned")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """How a traced step is planned and guarded: what every way to compile takes, as in `memplan.compile`."""
+
+    budget: Any = None
+    policy: Any = "auto"
+    costs: Any = None
+    divide: Any = None
+    compress: str | None = None
+    schedule: Any = "auto"
+    solver: Any = "auto"
+    layout: str = "auto"
+    time_limit: float | None = None
+    in_place: bool = True
+    guard: str | None = None
+    device: Any = None
+
+    def __post_init__(self) -> None:
+        require_choice("guard", self.guard, (None, *GUARDS))
+        division_of(self.divide)
+        compression_of(self.compress)
+
+    @property
+    def measures(self) -> bool:
+        """Whether the first steps are to be measured. Raises `MemplanError` where nothing could come of that."""
+        if not (isinstance(self.costs, str) and self.costs == MEASURE):
+            return False
+        if self.budget is None:
+            hint = "give a budget (and no plan), or leave costs out"
+            raise MemplanError("without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint)
+        return True
+
+    def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
+        """The given plan, or one that is made now, and the step as it divides it."""
+        if given is not None:
+            divided = traced.rewritten(given.division, given.compress)
+            return replace(divided, again=None), self.require_fit(divided, given)
+        plan = self.plan(traced, room=room)
+        return replace(traced.rewritten(plan.division, plan.compress), again=None), plan
+
+    def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
+        """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
+        options = self.planning(traced.device)
+        return plan_traced(traced, room=room, divide=self.divide, compress=self.compress, **options)
+
+    def planning(self, device: torch.device) -> dict[str, Any]:
+        """The options of `plan_traced`."""
+        return {
+            **{"budget": self.budget, "policy": self.policy, "costs": self.costs},
+            **{"schedule": self.schedule, "solver": self.solver, "layout": self.layout, "time_limit": self.time_limit},
+            "redzone": redzone_of(self.guard, alignment_of(device)),
+        }
+
+    def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:
+        """A plan that was made before, or a typed error that says why it cannot run this step."""
+        planned = "" if given.eviction is None else given.eviction.device
+        if planned != ", ".join(traced.runs_on):
+            what = (
+                f"the given plan runs on {planned or 'the device of the model'}, device={self.device!r} was asked for"
+            )
+            raise PlanMismatch(what, where="device", hint="leave out device=, or make the plan anew for it")
+        require_planned(traced, given)
+        require_legal(given.graph, given.schedule.order)
+        needed = alignment_of(traced.device)
+        if given.alignment % needed:
+            what = f"the given plan aligns to {given.alignment} bytes, {traced.device} needs {needed}"
+            raise PlanMismatch(what, hint="make the plan anew on this kind of device")
+        if given.redzone < redzone_of(self.guard, needed):
+            what = "the given plan has no red zones around its buffers"
+            raise InputMismatch(what, where="guard='redzone'", hint="pass no plan, or no guard")
+        return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(PlanOptions):
+    """What `memplan.compile` takes beside the model, its example and a plan."""
+
+    gradients: str = "safe"
+    on_mismatch: str = "error"
+    cuda_graph: bool = False
+    dynamic_shapes: Any = None
+    bucketing: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        PlanOptions.__post_init__(self)
+        require_choice("gradients", self.gradients, GRADIENTS)
+        require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        if self.cuda_graph:
+            require_recordable(self.device)
+        if self.dynamic_shapes is None and self.bucketing is not None:
+            hint = "name the dimensions that vary, or leave bucketing out"
+            raise InvalidShapes("no dimension varies", where="bucketing without dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and self.cuda_graph:
+            hint = "record the shapes that matter, each compiled on its own"
+            raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and self.device is not None:
+            hint = "leave out one of them: shapes that vary are planned where the model is"
+            what = "a plan for another device has one shape"
+            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
+        if self.dynamic_shapes is not None and (self.divide or self.compress):
+            what = "ops are divided, and masks packed, for one shape"
+            where = f"{'divide' if self.divide else 'compress'} with dynamic_shapes"
+            raise InvalidShapes(what, where=where, hint="leave out one of them")
+
+
+def require_recordable(device: Any) -> None:
+    """Raise `UnsupportedCall` for a step that copies from memory which a recorded graph could not follow."""
+    if device is not None:
+        what = "a recorded step cannot follow parameters and inputs on the host"
+        raise UnsupportedCall(what, where=f"device={device!r}", hint="leave out cuda_graph=True")
+
+
+def device_for(device: Any, given: Plan | None) -> Any:
+    """Where the user wants the step to run, or where the given plan does."""
+    if device is None and given is not None and given.eviction is not None:
+        return given.eviction.device.split(", ") if given.eviction.device else None
+    return device
+
+
+def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan | None:
+    """The plan that the user passed, or whose path; it has its budget already."""
+    if plan is None:
+        return None
+    if budget is not None:
+        hint = "pass one of them: a plan has its budget already"
+        raise MemplanError(f"budget={budget!r} beside a plan", where="compile", hint=hint)
+    return load(plan) if isinstance(plan, (str, os.PathLike)) else plan
+
+
+def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise `MemplanError` for a value that is none of them."""
+    if value not in choices:
+        raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")

@@ -1,0 +1,299 @@
+"""Passive mode: a call that no plan is for runs as it is, and what it saves is evicted on demand (Capuchin's term).
+
+The model runs eagerly. What its ops make on the device is counted while it lives; before an op would pass the budget,
+the activation that was saved first, which the backward needs last, goes to the host, and comes back when it is asked
+for. Results, gradients and everything else of autograd are eager's own. Not counted, as in planned steps: parameters,
+inputs, gradients of parameters, and what kernels allocate by themselves. The arena lies idle beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan.errors import MemplanError, StaleActivationsError
+from memplan.plan import Plan
+from memplan.units import format_bytes
+
+_log = logging.getLogger("memplan")
+# nodes that hand the gradient of a parameter on as a view of it
+_VIEWS = ("TBackward", "ViewBackward", "TransposeBackward", "PermuteBackward", "ReshapeAliasBackward", "UnsafeView")
+
+
+def passive_for(reason: MemplanError, plan: Plan, device: torch.device) -> Passive | None:
+    """How a call runs for which there is no plan, because of `reason`: within the budget of `plan`, if it has one."""
+    eviction = plan.eviction  # one for another device says nothing of the host, where the model is
+    budget = None if eviction is None or eviction.device else eviction.budget
+    how = "eagerly" if budget is None else f"eagerly within {format_bytes(budget)}"
+    where = f"{reason.where}: " if reason.where else ""
+    _log.warning("%s: a call runs %s, without a plan: %s%s", plan.model, how, where, reason.what)
+    return None if budget is None else Passive(budget, device)
+
+
+class Passive:
+    """One call and its backward, within `budget` bytes of `device` where that is possible.
+
+    `peak` are the most bytes that were held at once, `evicted` and `fetched` those that went to the host and came back.
+    """
+
+    def __init__(self, budget: int, device: torch.device) -> None:
+        self.budget, self.device = budget, device
+        self.peak = self.evicted = self.fetched = 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._blocks: weakref.WeakValueDictionary[int, _Block] = weakref.WeakValueDictionary()  # the oldest first
+        self._reserved = 0
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `function`; its backward, whenever it comes, is seen too."""
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = {x.grad_fn for x in inputs if x.grad_fn is not None}
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.unpack), _Watch(self):
+            result = function(*args, **kwargs)
+        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        for node in _nodes(tensors, given):
+            self._follow(node, given)
+        return result
+
+    # -- bytes -------------------------------------------------------------------------------------------
+
+    def held(self) -> int:
+        """Bytes that are alive of what was made so far."""
+        for key, (weak, _) in list(self._held.items()):
+            if weak.expired():  # type: ignore[no-untyped-call]
+                del self._held[key]
+        return sum(nbytes for _, nbytes in self._held.values())
+
+    def make_room(self, nbytes: int) -> None:
+        """Evict, the oldest first, until `nbytes` more fit, or nothing is left to evict."""
+        nbytes += self._reserved
+        if self.held() + nbytes <= self.budget:
+            return
+        for block in list(self._blocks.values()):
+            if block.present:
+                self.evicted += block.evict()
+                if self.held() + nbytes <= self.budget:
+                    return
+
+    def count(self, tensors: Sequence[Any]) -> None:
+        """Count the storages of these tensors, from now until they are gone."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.device == self.device and _plain(tensor):
+                storage = tensor.untyped_storage()
+                known = self._held.get(storage._cdata)
+                if known is None or known[0].expired():  # type: ignore[no-untyped-call]
+                    weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                    self._held[storage._cdata] = weak, storage.nbytes()
+        self.peak = max(self.peak, self.held())
+
+    def fetch(self, nbytes: int) -> torch.UntypedStorage:
+        """New memory on the device, counted."""
+        self.make_room(nbytes)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.count([memory])
+        self.fetched += nbytes
+        return memory.untyped_storage()
+
+    # -- what autograd saves -----------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        block = None
+        if _plain(tensor):
+            key = tensor.untyped_storage()._cdata
+            if key in self._held:  # made in this call
+                block = self._blocks.get(key)
+                if block is None or not block.present:
+                    block = self._blocks[key] = _Block(self, tensor.untyped_storage().nbytes())
+        return _Saved(tensor, block)
+
+    # -- the backward ------------------------------------------------------------------------------------
+
+    def _follow(self, node: torch.autograd.graph.Node, given: set[Any]) -> None:
+        """Make room for what a node of the backward makes, and count that."""
+        counted = [f is not None and f not in given and not _of_parameter(f) for f, _ in node.next_functions]
+        coming = 0
+        for (function, index), one in zip(node.next_functions, counted, strict=True):
+            if one:
+                assert function is not None
+                metadata: Any = function._input_metadata[index]
+                coming += prod(metadata.shape) * metadata.dtype.itemsize
+
+        def before(grads: Sequence[Any]) -> None:
+            self.count(grads)
+            self._reserved = 0
+            self.make_room(coming)
+            self._reserved = coming
+
+        def after(made: Sequence[Any], _: Sequence[Any]) -> None:
+            self._reserved = 0
+            self.count([grad for grad, one in zip(made, counted, strict=False) if one])
+
+        node.register_prehook(before)
+        node.register_hook(after)
+
+
+class _Block:
+    """The bytes of a storage that the backward needs, on the device or on the host."""
+
+    def __init__(self, owner: Passive, nbytes: int) -> None:
+        self.owner, self.nbytes = owner, nbytes
+        self.saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self.host: torch.Tensor | None = None
+        self.back: torch.UntypedStorage | None = None
+
+    @property
+    def present(self) -> bool:
+        """Whether this holds bytes of the device."""
+        return self.host is None or self.back is not None
+
+    def evict(self) -> int:
+        """Give up the bytes on the device; how many were copied for that."""
+        copied = 0
+        if self.host is None:
+            source = _whole(next(s.tensor for s in self.saved if s.tensor is not None).untyped_storage(), self.nbytes)
+            pinned = source.device.type == "cuda"
+            self.host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+            with torch.no_grad():
+                self.host.copy_(source)
+            copied = self.nbytes
+        self.back = None
+        for saved in self.saved:
+            saved.leave()
+        return copied
+
+    def storage(self) -> torch.UntypedStorage:
+        """The bytes, on the device again."""
+        if self.back is None:
+            assert self.host is not None
+            back = self.owner.fetch(self.nbytes)
+            with torch.no_grad():
+                _whole(back, self.nbytes).copy_(self.host)
+            self.back = back
+        return self.back
+
+
+class _Saved:
+    """A tensor that a node saved; `block` None: it stays where it is."""
+
+    __slots__ = ("__weakref__", "block", "changed", "layout", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, block: _Block | None) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach() if block is not None else tensor
+        self.version, self.changed = tensor._version, False
+        self.layout = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()) if block else None
+        self.block = block
+        if block is not None:
+            block.saved.add(self)
+
+    def leave(self) -> None:
+        """The bytes go: note whether they are still what was saved."""
+        if self.tensor is not None:
+            self.changed = self.tensor._version != self.version
+            self.tensor = None
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor. Raises `StaleActivationsError` when it was changed in place since it was saved."""
+        if self.changed or (self.tensor is not None and self.tensor._version != self.version):
+            raise StaleActivationsError(
+                "a tensor that the backward needs was changed in place after it was saved",
+                where="passive mode",
+                hint="change it after the backward, or change a copy",
+            )
+        if self.tensor is not None:
+            return self.tensor
+        assert self.block is not None
+        assert self.layout is not None
+        dtype, offset, shape, strides = self.layout
+        storage = self.block.storage()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes room before each op, and counts what it made."""
+
+    def __init__(self, passive: Passive) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._passive = passive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        coming = _bytes_of_results(func, args, kwargs)
+        if coming:
+            self._passive.make_room(coming)
+        result = func(*args, **kwargs)
+        if _makes(func):
+            self._passive.count(pytree.tree_leaves(result))
+        return result
+
+
+def _makes(func: Any) -> bool:
+    """Whether a result of `func` is no view of an argument."""
+    returns = func._schema.returns
+    return any(r.alias_info is None for r in returns)
+
+
+def _bytes_of_results(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes that an op is going to make, from its results on the meta device; 0 where that cannot be known."""
+    if not _makes(func) or kwargs.get("generator") is not None:
+        return 0
+
+    def meta(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return torch.device("meta") if isinstance(x, torch.device) else x
+
+    try:
+        args, kwargs = pytree.tree_map(meta, (args, kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta")
+        results = pytree.tree_leaves(func(*args, **kwargs))
+    except Exception:  # an op without a meta kernel, or whose result depends on numbers: counted once it is there
+        return 0
+    return sum(r.untyped_storage().nbytes() for r in results if isinstance(r, torch.Tensor))
+
+
+def _nodes(tensors: Sequence[torch.Tensor], given: set[Any]) -> Iterator[torch.autograd.graph.Node]:
+    """The nodes of the backward from `tensors` down to leaves, and to what is `given`."""
+    stack: list[Any] = [t.grad_fn for t in tensors]
+    seen = {None, *given}
+    while stack:
+        node = stack.pop()
+        if node in seen or _of_parameter(node):
+            continue
+        seen.add(node)
+        yield node
+        stack += [function for function, _ in node.next_functions]
+
+
+def _accumulates(node: Any) -> bool:
+    return "AccumulateGrad" in node.name()
+
+
+def _of_parameter(node: Any) -> bool:
+    """Whether what a node takes becomes the gradient of a leaf."""
+    while not _accumulates(node):
+        following = [function for function, _ in node.next_functions if function is not None]
+        if len(following) != 1 or not node.name().startswith(_VIEWS):
+            return False
+        (node,) = following
+    return True
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but strided bytes."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
+
+
+def _whole(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))

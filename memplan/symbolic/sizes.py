@@ -1,0 +1,133 @@
+"""Every size of a graph as an expression: the table that turns a graph for a hint into that for other values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from memplan.errors import InvalidPlan, ShapeOutOfRange
+from memplan.graph import Graph, Op, Storage, Value
+from memplan.symbolic.expression import Expression
+from memplan.symbolic.symbols import Symbol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """`expressions` are texts, each once; all other numbers are places in it.
+
+    `storages[i]`: bytes of storage i. `views[i]`: the shape of value i, then its strides, then its offset (elements).
+    """
+
+    expressions: tuple[str, ...]
+    storages: tuple[int, ...]
+    views: tuple[tuple[int, ...], ...]
+
+
+class SizesWriter:
+    """Collects expressions, each once, in order of appearance."""
+
+    def __init__(self) -> None:
+        self._place: dict[str, int] = {}
+
+    def add(self, text: str) -> int:
+        """The place of an expression."""
+        return self._place.setdefault(text, len(self._place))
+
+    def finish(self, storages: Sequence[str], views: Sequence[Sequence[str]]) -> Sizes:
+        """The table for these storages (bytes) and values (shape, strides, offset)."""
+        placed = tuple(tuple(map(self.add, view)) for view in views)
+        sized = tuple(map(self.add, storages))
+        return Sizes(expressions=tuple(self._place), storages=sized, views=placed)
+
+
+def graph_at(graph: Graph, sizes: Sizes, numbers: Sequence[int]) -> Graph:
+    """The graph with other sizes; `numbers[i]` is the value of `sizes.expressions[i]`.
+
+    Raises `ShapeOutOfRange` when a size would be negative.
+    """
+
+    def view(value: Value, places: tuple[int, ...]) -> Value:
+        n = len(value.shape)
+        found = tuple(numbers[p] for p in places)
+        if min(found) < 0:
+            raise ShapeOutOfRange(
+                "would have a negative size", where=value.name, hint="narrow the range of its symbols"
+            )
+        return replace(value, shape=found[:n], strides=found[n:-1], offset=found[-1])
+
+    def sized(storage: Storage, place: int) -> Storage:
+        if numbers[place] < 0:
+            raise ShapeOutOfRange("would have a negative size", where=storage.name, hint="narrow its symbols' range")
+        return storage if numbers[place] == storage.nbytes else replace(storage, nbytes=numbers[place])
+
+    return replace(
+        graph,
+        values=tuple(map(view, graph.values, sizes.views)),
+        storages=tuple(map(sized, graph.storages, sizes.storages)),
+    )
+
+
+def check_sizes(graph: Graph, sizes: Sizes, symbols: Sequence[Symbol], evaluate: Callable[..., Sequence[int]]) -> None:
+    """Raise `InvalidPlan` unless the table gives `graph` at the symbols' hints. `evaluate`: of all expressions."""
+    _check_table(graph, sizes)
+    names = [s.name for s in symbols]
+    for i, text in enumerate(sizes.expressions):
+        if Expression(text, names, f"sizes.expressions[{i}]").condition:
+            raise InvalidPlan(f"{text!r} is a condition, not a size", where=f"sizes.expressions[{i}]")
+    at_hint = graph_at(graph, sizes, evaluate(*(s.hint for s in symbols)))
+    for i, (one, two) in enumerate(zip(at_hint.storages, graph.storages, strict=True)):
+        if one != two:
+            what = f"is {sizes.expressions[sizes.storages[i]]}, {one.nbytes} at the hint; the graph has {two.nbytes}"
+            raise InvalidPlan(what, where=f"sizes.storages[{i}]")
+    for i, (here, there) in enumerate(zip(at_hint.values, graph.values, strict=True)):
+        if here != there:
+            raise InvalidPlan("is not the graph's at the hint", where=f"sizes.views[{i}]")
+
+
+def _check_table(graph: Graph, sizes: Sizes) -> None:
+    """Every storage and value has its entries, and they name expressions."""
+    if len(set(sizes.expressions)) != len(sizes.expressions):
+        raise InvalidPlan("an expression stands twice", where="sizes.expressions")
+    if len(sizes.storages) != len(graph.storages):
+        raise InvalidPlan(f"{len(sizes.storages)} entries for {len(graph.storages)}", where="sizes.storages")
+    if len(sizes.views) != len(graph.values):
+        raise InvalidPlan(f"{len(sizes.views)} entries for {len(graph.values)} values", where="sizes.views")
+    for i, (value, places) in enumerate(zip(graph.values, sizes.views, strict=True)):
+        if len(places) != 2 * len(value.shape) + 1:
+            raise InvalidPlan("needs a shape, strides and an offset", where=f"sizes.views[{i}]")
+    for place in (*sizes.storages, *(p for view in sizes.views for p in view)):
+        if not 0 <= place < len(sizes.expressions):
+            raise InvalidPlan(f"names expression {place}", where="sizes")
+
+
+def always_alike(graph: Graph, sizes: Sizes) -> Graph:
+    """`graph` without the in-place chances that exist by coincidence of the hint: sizes that are equal expressions
+    are equal for every value, and of those that fill their result as traced, layouts too."""
+
+    def kept(op: Op) -> Op:
+        return replace(op, chances=tuple(c for c in op.chances if alike(op, *c))) if op.chances else op
+
+    def alike(op: Op, result: int, read: int) -> bool:
+        one, two = graph.values[result].storage, graph.values[read].storage
+        if sizes.storages[one] != sizes.storages[two]:
+            return False
+        reads = [r for r in op.reads if graph.values[r].storage == two]
+        return not op.direct or all(sizes.views[r] == sizes.views[result] for r in reads)
+
+    return replace(graph, ops=tuple(map(kept, graph.ops)))
+
+
+def as_taken(graph: Graph, order: Sequence[int]) -> Graph:
+    """`graph` with only the in-place chances that `order` takes, so that other sizes take the same ones."""
+    last = {storage: op for op in order for storage in graph.touched(graph.ops[op])}
+
+    def taken(index: int, op: Op) -> Op:
+        found: tuple[tuple[int, int], ...] = ()
+        most = 0
+        for result, read in op.chances:
+            storage = graph.values[read].storage
+            if last.get(storage) == index and graph.storages[storage].nbytes > most:
+                found, most = ((result, read),), graph.storages[storage].nbytes
+        return replace(op, chances=found) if op.chances else op
+
+    return replace(graph, ops=tuple(taken(i, op) for i, op in enumerate(graph.ops)))

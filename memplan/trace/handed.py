@@ -1,0 +1,48 @@
+"""Results that are no values of the graph: numbers, nothing, and random states that go from kernel to kernel.
+
+Fused attention on CUDA returns its random state for its own backward: in the host's memory when it runs as it is, in
+the device's while a CUDA graph is captured (aten/src/ATen/native/transformers/cuda/attention.cu, "Seed and Offset").
+A copy at a planned address would be neither. It also returns sizes as numbers, which are known when it is traced.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+_STATES = {"philox_seed", "philox_offset", "rng_state", "unused", "seed", "offset"}  # names in schemas of attention
+
+
+def is_literal(result: Any) -> bool:
+    """Whether a traced result is known already: nothing, or a number."""
+    return result is None or isinstance(result, (bool, int, float))
+
+
+def is_mixed(node: fx.Node) -> bool:
+    """Whether some results of a node with several are no plain tensors, so that each is taken on its own."""
+    results = node.meta["val"]
+    return isinstance(results, (tuple, list)) and (any(map(is_literal, results)) or bool(handed_positions(node)))
+
+
+def handed_positions(node: fx.Node) -> tuple[int, ...]:
+    """Which results of a node with several are random states that nothing but backward kernels reads."""
+    assert isinstance(node.target, OpOverload)
+    names = [r.name for r in node.target._schema.returns]
+    named = [i for i, name in enumerate(names) if name in _STATES]
+    return tuple(i for i in named if isinstance(node.meta["val"][i], torch.Tensor) and all(_read_by(node, i)))
+
+
+def used_positions(node: fx.Node) -> set[Any]:
+    """Which results of a node with several are looked at."""
+    return {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+
+
+def _read_by(node: fx.Node, position: int) -> list[bool]:
+    """For each reader of one result, whether it is a backward kernel."""
+    items = [user for user in node.users if user.target is operator.getitem and user.args[1] == position]
+    readers = [reader for item in items for reader in item.users]
+    return [isinstance(r.target, OpOverload) and r.target._opname.endswith("backward") for r in readers]

@@ -1,0 +1,91 @@
+"""A step that runs on a device while its model and its caller stay on the CPU.
+
+It is traced on fake tensors of that device. Then everything that the model or the caller holds is said to be on the
+host: the plan copies it to the device and back, and kernels see nothing of it. On the CPU the device is an arena of its
+own, so that the same plans, copies and waits run on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from memplan.errors import UnsupportedDevice, UnsupportedGraph
+from memplan.trace.traced import Source, TracedGraph
+
+HOST = "cpu"
+_KINDS = ("cpu", "cuda")
+_HINT = "name a device of this machine ('cuda', 'cuda:1'), or 'cpu', which stands in for one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where to run: the `names` of the devices in plans ("cuda:0"; "cpu:0" is an arena beside the model's memory), and
+    torch's for the first of them, on which the step is traced."""
+
+    names: tuple[str, ...]
+    device: torch.device
+
+
+def target_of(device: Any) -> Target:
+    """The device that the user names, or the sequence of devices. Raises `UnsupportedDevice`."""
+    if not isinstance(device, (list, tuple)):
+        return _target(device)
+    found = [_target(one) for one in device]
+    names = tuple(name for one in found for name in one.names)
+    if not names:
+        raise UnsupportedDevice("names no device", where="device", hint=_HINT)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UnsupportedDevice(f"names {twice} twice", where="device", hint="give each device once")
+    if len({one.device.type for one in found}) > 1:
+        raise UnsupportedDevice("names devices of two kinds", where="device", hint="their kernels round otherwise")
+    return Target(names=names, device=found[0].device)
+
+
+def _target(device: Any) -> Target:
+    """One device. Raises `UnsupportedDevice` for one that this machine does not have: torch without
+    CUDA cannot even trace for it."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UnsupportedDevice(f"there is no device {device!r}", where="device", hint=_HINT) from error
+    if found.type not in _KINDS:
+        raise UnsupportedDevice(f"steps do not run on {found.type!r} devices", where="device", hint=_HINT)
+    index: int | None = found.index
+    if index is None:
+        index = torch.cuda.current_device() if found.type == "cuda" and torch.cuda.is_available() else 0
+    name = f"{found.type}:{index}"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and index >= count:
+        what = f"this machine has {count or 'no'} CUDA devices"
+        raise UnsupportedDevice(what, where=f"device={device!r}", hint=_HINT)
+    return Target(names=(name,), device=torch.device(HOST if found.type == "cpu" else name))
+
+
+def require_at_home(model: nn.Module, inputs: Any) -> None:
+    """Raise `UnsupportedDevice` unless the model and its inputs are on the CPU (or hold no numbers at all)."""
+    named: Iterable[tuple[str, Any]] = (
+        *model.named_parameters(),
+        *model.named_buffers(),
+        *((f"input {i}", x) for i, x in enumerate(pytree.tree_leaves(inputs))),
+    )
+    for name, tensor in named:
+        if isinstance(tensor, torch.Tensor) and tensor.device.type not in (HOST, "meta"):
+            what = f"is on {tensor.device} already; with device= the model and its inputs stay on the CPU"
+            raise UnsupportedDevice(what, where=name, hint="leave out device=, or leave the model on the CPU")
+
+
+def hosted(traced: TracedGraph, target: Target) -> TracedGraph:
+    """`traced` (on `target`) with all that the model and the caller hold on the host, where they have it."""
+    for b in traced.bound(Source.CONSTANT):
+        if b.tensor is not None and type(b.tensor) is not torch.Tensor and not isinstance(b.tensor, nn.Parameter):
+            hint = "make the tensor a buffer: register_buffer(name, tensor, persistent=False)"
+            raise UnsupportedGraph(traced.graph.values[b.value].name, "is a constant without numbers", hint)
+    storages = tuple(replace(s, device=target.names[0] if s.planned else HOST) for s in traced.graph.storages)
+    return replace(traced, graph=replace(traced.graph, storages=storages), device=target.device, runs_on=target.names)

@@ -1,0 +1,306 @@
+"""torch.TensorRef: an op whose own working set exceeds the budget is divided (row T11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.nn import functional as F  # noqa: N812  (torch's own convention)
+
+import memplan
+from memplan.division import Division
+from memplan.errors import BudgetInfeasible, InvalidSize
+from memplan.evict.costs import DEVICES
+from memplan.evict.fit import make_workload
+from memplan.evict.floor import floor
+from memplan.trace import trace
+from memplan.trace.divide import divide
+from memplan.trace.rewrite import copy_of
+from memplan.trace.traced import TracedGraph
+from tests.runtime.budgets import QUICK, Outcome
+from tests.runtime.reference import Interpreted
+
+VOCABULARY, WIDTH, BATCH, TOKENS = 512, 16, 3, 20
+
+
+class Causal(nn.Module):
+    """The ends of a GPT-2: tied embedding and head, next tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = F.linear(self.norm(self.embedding(tokens)), self.embedding.weight)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Masked(nn.Module):
+    """The ends of a BERT: a head with a bias, masked tokens (some labels are -100)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(F.gelu(self.norm(self.embedding(tokens))))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _causal() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return Causal(), (torch.randint(0, VOCABULARY, (BATCH, TOKENS)),)
+
+
+def _masked() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    labels = torch.randint(0, VOCABULARY, (BATCH, TOKENS))
+    labels[torch.rand(BATCH, TOKENS) < 0.5] = -100
+    return Masked(), (torch.randint(0, VOCABULARY, (BATCH, TOKENS)), labels)
+
+
+MODELS = {"gpt2": _causal, "bert": _masked}
+
+
+@cache
+def _traced(name: str) -> TracedGraph:
+    model, args = MODELS[name]()
+    return trace(model, args, train=True)
+
+
+def _floor(traced: TracedGraph) -> int:
+    order = tuple(range(len(traced.graph.ops)))
+    return floor(make_workload(traced.graph, order, DEVICES["cpu"], 64))[0]
+
+
+def _step(model: nn.Module, compiled: Callable[..., Tensor], args: tuple[Any, ...]) -> Outcome:
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = compiled(*args)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return Outcome(
+        loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, {}
+    )
+
+
+# -- the floor falls ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_T11_the_floor_falls_to_one_copy_of_the_logits(name: str) -> None:  # noqa: N802
+    """Whole, the loss head needs two copies at once (in place; three without); divided, what is left is the matrix
+    product that reads their gradient."""
+    logits = BATCH * TOKENS * VOCABULARY * 4
+    rows = BATCH * (TOKENS - 1) * VOCABULARY * 4 if name == "gpt2" else logits
+    whole, divided = _traced(name), _traced(name).divided(Division(blocks=10))
+    assert _floor(whole) >= 2 * rows
+    weight = VOCABULARY * WIDTH * 4
+    assert _floor(divided) <= logits + max(weight, 3 * logits // 10) + BATCH * TOKENS * WIDTH * 4 + 2048
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_T11_with_sums_the_logits_never_exist_whole(name: str) -> None:  # noqa: N802
+    divided = _traced(name).divided(Division(blocks=3, sums=True))
+    logits = BATCH * TOKENS * VOCABULARY * 4
+    assert max(s.nbytes for s in _traced(name).graph.storages if s.planned) >= logits
+    assert max(s.nbytes for s in divided.graph.storages if s.planned) <= max(logits // 3, VOCABULARY * WIDTH * 4)
+    assert _floor(divided) < _floor(_traced(name).divided(Division(blocks=3))) < _floor(_traced(name))
+
+
+def test_T11_divided_ops_are_ops_with_names_and_rows_of_their_own() -> None:  # noqa: N802
+    graph = _traced("bert").divided(Division(blocks=4)).graph
+    names = [op.name for op in graph.ops]
+    for op in ("_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"):
+        assert op not in names
+        assert {f"{op}_rows{i}" for i in range(4)} <= set(names)
+    first = graph.ops[names.index("_log_softmax_rows0")]
+    assert graph.values[first.writes[0]].shape == (BATCH * TOKENS // 4, VOCABULARY)
+
+
+# -- the values are equal ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_T11_runs_in_a_budget_that_was_infeasible_bit_by_bit(name: str, tmp_path: Path) -> None:  # noqa: N802
+    model, args = MODELS[name]()
+    budget = _floor(_traced(name)) * 3 // 4
+    with pytest.raises(BudgetInfeasible, match="divide=True would lower the floor"):
+        memplan.plan(model, args, budget=budget, policy=QUICK)
+    compiled = memplan.compile(model, args, budget=budget, divide=True, policy=QUICK, guard="poison")
+    assert compiled.plan.arena_size <= budget
+    assert compiled.plan.division is not None
+    reference = _step(model, memplan.compile(model, args), args)
+    for _ in range(2):
+        assert _step(model, compiled, args).same_as(reference)
+    compiled.plan.save(tmp_path / "plan.json")
+    loaded = memplan.compile(model, args, plan=tmp_path / "plan.json")
+    assert loaded.plan.division == compiled.plan.division
+    assert _step(model, loaded, args).same_as(reference)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_T11_a_whole_step_is_divided_too(name: str) -> None:  # noqa: N802
+    budget, losses, weights = _floor(_traced(name)) * 3 // 4, [], []
+    plain: dict[str, Any] = {}
+    for options in (plain, {"budget": budget, "divide": True, "policy": QUICK, "guard": "poison"}):
+        model, args = MODELS[name]()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step = memplan.compile_step(model, optimizer, lambda loss: loss, args, **options)
+        assert step.plan.arena_size <= budget or not options
+        losses.append(torch.stack([step(*args) for _ in range(3)]))
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert torch.equal(*losses)
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_T11_sums_are_equal_up_to_rounding(name: str) -> None:  # noqa: N802
+    """A gradient of a weight is a sum over the rows, here of 60: in float32 its rounding errors, relative to the sum
+    of the magnitudes, are below 60 x 2**-24; 1e-5 of the largest element leaves room for the products' own."""
+    model, args = MODELS[name]()
+    reference = _step(model, memplan.compile(model, args), args)
+    ours = _step(model, memplan.compile(model, args, divide=Division(blocks=3, sums=True), guard="poison"), args)
+    assert torch.allclose(ours.loss, reference.loss, rtol=1e-6, atol=0)
+    for key, one in reference.gradients.items():
+        assert (one - ours.gradients[key]).abs().max() <= 1e-5 * one.abs().max()
+
+
+# -- any number of blocks, any chain -----------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """Linear, then `loss(logits, target)`."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 40, dtype=dtype)
+        self.loss = loss
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss(self.linear(x), target)
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
+    "mean": (lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), torch.float32),
+    "sum, 0 ignored": (
+        lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), ignore_index=0, reduction="sum"),
+        torch.float32,
+    ),
+    "shifted": (lambda y, t: F.cross_entropy(y[:, :-1].flatten(0, 1), t[:, 1:].flatten()), torch.float32),
+    "bfloat16": (lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), torch.bfloat16),
+    "bfloat16 in float32": (
+        lambda y, t: F.cross_entropy(y.flatten(0, 1).float() / 0.7, t.flatten()),
+        torch.bfloat16,
+    ),
+    "smoothed": (
+        lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), label_smoothing=0.1),
+        torch.float32,
+    ),
+    "classes cut": (lambda y, t: F.cross_entropy(y[..., :33].flatten(0, 1), t.flatten()), torch.float32),
+    "weighted": (lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), weight=y.new_ones(40)), torch.float32),
+    "softmax": (lambda y, t: (torch.softmax(y * 0.5, -1)[..., 0] * t).sum(), torch.float32),
+    "masked": (lambda y, t: torch.softmax(y.masked_fill(y > 1, -1e4), -1).square().sum() + t.sum(), torch.float32),
+    "kept": (
+        lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()) + y.square().mean(),
+        torch.float32,
+    ),
+}
+
+
+@cache
+def _captured(name: str) -> Interpreted:
+    loss, dtype = LOSSES[name]
+    torch.manual_seed(0)
+    return Interpreted(Head(loss, dtype), _example(0, dtype))
+
+
+def _example(seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 7, 8, generator=generator).to(dtype)
+    return x, torch.randint(0, 33, (3, 7), generator=generator)
+
+
+@settings(deadline=None, max_examples=40)
+@given(name=st.sampled_from(sorted(LOSSES)), blocks=st.integers(2, 25), seed=st.integers(0, 99))
+def test_T11_any_number_of_blocks_gives_the_same_bits(name: str, blocks: int, seed: int) -> None:  # noqa: N802
+    one = _captured(name)
+    args = _example(seed, LOSSES[name][1])
+    assert _same(one.run(*args), _divided(one, Division(blocks=blocks, over=0)).run(*args))
+
+
+@settings(deadline=None, max_examples=20)
+@given(name=st.sampled_from(sorted(LOSSES)), blocks=st.integers(2, 25), seed=st.integers(0, 99))
+def test_T11_any_number_of_blocks_with_sums_is_close(name: str, blocks: int, seed: int) -> None:  # noqa: N802
+    one = _captured(name)
+    dtype = LOSSES[name][1]
+    args = _example(seed, dtype)
+    bound = 1e-5 if dtype is torch.float32 else 0.05  # bfloat16 rounds each block's sum to 8 bits
+    ours = _divided(one, Division(blocks=blocks, sums=True, over=0)).run(*args)
+    for a, b in zip(_flat(one.run(*args)), _flat(ours), strict=True):
+        assert (a - b).abs().max() <= bound * a.abs().max() + 1e-6
+
+
+def _divided(one: Interpreted, division: Division) -> Interpreted:
+    """The same with its graph divided; at least one block was made."""
+    two = object.__new__(Interpreted)
+    graph = copy_of(one.captured.graph_module.graph)
+    divide(graph, division)
+    graph.lint()
+    assert any("_rows1" in node.name for node in graph.nodes)
+    two.model = one.model
+    two.captured = replace(one.captured, graph_module=fx.GraphModule(one.captured.graph_module, graph))
+    return two
+
+
+def _flat(result: Any) -> list[Tensor]:
+    outputs, gradients, _ = result
+    return [one for one in (*outputs, *gradients.values()) if one is not None]
+
+
+def _same(one: Any, two: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(_flat(one), _flat(two), strict=True))
+
+
+# -- what users see ----------------------------------------------------------------------------------------------
+
+
+def test_T11_a_target_that_is_no_class_is_refused_as_in_eager() -> None:  # noqa: N802
+    model, args = _masked()
+    compiled = memplan.compile(model, args, divide=4)
+    labels = args[1].clone()
+    labels[0, 0] = VOCABULARY
+    for run in (model, compiled):
+        with pytest.raises(IndexError, match=f"Target {VOCABULARY} is out of bounds"):
+            run(args[0], labels)
+
+
+def test_T11_a_share_is_of_the_whole_step() -> None:  # noqa: N802
+    model, args = _masked()
+    whole = memplan.plan(model, args)
+    divided = memplan.plan(model, args, budget="70%", divide=True, policy=QUICK)
+    assert divided.division is not None
+    assert divided.eviction is not None
+    assert divided.eviction.budget == int(whole.max_live * 0.7)
+
+
+def test_T11_nothing_is_divided_where_nothing_must_be() -> None:  # noqa: N802
+    model, args = _masked()
+    assert memplan.plan(model, args, budget="100%", divide=True, policy=QUICK).division is None
+    assert memplan.plan(model, args, divide=True).division is None
+
+
+@pytest.mark.parametrize("wrong", [0, 1, -3, "many", 2.5])
+def test_T11_what_says_no_number_of_blocks_is_refused(wrong: Any) -> None:  # noqa: N802
+    with pytest.raises(InvalidSize, match="divide"):
+        memplan.plan(nn.Linear(2, 2), torch.ones(1, 2), divide=wrong)

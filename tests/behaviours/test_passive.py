@@ -1,0 +1,251 @@
+"""Capuchin: passive mode (row P3)."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from benchmarks.zoo import ZOO
+from memplan.errors import InputMismatch, MemplanError, StaleActivationsError
+from memplan.runtime.passive import Passive
+from tests.runtime.budgets import FAST_LINK, QUICK
+
+_ALL = 1 << 60
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.dropout(layer(x).tanh())
+        return x.square().sum()
+
+
+def _net() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Net(), torch.randn(64, 16)
+
+
+def _step(model: nn.Module, call: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model.zero_grad()
+    loss = call(*args)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def _equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def _free_peak(model: nn.Module, args: tuple[Any, ...]) -> int:
+    passive = Passive(_ALL, CPU)
+    _step(model, lambda *a: passive.run(model, *a), args)
+    return passive.peak
+
+
+# -- calls that no plan is for ---------------------------------------------------------------------------
+
+
+def test_P3_another_shape_runs_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:  # noqa: N802
+    model, x = _net()
+    more = torch.randn(96, 16)
+    budget = int(0.6 * _free_peak(model, (more,)))
+    compiled = memplan.compile(model, x, budget=budget, policy=QUICK, costs=FAST_LINK, on_mismatch="passive")
+    expected, plan = _step(model, model, (more,)), compiled.plan
+    with caplog.at_level(logging.WARNING, "memplan"):
+        assert _equal(_step(model, compiled, (more,)), expected)
+    passive = compiled.passive
+    assert passive is not None
+    assert passive.budget == compiled.plan.eviction.budget  # type: ignore[union-attr]
+    assert 0 < passive.peak <= passive.budget
+    assert passive.fetched >= passive.evicted > 0
+    (record,) = [r for r in caplog.records if r.name == "memplan"]
+    assert "(96, 16)" in record.getMessage()
+    assert "without a plan" in record.getMessage()
+    # and calls that the plan is for run by it
+    compiled.__dict__["passive"] = None
+    assert _equal(_step(model, compiled, (x,)), _step(model, memplan.compile(model, x), (x,)))
+    assert compiled.passive is None
+    assert compiled.plan is plan
+
+
+def test_P3_without_a_budget_it_is_plain_eager(caplog: pytest.LogCaptureFixture) -> None:  # noqa: N802
+    model, x = _net()
+    compiled = memplan.compile(model, x, on_mismatch="passive")
+    with caplog.at_level(logging.WARNING, "memplan"):
+        assert _equal(_step(model, compiled, (x[:5],)), _step(model, model, (x[:5],)))
+    assert compiled.passive is None
+    assert any("eagerly, without a plan" in r.getMessage() for r in caplog.records)
+
+
+def test_P3_it_works_before_the_measurement_is_finished() -> None:  # noqa: N802
+    model, x = _net()
+    compiled = memplan.compile(model, x, budget=0.6, policy=QUICK, costs="measure", on_mismatch="passive")
+    assert compiled._guide is not None
+    _step(model, compiled, (x,))
+    assert _equal(_step(model, compiled, (x[:50],)), _step(model, model, (x[:50],)))
+    assert compiled._guide._meter.samples == 1
+    _step(model, compiled, (x,))
+    assert compiled._guide._meter.samples == 2
+
+
+def test_P3_a_mode_whose_program_is_over_the_budget_runs_too() -> None:  # noqa: N802
+    class Uneven(nn.Module):
+        """In eval mode it needs much more at once."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x).tanh().tanh().tanh()
+            result: torch.Tensor = y.square().sum() if self.training else y.repeat(64, 1).exp().sum()
+            return result
+
+    model, x = Uneven(), torch.randn(64, 16)
+    for how in ("error", "passive"):
+        compiled = memplan.compile(model, x, budget=0.9, policy=QUICK, costs=FAST_LINK, on_mismatch=how)
+        model.eval()
+        if how == "error":
+            with pytest.raises(MemplanError, match="budget"):
+                compiled(x)
+        else:
+            assert torch.equal(compiled(x), model(x))
+            assert compiled.passive is not None
+        model.train()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_P3_whole_steps(accumulate: int) -> None:  # noqa: N802
+    """Steps by plan and passive ones by turns: the same parameters as eager's."""
+    model, x = _net()
+    model.dropout = nn.Identity()
+    free = copy.deepcopy(model)
+    one, two = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, free))
+    options: dict[str, Any] = {"budget": 0.7, "policy": QUICK, "costs": FAST_LINK, "on_mismatch": "passive"}
+    options |= {"accumulate": accumulate, "clip_grad_norm": 0.5}
+    step = memplan.compile_step(model, one, lambda loss: loss, x, **options)
+    marker = torch.ones(16)
+    model.layers[0].bias.grad = marker  # type: ignore[index,union-attr]
+    for k, rows in enumerate((64, 96, 80, 64, 64, 96, 64, 64)):
+        batch = torch.randn(rows, 16)
+        loss = free(batch)
+        (loss / accumulate).backward()
+        if (k + 1) % accumulate == 0:
+            torch.nn.utils.clip_grad_norm_(free.parameters(), 0.5)
+            two.step()
+            two.zero_grad()
+        torch.testing.assert_close(step(batch), loss.detach())
+        assert step.pending == (k + 1) % accumulate
+        for p, q in zip(model.parameters(), free.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+    assert model.layers[0].bias.grad is marker  # type: ignore[index,union-attr]
+    assert step.passive is not None
+    assert step.passive.peak > 0
+
+
+def test_P3_it_has_to_be_asked_for() -> None:  # noqa: N802
+    model, x = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = memplan.compile_step(model, optimizer, lambda loss: loss, x)
+    with pytest.raises(InputMismatch):
+        step(x[:3])
+    with pytest.raises(MemplanError, match="on_mismatch"):
+        memplan.compile_step(model, optimizer, lambda loss: loss, x, on_mismatch="eager")
+
+
+# -- evicting on demand ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "unet"])
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_P3_numbers_are_eagers_and_bytes_within_what_ops_need(name: str, share: float) -> None:  # noqa: N802
+    model, args = ZOO[name]("nano")
+    state = copy.deepcopy(model.state_dict())
+    expected = _step(model, model, args)
+    free = _free_peak(model, args)
+    floor = Passive(0, CPU)
+    for passive in (floor, Passive(int(share * free), CPU)):
+        model.load_state_dict(state)
+        assert _equal(_step(model, lambda *a, p=passive: p.run(model, *a), args), expected)
+        assert passive.evicted > 0
+    assert passive.peak <= max(passive.budget, floor.peak)
+
+
+def test_a_second_backward_and_one_by_parts_have_what_they_need() -> None:
+    model, x = _net()
+    model.eval()
+
+    def gradients(call: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = call(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        second = torch.autograd.grad(call(x), list(model.parameters()), create_graph=True)
+        sum(g.square().sum() for g in second).backward()  # type: ignore[union-attr]
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    assert _equal(gradients(lambda x: Passive(0, CPU).run(model, x)), gradients(model))
+
+
+def test_inputs_with_a_history_get_their_gradients() -> None:
+    model, x = _net()
+    model.eval()
+
+    def gradient(call: Any) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        call(leaf.sin()).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert torch.equal(gradient(lambda x: Passive(0, CPU).run(model, x)), gradient(model))
+
+
+def test_what_was_changed_in_place_is_noticed_or_was_copied_before() -> None:
+    def change(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x * w).exp()
+        z = y * w
+        y.add_(1)
+        return z.sum() + y.sum()
+
+    def keep(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x * w).exp()
+        return (y * w).sum() + (y + 1).sum()
+
+    x, w = torch.randn(64, 16), torch.ones(16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        change(x, w).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(StaleActivationsError, match="changed in place"):
+        Passive(_ALL, CPU).run(change, x, w).backward()
+    (found,) = torch.autograd.grad(Passive(0, CPU).run(change, x, w), w)
+    torch.testing.assert_close(found, torch.autograd.grad(keep(x, w), w)[0])
+
+
+def test_an_error_leaves_nothing_behind() -> None:
+    model, x = _net()
+    passive = Passive(0, CPU)
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        model(x)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        passive.run(fail, x)
+    assert passive.held() == 0
+    expected = _step(model, model, (x,))
+    assert _equal(_step(model, lambda x: passive.run(model, x), (x,)), expected)
+    with torch.no_grad():
+        assert torch.equal(passive.run(model.eval(), x), model(x))
+    assert passive.held() == 0

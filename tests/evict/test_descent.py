@@ -1,0 +1,68 @@
+"""Ways down to the budget: by single storages, by classes of alike ones, and by random walks over either."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import zoo
+from memplan.evict.arrays import measure
+from memplan.evict.descent import alike, descend, descend_alike, singles, walk
+from memplan.evict.search import SAVE, Search
+from memplan.trace import trace
+from tests.evict.judge import workload_of
+
+
+def _search(share: float, **options: bool) -> Search:
+    workload = workload_of(trace(*zoo.llama("nano")).graph, alignment=64)
+    return Search(workload.within(int(measure(workload, workload.plain).peak * share)), **options)
+
+
+def test_classes_hold_every_move_once_and_storages_of_one_size() -> None:
+    search = _search(0.6)
+    moves = [move for choices in alike(search) for option in choices for move in option]
+    expected = [m for choices in singles(search) for (m,) in choices if m.decision != SAVE]
+    assert sorted(moves, key=repr) == sorted(expected, key=repr)
+    assert len(alike(search)) < len(singles(search))
+    for choices in alike(search):
+        assert len({search.workload.size[m.storage] for option in choices for m in option}) == 1
+        for option in choices:
+            assert len({m.decision for m in option}) == 1
+            assert len({m.storage for m in option}) == len(option)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_coarse_descent_stops_before_what_single_decisions_finish(share: float, *, swaps: bool) -> None:
+    search = _search(share, swaps=swaps)
+    start = search.start()
+    coarse = descend_alike(search, start, 1.0)
+    assert 0 < coarse.area <= start.area
+    fine = descend(search, coarse, 1.0)
+    assert fine is not None
+    assert fine.area == 0
+    assert fine.peak <= search.workload.budget
+
+
+@pytest.mark.parametrize("soft", [1.0, 0.5])
+def test_walks_are_repeatable_and_their_best_keeps_the_budget(soft: float) -> None:
+    search = _search(0.6)
+    fits = descend(search, search.start(), 1.0)
+    assert fits is not None
+    one, two = (walk(search, fits, singles(search), work=200_000, seed=3, soft=soft) for _ in range(2))
+    assert one.best is not None
+    assert two.best is not None
+    assert (one.best.decision == two.best.decision).all()
+    assert (one.last.decision == two.last.decision).all()
+    assert one.best.area == 0
+    assert one.best.seconds <= fits.seconds
+    if soft < 1:  # the strict part never leaves the budget
+        assert one.last.area == 0
+
+
+def test_a_walk_that_never_fits_has_no_best() -> None:
+    search = _search(0.6)
+    walked = walk(search, search.start(), alike(search), work=0, seed=0, soft=1.0)
+    assert walked.best is None
+    coarse = descend_alike(search, search.start(), 1.0)
+    walked = walk(search, coarse, alike(search), work=1000, seed=0, soft=1.0)
+    assert walked.best is None or walked.best.area == 0

@@ -1,0 +1,79 @@
+"""Convolutions that write into the arena: the bits of eager's, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.runtime import compile as memplan_compile
+from memplan.runtime.bind import same_bytes
+from memplan.runtime.convolve import direct_convolutions
+
+aten = torch.ops.aten
+LARGE = 1 << 20  # bytes: more than a result must have
+
+
+def _arguments(groups: int = 1, *, channels_last: bool = False, bias: float | None = None) -> tuple[Any, ...]:
+    x = torch.randn(2, 8, 48, 48)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    given = None if bias is None else torch.full((16,), bias)
+    return x, torch.randn(16, 8 // groups, 3, 3), given, [1, 1], [1, 1], [1, 1], False, [0, 0], groups
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("bias", [None, 0.5, -0.0])
+def test_what_is_offered_gives_the_same_bits(groups: int, channels_last: bool, bias: float | None) -> None:
+    args = _arguments(groups, channels_last=channels_last, bias=bias)
+    expected = aten.convolution(*args)
+    for function in direct_convolutions(args, LARGE):
+        out = torch.full_like(expected, float("nan"))
+        function(*args, out=out)
+        assert same_bytes(out, expected)
+        zeros = (torch.zeros_like(args[0]), *args[1:])
+        function(*zeros, out=out)
+        assert same_bytes(out, aten.convolution(*zeros))
+
+
+def test_small_transposed_and_double_convolutions_are_left_alone() -> None:
+    x, weight, *rest = _arguments()
+    assert direct_convolutions((x, weight, *rest), 100) == ()
+    assert direct_convolutions((x.double(), weight.double(), *rest), LARGE) == ()
+    transposed = (x, torch.randn(8, 16, 3, 3), None, [1, 1], [1, 1], [1, 1], True, [0, 0], 1)
+    assert direct_convolutions(transposed, LARGE) == ()
+
+
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+    reason="torch was built without oneDNN",
+)
+def test_a_compiled_convolution_writes_into_the_arena() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.Sigmoid(), nn.Conv2d(16, 16, 3, padding=1), nn.Tanh())
+    x = torch.randn(2, 8, 48, 48)
+    compiled = memplan_compile(model, x, guard="poison")
+    direct = [op.direct for op in compiled.plan.graph.ops if op.target == "aten.convolution.default"]
+    assert direct == [True, True]
+    expected = model(x)
+    expected.sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    out = compiled(x)
+    out.sum().backward()
+    assert torch.equal(out, expected)
+    assert all(
+        p.grad is not None and torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True)
+    )
+
+
+def test_at_another_shape_a_convolution_is_eagers_again() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.Sigmoid(), nn.Conv2d(16, 16, 3, padding=1), nn.Tanh())
+    batch = torch.export.Dim("batch", min=1, max=4)
+    compiled = memplan.compile(model, torch.randn(4, 8, 24, 24), dynamic_shapes={"input": {0: batch}})
+    for size in (4, 1, 2, 4):
+        x = torch.randn(size, 8, 24, 24)
+        assert torch.equal(compiled(x), model(x))

@@ -1,0 +1,227 @@
+"""`device=`: the model and its caller stay on the CPU, the step runs in an arena that holds copies of everything."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.errors import BudgetInfeasible, InvalidEviction, MemplanError, PlanMismatch, UnsupportedDevice
+from memplan.evict.apply import apply
+from memplan.evict.events import Event, Events, Kind
+from memplan.evict.fit import make_workload
+from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT
+from memplan.evict.workload import Workload
+from memplan.forecast import Where
+from memplan.graph import Graph, Phase, StorageKind
+from memplan.runtime.tracker import Tracker
+from memplan.trace import trace
+from tests.runtime.budgets import FAST_LINK
+
+FLOW: dict[str, Any] = {"policy": "flow", "costs": FAST_LINK}
+
+
+class Net(nn.Module):
+    """Returns something that its backward reads, a view, an input and a number; has statistics, changed in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        hidden = torch.tanh(self.norm(self.one(x)))
+        return hidden, self.two(hidden).t(), x, 3
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": "min", "policy": "genoa"}, {"budget": "min", "policy": "flow"}])
+@pytest.mark.parametrize("gradients", ["safe", "owned"])
+def test_results_gradients_and_buffers_are_those_without_a_device(
+    options: dict[str, Any], gradients: str, net: Net, x: torch.Tensor
+) -> None:
+    reference = memplan.compile(copy.deepcopy(net), x.clone().requires_grad_(), gradients=gradients)
+    options = {"guard": "poison", "gradients": gradients, "costs": FAST_LINK, **options}
+    compiled = memplan.compile(net, x.clone().requires_grad_(), device="cpu", **options)
+    for _ in range(2):
+        x = torch.randn(8, 16)
+        found = []
+        for module in (reference, compiled):
+            leaf = x.clone().requires_grad_()
+            hidden, view, same, number = module(leaf)
+            assert same is leaf
+            assert number == 3
+            (hidden.sum() + view.square().sum()).backward()
+            found.append([hidden, view, leaf.grad, *(p.grad for p in module.parameters()), *module.buffers()])
+        assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+        with torch.no_grad():
+            for module in (reference, compiled):
+                for p in module.parameters():
+                    assert p.grad is not None
+                    p.sub_(0.1 * p.grad)
+                    p.grad = None
+
+
+def test_the_forwards_results_are_home_when_it_returns(net: Net, x: torch.Tensor) -> None:
+    reference = copy.deepcopy(net)
+    compiled = memplan.compile(net, x, device="cpu", **FLOW)
+    for _ in range(2):  # no backward comes
+        expected, found = reference(x), compiled(x)
+        assert all(torch.equal(one, two) for one, two in zip(expected[:2], found[:2], strict=True))
+        assert all(torch.equal(one, two) for one, two in zip(reference.buffers(), net.buffers(), strict=True))
+        del found
+
+
+def test_other_modes_and_moved_parameters(net: Net, x: torch.Tensor) -> None:
+    compiled = memplan.compile(net, x, device="cpu", **FLOW)
+    for p in net.parameters():
+        p.data = torch.randn(p.shape)
+    net.eval()
+    with torch.no_grad():
+        assert all(torch.equal(one, two) for one, two in zip(net(x)[:2], compiled(x)[:2], strict=True))
+
+
+def test_copies_pickles_and_plan_files_run_there_too(net: Net, x: torch.Tensor, tmp_path: Path) -> None:
+    net.eval()
+    compiled = memplan.compile(net, x, train=False, device="cpu:1", **FLOW)
+    assert compiled.plan.eviction is not None
+    assert compiled.plan.eviction.device == "cpu:1"
+    expected = compiled(x)[0]
+    compiled.plan.save(tmp_path / "plan.json")
+    loaded = memplan.compile(net, x, train=False, plan=tmp_path / "plan.json")
+    twins = [copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled)), loaded]
+    for twin in twins:
+        assert twin.plan.eviction.device == "cpu:1"
+        assert torch.equal(twin(x)[0], expected)
+    with pytest.raises(PlanMismatch, match="runs on cpu:1"):
+        memplan.compile(net, x, train=False, plan=tmp_path / "plan.json", device="cpu")
+    with pytest.raises(PlanMismatch, match="runs on the device of the model"):
+        memplan.compile(net, x, train=False, plan=memplan.plan(net, x, train=False), device="cpu")
+
+
+def test_everything_is_counted(net: Net, x: torch.Tensor) -> None:
+    compiled = memplan.compile(net, x, device="cpu", budget=0.7, **FLOW)
+    plan = compiled.plan
+    assert plan.eviction is not None
+    assert plan.arena_size <= plan.eviction.budget
+    assert {s.device for s in plan.graph.storages if s.planned} == {"cpu:0"}
+    assert {s.device for s in plan.graph.storages if not s.planned} == {"cpu"}
+    assert plan.on_device == plan.arena_size + max(plan.transient)
+    touched = {plan.graph.values[v].storage for op in plan.graph.ops if op.target.startswith("aten") for v in op.reads}
+    assert all(plan.graph.storages[s].planned for s in touched)
+    tracker = Tracker()
+    with compiled.hooks.add(tracker):
+        compiled(x)[0].sum().backward()
+    assert tracker.peak == plan.max_live
+    weight = plan.forecast("primals_1")
+    assert {Where.HOST, Where.ARENA} <= {place.where for place in weight.places}
+    report = plan.report()
+    assert report.kept is not None
+    assert report.kept.device == "cpu:0"
+
+
+def test_no_budget_copies_nothing_twice(net: Net, x: torch.Tensor) -> None:
+    plan = memplan.plan(net, x, device="cpu", **FLOW)
+    assert plan.host_size == 0
+    names = [e.storage for e in plan.evictions]
+    made = {s.name for s in plan.graph.storages if s.kind in (StorageKind.OUTPUT, StorageKind.GRADIENT)}
+    changed = {"primals_6", "primals_7", "primals_8"}  # statistics: they go home with the forward
+    assert len({*names} - made - changed) == len([n for n in names if n not in made | changed])
+
+
+def test_clipping_and_accumulation(net: Net, x: torch.Tensor) -> None:
+    models = [net, copy.deepcopy(net)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True) for m in models]
+    options: list[dict[str, Any]] = [{"device": "cpu", **FLOW}, {}]
+    one, two = (
+        memplan.compile_step(m, o, lambda out: out[1].square().sum(), x, clip_grad_norm=0.5, accumulate=2, **kind)
+        for m, o, kind in zip(models, optimizers, options, strict=True)
+    )
+    for _ in range(4):
+        assert torch.equal(one(x), two(x))
+    for p, q in zip(*(m.state_dict().values() for m in models), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("device", ["nowhere", "xpu", "mps:0", 17, "cuda:99", "cpu:x", object()])
+def test_a_device_that_is_not_there(device: Any, net: Net, x: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedDevice, match="device"):
+        memplan.compile(net, x, device=device)
+    with pytest.raises(UnsupportedDevice, match="device"):
+        memplan.plan(net, x, device=device)
+
+
+def test_what_does_not_go_together(net: Net, x: torch.Tensor) -> None:
+    with pytest.raises(MemplanError, match="recorded step"):
+        memplan.compile(net, x, device="cpu", cuda_graph=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    with pytest.raises(MemplanError, match="recorded step"):
+        memplan.compile_step(net, optimizer, lambda out: out[0].sum(), x, device="cpu", cuda_graph=True)
+    with pytest.raises(MemplanError, match="run where they are"):
+        memplan.Backend(device="cpu")
+    with pytest.raises(BudgetInfeasible):
+        memplan.compile(net, x, device="cpu", budget=64, **FLOW)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_model_that_is_on_a_device_already(net: Net, x: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedDevice, match="already"):
+        memplan.compile(net.cuda(), x.cuda(), device="cuda")
+
+
+# -- the rules of a forward that returns -------------------------------------------------------------------
+
+
+def _workload(net: Net, x: torch.Tensor) -> tuple[Graph, Workload]:
+    traced = trace(net, x, device="cpu")
+    order = tuple(range(len(traced.graph.ops)))
+    workload = make_workload(traced.graph, order, FAST_LINK, 64, device=traced.runs_on)
+    return traced.graph, workload
+
+
+def test_what_the_forward_changes_is_due_before_the_backward(net: Net, x: torch.Tensor) -> None:
+    graph, workload = _workload(net, x)
+    found = apply(workload, workload.plain).graph
+    for target in (OFFLOAD, OFFLOAD_WAIT):
+        early = {
+            found.values[op.writes[0]].storage for op in found.ops if op.target == target and op.phase is Phase.FORWARD
+        }
+        assert workload.due <= early
+    kinds = {graph.storages[s].kind for s in workload.due}
+    assert kinds == {StorageKind.OUTPUT, StorageKind.PARAMETER}
+
+
+def test_events_that_forget_it_are_refused(net: Net, x: torch.Tensor) -> None:
+    _, workload = _workload(net, x)
+    due = min(workload.due)
+    forgotten: Events = tuple(e for e in workload.plain if e not in _out(due))
+    with pytest.raises(InvalidEviction, match=r"not back on the host|when the backward begins"):
+        apply(workload, forgotten)
+
+
+def test_tangents_cannot_come_with_the_forward(net: Net, x: torch.Tensor) -> None:
+    _, workload = _workload(net, x)
+    late = min(workload.late)
+    arrival = (Event(Kind.RELOAD, late), Event(Kind.RELOADED, late))
+    with pytest.raises(InvalidEviction, match="given when the backward begins"):
+        apply(workload, (*arrival, *(e for e in workload.plain if e not in arrival)))
+
+
+def _out(s: int) -> Events:
+    return Event(Kind.OFFLOAD, s), Event(Kind.OFFLOADED, s)

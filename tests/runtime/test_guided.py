@@ -1,0 +1,413 @@
+"""Measured, then guided steps: what people do meanwhile, and what cannot be."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, UnsupportedCall
+from memplan.evict.events import Events
+from memplan.evict.workload import Workload
+from memplan.graph import StorageKind
+from memplan.runtime import CompiledModule, CompiledStep
+from memplan.runtime.guided import REPLANS, SAMPLES, WARM
+from tests.runtime.budgets import FAST_LINK, QUICK, everything
+from tests.runtime.virtual import virtual
+
+STEPS = WARM + SAMPLES
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().sum()
+
+
+class Mean(nn.Module):
+    """A loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.long))
+
+
+def _net() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Net(), torch.randn(64, 16)
+
+
+@pytest.fixture(autouse=True)
+def _in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Copies take three times as long as one op, and say that it was one."""
+    with virtual(monkeypatch, lambda _: 3.0, lambda _: 1.0):
+        yield
+
+
+def _compiled(model: nn.Module, x: torch.Tensor, **options: Any) -> CompiledModule:
+    settings: dict[str, Any] = {"budget": 0.8, "policy": everything, "costs": "measure", **options}
+    compiled = memplan.compile(model, x, **settings)
+    assert compiled._guide is not None
+    return compiled
+
+
+def _step(model: nn.Module, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = call(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def _equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def _finish(model: nn.Module, compiled: CompiledModule, x: torch.Tensor) -> None:
+    """Train until nothing is measured any more; every step is right."""
+    expected = _step(model, memplan.compile(model, x), x)
+    for _ in range((REPLANS + 1) * STEPS + 1):
+        assert _equal(_step(model, compiled, x), expected)
+        if compiled._guide is None:
+            return
+    raise AssertionError("it never ends")
+
+
+# -- afterwards, and when nobody asked -------------------------------------------------------------------
+
+
+def test_nothing_is_measured_afterwards() -> None:
+    model, x = _net()
+    compiled = _compiled(model, x)
+    main = compiled._selector.main
+    assert main.forward is not main.program.forward
+    _finish(model, compiled, x)
+    main = compiled._selector.main
+    assert (main.forward, main.backward) == (main.program.forward, main.program.backward)
+    before = compiled.measurements
+    assert _equal(_step(model, compiled, x), _step(model, compiled, x))
+    assert compiled.measurements == before
+
+
+def test_nothing_is_measured_where_nothing_is_evicted() -> None:
+    model, x = _net()
+    for options in ({"budget": 1.0}, {"budget": "1GiB"}):
+        compiled = memplan.compile(model, x, costs="measure", **options)
+        assert compiled._guide is None
+        main = compiled._selector.main
+        assert main.forward is main.program.forward
+        _step(model, compiled, x)
+        assert compiled.measurement is None
+        assert compiled.plan.arena_size == memplan.plan(model, x).arena_size == main.arena.nbytes
+
+
+def test_every_plan_is_of_the_same_budget_in_the_same_arena() -> None:
+    model, x = _net()
+    compiled = _compiled(model, x, budget="min", policy=QUICK)
+    safe, arena = compiled.plan, compiled._arena
+    assert safe.eviction is not None
+    assert arena.nbytes == safe.eviction.budget
+    _finish(model, compiled, x)
+    for measured in compiled.measurements:
+        assert measured.plan.arena_size <= arena.nbytes
+    assert compiled._selector.main.arena is arena
+
+
+def test_measured_costs_are_saved_and_used_again(tmp_path: Path) -> None:
+    model, x = _net()
+    compiled = _compiled(model, x)
+    _finish(model, compiled, x)
+    assert compiled.measurement is not None
+    path = tmp_path / "costs.json"
+    compiled.measurement.costs.save(path)
+    again = memplan.compile(model, x, budget=0.8, policy=QUICK, costs=str(path))
+    assert again.plan.eviction is not None
+    assert again.plan.eviction.costs == compiled.measurement.costs.name
+
+
+# -- what steps are measured -----------------------------------------------------------------------------
+
+
+def test_steps_that_end_early_are_not_measured() -> None:
+    model, x = _net()
+    compiled = _compiled(model, x)
+    meter = compiled._guide._meter
+    compiled(x)  # no backward
+    assert meter.samples == 0
+
+    def fail(event: Any) -> None:
+        if event.step == event.steps - 3:
+            raise RuntimeError("no more")
+
+    with compiled.hooks.add(fail), pytest.raises(RuntimeError, match="no more"):
+        _step(model, compiled, x)
+    assert meter.samples == 0
+    with pytest.raises(InputMismatch):
+        compiled(x[:3])
+    _step(model, compiled, x)
+    assert meter.samples == 1
+
+
+def test_other_modes_run_in_between() -> None:
+    model, x = _net()
+    compiled = _compiled(model, x)
+    loss = model(x).detach()
+    for _ in range(3 * STEPS):
+        with torch.no_grad():
+            assert torch.equal(compiled(x), loss)
+        compiled.eval()
+        with torch.inference_mode():
+            assert torch.equal(compiled(x), loss)
+        compiled.train()
+        _step(model, compiled, x)
+    assert compiled.measurements
+    assert {runner.arena for runner in compiled._selector._runners.values()} == {compiled._arena}
+    _finish(model, compiled, x)
+
+
+class Skip(nn.Module):
+    """A forward whose first result is used at the end again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = wide = x.exp()
+        for _ in range(4):
+            wide = torch.cat([wide, wide]).sin()[: len(x)] + 1
+        return torch.cat([wide, wide]).sum() + y.sum()
+
+
+def test_inference_is_measured_too() -> None:
+    model, x = Skip().eval(), torch.randn(64, 16)
+    compiled = _compiled(model, x, train=False, budget="min", policy=QUICK)
+    expected = memplan.compile(model, x, train=False)(x)
+    with torch.inference_mode():
+        for _ in range(2 * STEPS):
+            assert torch.equal(compiled(x), expected)
+    assert compiled.measurements
+
+
+def test_a_switch_waits_for_the_step_in_flight() -> None:
+    model, x = _net()
+    compiled = _compiled(model, x)
+    safe = compiled.plan
+    for _ in range(STEPS):
+        expected = _step(model, compiled, x)
+    assert compiled._guide.due
+    main = compiled._selector.main
+    loss = main(main.signature.flatten((x,), {}), training=True)  # as if the guide had not been asked
+    with pytest.raises(StaleActivationsError):
+        compiled(x)
+    assert compiled.plan is safe
+    model.zero_grad()
+    loss.backward()
+    assert _equal([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], expected)
+    assert _equal(_step(model, compiled, x), expected)
+    assert compiled.plan is not safe
+
+
+def test_a_program_is_not_tried_in_an_arena_that_holds_a_step() -> None:
+    """Guided or not: the trial of another mode's program would overwrite the activations."""
+    model, x = _net()
+    compiled = memplan.compile(model, x)
+    expected = _step(model, compiled, x)
+    model.zero_grad()
+    loss = compiled(x)
+    with torch.no_grad(), pytest.raises(StaleActivationsError):
+        compiled(x + 1)
+    loss.backward()
+    assert _equal([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], expected)
+    with torch.no_grad():
+        compiled(x + 1)
+
+
+def test_hooks_and_the_tracker_see_measured_steps_and_those_after_a_switch() -> None:
+    model, x = _net()
+    compiled = _compiled(model, x)
+    tracker = memplan.Tracker()
+    seen: list[Any] = []
+    with compiled.hooks.add(tracker), compiled.hooks.add(seen.append):
+        for _ in range((REPLANS + 1) * STEPS):
+            seen.clear()
+            _step(model, compiled, x)
+            assert tracker.peak == compiled.plan.max_live
+            assert seen[-1].step + 1 == seen[-1].steps == len(compiled.plan.schedule.order)
+            if compiled._guide is None:
+                break
+    assert len(compiled.measurements) > 1
+    main = compiled._selector.main
+    assert main.forward is main.program.forward
+
+
+def test_parameters_that_move_meanwhile_are_followed() -> None:
+    model, x = _net()
+    compiled = _compiled(model, x)
+    free = memplan.compile(model, x)
+    for _ in range(2 * STEPS):
+        for p in model.parameters():
+            p.data = p.data + 0.01
+        assert _equal(_step(model, compiled, x), _step(model, free, x))
+    assert compiled.measurements
+    model.get_submodule("layers.0").weight = nn.Parameter(torch.randn(16, 16, dtype=torch.float64))
+    with pytest.raises(InputMismatch, match=r"layers\.0\.weight"):
+        compiled(x)
+
+
+# -- copies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_measure_anew_or_keep_the_guided_plan(how: Any) -> None:
+    model, x = _net()
+    compiled = _compiled(model, x)
+    _step(model, compiled, x)
+    twin = how(compiled)
+    assert twin._guide is not None
+    assert twin._guide._meter.samples == 0
+    assert twin.plan.fingerprint == compiled.plan.fingerprint
+    _finish(twin._original, twin, x)
+    _finish(model, compiled, x)
+    twin = how(compiled)
+    assert twin._guide is None
+    assert twin.plan.fingerprint == compiled.plan.fingerprint
+    assert twin.plan.arena_size <= compiled.plan.eviction.budget  # type: ignore[union-attr]
+    assert _equal(_step(twin._original, twin, x), _step(model, compiled, x))
+
+
+# -- other options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradients": "owned"}, {"guard": "poison"}, {"guard": "redzone"}, {"on_mismatch": "replan"}]
+)
+def test_other_options(options: dict[str, Any]) -> None:
+    model, x = _net()
+    compiled = _compiled(model, x, **options)
+    _finish(model, compiled, x)
+    assert len(compiled.measurements) > 1
+
+
+def test_guards_take_no_part_in_what_is_measured() -> None:
+    model, x = _net()
+    plain, guarded = _compiled(model, x), _compiled(model, x, guard="poison")
+    for compiled in (plain, guarded):
+        for _ in range(STEPS + 1):
+            _step(model, compiled, x)
+    assert plain.measurements[0].op_seconds == guarded.measurements[0].op_seconds
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_whole_steps(accumulate: int) -> None:
+    model, x = _net()
+    free = copy.deepcopy(model)
+    made: dict[str, CompiledStep] = {}
+    options: dict[str, Any] = {"budget": 0.7, "policy": everything, "costs": "measure", "guard": "poison"}
+    for name, m, extra in (("guided", model, options), ("free", free, {})):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)
+        made[name] = memplan.compile_step(m, optimizer, lambda loss: loss, x, accumulate=accumulate, **extra)
+    step = made["guided"]
+    assert step.measurement is None
+    safe = step.plan
+    tracker = memplan.Tracker()
+    with step.hooks.add(tracker):
+        for _ in range(2 * accumulate * (REPLANS + 1) * STEPS):
+            assert torch.equal(step(x), made["free"](x))
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), free.parameters(), strict=True))
+            if not step._guides:
+                break
+        assert torch.equal(step(x), made["free"](x))
+    assert not step._guides
+    assert len(step.measurements) > 1
+    assert step.plan.fingerprint != safe.fingerprint
+    assert tracker.steps
+
+
+@pytest.mark.parametrize("policy", ["flow", QUICK])
+def test_parameters_that_are_streamed(policy: Any) -> None:
+    """`device="cpu"`: the model stays where it is, an arena of its own is filled by planned copies."""
+    model, x = _net()
+    free = memplan.compile(model, x, device="cpu").plan.arena_size
+    compiled = _compiled(model, x, device="cpu", budget=free // 2, policy=policy)
+    _finish(model, compiled, x)
+    names = {c.name for c in compiled.measurements[0].copies}
+    kinds = {s.kind for s in compiled.plan.graph.storages if s.name in names}
+    assert StorageKind.PARAMETER in kinds
+
+
+def test_a_step_that_is_divided_stays_divided() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 400), Mean())
+    x = torch.randn(64, 16)
+    compiled = _compiled(model, x, budget="min", policy=QUICK, divide=4)
+    assert compiled.plan.division is not None
+    _finish(model, compiled, x)
+    assert all(m.plan.division == compiled.plan.division for m in compiled.measurements)
+    assert copy.deepcopy(compiled).plan.fingerprint == compiled.plan.fingerprint
+
+
+def test_several_devices_are_not_measured() -> None:
+    model, x = _net()
+    with pytest.raises(UnsupportedCall, match="one device"):
+        memplan.compile(model, x, device=["cpu:0", "cpu:1"], budget=0.7, costs="measure")
+
+
+# -- what cannot be --------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    model, x = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MemplanError, match="without a budget"):
+        memplan.compile(model, x, costs="measure")
+    with pytest.raises(MemplanError, match="without a budget"):
+        memplan.compile_step(model, optimizer, lambda loss: loss, x, costs="measure")
+    with pytest.raises(MemplanError, match="without a budget"):
+        memplan.compile(model, x, plan=memplan.plan(model, x), costs="measure")
+    with pytest.raises(UnsupportedCall, match="recorded"):
+        memplan.compile(model, x, budget=0.7, costs="measure", cuda_graph=True)
+    with pytest.raises(UnsupportedCall, match="recorded"):
+        memplan.compile_step(model, optimizer, lambda loss: loss, x, budget=0.7, costs="measure", cuda_graph=True)
+    batch = {"x": {0: torch.export.Dim("batch", max=128)}}
+    with pytest.raises(UnsupportedCall, match="one shape"):
+        memplan.compile(model, x, budget=0.7, costs="measure", dynamic_shapes=batch)
+    with pytest.raises(MemplanError, match="no cost model") as caught:
+        memplan.plan(model, x, budget=0.7, costs="measure")
+    assert "first steps" in str(caught.value)
+    with pytest.raises(MemplanError):
+        torch.compile(model, backend=memplan.Backend(budget=0.7, costs="measure"))(x)
+
+
+@pytest.mark.parametrize("error", [MemplanError("not now"), ValueError("never")])
+def test_a_policy_that_fails_later_leaves_the_safe_plan(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = _net()
+    asked = [0]
+
+    def policy(workload: Workload) -> Events:
+        asked[0] += 1
+        if asked[0] > 1:
+            raise error
+        return everything(workload)
+
+    compiled = _compiled(model, x, policy=policy)
+    safe = compiled.plan
+    for _ in range(STEPS):
+        expected = _step(model, compiled, x)
+    with caplog.at_level(logging.WARNING, "memplan"):
+        if isinstance(error, MemplanError):
+            assert _equal(_step(model, compiled, x), expected)
+            assert "not now" in caplog.records[-1].getMessage()
+        else:
+            with pytest.raises(ValueError, match="never"):
+                compiled(x)
+    assert _equal(_step(model, compiled, x), expected)
+    assert compiled.plan is safe
+    assert compiled._guide is None
+    assert FAST_LINK.name != safe.eviction.costs  # type: ignore[union-attr]

@@ -1,0 +1,134 @@
+"""Large fallback results at their planned address: who may, the allocator's two C functions, and the way back."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memplan.plan import Plan
+from memplan.replay.allocator import host_backing
+from memplan.replay.places import LEAST, Place, PlaceAllocator, places, segment
+from memplan.runtime.bind import BoundOp, Form
+from memplan.runtime.placed import placing
+from memplan.trace import plan
+
+MB = 1 << 20
+
+
+class Net(nn.Module):
+    """Its convolutions are fallbacks of 16 MiB, its norm one of 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.LayerNorm(512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.norm(self.two(self.one(x).relu()).relu()[:, :1]).square().mean()
+        return loss
+
+
+@cache
+def _plan() -> Plan:
+    with torch.device("meta"):
+        return plan(Net(), torch.empty(2, 1, 1024, 512), schedule="traced", solver="greedy")
+
+
+def test_only_what_has_its_whole_segment_to_itself_has_a_place() -> None:
+    made = _plan()
+    graph = made.placed
+    found = places(made)
+    assert found
+    for index, place in found.items():
+        op = graph.ops[index]
+        assert not op.direct
+        assert place.nbytes >= LEAST
+        step = made.schedule.order.index(index)
+        name = graph.storages[graph.values[place.value].storage].name
+        assert graph.values[place.value].storage not in {graph.values[v].storage for v in op.reads}
+        end = place.offset + segment(place.nbytes)
+        assert end <= made.arena_size
+        for b in made.problem.alive_at(step):
+            low = made.solution.offsets[b.id]
+            assert b.id == name or low + b.size <= place.offset or end <= low, "neither inputs nor neighbours"
+    small = replace(made, graph=replace(made.graph, ops=tuple(replace(op, direct=True) for op in made.graph.ops)))
+    assert not places(small)
+
+
+def test_a_segment_is_what_the_caching_allocator_asks_for() -> None:
+    assert [segment(n) for n in (LEAST, LEAST + 1, 11 * MB, 12 * MB)] == [10 * MB, 12 * MB, 12 * MB, 12 * MB]
+
+
+def test_the_address_is_handed_out_once_for_the_expected_size() -> None:
+    libc = ctypes.CDLL(None)
+    exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)(lambda mode: 0)
+    del libc
+    arena = torch.empty(64 * MB, dtype=torch.uint8)
+    low = arena.data_ptr()
+    allocator = PlaceAllocator(host_backing(), exchange, low, low + arena.nbytes)
+    word = ctypes.c_size_t
+    allocate = ctypes.CFUNCTYPE(word, word, ctypes.c_int, word)(allocator.pointers[0])
+    release = ctypes.CFUNCTYPE(None, word, word, ctypes.c_int, word)(allocator.pointers[1])
+    with allocator.expecting(low + 512, 11 * MB):
+        workspace = allocate(2 * MB, 0, 0)
+        assert not low <= workspace < low + arena.nbytes, "another size is forwarded"
+        assert allocate(12 * MB, 0, 0) == low + 512
+        second = allocate(12 * MB, 0, 0)
+        assert not low <= second < low + arena.nbytes, "and so is the second of that size"
+    release(low + 512, 12 * MB, 0, 0)  # the arena's: nothing happens
+    arena.fill_(1)
+    with allocator.expecting(low, 11 * MB):
+        pass
+    late = allocate(12 * MB, 0, 0)
+    assert not low <= late < low + arena.nbytes, "nothing is expected any more"
+    for pointer in (workspace, second, late):
+        release(pointer, 0, 0, 0)
+
+
+class Here:
+    """As a pool: what is made inside `at` lies there, if the kernel of the test asks."""
+
+    def __init__(self) -> None:
+        self.address = 0
+
+    @contextmanager
+    def at(self, address: int, nbytes: int) -> Iterator[None]:
+        self.address = address
+        yield
+        self.address = 0
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("cooperates", [True, False])
+def test_a_result_that_is_there_is_not_copied(cooperates: bool, several: bool) -> None:
+    """With a stand-in for a kernel that makes its result where the pool is told to, or elsewhere."""
+    memory = torch.empty(1 << 16, dtype=torch.uint8)
+    storage: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + 512, memory.device, 4096)
+    target = torch.empty(0).set_(storage, 0, (32, 32), (32, 1))
+    placer = Here()
+
+    def kernel(x: torch.Tensor) -> Any:
+        result = x + 1
+        if cooperates:
+            there: Any = torch._C._construct_storage_from_data_pointer(placer.address, memory.device, 4096)
+            result = torch.empty(0).set_(there, 0, (32, 32), (32, 1)).copy_(result)
+        return (x, result) if several else result
+
+    outs = (3, 7) if several else (7,)
+    bound = BoundOp(form=Form.FUNCTIONAL, function=kernel, args=(), kwargs={}, outs=outs, several=several)
+    other = replace(bound, function=torch.abs)
+    placed = placing((other, bound), {1: Place(7, 512, 4096)}, {"v7": target}, placer)
+    assert placed[0] is other
+    results = placed[1].function(torch.ones(32, 32))
+    result = results[-1] if several else results
+    assert torch.equal(result, torch.full((32, 32), 2.0))
+    assert (result is target) is cooperates, "copying it onto itself does nothing"
+    assert not placer.address, "nothing is expected outside of the call"

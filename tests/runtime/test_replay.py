@@ -1,0 +1,249 @@
+"""Replay of recorded allocations through the C functions that PyTorch's allocator hook takes, on the host's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import memplan
+from memplan.errors import UnsupportedCall
+from memplan.replay.allocator import Allocator, host_backing
+from memplan.runtime.recorded import Recording, recording_of
+
+Action = tuple[
+    int, int
+]  # (size, 0): allocate; (0, i): release the i-th of those that are alive, as far as there is one
+
+
+@cache
+def _allocator() -> Allocator:
+    return Allocator(host_backing())  # compiling it takes seconds; like the process's own, it is there for good
+
+
+@dataclass
+class Program:
+    """Allocates and releases through the C functions as PyTorch would, and checks what it gets."""
+
+    alive: list[tuple[int, int]] = field(default_factory=list)  # (address, size)
+    given: list[int] = field(default_factory=list)
+
+    def run(self, actions: Sequence[Action], stream: int = 0) -> None:
+        made = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t)
+        allocate = made(_allocator().pointers[0])
+        for size, which in actions:
+            if not size:
+                if self.alive:
+                    self.release(which % len(self.alive), stream)
+                continue
+            address = allocate(size, 0, stream)
+            assert address
+            assert all(address + size <= a or a + s <= address for a, s in self.alive), "memory is given out once"
+            ctypes.memset(address, 0x5A, size)
+            self.alive.append((address, size))
+            self.given.append(address)
+
+    def release(self, index: int, stream: int = 0) -> None:
+        made = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t)
+        address, size = self.alive.pop(index)
+        made(_allocator().pointers[1])(address, size, 0, stream)
+
+    def release_all(self) -> None:
+        while self.alive:
+            self.release(0)
+
+
+def _record(actions: Sequence[Action], *, hold: bool = False) -> Recording:
+    program = Program()
+    _allocator().start_recording()
+    program.run(actions)
+    if not hold:
+        program.release_all()
+    events = _allocator().stop_recording()
+    program.release_all()
+    return recording_of(events, 512, _allocator(), solver="greedy")
+
+
+def _replay(recording: Recording, actions: Sequence[Action], *, late: bool = False) -> Program:
+    program = Program()
+    with recording.replay():
+        program.run(actions)
+        if not late:
+            program.release_all()
+    program.release_all()
+    return program
+
+
+actions = st.lists(
+    st.tuples(st.sampled_from([0, 0, 1, 500, 512, 3000, 70_000, 1 << 21]), st.integers(0, 7)), max_size=40
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(actions)
+def test_the_same_step_lies_where_it_was_planned(steps: list[Action]) -> None:
+    recording = _record(steps)
+    for count in (1, 2):
+        program = _replay(recording, steps)
+        assert _allocator().replayed == count
+        first = program.given[0] - recording.tape.offsets[0] if program.given else 0
+        assert [address - first for address in program.given] == list(recording.tape.offsets)
+        assert all(0 <= o < max(recording.arena_size, 1) for o in recording.tape.offsets)
+    assert _allocator().in_arena == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(actions, actions, st.booleans(), st.booleans())
+def test_no_other_step_ever_gets_memory_that_is_in_use(
+    steps: list[Action], others: list[Action], late: bool, hold: bool
+) -> None:
+    """`Program` looks at every address: whatever differs, sizes, order or releases, nothing is given out twice."""
+    recording = _record(steps, hold=hold)
+    for one in (others, steps + others, steps[: len(steps) // 2] + others, steps):
+        _replay(recording, one, late=late)
+        assert _allocator().in_arena == 0
+    assert _replay(recording, steps).given or not any(size for size, _ in steps)
+
+
+def test_what_outlives_the_step_gets_memory_of_its_own() -> None:
+    steps: list[Action] = [(4096, 0), (8192, 0), (0, 0)]
+    recording = _record(steps, hold=True)
+    assert recording.kept == 8192
+    assert recording.tape.offsets == (0, -1)
+    program = Program()
+    with recording.replay():
+        program.run(steps)
+    kept = program.given[1]
+    with recording.replay():  # as the parameters' gradients do, it is alive while the next step runs
+        program.run([(4096, 0), (8192, 0), (0, 1)])
+    assert _allocator().replayed == 2
+    assert program.given[1] == kept
+    assert program.given[3] != kept
+    program.release_all()
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ([(4096, 0), (0, 0), (9000, 0)], "allocation 1 asks for 9000 bytes, recorded were 8192"),
+        ([(4096, 0), (8192, 0)], "allocation 1 would overwrite"),
+        ([(4096, 0), (0, 0), (8192, 0), (0, 0), (1, 0)], "allocation 2 comes after the last"),
+        ([(4096, 0)], "stopped before allocation 1 of 2"),
+    ],
+)
+def test_the_first_difference_is_logged_once(other: list[Action], why: str, caplog: pytest.LogCaptureFixture) -> None:
+    steps: list[Action] = [(4096, 0), (0, 0), (8192, 0), (0, 0)]
+    recording = _record(steps)
+    assert recording.tape.offsets == (0, 0)
+    with caplog.at_level(logging.WARNING, "memplan"):
+        for _ in range(3):
+            _replay(recording, other)
+        assert _replay(recording, steps).given[0] == _replay(recording, steps).given[1]
+    assert len(caplog.records) == 1
+    assert why in caplog.text
+    assert (_allocator().differences, _allocator().replayed) == (3, 2)
+
+
+def test_a_step_that_raises_is_no_difference_to_tell_of(caplog: pytest.LogCaptureFixture) -> None:
+    recording = _record([(4096, 0), (0, 0)])
+    with caplog.at_level(logging.WARNING, "memplan"), pytest.raises(KeyError), recording.replay():
+        raise KeyError
+    assert not caplog.records
+
+
+def test_released_memory_serves_the_next_of_its_stream() -> None:
+    program = Program()
+    program.run([(5000, 0), (0, 0), (5100, 0)], stream=8)
+    assert program.given[0] == program.given[1]
+    program.run([(5000, 0)], stream=16)
+    program.release(0, stream=8)
+    program.run([(5000, 0)], stream=16)
+    assert len({*program.given[1:]}) == 3, "another stream may still be at work there"
+    assert _allocator().kept >= 5000
+    program.release_all()
+
+
+def test_a_large_step_and_two_recordings_in_turn() -> None:
+    many = [action for i in range(3000) for action in ((512 * (1 + i % 37), 0), *([(0, i % 5)] if i % 3 else []))]
+    few: list[Action] = [(4096, 0), (0, 0), (8192, 0)]
+    one, two = _record(many), _record(few)
+    assert one.arena_size < sum(one.tape.sizes)
+    for recording, steps in ((one, many), (two, few), (one, many)):
+        _replay(recording, steps)
+        assert _allocator().replayed == 1
+
+
+def test_without_the_allocator_there_is_nothing_to_replay() -> None:
+    recording = memplan.record(lambda: torch.ones(1000))
+    assert recording.tape.sizes
+    with pytest.raises(UnsupportedCall, match="install_allocator"), recording.replay():
+        pass
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedCall, match="no CUDA device"):
+            memplan.install_allocator()
+
+
+_ON_CUDA = """
+import logging, torch, memplan
+logging.basicConfig(level=logging.WARNING)
+memplan.install_allocator()
+memplan.install_allocator()  # once is enough
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1)).cuda()
+eager = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1)).cuda()
+eager.load_state_dict(model.state_dict())
+x = torch.randn(512, 64, device="cuda")
+
+def step(m):
+    for p in m.parameters():
+        p.grad = None
+    loss = m(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+recording = memplan.record(lambda: step(model), device="cuda", warm_up=3)
+for _ in range(5):
+    with recording.replay():
+        ours = step(model)
+    theirs = step(eager)
+    assert torch.equal(ours, theirs), (ours, theirs)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), eager.parameters()))
+torch.cuda.synchronize()
+print("replayed", recording.allocator.replayed, "different", recording.allocator.differences, recording.report())
+assert recording.allocator.replayed >= 4
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available")
+def test_on_cuda_a_process_replays_its_step() -> None:
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_CUDA],
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=300,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is available")
+def test_on_cuda_it_can_be_too_late() -> None:
+    torch.zeros(1, device="cuda")
+    with pytest.raises(UnsupportedCall, match="in use already"):
+        memplan.install_allocator()

@@ -1,0 +1,246 @@
+"""`dynamic_shapes`: any shape in range runs in the one arena, equal to eager bit by bit; the others are mismatches."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import memplan
+from memplan.errors import InputMismatch, InvalidShapes, ShapeOutOfRange, StaleActivationsError
+
+BATCH, SEQ = Dim("batch", min=1, max=32), Dim("seq", min=1, max=48)
+
+
+class Attention(nn.Module):
+    """A layer whose activations grow with the square of the sequence, with dropout and a buffer that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.1)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+        self.calls.add_(1)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.transpose(1, 2) * scale + mask[:, None, :]
+        y: Tensor = self.out(self.dropout(scores.softmax(-1)) @ v)
+        return nn.functional.gelu(y)
+
+
+SHAPES: dict[str, Any] = {"x": {0: BATCH, 1: SEQ}, "mask": {0: BATCH, 1: SEQ}}
+
+
+def _inputs(batch: int, seq: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(batch * 100 + seq)
+    return torch.randn(batch, seq, 16), torch.randn(batch, seq)
+
+
+def _step(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model.zero_grad()
+    out = model(*inputs)
+    out.square().mean().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def _compiled(example: tuple[Any, ...] = (), **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(1)
+    model = Attention()
+    reference = copy.deepcopy(model)
+    return reference, memplan.compile(model, example or _inputs(3, 8), dynamic_shapes=SHAPES, **options)
+
+
+def _require_equal(reference: nn.Module, compiled: Any, inputs: tuple[Any, ...]) -> None:
+    for one, two in zip(_step(reference, inputs), _step(compiled, inputs), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_every_shape_equals_eager_in_one_growing_arena() -> None:
+    reference, compiled = _compiled()
+    sizes = []
+    for shape in ((3, 8), (5, 20), (2, 7), (32, 48), (3, 8), (17, 2), (4, 1), (1, 9), (1, 1), (5, 20)):
+        _require_equal(reference, compiled, _inputs(*shape))
+        sizes.append(compiled._arena.nbytes)
+    assert sizes == sorted(sizes), "it never shrinks"
+    assert sizes[0] < sizes[3] == sizes[-1] == compiled.symbolic.arena_size({"batch": 32, "seq": 48})
+    assert {r.arena for r in compiled._selector.programs.values()} == {compiled._arena}
+    assert compiled._selector.main.arena is compiled._arena
+    assert torch.equal(reference.get_buffer("calls"), compiled.calls)
+
+
+@pytest.mark.parametrize("options", [{"guard": "poison"}, {"gradients": "owned"}, {"guard": "redzone"}])
+def test_guards_and_owned_gradients(options: dict[str, Any]) -> None:
+    reference, compiled = _compiled(**options)
+    for shape in ((3, 8), (4, 12), (7, 5)):
+        _require_equal(reference, compiled, _inputs(*shape))
+
+
+def test_programs_are_kept_and_the_oldest_forgotten() -> None:
+    _, compiled = _compiled()
+    selector = compiled._selector
+    first = selector.select(_inputs(3, 8), {})[0]
+    assert selector.select(_inputs(3, 8), {})[0] is first
+    selector.select(_inputs(32, 48), {})
+    assert selector.select(_inputs(3, 8), {})[0] is not first, "its arena is gone"
+    for seq in range(3, 43):
+        selector.select(_inputs(3, seq), {})
+    assert len(selector.programs) == 16
+    assert len(selector._families) == 1
+
+
+def test_other_states_have_traces_of_their_own() -> None:
+    reference, compiled = _compiled()
+    _require_equal(reference, compiled, _inputs(3, 8))
+    with torch.no_grad():
+        for shape in ((3, 8), (32, 30)):
+            torch.manual_seed(0)
+            expected = reference(*_inputs(*shape))
+            torch.manual_seed(0)
+            assert torch.equal(compiled(*_inputs(*shape)), expected)
+    reference.eval()
+    compiled.eval()
+    _require_equal(reference, compiled, _inputs(6, 6))
+    reference.train()
+    compiled.train()
+    _require_equal(reference, compiled, _inputs(6, 6))
+
+
+def test_buckets_share_offsets_and_spare_the_arena() -> None:
+    reference, compiled = _compiled(bucketing={"seq": 16, "batch": 4})
+    arena = compiled._arena
+    assert arena.nbytes == compiled.symbolic.arena_size({"batch": 4, "seq": 16})
+    for shape in ((3, 8), (4, 16), (2, 9), (4, 3)):
+        _require_equal(reference, compiled, _inputs(*shape))
+        assert compiled._arena is arena
+    plans = {r.plan.arena_size: r.plan.solution.offsets for r in compiled._selector.programs.values()}
+    biggest = plans[max(plans)]
+    assert all(offset == biggest[name] for offsets in plans.values() for name, offset in offsets.items())
+    _require_equal(reference, compiled, _inputs(5, 33))
+    assert compiled._arena is not arena
+
+
+@pytest.mark.parametrize("policy", ["error", "eager", "replan"])
+def test_out_of_range_follows_on_mismatch(policy: str) -> None:
+    reference, compiled = _compiled(on_mismatch=policy)
+    _step(reference, _inputs(3, 8)), _step(compiled, _inputs(3, 8))
+    if policy == "error":
+        with pytest.raises(ShapeOutOfRange, match=r"seq: is 49, the plan was made for 1\.\.48"):
+            compiled(*_inputs(3, 49))
+        return
+    _require_equal(reference, compiled, _inputs(3, 60))
+    _require_equal(reference, compiled, _inputs(3, 8))
+
+
+def test_calls_that_differ_otherwise_are_refused_by_name() -> None:
+    _, compiled = _compiled(example=(*_inputs(3, 8), 0.5))
+    x, mask = _inputs(4, 9)
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((x.double(), mask, 0.5), "input 0: is torch.float64"),
+        ((x, mask, 0.25), "input 2: is 0.25"),
+        ((x, mask[:3], 0.5), "batch=4"),
+        ((x, mask), "arguments"),
+        ((x, 3, 0.5), "input 1: is a int"),
+        ((x[..., :8], mask, 0.5), "dimension 2 is 8"),
+        ((x[0], mask, 0.5), "input 0"),
+    ]
+    for args, complaint in wrong:
+        with pytest.raises(InputMismatch, match=complaint):
+            compiled(*args)
+    assert compiled(x, mask, 0.5).shape == x.shape
+
+
+def test_strides_are_laid_out_as_traced() -> None:
+    reference, compiled = _compiled()
+    x, mask = _inputs(6, 6)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    for one, two in zip(_step(reference, (x, mask)), _step(compiled, (strided, mask)), strict=True):
+        assert torch.equal(one, two)
+    _require_equal(reference, compiled, (x, mask))
+
+
+def test_a_step_in_flight_survives_a_larger_arena() -> None:
+    reference, compiled = _compiled()
+    results = []
+    for model in (reference, compiled):
+        torch.manual_seed(0)
+        model.zero_grad()
+        small, large = model(*_inputs(3, 8)).sum(), model(*_inputs(9, 30)).sum()
+        large.backward()
+        small.backward()
+        results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for one, two in zip(results[0], results[1], strict=True):
+        assert torch.equal(one, two)
+    pending = compiled(*_inputs(3, 8)).sum()
+    with pytest.raises(StaleActivationsError):
+        compiled(*_inputs(4, 8))
+    pending.backward()
+
+
+def test_copies_are_compiled_again_for_all_shapes() -> None:
+    reference, compiled = _compiled()
+    twin = copy.deepcopy(compiled)
+    reference.load_state_dict(twin.state_dict())
+    for shape in ((3, 8), (5, 11)):
+        _require_equal(reference, twin, _inputs(*shape))
+
+
+def test_nonsense_is_refused_when_compiling() -> None:
+    with pytest.raises(InvalidShapes, match="no dimension 'length'"):
+        _compiled(bucketing={"length": 8})
+    with pytest.raises(InvalidShapes, match="not a whole number"):
+        _compiled(bucketing={"seq": 0})
+    with pytest.raises(InvalidShapes, match="no dimension varies"):
+        memplan.compile(nn.Linear(2, 2), torch.zeros(2, 2), bucketing={"seq": 8})
+    with pytest.raises(InvalidShapes, match="one size only"):
+        _compiled(budget="50%")
+    with pytest.raises(InvalidShapes, match="one shape"):
+        _compiled(cuda_graph=True)
+    with pytest.raises(InvalidShapes, match="for one shape"):
+        _compiled(plan=memplan.plan(nn.Linear(2, 2), torch.zeros(2, 2)))
+
+
+def test_what_made_the_inputs_is_not_kept() -> None:
+    _, compiled = _compiled()
+    x, mask = _inputs(4, 9)
+    made = x.clone().requires_grad_()
+    input_ = made * 2
+    compiled(input_.detach(), mask)
+    gone = weakref.ref(input_)
+    del input_
+    assert gone() is None
+
+
+def test_keywords_and_dims_of_arguments_in_containers() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, parts: dict[str, list[Tensor]], *, scale: Tensor) -> Tensor:
+            out: Tensor = self.layer(parts["all"][0]) * scale
+            return out + parts["all"][1]
+
+    n = Dim("n", min=2, max=100)
+    shapes = {"parts": {"all": [{0: n}, {0: n}]}, "scale": None}
+    model = Sum()
+    reference = copy.deepcopy(model)
+
+    def call(size: int) -> tuple[dict[str, list[Tensor]], Tensor]:
+        return {"all": [torch.randn(size, 4), torch.randn(size, 4)]}, torch.randn(4)
+
+    parts, scale = call(5)
+    compiled = memplan.compile(model, (parts,), {"scale": scale}, dynamic_shapes=shapes)
+    for size in (5, 2, 99, 100):
+        parts, scale = call(size)
+        assert torch.equal(compiled(parts, scale=scale), reference(parts, scale=scale))
+    parts["all"][1] = torch.randn(99, 4)
+    with pytest.raises(ShapeOutOfRange, match="with n=100"):
+        compiled(parts, scale=scale)

@@ -1,0 +1,44 @@
+"""Expressions: exact, and nothing but numbers, symbols and arithmetic gets through."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memplan.errors import InvalidPlan
+from memplan.symbolic import Expression
+from memplan.symbolic.expression import evaluator
+
+
+@given(a=st.integers(1, 10**6), b=st.integers(1, 10**6))
+def test_numbers_are_exact(a: int, b: int) -> None:
+    texts = ["4*a*b*(b - 1)//2", "max(1, a - 1)", "a**3 % b", "-(a + 1)//2", "a < b and not a == 1", "min(a, b, 7)"]
+    expected = (4 * a * b * (b - 1) // 2, max(1, a - 1), a**3 % b, -(a + 1) // 2, a < b and a != 1, min(a, b, 7))
+    assert evaluator(texts, ["a", "b"])(a, b) == expected
+    assert [Expression(t, ["a", "b"]).evaluate(a, b) for t in texts] == list(expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os')", "a.real", "a[0]", "lambda: 1", "1.5*a", "'a'", "True", "c", "a if b else 1", "a**b",
+        "a/b", "max(a)", "max(a, key=b)", "abs(a)", "[a]", "a and b", "1 + (a < b)", "a <", "", "a := 1",
+        "a is b", "~a", "9" * 3000, str(2**70), "f'{a}'", "a @ b", "a << 70", "a**99", "max(*[1, 2])",
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(InvalidPlan):
+        Expression(text, ["a", "b"])
+
+
+def test_a_divisor_of_zero_is_an_error_of_ours() -> None:
+    with pytest.raises(InvalidPlan, match="cannot be computed for a=2"):
+        Expression("8//(a - 2)", ["a"]).evaluate(2)
+
+
+def test_conditions_are_told_from_sizes() -> None:
+    assert Expression("a < 3 or a % 8 == 0", ["a"]).condition
+    assert not Expression("a*(a + 1)", ["a"]).condition
+    assert Expression("a", ["a"]) == Expression("a", ["a"])
+    assert Expression("a", ["a"]) != Expression("a", ["a", "b"])
