@@ -24,7 +24,6 @@ _TABLE = 1 << 18  # remembered states
 _NOISES = (0.05, 0.3)  # of the logarithm of a key
 _FIRST_NODES, _SLICE_NODES, _LEAST_NODES = 2, 1, 100  # per buffer, per buffer, at least
 _TURNS = 1_000  # of the ejection search, in one go
-_LEARNT_SHARE = 3  # of the ejection search that has learnt something, for one of the tree search
 _HEAD_START = 500_000  # units of work that the tree search alone gets at first, where capacities may be tight
 
 
@@ -39,8 +38,8 @@ class Outcome(enum.Enum):
 def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = None) -> tuple[Outcome, Ints]:
     """Place the piece under its capacity, prove that it cannot be done, or give up when `budget` is over.
 
-    Ejection search (`eject.py`) goes on beside it: with most of the work, from the first few arms on, if it has
-    `learnt` to go on from; else with half of it, after a head start, in which the tree finds what it can find.
+    Ejection search (`eject.py`) gets as much work: from the first few arms on if it has `learnt` to go on from,
+    else after a head start, in which the tree finds what it can find.
     Returns the outcome and, if SOLVED, the offsets (units).
     """
     n = piece.core.n
@@ -51,11 +50,11 @@ def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = N
     table = np.zeros(_TABLE, np.int64)
     random = np.random.default_rng(seed)
     ejection = Ejection(piece, seed, learnt) if n <= MOST else None
-    share, head = (1, _HEAD_START) if learnt is None else (_LEARNT_SHARE, 0)
-    run, treed, ejected = 0, 0, head  # runs of the tree search; units of work of both
+    run, treed = 0, 0  # of the tree search: runs, units of work
+    ejected = _HEAD_START if learnt is None else 0  # units of work
     while not budget.is_over:
         before = budget.spent
-        if ejection is not None and run >= len(_RULES) and ejected < share * treed:
+        if ejection is not None and run >= len(_RULES) and ejected < treed:
             if ejection.run(_TURNS, budget):
                 return Outcome.SOLVED, ejection.offsets
             ejected += budget.spent - before
