@@ -179,7 +179,7 @@ class ShapedSelector(Selector):
                 return self._program(family, values, flat)
         return self._build(args, kwargs, state.grad)
 
-    def _covering(  # noqa: PLR0917
+    def _covering(
         self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], fixed: frozenset[str]
     ) -> tuple[Family, dict[str, int]] | None:
         """A new family and the values of a call in it; None when no family of more than one size covers the call."""

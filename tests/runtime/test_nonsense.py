@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
 
@@ -41,7 +40,9 @@ def test_by_compile_step(options: dict[str, Any]) -> None:
     model = nn.Linear(3, 3)
     batch = torch.randn(2, 3), torch.randn(2, 3)
     with pytest.raises(MemplanError, match=next(iter(options))):
-        memplan.compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, batch, **options)
+        memplan.compile_step(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss, batch, **options
+        )
 
 
 def test_a_constant_of_the_other_sign_is_another_constant() -> None:
