@@ -116,6 +116,9 @@ class Options(PlanOptions):
         if self.dynamic_shapes is None and self.bucketing is not None:
             hint = "name the dimensions that vary, or leave bucketing out"
             raise InvalidShapes("no dimension varies", where="bucketing without dynamic_shapes", hint=hint)
+        if self.bucketing is not None and not isinstance(self.bucketing, Mapping):
+            hint = "write {'batch': 8}: the multiple up to which the sizes of each dimension are rounded"
+            raise InvalidShapes(f"is a {type(self.bucketing).__name__}", where="bucketing", hint=hint)
         if self.dynamic_shapes is not None and self.cuda_graph:
             hint = "record the shapes that matter, each compiled on its own"
             raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
@@ -150,7 +153,10 @@ def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan 
     if budget is not None:
         hint = "pass one of them: a plan has its budget already"
         raise MemplanError(f"budget={budget!r} beside a plan", where="compile", hint=hint)
-    return load(plan) if isinstance(plan, (str, os.PathLike)) else plan
+    found = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
+    if not isinstance(found, Plan):
+        raise MemplanError(f"is a {type(found).__name__}", where="plan", hint="pass a memplan.Plan, or the path of one")
+    return found
 
 
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

@@ -101,7 +101,9 @@ def _ties(leaves: Sequence[Any]) -> dict[int, int]:
 
 
 def _same_constant(one: Any, two: Any) -> bool:
-    return one is two or bool(one == two) or bool(one != one and two != two)  # NaN is NaN  # noqa: PLR0124
+    if isinstance(one, (float, complex)):  # NaN is NaN, and -0.0 is not 0.0
+        return repr(one) == repr(two)
+    return one is two or bool(one == two)
 
 
 def _mismatch(where: str, what: str) -> InputMismatch:

@@ -60,6 +60,8 @@ def _target(device: Any) -> Target:
     index: int | None = found.index
     if index is None:
         index = torch.cuda.current_device() if found.type == "cuda" and torch.cuda.is_available() else 0
+    if index < 0:  # torch keeps the number in one byte
+        raise UnsupportedDevice(f"there is no device {device!r}", where="device", hint=_HINT)
     name = f"{found.type}:{index}"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found.type == "cuda" and index >= count:

@@ -304,3 +304,11 @@ def test_T11_nothing_is_divided_where_nothing_must_be() -> None:  # noqa: N802
 def test_T11_what_says_no_number_of_blocks_is_refused(wrong: Any) -> None:  # noqa: N802
     with pytest.raises(InvalidSize, match="divide"):
         memplan.plan(nn.Linear(2, 2), torch.ones(1, 2), divide=wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"blocks": "4"}, {"blocks": 2.5}, {"sums": "no"}, {"blocks": 2, "over": 1.5}], ids=str
+)
+def test_T11_a_division_of_other_things_than_numbers_is_refused(wrong: dict[str, Any]) -> None:  # noqa: N802
+    with pytest.raises(InvalidSize, match="divide"):
+        Division(**wrong)

@@ -1,0 +1,59 @@
+"""Options that make no sense are refused when compiling, by errors of memplan's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import memplan
+from memplan.errors import InputMismatch, MemplanError
+
+_VARYING = {"input": {0: Dim("batch", min=1, max=16)}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"plan": 7},
+        {"plan": b"plan.json"},
+        {"device": "cpu:99999"},
+        {"dynamic_shapes": _VARYING, "bucketing": 5},
+        {"dynamic_shapes": _VARYING, "bucketing": [("batch", 4)]},
+    ],
+    ids=str,
+)
+def test_by_compile(options: dict[str, Any]) -> None:
+    with pytest.raises(MemplanError):
+        memplan.compile(nn.Linear(3, 3), torch.randn(2, 3), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*({"accumulate": k} for k in (float("nan"), float("inf"), 1.5, True, "2", None)), {"clip_grad_norm": "1"}],
+    ids=str,
+)
+def test_by_compile_step(options: dict[str, Any]) -> None:
+    model = nn.Linear(3, 3)
+    batch = torch.randn(2, 3), torch.randn(2, 3)
+    with pytest.raises(MemplanError, match=next(iter(options))):
+        memplan.compile_step(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss, batch, **options
+        )
+
+
+def test_a_constant_of_the_other_sign_is_another_constant() -> None:
+    class Divided(nn.Module):
+        def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:
+            return x / by
+
+    x = torch.ones(2, requires_grad=True)
+    compiled = memplan.compile(Divided(), (x, 0.0))
+    assert torch.equal(compiled(x, 0.0), x / 0.0)
+    with pytest.raises(InputMismatch):
+        compiled(x, -0.0)
+    again = memplan.compile(Divided(), (x, float("nan")))
+    assert again(x, -float("nan")).isnan().all()
