@@ -105,7 +105,7 @@ class Options(PlanOptions):
     on_mismatch: str = "error"
     cuda_graph: bool = False
     dynamic_shapes: Any = None
-    bucketing: Mapping[str, int] | None = None
+    bucketing: Any = None
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)
