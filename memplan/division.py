@@ -48,7 +48,7 @@ def division_of(divide: Divide) -> Division | None:
     return Division(blocks=divide)
 
 
-COMPRESSIONS = ("bits",)
+COMPRESSIONS = ("bits", "int8")  # the second: masks as bits, and real numbers as 8-bit codes
 
 
 def compression_of(compress: str | None) -> str:

@@ -1,8 +1,8 @@
 """Tracing: `nn.Module` + example inputs -> `TracedGraph`, and `plan`, which needs nothing but the trace.
 
-In the order in which data flows: `capture.py` (front ends), `returns.py`, `divide.py`, `pack.py`, `rules.py` and
-`layer_rules.py` (passes over the fx graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is
-computed here.
+In the order in which data flows: `capture.py` (front ends), `returns.py`, `divide.py`, `pack.py`, `quantize.py`,
+`rules.py` and `layer_rules.py` (passes over the fx graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`).
+Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from memplan.trace.capture import Captured, capture
 from memplan.trace.divide import divide
 from memplan.trace.hosted import Target, hosted, require_at_home, target_of
 from memplan.trace.pack import pack_masks
+from memplan.trace.quantize import quantize
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rewrite import copy_of
 from memplan.trace.rules import lower
@@ -156,8 +157,10 @@ def trace_captured(
     needs = tangents_needed(graph)
     write_back_mutations(graph, captured.alias_of)
     made = None if division is None else divide(graph, division)
-    if compress:
+    if compression_of(compress):
         pack_masks(graph)
+    if compress == "int8":
+        quantize(graph)
     lower(graph)
     finish(graph)
     return replace(build(captured, model, needs), division=made, compress=compress)

@@ -16,8 +16,9 @@ from torch import fx
 
 from memplan.evict.packed import PACKED, PACKING, UNPACKED, UNPACKING
 from memplan.trace.returns import is_backward
-from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, value
 from memplan.trace.rows import VIEWS
+from memplan.trace.waiting import Wait, waits_of
 
 _GATHER = 0x0102040810204080  # times eight bytes of 0 or 1: byte i becomes bit 56 + i
 _SPREAD = 0x0101010101010101  # times a byte: the byte eight times
@@ -27,60 +28,36 @@ _WORD = 8
 
 
 def pack_masks(graph: fx.Graph) -> None:
-    """Pack every mask that the backward needs, in place. It must be the forward's own: made by an op, and neither
-    returned nor written by anything else."""
+    """Pack every mask that only waits for the backward, in place."""
     mode = fake_mode_of(graph)
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    aliases: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            aliases.setdefault(storage_key(value(node)), []).append(node)
-    for group in list(aliases.values()):
-        if _can_pack(group):
-            _pack(graph, mode, group, place)
+    for wait in waits_of(graph):
+        if _can_pack(wait):
+            _pack(graph, mode, wait)
 
 
-def _can_pack(group: list[fx.Node]) -> bool:
-    mask = group[0]
-    v = value(mask)
-    if mask.op != "call_function" or is_backward(mask) or v.dtype is not torch.bool or not v.is_contiguous():
+def _can_pack(wait: Wait) -> bool:
+    v = value(wait.base)
+    if v.dtype is not torch.bool or not v.is_contiguous() or v.storage_offset():
         return False
-    if v.numel() % _WORD or not v.numel() or v.storage_offset():
-        return False
-    users = [user for node in group for user in node.users]
-    plain = all(node.target in VIEWS for node in group[1:]) and all(_only_reads(user) for user in users)
-    return plain and any(is_backward(user) and user not in group for user in users)
+    return v.numel() % _WORD == 0 and v.numel() > 0 and all(view.target in VIEWS for view in wait.aliases[1:])
 
 
-def _only_reads(user: fx.Node) -> bool:
-    schema = getattr(user.target, "_schema", None)
-    return user.op == "call_function" and schema is not None and not schema.is_mutable
-
-
-def _pack(graph: fx.Graph, mode: Any, group: list[fx.Node], place: dict[fx.Node, int]) -> None:
-    mask = group[0]
-    forward = [n for node in group for n in (node, *node.users) if not is_backward(n)]
-    later = [n for node in group for n in node.users if is_backward(n) and n not in group]
-    last, first = max(forward, key=place.__getitem__), min(later, key=place.__getitem__)
-    if place[first] < place[last]:
-        return
-    following: fx.Node = last.next
-    while following.op == "placeholder":
-        following = following.next
-    packed = _gathered(Rewriter(graph, mode, mask, before=following), mask)
-    rw = Rewriter(graph, mode, mask, before=first)
+def _pack(graph: fx.Graph, mode: Any, wait: Wait) -> None:
+    mask, views = wait.base, wait.aliases[1:]
+    packed = _gathered(Rewriter(graph, mode, mask, before=wait.following), mask)
+    rw = Rewriter(graph, mode, mask, before=wait.before)
     rw.phase = "is_backward"
     back = {mask: _spread(rw, packed, value(mask))}
-    for view in group[1:]:
-        if any(user in later for user in view.users) or is_backward(view):
+    for view in views:
+        if any(user in wait.later for user in view.users) or is_backward(view):
             rw.label = f"{view.name}_again"
             args = (back[_source(view)], *view.args[1:]) if _source(view) in back else view.args
             back[view] = rw.call(view.target, *args)
     for node, new in back.items():
         for user in list(node.users):
-            if user in later:
+            if user in wait.later:
                 user.replace_input_with(node, new)
-    for view in reversed(group[1:]):
+    for view in reversed(views):
         if is_backward(view) and not view.users:
             graph.erase_node(view)
 
@@ -102,7 +79,7 @@ def _gathered(rw: Rewriter, mask: fx.Node) -> fx.Node:
         like = torch.empty(v.numel() // _WORD, dtype=torch.uint8, device=v.device)
     rw.label = ""
     bits = rw.scratch(like)
-    rw.label = mask.name + PACKED
+    rw.label = mask.name + PACKED + "bits"
     rw.call(aten.copy_.default, bits, words)
     return bits
 
@@ -111,7 +88,7 @@ def _spread(rw: Rewriter, bits: fx.Node, like: torch.Tensor) -> fx.Node:
     """The mask again, in memory of its own."""
     made = rw.scratch(like)
     words = _words(rw, made, like.numel())
-    rw.label = rw.node.name + UNPACKED
+    rw.label = rw.node.name + UNPACKED + "bits"
     rw.call(aten.copy_.default, words, bits)
     rw.label = rw.node.name + UNPACKING
     for target, number in _steps():
