@@ -215,7 +215,8 @@ def plan(
 
     `divide=True`: where evictions alone find no way, ops whose rows are independent (a softmax and its cross-entropy,
     forward and backward) run block by block of rows, with the same bits; a number: always, in so many blocks;
-    `memplan.Division` says more. `compress="bits"`: masks wait for the backward with a bit for each element.
+    `memplan.Division` says more. `compress="bits"`: masks wait for the backward with a bit for each element; "int8":
+    activations too, as 8-bit codes, so that gradients are no longer exact (see `memplan/trace/quantize.py`).
     """
     from memplan import trace
 

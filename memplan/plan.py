@@ -49,7 +49,7 @@ class Plan:
     means that it was not: kernels' own scratch memory cannot be known from fake tensors. `eviction`: how a
     budget is kept; then `graph` holds what is computed again and what is copied to the host and back. `division`: how
     ops of the traced graph were divided by rows, with nothing left open. `compress`: how what waits for the backward
-    is made smaller ("bits": masks are packed), "" for not at all.
+    is made smaller ("bits": masks are packed, "int8": and activations), "" for not at all.
     """
 
     model: str
