@@ -29,8 +29,9 @@ class Kept(nn.Module):
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         y = -x
-        first, second = y.split(y.shape[1] // 2, dim=1)
-        return (torch.cat((second, first), dim=1) * 0 + y * w + first.t().sum() * 0).sum()
+        first, second = torch.split(y, y.shape[1] // 2, dim=1)
+        total: Tensor = (torch.cat((second, first), dim=1) * 0 + y * w + first.t().sum() * 0).sum()
+        return total
 
 
 @cache
