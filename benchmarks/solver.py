@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.instances import network, planted, scattered, tiled
@@ -28,6 +29,7 @@ from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
 from memplan.csvio import read_problem, write_solution
 from memplan.problem import Problem, Status
 from memplan.solve import SOLVERS, solve
+from memplan.solve.budget import Progress
 
 HEURISTICS = [name for name in SOLVERS if name not in ("portfolio", "cpsat", "naive")]
 _QUADRATIC = {"partition", "shared", "hill-climb"}  # pure Python: only up to 2,000 buffers
@@ -129,7 +131,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Cell]:
         began = time.process_time()
         solution = solve(
             problem, time_limit=case.seconds, work_limit=case.work, seed=seed,
-            on_progress=lambda _, began=began, heard=heard: heard.append(time.process_time() - began),
+            on_progress=partial(_hear, heard, began),
         )  # fmt: skip
         times.append(time.process_time() - began)
         arenas.append(solution.arena_size)
@@ -152,6 +154,10 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Cell]:
     if args.idealloc:
         row |= _idealloc(case, args.idealloc, bound)
     return row
+
+
+def _hear(heard: list[float], began: float, _: Progress) -> None:
+    heard.append(time.process_time() - began)
 
 
 def _free(problem: Problem) -> Problem:
