@@ -122,10 +122,6 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
         yield Case(name="scattered", problem=scattered(args.scale, seed=1), task="minimize", seconds=60, seeds=1)
 
 
-def _hear(heard: list[float], began: float, _: Progress) -> None:
-    heard.append(time.process_time() - began)
-
-
 def measure(case: Case, args: argparse.Namespace) -> dict[str, Cell]:
     """One row of the table."""
     problem, times, arenas, firsts, solved = case.problem, [], [], [], 0
@@ -158,6 +154,10 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Cell]:
     if args.idealloc:
         row |= _idealloc(case, args.idealloc, bound)
     return row
+
+
+def _hear(heard: list[float], began: float, _: Progress) -> None:
+    heard.append(time.process_time() - began)
 
 
 def _free(problem: Problem) -> Problem:

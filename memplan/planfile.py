@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from memplan.csvio import write_atomic
 from memplan.errors import InvalidPlan, MemplanError, UnreadableFile
@@ -19,6 +20,7 @@ from memplan.jsonio import clip, from_json, show, to_json
 from memplan.plan import SCHEMA_VERSION, Plan, check_consistency
 from memplan.schema import json_schema
 
+_Made = TypeVar("_Made")
 _HINT = "make the plan anew: memplan.plan(model, example_inputs).save(path)"
 
 
@@ -70,17 +72,22 @@ def load(path: str | os.PathLike[str]) -> Plan:
     Raises `UnreadableFile` when the file cannot be read or parsed, `InvalidPlan` (with the path of the first
     fault) when its content is not a plan of this schema version, `InvalidSolution` when its offsets are bad.
     """
+    return read(path, _plan, _HINT)
+
+
+def read(path: str | os.PathLike[str], make: Callable[[dict[str, Any]], _Made], hint: str) -> _Made:
+    """What `make` reads in the JSON object of a file; its errors say which file, and what to do."""
     where = os.fspath(path)
-    data = parse(where)
+    data = _parse(where, hint)
     try:
-        return _plan(data)
+        return make(data)
     except MemplanError as error:
         error.where = f"{where}: {error.where}" if error.where else where
-        error.hint = error.hint or _HINT
+        error.hint = error.hint or hint
         raise
 
 
-def parse(where: str, hint: str = _HINT) -> dict[str, Any]:
+def _parse(where: str, hint: str) -> dict[str, Any]:
     """The object in a JSON file. Raises `UnreadableFile` or `InvalidPlan`, with `hint`, when there is none."""
     try:
         data = json.loads(

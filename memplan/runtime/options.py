@@ -43,6 +43,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         require_choice("guard", self.guard, (None, *GUARDS))
+        require_choice("in_place", self.in_place, (True, False))
         division_of(self.divide)
         compression_of(self.compress)
 
@@ -161,5 +162,5 @@ def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan 
 
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raise `MemplanError` for a value that is none of them."""
-    if value not in choices:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")

@@ -213,7 +213,9 @@ def compile_step(
     """
     if type(accumulate) is not int or accumulate < 1:
         raise MemplanError(f"accumulate={accumulate!r}", hint="pass the number of micro-batches per update, 1 or more")
-    if clip_grad_norm is not None and not isinstance(clip_grad_norm, (int, float)):
+    if clip_grad_norm is not None and (
+        isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, (int, float))
+    ):
         raise MemplanError(f"clip_grad_norm={clip_grad_norm!r}", hint="pass the maximal norm as a number, or None")
     given = given_plan(plan, budget)
     if given is not None and accumulate > 1:

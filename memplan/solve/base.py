@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from memplan.problem import Infeasibility, Problem, Solution, Status
 from memplan.solve.budget import Limits
 
 
+@runtime_checkable
 class Solver(Protocol):
     """One way to assign offsets. Deterministic: ties break by definition order."""
 

@@ -20,9 +20,9 @@ def _draw(state, below):
     return ((state[0] >> 33) & 0x7FFFFFFF) % below
 
 
-@njit(cache=True)
-def _take_out(b, end, count, order, key):
-    """Remove `b`, whose key is `end`, from the first `count` entries of `order`, sorted by `key`."""
+@njit(cache=True, inline="always")
+def _first(end, count, order, key):
+    """Where the keys from `end` upwards begin among the first `count` entries of `order`, sorted by `key`."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -30,6 +30,13 @@ def _take_out(b, end, count, order, key):
             low = middle + 1
         else:
             high = middle
+    return low
+
+
+@njit(cache=True)
+def _take_out(b, end, count, order, key):
+    """Remove `b`, whose key is `end`, from the first `count` entries of `order`, sorted by `key`."""
+    low = _first(end, count, order, key)
     while order[low] != b:
         low += 1
     for k in range(low, count - 1):
@@ -38,13 +45,7 @@ def _take_out(b, end, count, order, key):
 
 @njit(cache=True)
 def _put_in(b, end, count, order, key):
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if key[order[middle]] < end:
-            low = middle + 1
-        else:
-            high = middle
+    low = _first(end, count, order, key)
     for k in range(count, low, -1):
         order[k] = order[k - 1]
     order[low] = b

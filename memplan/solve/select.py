@@ -52,6 +52,8 @@ def select_solver(problem: Problem, solver: str | Solver = "auto") -> Solver:
                 f"there is no solver {solver!r}", hint=f"choose one of: auto, {', '.join(SOLVERS)}"
             )
         solver = SOLVERS[name]
+    if not isinstance(solver, Solver):
+        raise UnsupportedProblem(f"{solver!r} is no solver", hint="give a name, or an object with solve and refuses")
     reason = solver.refuses(problem)
     if reason is not None:
         raise UnsupportedProblem(f"solver {solver.name!r} does not take it: {reason}", hint="use solver='auto'")
@@ -96,7 +98,7 @@ def solve(
 def check_numbers(problem: Problem, time_limit: float | None, work_limit: int | None) -> None:
     """Raise `InvalidProblem` for limits that are none, and for bytes that 64-bit arithmetic cannot count."""
     for where, limit in (("time_limit", time_limit), ("work_limit", work_limit)):
-        if limit is not None and not limit >= 0:
+        if limit is not None and not (isinstance(limit, (int, float)) and limit >= 0):
             raise InvalidProblem(f"{limit} is not a number from 0 upwards", where=where, hint="leave it out")
     sizes, alignments, lives, pins = (
         map(attrgetter(name), problem.buffers) for name in ("size", "alignment", "live", "pinned_offset")

@@ -275,15 +275,28 @@ def make_symbolic(
 
     Raises `InvalidPlan` when sizes, conditions and plan do not belong together.
     """
+    graph = as_taken(plan.graph, plan.schedule.order)
     made = SymbolicPlan(
         symbols=tuple(symbols),
         conditions=tuple(conditions),
         inputs=tuple(map(tuple, inputs)),
-        plan=replace(plan, graph=as_taken(plan.graph, plan.schedule.order)),
+        plan=replace(plan, graph=graph, schedule=_proven(graph, plan.schedule)) if graph != plan.graph else plan,
         sizes=sizes,
     )
     check_symbolic(made)
     return made
+
+
+def _proven(graph: Graph, schedule: Schedule) -> Schedule:
+    """The same order, with what is proven of orders of `graph`, which has fewer in-place chances."""
+    plain = make_schedule(graph, schedule.order, schedule.policy)
+    if schedule.evidence not in (Evidence.CUT, Evidence.BETWEEN):
+        return plain
+    op = next((i for i, op in enumerate(graph.ops) if op.name == schedule.proof), None)
+    bound = cut_bound(graph, op)
+    return (
+        replace(plain, bound=bound, evidence=schedule.evidence, proof=schedule.proof) if bound > plain.bound else plain
+    )
 
 
 def stable(graph: Graph, sizes: Sizes) -> Graph:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from memplan.csvio import write_atomic
-from memplan.errors import InvalidPlan, MemplanError
+from memplan.errors import InvalidPlan
 from memplan.jsonio import from_json, show, to_json
-from memplan.planfile import checksum, parse
+from memplan.planfile import checksum, read
 from memplan.symbolic.plan import SymbolicPlan, check_whole
 
 SYMBOLIC_VERSION = 1
@@ -33,14 +33,7 @@ def load_symbolic(path: str | os.PathLike[str]) -> SymbolicPlan:
     Raises `UnreadableFile` when the file cannot be read or parsed, `InvalidPlan` (with the path of the first fault)
     when its content is no symbolic plan of this version, `InvalidSolution` when its offsets are bad.
     """
-    where = os.fspath(path)
-    data = parse(where, _HINT)
-    try:
-        return _plan(data)
-    except MemplanError as error:
-        error.where = f"{where}: {error.where}" if error.where else where
-        error.hint = error.hint or _HINT
-        raise
+    return read(path, _plan, _HINT)
 
 
 def _plan(data: dict[str, Any]) -> SymbolicPlan:

@@ -23,25 +23,14 @@ from memplan.runtime.measurement import Measurement
 from memplan.schedule import order
 from memplan.trace import alignment_of, trace
 from tests.runtime.budgets import FAST_LINK, everything
-from tests.runtime.virtual import virtual
+from tests.runtime.virtual import Net, virtual
 
 _MOST = 100  # steps
 
 
-class Net(nn.Module):
-    def __init__(self, layers: int = 8) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().sum()
-
-
 def _net() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return Net(), torch.randn(64, 16)
+    return Net(layers=8), torch.randn(64, 16)
 
 
 def _peak(model: nn.Module, x: torch.Tensor) -> int:

@@ -67,7 +67,11 @@ def test_C5_peak_and_usage_for_given_values(batch: int, seq: int) -> None:  # no
     symbolic = _symbolic()
     values = {"batch": batch, "seq": seq}
     plan, placed = symbolic.resolve(values), symbolic.place(values)
-    assert symbolic.max_live(values) == placed.max_live == plan.problem.max_live
+    assert symbolic.max_live(values) == placed.max_live
+    if plan.solution.solver == "symbolic":
+        assert plan.problem.max_live == placed.max_live
+    else:  # planned anew, for these sizes alone
+        assert plan.arena_size < placed.arena_size
     assert plan.problem.max_live >= plan.schedule.max_live, "aligned sizes are counted"
     assert all(b.size % 64 == 0 for b in plan.problem.buffers)
     assert placed.usage == placed.max_live / placed.arena_size

@@ -21,20 +21,9 @@ from memplan.graph import StorageKind
 from memplan.runtime import CompiledModule, CompiledStep
 from memplan.runtime.guided import REPLANS, SAMPLES, WARM
 from tests.runtime.budgets import FAST_LINK, QUICK, everything
-from tests.runtime.virtual import virtual
+from tests.runtime.virtual import Net, virtual
 
 STEPS = WARM + SAMPLES
-
-
-class Net(nn.Module):
-    def __init__(self, layers: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().sum()
 
 
 class Mean(nn.Module):

@@ -19,6 +19,10 @@ _VARYING = {"input": {0: Dim("batch", min=1, max=16)}}
     "options",
     [
         {"plan": 7},
+        {"time_limit": "1"},
+        {"solver": 5},
+        {"guard": torch.ones(3)},
+        {"in_place": "no"},
         {"plan": b"plan.json"},
         {"device": "cpu:99999"},
         {"dynamic_shapes": _VARYING, "bucketing": 5},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from torch import nn
 from benchmarks.zoo import ZOO
 from memplan.graph import Graph, Phase
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime import whole_step
+from memplan.runtime import compile_step as memplan_compile_step
 from memplan.schedule import Schedule, make_schedule, predecessors, require_legal, traced
-from memplan.trace import plan_traced, trace
+from memplan.trace import trace
 
 
 def shuffled(seed: int) -> Any:
@@ -73,9 +72,9 @@ def trained(
     """Losses, parameters, buffers and optimizer state after two whole steps of a copy of `model`."""
     own = copy.deepcopy(model)
     adamw = torch.optim.AdamW(own.parameters(), lr=1e-2, fused=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_step, "plan_traced", partial(plan_traced, schedule=schedule))
-        step = whole_step.compile_step(own, adamw, lambda loss: loss, batch, clip_grad_norm=clip, guard="poison")
+    step = memplan_compile_step(
+        own, adamw, lambda loss: loss, batch, clip_grad_norm=clip, guard="poison", schedule=schedule
+    )
     found: dict[str, torch.Tensor] = {}
     for seed in range(2):
         torch.manual_seed(seed)
