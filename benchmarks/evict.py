@@ -210,7 +210,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--budgets",
         type=names(SHARES),
         default=["80", "60", "50", "40", "30"],
-        help="% of the need",
+        help="percent of the need",
     )
     parser.add_argument(
         "--contenders", type=names(CONTENDERS), default=list(CONTENDERS), help="comma-separated, or all"

@@ -126,7 +126,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.evict_measured", description="Predicted against real step time.")
     models = ["gpt2", "vit", "resnet", "llama"]
     parser.add_argument("--models", type=names(list(ZOO)), default=models, help="comma-separated, or all")
-    parser.add_argument("--budgets", type=names(SHARES), default=["80", "60", "50"], help="% of the need")
+    parser.add_argument("--budgets", type=names(SHARES), default=["80", "60", "50"], help="percent of the need")
     parser.add_argument("--rounds", type=int, default=30, help="samples of each")
     parser.add_argument("--output", default="evict-measured", help="name of the result files")
     parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")

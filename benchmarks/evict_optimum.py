@@ -163,7 +163,7 @@ def row(workload: Workload, share: int, work: float) -> dict[str, Cell]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.evict_optimum", description="Greedy against proven plans.")
     parser.add_argument("--models", type=names(list(MODELS)), default=list(MODELS), help="comma-separated, or all")
-    parser.add_argument("--budgets", type=names(SHARES), default=["80", "60", "50", "40"], help="% of the need")
+    parser.add_argument("--budgets", type=names(SHARES), default=["80", "60", "50", "40"], help="percent of the need")
     parser.add_argument("--work", type=float, default=60.0, help="OR-Tools' deterministic time for each")
     parser.add_argument("--output", default="evict-optimum", help="name of the result files")
     parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")

@@ -7,13 +7,14 @@ take time: what one reads must not change before its wait, what one writes must 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from memplan.errors import InvalidEviction
 from memplan.evict.record import OFFLOAD, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT, TRANSFERS
-from memplan.graph import Graph, Op, Value
+from memplan.graph import Graph, Op, StorageKind, Value
 
 _HINT = "this is a mistake of the policy that made the plan; please report it, or use policy='auto'"
 _Content = int
@@ -103,7 +104,8 @@ class _Run:
     def _content(self, storage: int) -> _Content:
         if storage not in self.content:
             s = self.graph.storages[storage]
-            self.content[storage] = self.names("never written" if s.planned else ("given", storage))
+            made = s.planned or s.kind in (StorageKind.OUTPUT, StorageKind.GRADIENT)
+            self.content[storage] = self.names("never written" if made else ("given", storage))
         return self.content[storage]
 
     def _name(self, storage: int) -> str:
@@ -178,7 +180,14 @@ def _whole(graph: Graph, value: Value) -> bool:
         if stride != expected:
             return False
         expected *= n
-    return value.offset == 0 and 0 not in value.shape and prod(value.shape) == expected
+    nbytes = prod(value.shape) * _itemsize(value.dtype)
+    return value.offset == 0 and prod(value.shape) in (expected, 0) and nbytes >= graph.storages[value.storage].nbytes
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of an element: "bfloat16" has 2, "float8_e4m3fn" 1, "bool" 1."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits.group()) // 8 if bits else 1
 
 
 def _fault(op: Op, what: str) -> InvalidEviction:
