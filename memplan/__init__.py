@@ -23,7 +23,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
 
-from memplan.errors import InvalidShapes, MemplanError
+from memplan.errors import MemplanError
 from memplan.version import __version__
 
 if TYPE_CHECKING:
@@ -225,15 +225,9 @@ def plan(
         **{"schedule": schedule, "solver": solver, "layout": layout, "time_limit": time_limit},
     }
     if dynamic_shapes is not None:
-        if device is not None:
-            hint = "leave out one of them: shapes that vary are planned where the model is"
-            what = "a plan for another device has one shape"
-            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
-        if divide or compress:
-            what = "ops are divided, and masks packed, for one shape"
-            where = f"{'divide' if divide else 'compress'} with dynamic_shapes"
-            raise InvalidShapes(what, where=where, hint="leave out one of them")
+        from memplan.trace.dims import refuse_beside
         from memplan.trace.symbolic import plan_symbolic
 
+        refuse_beside(device=device, divide=divide, compress=compress)
         return plan_symbolic(model, example_inputs, example_kwargs, dynamic_shapes=dynamic_shapes, **options)
     return trace.plan(model, example_inputs, example_kwargs, device=device, divide=divide, compress=compress, **options)

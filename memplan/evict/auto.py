@@ -74,9 +74,10 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
 
 def _from_alike(search: Search, start: Decisions, *, work: int, seed: int) -> list[Decisions]:
     """What is left of treating alike storages alike."""
-    coarse = [descend_alike(search, start, a) for a in _EXPONENTS]
+    classes = alike(search)
+    coarse = [descend_alike(search, start, a, classes) for a in _EXPONENTS]
     if work:
-        walks = [walk(search, one, alike(search), work=work // len(coarse), seed=seed, soft=1.0) for one in coarse]
+        walks = [walk(search, one, classes, work=work // len(coarse), seed=seed, soft=1.0) for one in coarse]
         coarse += [state for walked in walks for state in (walked.best, walked.last) if state is not None]
     return [fitted for state in coarse if (fitted := descend(search, state, 1.0))]
 

@@ -47,9 +47,9 @@ def descend(search: Search, state: Decisions, exponent: float) -> Decisions | No
     return state if state.area == 0 else None
 
 
-def descend_alike(search: Search, state: Decisions, exponent: float) -> Decisions:
-    """Take the best class of moves, as long as not all of the class can be taken without need."""
-    for after in _steps(search, state, [option for choices in alike(search) for option in choices], exponent):
+def descend_alike(search: Search, state: Decisions, exponent: float, classes: Sequence[Sequence[Option]]) -> Decisions:
+    """Take the best of `classes` (see `alike`), as long as not all of it can be taken without need."""
+    for after in _steps(search, state, [option for choices in classes for option in choices], exponent):
         if after.area == 0:
             break
         state = after

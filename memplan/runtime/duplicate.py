@@ -31,7 +31,7 @@ def recipe(model: nn.Module, main: Runner, options: Options, given: Plan | None,
             where=type(model).__name__,
             hint="copy or save the original model (its state_dict is this one's), then compile the copy",
         )
-    examples = [_detached(x) for x in traced.example_inputs]
+    examples = [detached(x) for x in traced.example_inputs]
     example = pytree.tree_unflatten(examples, traced.in_spec)
     return model, example, {"options": options, "train": traced.training, "given": given}, modes
 
@@ -58,5 +58,6 @@ def _set(modules: list[nn.Module], modes: list[bool]) -> None:
         module.training = training
 
 
-def _detached(x: Any) -> Any:
+def detached(x: Any) -> Any:
+    """A leaf of a call apart from what made it; what is no tensor, as it is."""
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x

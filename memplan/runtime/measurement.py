@@ -128,6 +128,23 @@ class Measurement:
         )
 
 
+class Measured:
+    """What keeps the measurements of the plans that it ran."""
+
+    _measurements: Sequence[Measurement]
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """With `costs="measure"`: what was measured of each plan so far (of a whole step: of the program that updates),
+        in the order in which they ran."""
+        return tuple(self._measurements)
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The latest of `measurements`; None before the first steps were measured."""
+        return self._measurements[-1] if self._measurements else None
+
+
 # -- measuring -------------------------------------------------------------------------------------------
 
 

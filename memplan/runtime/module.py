@@ -20,7 +20,7 @@ from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
 from memplan.runtime.host import prepare_host
-from memplan.runtime.measurement import Measurement
+from memplan.runtime.measurement import Measured
 from memplan.runtime.options import Options, device_for, given_plan
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.runner import Runner
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
 
 
-class CompiledModule(nn.Module):
+class CompiledModule(nn.Module, Measured):
     """A model that runs in one planned arena. Made by `memplan.compile`.
 
     It shares the parameters, buffers and submodules of the original under the same names: optimizers,
@@ -138,20 +138,10 @@ class CompiledModule(nn.Module):
         return run(*args, **kwargs)
 
     @property
-    def measurements(self) -> tuple[Measurement, ...]:
-        """With `costs="measure"`: what was measured of each plan so far, in the order in which they ran."""
-        return tuple(self._measurements)
-
-    @property
-    def measurement(self) -> Measurement | None:
-        """The latest of `measurements`; None before the first steps were measured."""
-        return self._measurements[-1] if self._measurements else None
-
-    @property
     def pool_bytes(self) -> int:
         """Bytes that CUDA graphs keep in their private pool, beside the arena."""
-        graphed = self._selector.main.graphed
-        return 0 if graphed is None else int(graphed.recorder.pool_bytes)
+        runner: Runner = self._selector.main
+        return runner.pool_bytes
 
     # -- building ----------------------------------------------------------------------------------------
 

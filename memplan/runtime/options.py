@@ -16,6 +16,7 @@ from memplan.planfile import load
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.schedule.legal import require_legal
 from memplan.trace import alignment_of, plan_traced
+from memplan.trace.dims import refuse_beside
 from memplan.trace.follow import require_planned
 from memplan.trace.traced import TracedGraph
 
@@ -123,14 +124,8 @@ class Options(PlanOptions):
         if self.dynamic_shapes is not None and self.cuda_graph:
             hint = "record the shapes that matter, each compiled on its own"
             raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
-        if self.dynamic_shapes is not None and self.device is not None:
-            hint = "leave out one of them: shapes that vary are planned where the model is"
-            what = "a plan for another device has one shape"
-            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
-        if self.dynamic_shapes is not None and (self.divide or self.compress):
-            what = "ops are divided, and masks packed, for one shape"
-            where = f"{'divide' if self.divide else 'compress'} with dynamic_shapes"
-            raise InvalidShapes(what, where=where, hint="leave out one of them")
+        if self.dynamic_shapes is not None:
+            refuse_beside(device=self.device, divide=self.divide, compress=self.compress)
 
 
 def require_recordable(device: Any) -> None:

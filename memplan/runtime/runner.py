@@ -151,6 +151,11 @@ class Runner:
             return fresh[self._single]
         return self._assemble(fresh, current, leaves)
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that its CUDA graphs keep in their private pool, beside the arena."""
+        return 0 if self.graphed is None else self.graphed.recorder.pool_bytes
+
     def whole_step(self, leaves: list[Any], tangent: torch.Tensor) -> torch.Tensor:
         """Run forward and backward of a step whose backward updates the parameters; the loss.
 

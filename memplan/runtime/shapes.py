@@ -236,17 +236,15 @@ def _shapes(flat: Sequence[Any]) -> tuple[torch.Size | None, ...]:
 
 def _laid_out(traced: TracedGraph) -> tuple[Any, ...]:
     """The example inputs with the strides that were traced, apart from what made them."""
-    leaves = [x.detach().requires_grad_(x.requires_grad) if _is_tensor(x) else x for x in traced.example_inputs]
+    leaves = [
+        x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in traced.example_inputs
+    ]
     for b in traced.bound(Source.INPUT):
         x, strides = leaves[b.index], traced.graph.values[b.value].strides
         if x.stride() != strides:
             laid_out = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
             leaves[b.index] = laid_out.copy_(x.detach()).requires_grad_(x.requires_grad)
     return tuple(leaves)
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, torch.Tensor)
 
 
 def _up(value: int, multiple: int) -> int:

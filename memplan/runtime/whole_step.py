@@ -19,7 +19,7 @@ from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
 from memplan.runtime.host import prepare_host
-from memplan.runtime.measurement import Measurement
+from memplan.runtime.measurement import Measured
 from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice, require_recordable
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.passive_step import eager_step
@@ -47,7 +47,7 @@ class Loss(nn.Module):
         return self.loss_fn(output, *targets) if isinstance(targets, tuple) else self.loss_fn(output, targets)
 
 
-class CompiledStep:
+class CompiledStep(Measured):
     """One training step. Made by `memplan.compile_step`; `step(*batch)` returns the loss, detached.
 
     The parameters and the optimizer's state are changed in place, as `optimizer.step()` would; gradients
@@ -139,20 +139,9 @@ class CompiledStep:
         return new
 
     @property
-    def measurements(self) -> tuple[Measurement, ...]:
-        """With `costs="measure"`: what was measured of each plan so far (of the program that updates), in order."""
-        return tuple(self._measurements)
-
-    @property
-    def measurement(self) -> Measurement | None:
-        """The latest of `measurements`; None before the first steps were measured."""
-        return self._measurements[-1] if self._measurements else None
-
-    @property
     def pool_bytes(self) -> int:
         """Bytes that CUDA graphs keep in their private pool, beside the arena."""
-        graphed = self._updating.graphed
-        return 0 if graphed is None else int(graphed.recorder.pool_bytes)
+        return self._updating.pool_bytes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedCall(

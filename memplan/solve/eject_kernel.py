@@ -51,6 +51,19 @@ def _put_in(b, end, count, order, key):
     order[low] = b
 
 
+@njit(cache=True, inline="always")
+def _one_more(chosen, seen, first, last, state):
+    """`chosen` of `seen` places, all equally likely, with one or two more to choose from: the ends of a range."""
+    seen += 1
+    if _draw(state, seen) == 0:
+        chosen = first
+    if first < last:
+        seen += 1
+        if _draw(state, seen) == 0:
+            chosen = last
+    return chosen, seen
+
+
 @njit(cache=True)
 def _free_place(b, size, align, low, maxoff, meets, by_bottom, count, bottom, top, state):
     """An offset at which `b` touches nothing placed: an end of a free range, drawn at random; -1 if none is."""
@@ -63,13 +76,7 @@ def _free_place(b, size, align, low, maxoff, meets, by_bottom, count, bottom, to
         first = -(-at // step) * step
         last = last // step * step
         if first <= last:
-            seen += 1
-            if _draw(state, seen) == 0:
-                chosen = first
-            if first < last:
-                seen += 1
-                if _draw(state, seen) == 0:
-                    chosen = last
+            chosen, seen = _one_more(chosen, seen, first, last, state)
         if y >= 0 and top[y] > at:
             at = top[y]
             if at > maxoff[b]:
@@ -111,13 +118,7 @@ def _cheapest_place(b, size, align, low, maxoff, meets, penalty, by_bottom, by_t
         if first <= last and weight <= best:
             if weight < best:
                 best, chosen, seen = weight, first, 0
-            seen += 1
-            if _draw(state, seen) == 0:
-                chosen = first
-            if first < last:
-                seen += 1
-                if _draw(state, seen) == 0:
-                    chosen = last
+            chosen, seen = _one_more(chosen, seen, first, last, state)
         at = after
     return chosen, best
 

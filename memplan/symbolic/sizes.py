@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from memplan.errors import InvalidPlan, ShapeOutOfRange
 from memplan.graph import Graph, Op, Storage, Value
+from memplan.schedule.reuse import taken
 from memplan.symbolic.expression import Expression
 from memplan.symbolic.symbols import Symbol
 
@@ -119,15 +120,6 @@ def always_alike(graph: Graph, sizes: Sizes) -> Graph:
 
 def as_taken(graph: Graph, order: Sequence[int]) -> Graph:
     """`graph` with only the in-place chances that `order` takes, so that other sizes take the same ones."""
-    last = {storage: op for op in order for storage in graph.touched(graph.ops[op])}
-
-    def taken(index: int, op: Op) -> Op:
-        found: tuple[tuple[int, int], ...] = ()
-        most = 0
-        for result, read in op.chances:
-            storage = graph.values[read].storage
-            if last.get(storage) == index and graph.storages[storage].nbytes > most:
-                found, most = ((result, read),), graph.storages[storage].nbytes
-        return replace(op, chances=found) if op.chances else op
-
-    return replace(graph, ops=tuple(taken(i, op) for i, op in enumerate(graph.ops)))
+    kept = dict(taken(graph, order))
+    ops = (replace(op, chances=(kept[i],) if i in kept else ()) if op.chances else op for i, op in enumerate(graph.ops))
+    return replace(graph, ops=tuple(ops))

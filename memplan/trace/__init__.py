@@ -73,12 +73,19 @@ def trace(
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
-    target = None if device is None else target_of(device)
-    if target is not None:
-        require_at_home(model, (args, example_kwargs))
-    place = None if target is None else target.device
-    captured = capture(model, args, example_kwargs or {}, train=train, device=place)
+    captured, target = _captured_for(device, model, args, example_kwargs or {}, train=train)
     return _divisible(captured, type(model).__name__, own_the_results, target, in_place=in_place)
+
+
+def _captured_for(
+    device: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
+) -> tuple[Captured, Target | None]:
+    """What is captured, as if it were on the device that the user names (None: where it is)."""
+    if device is None:
+        return capture(model, args, kwargs, train=train), None
+    target = target_of(device)
+    require_at_home(model, (args, kwargs))
+    return capture(model, args, kwargs, train=train, device=target.device), target
 
 
 def _divisible(
@@ -118,11 +125,7 @@ def trace_step(
     Raises `UnsupportedGraph`.
     """
     require_supported(optimizer)
-    target = None if device is None else target_of(device)
-    if target is not None:
-        require_at_home(model, example_inputs)
-    place = None if target is None else target.device
-    captured = capture(model, example_inputs, {}, train=True, device=place)
+    captured, target = _captured_for(device, model, example_inputs, {}, train=True)
     ensure_state(optimizer)
 
     def update(graph: fx.Graph) -> None:
@@ -133,7 +136,7 @@ def trace_step(
             clip_grad_norm=clip_grad_norm,
             accumulate=accumulate,
             rates_in_memory=rates_in_memory,
-            device=place,
+            device=None if target is None else target.device,
         )
 
     return _divisible(captured, type(model).__name__, update, target, in_place=in_place)
@@ -172,30 +175,11 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
-    budget: Budget | None = None,
-    policy: str | EvictionPolicy = "auto",
-    costs: CostModel | str | None = None,
-    divide: Divide = None,
-    compress: str | None = None,
-    schedule: str | Policy = "auto",
-    solver: str | Solver = "auto",
-    layout: str = "auto",
-    time_limit: float | None = None,
     device: Any = None,
+    **options: Any,
 ) -> Plan:
-    """`memplan.plan`."""
-    return plan_traced(
-        trace(model, example_inputs, example_kwargs, train=train, device=device),
-        schedule=schedule,
-        solver=solver,
-        layout=layout,
-        time_limit=time_limit,
-        budget=budget,
-        policy=policy,
-        costs=costs,
-        divide=divide,
-        compress=compress,
-    )
+    """`memplan.plan`; the other options are those of `plan_traced`."""
+    return plan_traced(trace(model, example_inputs, example_kwargs, train=train, device=device), **options)
 
 
 def plan_traced(

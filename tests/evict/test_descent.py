@@ -35,7 +35,7 @@ def test_classes_hold_every_move_once_and_storages_of_one_size() -> None:
 def test_a_coarse_descent_stops_before_what_single_decisions_finish(share: float, *, swaps: bool) -> None:
     search = _search(share, swaps=swaps)
     start = search.start()
-    coarse = descend_alike(search, start, 1.0)
+    coarse = descend_alike(search, start, 1.0, alike(search))
     assert 0 < coarse.area <= start.area
     fine = descend(search, coarse, 1.0)
     assert fine is not None
@@ -63,6 +63,6 @@ def test_a_walk_that_never_fits_has_no_best() -> None:
     search = _search(0.6)
     walked = walk(search, search.start(), alike(search), work=0, seed=0, soft=1.0)
     assert walked.best is None
-    coarse = descend_alike(search, search.start(), 1.0)
+    coarse = descend_alike(search, search.start(), 1.0, alike(search))
     walked = walk(search, coarse, alike(search), work=1000, seed=0, soft=1.0)
     assert walked.best is None or walked.best.area == 0
