@@ -26,7 +26,7 @@ from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
 from memplan.runtime.slots import Structure
-from memplan.trace import trace
+from memplan.trace import ARENA, trace
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
@@ -182,7 +182,15 @@ class CompiledModule(nn.Module, Measured):
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> TracedGraph:
         require_real(self._original, args, kwargs)
         options = self._options
-        traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place, device=options.device)
+        traced = trace(
+            self._original,
+            args,
+            kwargs,
+            train=train,
+            in_place=options.in_place,
+            device=options.device,
+            resident=options.gradients == ARENA,
+        )
         prepare_host(self._original, traced)
         return traced
 
@@ -320,7 +328,9 @@ def compile(
     (`measurements`; `memplan/runtime/guided.py` says how many and how often). `in_place`: let results take the bytes of
     inputs that die there, where the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the
     backward set `.grad` itself, which is faster, and has limits: hooks on parameters and DistributedDataParallel raise
-    `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. `guard`: "poison" or
+    `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters; "arena" leaves
+    parameters' gradients in the arena until the next call, which takes least memory: what is then still in a `.grad`
+    is moved out, and anything else that still refers to one raises `StaleActivationsError`. `guard`: "poison" or
     "redzone" checks every step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the
     original model ("eager"), gets a plan of its own ("replan"), or runs the original model and evicts on demand to keep
     the budget ("passive"; also where another mode's plan would be over it). `cuda_graph`: record forward and backward

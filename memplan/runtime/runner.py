@@ -17,6 +17,7 @@ from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
 from memplan.runtime.hooks import Hook, Hooks
 from memplan.runtime.owned import OwnedGradients
 from memplan.runtime.program import Functions, build_program
+from memplan.runtime.resident import ResidentGradients
 from memplan.runtime.signature import Signature
 from memplan.runtime.slots import Slots, Structure
 from memplan.runtime.step import OwningStep, PlannedStep
@@ -74,6 +75,7 @@ class Runner:
         self._observed: tuple[Hook | None, Guards, Functions] | None = None
         self._wire()
         self.owned = self._owned() if owned else None
+        self.resident = self._resident()
         if hooks is not None:
             hooks.attach(self)
 
@@ -127,6 +129,17 @@ class Runner:
             g.strides == t.graph.values[t.bindings[i].value].strides for g, i in zip(gradients, slots, strict=True)
         ]
         return OwnedGradients([self.slots.names[i] for i in self._wanted_slots], alike)
+
+    def _resident(self) -> ResidentGradients | None:
+        """The gradients that the plan keeps in the arena, if it does."""
+        t, namespace = self.traced, self.program.namespace.names
+        pairs = zip(self._wanted_slots, self._gradient_order, strict=False)
+        found = [(slot, t.results.gradients[i]) for slot, i in pairs]
+        found = [(slot, v) for slot, v in found if t.graph.storages[t.graph.values[v].storage].planned]
+        if not found:
+            return None
+        slots, values = zip(*found, strict=True)
+        return ResidentGradients(self.slots, slots, [namespace[f"v{v}"] for v in values], self.arena)
 
     # -- a call ------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from memplan.division import Divide, Division, compression_of, division_of
-from memplan.errors import UnsupportedProblem
+from memplan.errors import UnsupportedCall, UnsupportedProblem
 from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
 from memplan.schedule import Policy
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from memplan.evict.workload import Policy as EvictionPolicy
 
 LAYOUTS = ("auto", "tstack")
+ARENA = "arena"  # as `gradients`
 
 __all__ = [
     "device_costs",
@@ -65,16 +66,17 @@ def trace(
     train: bool | None = None,
     in_place: bool = True,
     device: Any = None,
+    resident: bool = False,
 ) -> TracedGraph:
     """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`.
 
-    `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`). `device`: where the step runs while
+    `resident`: parameters' gradients lie in the arena. `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`). `device`: where the step runs while
     the model and the caller stay on the CPU (see `hosted.py`); raises `UnsupportedDevice`.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
     captured, target = _captured_for(device, model, args, example_kwargs or {}, train=train)
-    return _divisible(captured, type(model).__name__, own_the_results, target, in_place=in_place)
+    return _divisible(captured, type(model).__name__, own_the_results, target, in_place=in_place, resident=resident)
 
 
 def _captured_for(
@@ -89,14 +91,21 @@ def _captured_for(
 
 
 def _divisible(
-    captured: Captured, model: str, finish: Callable[[fx.Graph], None], target: Target | None, *, in_place: bool
+    captured: Captured,
+    model: str,
+    finish: Callable[[fx.Graph], None],
+    target: Target | None,
+    *,
+    in_place: bool,
+    resident: bool = False,
 ) -> TracedGraph:
     """Trace what was captured; the result can be had again with another division or compression."""
 
     @lru_cache(maxsize=2)
     def make(division: Division | None, compress: str) -> TracedGraph:
         copied = fx.GraphModule(captured.graph_module, copy_of(captured.graph_module.graph))
-        traced = trace_captured(replace(captured, graph_module=copied), model, finish, division, compress)
+        whole = replace(captured, graph_module=copied)
+        traced = trace_captured(whole, model, finish, division, compress, resident=resident)
         return replace(_finished(traced, target, in_place=in_place), again=make)
 
     return make(None, "")
@@ -154,6 +163,8 @@ def trace_captured(
     finish: Callable[[fx.Graph], None] = own_the_results,
     division: Division | None = None,
     compress: str = "",
+    *,
+    resident: bool = False,
 ) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them."""
     graph = captured.graph_module.graph
@@ -166,7 +177,7 @@ def trace_captured(
         quantize(graph)
     lower(graph)
     finish(graph)
-    return replace(build(captured, model, needs), division=made, compress=compress)
+    return replace(build(captured, model, needs, resident=resident), division=made, compress=compress)
 
 
 def plan(
@@ -176,10 +187,24 @@ def plan(
     *,
     train: bool | None = None,
     device: Any = None,
+    gradients: str = "safe",
     **options: Any,
 ) -> Plan:
     """`memplan.plan`; the other options are those of `plan_traced`."""
-    return plan_traced(trace(model, example_inputs, example_kwargs, train=train, device=device), **options)
+    resident = stay_in_arena(gradients, device=device, budget=options.get("budget"))
+    traced = trace(model, example_inputs, example_kwargs, train=train, device=device, resident=resident)
+    return plan_traced(traced, **options)
+
+
+def stay_in_arena(gradients: str, *, device: Any = None, budget: Any = None, **others: Any) -> bool:
+    """Whether parameters' gradients are planned. Raises `UnsupportedCall` for options that do not go with that."""
+    if gradients != ARENA:
+        return False
+    for name, option in {"device": device, "budget": budget, **others}.items():
+        if option is not None and option is not False:
+            what = f"gradients={ARENA!r} is not supported with it"
+            raise UnsupportedCall(what, where=f"{name}={option!r}", hint='leave out one of them, or use compile_step')
+    return True
 
 
 def plan_traced(

@@ -46,19 +46,25 @@ _MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty
 _OVERWRITES = {"copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_"}
 
 
-def build(captured: Captured, model: str, needs: Mapping[Any, frozenset[int]]) -> TracedGraph:
+def build(
+    captured: Captured, model: str, needs: Mapping[Any, frozenset[int]], *, resident: bool = False
+) -> TracedGraph:
     """Read the fx graph once, in order; `needs` as in `Results`, by descriptor.
 
+    `resident`: parameters' gradients are planned too, and stay in the arena to the end of the step.
     Raises `UnsupportedGraph` naming the node that cannot be planned.
     """
-    return Builder(captured, model, needs).build()
+    return Builder(captured, model, needs, resident=resident).build()
 
 
 class Builder:
     """Reads one fx graph; `symbolic.py` has one that reads sizes which vary."""
 
-    def __init__(self, captured: Captured, model: str, needs: Mapping[Any, frozenset[int]]) -> None:
+    def __init__(
+        self, captured: Captured, model: str, needs: Mapping[Any, frozenset[int]], *, resident: bool = False
+    ) -> None:
         self.captured = captured
+        self.resident = resident
         self.needs = needs
         self.model = model
         self.graph = captured.graph_module.graph
@@ -94,6 +100,8 @@ class Builder:
         owned: dict[int, StorageKind] = {}
         for node, desc in zip(results, descs, strict=True):
             if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor):
+                if self.resident and isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput):
+                    continue
                 kind = StorageKind.GRADIENT if isinstance(desc, GradAOTOutput) else StorageKind.OUTPUT
                 owned.setdefault(storage_key(node.meta["val"]), kind)
         return owned
