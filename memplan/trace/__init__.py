@@ -70,8 +70,9 @@ def trace(
 ) -> TracedGraph:
     """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`.
 
-    `resident`: parameters' gradients lie in the arena. `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`). `device`: where the step runs while
-    the model and the caller stay on the CPU (see `hosted.py`); raises `UnsupportedDevice`.
+    `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`). `device`: where the step runs while
+    the model and the caller stay on the CPU (see `hosted.py`); raises `UnsupportedDevice`. `resident`: parameters'
+    gradients lie in the arena to the end of the step.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
@@ -203,7 +204,7 @@ def stay_in_arena(gradients: str, *, device: Any = None, budget: Any = None, **o
     for name, option in {"device": device, "budget": budget, **others}.items():
         if option is not None and option is not False:
             what = f"gradients={ARENA!r} is not supported with it"
-            raise UnsupportedCall(what, where=f"{name}={option!r}", hint='leave out one of them, or use compile_step')
+            raise UnsupportedCall(what, where=f"{name}={option!r}", hint="leave out one of them, or use compile_step")
     return True
 
 

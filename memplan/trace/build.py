@@ -51,10 +51,30 @@ def build(
 ) -> TracedGraph:
     """Read the fx graph once, in order; `needs` as in `Results`, by descriptor.
 
-    `resident`: parameters' gradients are planned too, and stay in the arena to the end of the step.
+    `resident`: parameters' gradients that kernels can write where they are told are planned too, and stay in the arena
+    to the end of the step.
     Raises `UnsupportedGraph` naming the node that cannot be planned.
     """
     return Builder(captured, model, needs, resident=resident).build()
+
+
+def _is_gradient_of_parameter(desc: Any) -> bool:
+    return isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput)
+
+
+def written_by_kernel(node: fx.Node) -> bool:
+    """Whether the bytes of `node` are written where they belong, not returned in fresh memory and copied there."""
+    while node.target is not operator.getitem:
+        key = storage_key(node.meta["val"])
+        tensors = (n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor))
+        base = next((n for n in tensors if storage_key(n.meta["val"]) == key), None)
+        if base is None:
+            assert isinstance(node.target, OpOverload)
+            return node.target in _MEMORY_ONLY or out_variant(node.target) is not None
+        node = base
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return isinstance(source.target, OpOverload) and out_variant(source.target) is not None
 
 
 class Builder:
@@ -100,7 +120,7 @@ class Builder:
         owned: dict[int, StorageKind] = {}
         for node, desc in zip(results, descs, strict=True):
             if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor):
-                if self.resident and isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput):
+                if self.resident and _is_gradient_of_parameter(desc) and written_by_kernel(node):
                     continue
                 kind = StorageKind.GRADIENT if isinstance(desc, GradAOTOutput) else StorageKind.OUTPUT
                 owned.setdefault(storage_key(node.meta["val"]), kind)
