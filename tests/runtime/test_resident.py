@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -98,11 +99,9 @@ def test_a_gradient_that_is_kept_moves_out_and_stays_the_same_tensor() -> None:
         assert not _within(compiled, p.grad)
         assert torch.equal(p.grad, value)
     loss.backward()  # and are added to
-    eager = [
-        v + g for v, g in zip(values, torch.autograd.grad(net(x).square().sum(), list(net.parameters())), strict=True)
-    ]
-    for p, wanted in zip(net.parameters(), eager, strict=True):
-        torch.testing.assert_close(p.grad, wanted)
+    added = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
+    for p, value, g in zip(net.parameters(), values, added, strict=True):
+        torch.testing.assert_close(p.grad, value + g)
 
 
 def test_zeroed_gradients_move_out_once() -> None:
@@ -189,8 +188,8 @@ def test_a_saved_plan_is_for_the_same_choice() -> None:
 
 
 @pytest.mark.parametrize("option", [{"budget": 0.5}, {"device": "cpu"}, {"cuda_graph": True}])
-def test_what_does_not_go_with_it_is_refused(option: dict[str, object]) -> None:
-    with pytest.raises(UnsupportedCall, match="gradients=.arena. is not supported with it"):
+def test_what_does_not_go_with_it_is_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedCall, match=r"gradients=.arena. is not supported with it"):
         compile(_net(), torch.randn(16, 8), gradients="arena", **option)
 
 
