@@ -31,7 +31,7 @@ from benchmarks.zoo import ZOO
 from memplan.errors import BudgetInfeasible
 from memplan.evict.record import RELOAD, TRANSFERS
 from memplan.runtime import CompiledModule
-from memplan.runtime.copies import ThreadCopies
+from memplan.runtime.copy_threads import ThreadCopies
 from memplan.runtime.guided import REPLANS, SAMPLES, WARM
 
 COLUMNS = {

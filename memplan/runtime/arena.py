@@ -16,7 +16,9 @@ import torch
 from memplan.evict.record import Section
 from memplan.graph import Value
 from memplan.plan import Plan, require_budget
-from memplan.runtime.copies import make_copies
+from memplan.runtime.copies import Copies
+from memplan.runtime.copy_streams import StreamCopies
+from memplan.runtime.copy_threads import ThreadCopies
 from memplan.runtime.ledger import Ledger
 from memplan.runtime.turns import make_turns
 
@@ -49,7 +51,7 @@ class Arena(Memory):
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         super().__init__(nbytes, device)
-        self.copies = make_copies(self.device)
+        self.copies: Copies = StreamCopies(self.device) if self.device.type == "cuda" else ThreadCopies()
         weakref.finalize(self, self.copies.close)  # before its bytes are given back
         self.ledger = Ledger(self.copies.drain, make_turns(self.device))
         self._host = Memory(0, torch.device("cpu"))

@@ -16,9 +16,8 @@ from memplan.plan import Plan
 from memplan.runtime.arena import Arena
 from memplan.runtime.builder import Builder
 from memplan.runtime.duplicate import rebuild, recipe
-from memplan.runtime.guided import Guide
+from memplan.runtime.guided import Guide, Measured
 from memplan.runtime.hooks import Hooks
-from memplan.runtime.measurement import Measured
 from memplan.runtime.options import Options, device_for, given_plan
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.runner import Runner

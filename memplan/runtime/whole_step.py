@@ -16,10 +16,9 @@ from memplan.evict.guide import Remembered
 from memplan.plan import Plan
 from memplan.runtime.arena import arena_for_all, dtype_of
 from memplan.runtime.graphed import make_recorder
-from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for, safe_plan
+from memplan.runtime.guided import Guide, Measured, guide_of, require_measurable, room_for, safe_plan
 from memplan.runtime.hooks import Hooks
 from memplan.runtime.host import prepare_host
-from memplan.runtime.measurement import Measured
 from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice, require_recordable
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.passive_step import eager_step
