@@ -5,8 +5,8 @@ In the order in which data flows: `copies.py` (what copies to the host and back:
 `program.py` (straight-line Python), `slots.py`, `signature.py` and `alike.py` (what a call may bring), `step.py` and
 `runner.py` (autograd), `builder.py` (trace, plan, assemble), `select.py`, `shapes.py` and `module.py` (`compile`),
 `whole_step.py` (`compile_step`). `measurement.py`, `meter.py` and `guided.py` measure steps and plan them anew;
-`passive.py` and `passive_step.py` run what has no plan. `hooks.py` and `tracker.py` (what a step does, seen while it
-does it), `guards.py`, `measure.py` and `recorded.py` (`record`) stand beside.
+`living.py`, `saved.py`, `passive.py` and `passive_step.py` run what has no plan. `hooks.py` and `tracker.py` (what a
+step does, seen while it does it), `guards.py`, `measure.py` and `recorded.py` (`record`) stand beside.
 """
 
 from __future__ import annotations
