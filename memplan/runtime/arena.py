@@ -51,7 +51,7 @@ class Arena(Memory):
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         super().__init__(nbytes, device)
-        self.copies: Copies = StreamCopies(self.device) if self.device.type == "cuda" else ThreadCopies()
+        self.copies = make_copies(self.device)
         weakref.finalize(self, self.copies.close)  # before its bytes are given back
         self.ledger = Ledger(self.copies.drain, make_turns(self.device))
         self._host = Memory(0, torch.device("cpu"))
@@ -65,6 +65,11 @@ class Arena(Memory):
     def turned(self, plan: Plan) -> Arena | None:
         """The arena as a program of `plan` sees it, when it fits."""
         return self if plan.arena_size <= self.nbytes else None
+
+
+def make_copies(device: torch.device) -> Copies:
+    """What copies between an arena on `device` and the host. Nothing is started before the first copy is."""
+    return StreamCopies(device) if device.type == "cuda" else ThreadCopies()
 
 
 class Arenas(Arena):
