@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from memplan import lifetimes
-from memplan.errors import BudgetInfeasible, InvalidSize
+from memplan.errors import BudgetInfeasible, InvalidCosts, InvalidSize
 from memplan.evict.arrays import measure
 from memplan.evict.costs import DEVICES, CostModel, load_costs
 from memplan.evict.fit import Fitted, fit, make_workload, smallest
@@ -97,7 +97,10 @@ def require_known(policy: str | Policy, costs: CostModel | str | None) -> None:
 
 
 def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
-    """A cost model by the name of a device (`memplan.evict.costs.DEVICES`), from a file (.json), or as it is."""
+    """A cost model by the name of a device (`memplan.evict.costs.DEVICES`), from a file (.json), or as it is.
+
+    Raises `InvalidCosts` for what is none of these, and what `load_costs` does.
+    """
     if isinstance(costs, CostModel):
         return costs
     if isinstance(costs, os.PathLike) or (isinstance(costs, str) and costs.endswith(".json")):
@@ -106,7 +109,7 @@ def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
         hint = f"choose one of: {', '.join(DEVICES)}, or measure one: memplan.profile(model, inputs)"
         if costs == "measure":
             hint = f"memplan.compile and compile_step measure their first steps; here, {hint}"
-        raise InvalidSize(f"there is no cost model {costs!r}", where="costs", hint=hint)
+        raise InvalidCosts(f"there is no cost model {costs!r}", where="costs", hint=hint)
     return DEVICES[costs.lower()]
 
 

@@ -191,15 +191,15 @@ class ShapedSelector(Selector):
         """Raise `InputMismatch` for a leaf that differs from the example in more than the dimensions that vary."""
         examples, varying = self.main.signature.examples, self.family.trace.dims.leaves
         for i, (x, example) in enumerate(zip(flat, examples, strict=True)):
-            where = f"input {i}"
+            where, hint = f"input {i}", "pass what the example is like, or compile for this input too"
             if not isinstance(example, torch.Tensor):
                 self.main.signature.check_constant(i, x)
             elif not isinstance(x, torch.Tensor):
-                raise InputMismatch(f"is a {type(x).__name__}, the plan was made for a tensor", where=where)
+                raise InputMismatch(f"is a {type(x).__name__}, the plan was made for a tensor", where=where, hint=hint)
             elif (x.dtype, x.device, x.dim()) != (example.dtype, example.device, example.dim()):
                 wanted = f"{example.dtype} {tuple(example.shape)} on {example.device}"
                 what = f"is {x.dtype} {tuple(x.shape)} on {x.device}, the plan was made for {wanted}"
-                raise InputMismatch(what, where=where)
+                raise InputMismatch(what, where=where, hint=hint)
             else:
                 for dim, (size, planned) in enumerate(zip(x.shape, example.shape, strict=True)):
                     if size != planned and dim not in varying[i]:
