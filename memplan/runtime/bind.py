@@ -233,7 +233,9 @@ _METHODS = {
     "index_put_",
 }
 # Those that lowering rules and optimizers call; the dispatcher would parse their lists and keywords for twice as long.
-_FUNCTIONS = {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_foreach_add_", "index_select", "arange"}
+_FUNCTIONS = {
+    *("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_foreach_add_", "_foreach_zero_", "index_select", "arange"),
+}
 _ARITHMETIC = ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
 
 
