@@ -272,7 +272,7 @@ def _gathered(traced: TracedGraph, order: Schedule, alignment: int, plan_of: Cal
     an arena of max live bytes is none that the other could undercut."""
     together = gather(traced.graph, order, small_updates(traced), alignment)
     plan = plan_of(schedule=together)
-    if together is order or plan.arena_size == plan.max_live:
+    if together is order or (plan.arena_size == plan.max_live and not plan.redzone):
         return plan
     apart = plan_of(schedule=order)
     return plan if plan.arena_size <= apart.arena_size else apart
