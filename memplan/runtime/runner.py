@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Runner:
         self._written_slots = [j for j, i in enumerate(self.slots.bindings) if traced.bindings[i].written]
         self.signature = Signature(traced, changes_model=bool(self._written_slots))
         self._note_written(self.slots.tensors())
+        self._counted: tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] = ((None,) * len(self.slots.bindings), ())
         tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))
         for i, b in enumerate(traced.bindings):
             if b.source is Source.INPUT:
@@ -248,9 +250,14 @@ class Runner:
 
     def count_writes(self, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
         """Tell autograd that the step changed buffers and inputs, as an in-place op of eager's would."""
-        if self._written_slots or self._written_inputs:
-            written = [current[i] for i in self._written_slots] + [inputs[i] for i in self._written_inputs]
-            torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+        if self._written_slots:
+            known, written = self._counted
+            if not all(map(is_, current, known)):
+                written = _counting(current[i] for i in self._written_slots)
+                self._counted = tuple(current), written
+            torch.autograd.graph.increment_version(written)
+        if self._written_inputs:
+            torch.autograd.graph.increment_version(_counting(inputs[i] for i in self._written_inputs))
 
     def tangents_from(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The incoming gradients of differentiable outputs, laid out as traced; zeros where none came."""
@@ -276,6 +283,11 @@ class Runner:
             return [gradients[i] for i in self._gradient_order]
         needs = self.traced.results.needs
         return [None if needs[i] and needs[i] <= missing else gradients[i] for i in self._gradient_order]
+
+
+def _counting(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Those of which autograd counts the changes."""
+    return tuple(t for t in tensors if not t.is_inference())
 
 
 def _guards(guard: str | None, traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Guards:

@@ -18,7 +18,7 @@ from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for
 from memplan.runtime.host import prepare_host
 from memplan.runtime.options import PlanOptions, require_recordable
 from memplan.runtime.runner import Runner
-from memplan.runtime.slots import StepStructure
+from memplan.runtime.training import StepStructure
 from memplan.trace import trace_step
 from memplan.trace.traced import TracedGraph
 from memplan.trace.updates import Accumulate

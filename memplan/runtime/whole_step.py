@@ -20,8 +20,8 @@ from memplan.runtime.options import PlanOptions, device_for, given_plan, require
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.passive_step import eager_step
 from memplan.runtime.runner import Runner
-from memplan.runtime.slots import StepStructure
 from memplan.runtime.step_builder import StepBuilder
+from memplan.runtime.training import StepStructure
 from memplan.trace.updates import Accumulate
 
 
@@ -104,7 +104,7 @@ class CompiledStep(Measured):
             if self._passive is None:
                 raise
             return self._passively(error, batch, update=runner is self._updating)
-        self._structure.follow_rates()
+        self._structure.follow()
         if self._guides:
             runner = self._guided(runner)
         loss = runner.whole_step(leaves, self._tangent)

@@ -20,8 +20,9 @@ from memplan.division import Divide, Division, compression_of, division_of
 from memplan.errors import UnsupportedCall, UnsupportedProblem
 from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
-from memplan.schedule import Policy
+from memplan.schedule import Policy, Schedule
 from memplan.schedule import order as order_of
+from memplan.schedule.gather import gather
 from memplan.solve import Solver
 from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
@@ -33,6 +34,7 @@ from memplan.trace.returns import own_the_results, tangents_needed, write_back_m
 from memplan.trace.rewrite import copy_of
 from memplan.trace.rules import lower
 from memplan.trace.smaller import plan_divided
+from memplan.trace.together import small_updates
 from memplan.trace.traced import TracedGraph
 from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
 from memplan.version import __version__
@@ -275,16 +277,31 @@ def _plan_whole(
         from memplan.budget import require_known  # a misspelt name is an error, needed or not
 
         require_known(policy, costs)
-    return make(
+    order, alignment = order_of(traced.graph, schedule), alignment_of(traced.device)
+    plan_of = partial(
+        make,
         model=traced.model,
         graph=traced.graph,
-        schedule=order_of(traced.graph, schedule),
-        alignment=alignment_of(traced.device),
+        alignment=alignment,
         redzone=redzone,
         versions={"memplan": __version__, "torch": torch.__version__, "python": platform.python_version()},
         solver=solver,
         time_limit=time_limit,
     )
+    if make is make_plan and schedule == "auto":
+        return _gathered(traced, order, alignment, plan_of)
+    return plan_of(schedule=order)
+
+
+def _gathered(traced: TracedGraph, order: Schedule, alignment: int, plan_of: Callable[..., Plan]) -> Plan:
+    """The plan in which small updates run together, unless its arena is larger than without: max live is not, so that
+    an arena of max live bytes is none that the other could undercut."""
+    together = gather(traced.graph, order, small_updates(traced), alignment)
+    plan = plan_of(schedule=together)
+    if together is order or (plan.arena_size == plan.max_live and not plan.redzone):
+        return plan
+    apart = plan_of(schedule=order)
+    return plan if plan.arena_size <= apart.arena_size else apart
 
 
 def layout_solver(layout: str, solver: str | Solver) -> str | Solver:

@@ -148,7 +148,7 @@ class _Builder:
         if isinstance(desc, BufferAOTInput):
             return Binding(source=Source.BUFFER, value=value, name=desc.target)
         if isinstance(desc, StateInput):
-            return Binding(source=Source.STATE, value=value, name=desc.target, key=desc.key)
+            return Binding(source=Source.STATE, value=value, name=desc.target, key=desc.key, names=desc.targets)
         if isinstance(desc, PlainAOTInput):
             wants = self.captured.inputs[desc.idx].requires_grad
             return Binding(source=Source.INPUT, value=value, index=desc.idx, requires_grad=wants)
