@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from memplan.evict.record import OFFLOAD_WAIT
 from memplan.graph import Phase
 from memplan.groups import grouped, pattern
 from memplan.holders import Holder, alive_at
 from memplan.plan import Plan
+from memplan.schedule.base import live_bytes
 from memplan.units import format_bytes
 from memplan.uses import homes, last_use, next_use, own_touches, touches
 
@@ -30,7 +32,7 @@ _POINTWISE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
-    """`name` is one of "evict", "in place", "copies", "layout", "order"; `saves` is in bytes, at most."""
+    """`name` is one of "evict", "in place", "copies", "gradients", "layout", "order"; `saves` is in bytes, at most."""
 
     name: str
     saves: int
@@ -45,7 +47,7 @@ def levers(plan: Plan, step: int | None = None) -> tuple[Lever, ...]:
     alive, steps = alive_at(plan, at), touches(plan)
     found = [*_copies(plan, at, alive), *_in_place(plan, at, alive, steps), *_evict(plan, at, alive)]
     if at == plan.problem.peak_step:
-        found += [*_layout(plan), *_order(plan)]
+        found += [*_gradients(plan), *_layout(plan), *_order(plan)]
     return tuple(found)
 
 
@@ -156,6 +158,31 @@ def _copies(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
         text=f"{_times(len(same), size * len(same))} are alive at {at} ({names}): "
         f"each one less can save {format_bytes(size)}",
     )
+
+
+def _gradients(plan: Plan) -> Iterator[Lever]:
+    """Gradients that kernels write directly, beside the arena: in it, they would take what dying activations leave."""
+    graph, order = plan.graph, plan.schedule.order
+    made: dict[int, int] = {}  # storage -> the step that makes it
+    outside = {graph.values[v].storage for v in graph.gradients if not graph.storages[graph.values[v].storage].planned}
+    for step, index in enumerate(order):
+        op = graph.ops[index]
+        for storage in outside.intersection(graph.written(op)):
+            made.setdefault(storage, step if op.direct else -1)
+    changes = [0] * (len(order) + 1)
+    for storage, step in made.items():
+        if step >= 0:
+            changes[step] += graph.storages[storage].nbytes
+    beside = sum(changes)
+    live = live_bytes(graph, order)
+    saves = max(live, default=0) + beside - max(map(sum, zip(live, accumulate(changes), strict=False)), default=0)
+    if saves > 0 and plan.eviction is None:
+        yield Lever(
+            name="gradients",
+            saves=saves,
+            text=f"{format_bytes(beside)} of gradients lie beside the arena: in this order, "
+            f"compile(..., gradients='arena') saves {format_bytes(saves)} of the total",
+        )
 
 
 def _layout(plan: Plan) -> Iterator[Lever]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -23,6 +24,7 @@ from memplan.report.explain_form import explain_json, explain_sections, explain_
 from memplan.report.sections import sections_markdown
 from memplan.rules import parse_rule
 from memplan.schedule import traced
+from memplan.schedule.base import live_bytes
 from memplan.uses import last_use, next_use, touches
 from tests.graph_strategies import GraphBuilder, plans
 from tests.samples import deep_plan, sample_plan
@@ -121,6 +123,20 @@ def test_no_lever_promises_more_than_there_is(plan: Plan) -> None:
             assert plan.arena_size > plan.solution.bound
         if lever.name == "order":
             assert not plan.schedule.certified
+
+
+@given(plans())
+@settings(deadline=None, max_examples=100)
+def test_gradients_save_what_planning_them_in_the_same_order_does(plan: Plan) -> None:
+    graph, order = plan.graph, plan.schedule.order
+    assume(plan.eviction is None)
+    first = {s: op for op in reversed([graph.ops[i] for i in order]) for s in graph.written(op)}
+    beside = {graph.values[v].storage for v in graph.gradients}
+    beside = {s for s in beside if not graph.storages[s].planned and s in first and first[s].direct}
+    inside = tuple(replace(s, planned=s.planned or i in beside) for i, s in enumerate(graph.storages))
+    before = max(live_bytes(graph, order), default=0) + sum(graph.storages[s].nbytes for s in beside)
+    saved = before - max(live_bytes(replace(graph, storages=inside), order), default=0)
+    assert sum(lever.saves for lever in levers(plan) if lever.name == "gradients") == saved
 
 
 # Differences.
