@@ -20,6 +20,7 @@ from memplan.graph import Graph
 from memplan.runtime.arena import Memory, dtype_of, view_of
 from memplan.runtime.convolve import direct_convolutions
 from memplan.trace.outvariants import out_names, out_variant
+from memplan.trace.randomness import draws
 from memplan.trace.traced import Handed, Kernel, Live, Ref
 
 Function = Callable[..., Any]
@@ -108,7 +109,7 @@ class Binder:
         )
 
     def _choose(self, kernel: Kernel, tensors: Sequence[torch.Tensor | None]) -> _Choice:
-        if torch.Tag.nondeterministic_seeded in kernel.target.tags:
+        if draws(kernel.target, kernel.args, kernel.kwargs):
             return _Choice(kernel.target._op)  # trying it would draw numbers
         args, kwargs = materialise((kernel.args, kernel.kwargs), tensors)
         expected = _as_tuple(kernel.target(*args, **kwargs))

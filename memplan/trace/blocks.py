@@ -11,6 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memplan.trace.outvariants import out_names, out_variant
+from memplan.trace.randomness import draws
 from memplan.trace.returns import is_backward
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
 from memplan.trace.rows import (
@@ -348,8 +349,7 @@ def _rebase(graph: fx.Graph, new: fx.Node, old: int, mode: FakeTensorMode) -> No
 def has_effects(node: fx.Node) -> bool:
     """Whether it writes in place or draws random numbers: what must keep its place in the program."""
     schema = getattr(node.target, "_schema", None)
-    tags = getattr(node.target, "tags", ())
-    return (schema is not None and schema.is_mutable) or torch.Tag.nondeterministic_seeded in tags
+    return (schema is not None and schema.is_mutable) or draws(node.target, node.args, node.kwargs)
 
 
 def phases(chain: Chain) -> list[list[fx.Node]]:
