@@ -135,7 +135,7 @@ def _by_direction(weights: Sequence[torch.Tensor], has_biases: bool) -> Iterator
     each = 4 if has_biases else 2
     for i in range(0, len(weights), each):
         own = tuple(weights[i : i + each])
-        yield own if has_biases else (*own, *map(torch.zeros_like, own))
+        yield own if has_biases else (*own, *(w.new_zeros(w.size(0)) for w in own))  # no kernel looks at those
 
 
 def _lost(model: str, what: str) -> UnsupportedGraph:
