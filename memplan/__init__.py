@@ -148,6 +148,7 @@ def plan(
     costs: CostModel | str | None = None,
     divide: Divide = None,
     compress: str | None = None,
+    gradients: str = "safe",
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -169,6 +170,7 @@ def plan(
     costs: CostModel | str | None = None,
     divide: Divide = None,
     compress: str | None = None,
+    gradients: str = "safe",
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -189,6 +191,7 @@ def plan(
     costs: CostModel | str | None = None,
     divide: Divide = None,
     compress: str | None = None,
+    gradients: str = "safe",
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -217,6 +220,7 @@ def plan(
     forward and backward) run block by block of rows, with the same bits; a number: always, in so many blocks;
     `memplan.Division` says more. `compress="bits"`: masks wait for the backward with a bit for each element; "int8":
     activations too, as 8-bit codes, so that gradients are no longer exact (see `memplan/trace/quantize.py`).
+    `gradients="arena"`: parameters' gradients are planned like everything else, for `compile(gradients="arena")`.
     """
     from memplan import trace
 
@@ -229,5 +233,7 @@ def plan(
         from memplan.trace.symbolic import plan_symbolic
 
         refuse_beside(device=device, divide=divide, compress=compress)
+        trace.stay_in_arena(gradients, dynamic_shapes=dynamic_shapes)
         return plan_symbolic(model, example_inputs, example_kwargs, dynamic_shapes=dynamic_shapes, **options)
-    return trace.plan(model, example_inputs, example_kwargs, device=device, divide=divide, compress=compress, **options)
+    options |= {"device": device, "divide": divide, "compress": compress, "gradients": gradients}
+    return trace.plan(model, example_inputs, example_kwargs, **options)

@@ -20,6 +20,7 @@ from memplan.graph import Graph
 from memplan.runtime.arena import Memory, dtype_of, view_of
 from memplan.runtime.convolve import direct_convolutions
 from memplan.runtime.recurrent import layer_function
+from memplan.runtime.rows import adds_rows, takes_rows
 from memplan.trace.outvariants import out_names, out_variant
 from memplan.trace.randomness import draws
 from memplan.trace.traced import Handed, Kernel, Live, Ref
@@ -91,7 +92,8 @@ class Binder:
     def bind(self, kernel: Kernel, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         """Choose the callable for `kernel`, given real tensors for its `Ref`s. Leaves outputs unwritten."""
         if not kernel.outs:
-            function, args = _in_place_function(kernel), _scalars_as_tensors(kernel, self.graph)
+            function = adds_rows(kernel, self.graph) or _in_place_function(kernel)
+            args = _scalars_as_tensors(kernel, self.graph)
             return BoundOp(form=Form.IN_PLACE, function=function, args=args, kwargs=kernel.kwargs, outs=())
         key = self._signature(kernel)
         if key not in self.known:
@@ -124,7 +126,9 @@ class Binder:
                 raise UnsupportedGraph(str(kernel.target), reason, "keep this layer out of the compiled module")
             return _Choice(kernel.target._op, absent=absent)
         given, _ = materialise((_scalars_as_tensors(kernel, self.graph), {}), tensors)
-        for choice in _out_choices(kernel, scalars=any(one is not two for one, two in zip(args, given, strict=True))):
+        rows = takes_rows(kernel, self.graph)
+        scalars = any(one is not two for one, two in zip(args, given, strict=True))
+        for choice in (*([_Choice(rows, ("out",))] if rows else []), *_out_choices(kernel, scalars=scalars)):
             scratch = [_scratch(self.graph, out) for out in kernel.outs if out is not None]
             taken = given if choice.scalars else args
             if _writes(choice, taken, kwargs, scratch, expected):
@@ -229,7 +233,8 @@ def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
 def _in_place_function(kernel: Kernel) -> Function:
     """`Tensor.copy_` and its like are bound directly; other mutating ops go through the dispatcher."""
     name = kernel.target._opname
-    if name in _METHODS and not kernel.kwargs:
+    whole = name == "index_put_" and None in kernel.args[1]  # dimensions that are not indexed: methods take no None
+    if name in _METHODS and not kernel.kwargs and not whole:
         method: Function = getattr(torch.Tensor, name)
         return method
     if name in _FUNCTIONS:
@@ -244,7 +249,9 @@ _METHODS = {
     "index_put_",
 }
 # Those that lowering rules and optimizers call; the dispatcher would parse their lists and keywords for twice as long.
-_FUNCTIONS = {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_foreach_add_", "index_select", "arange"}
+_FUNCTIONS = {
+    *("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_foreach_add_", "_foreach_zero_", "index_select", "arange"),
+}
 _ARITHMETIC = ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
 
 

@@ -119,12 +119,18 @@ class FunctionWriter:
         for group in groups:
             for value in group:
                 self._use(value)
-            parts.append("(" + "".join(f"v{value}, " for value in group) + ")")
+            parts.append("(" + "".join(f"{self._leaving(value)}, " for value in group) + ")")
         body = [f"def {self.name}({', '.join(self.arguments)}):", f"    with {self._guards()}:"]
         read = [f"{name} = {source}" for source, name in self.live.items()]
         body += [f"        {line}" for line in (*read, *self.lines)] or ["        pass"]
         body.append(f"    return {', '.join(parts) if parts else '()'}")
         return self.namespace.define("\n".join(body), self.name)
+
+    def _leaving(self, index: int) -> str:
+        """A value for the caller: what stays in the arena leaves as another tensor over the same bytes."""
+        if index not in self.layout.static:
+            return f"v{index}"
+        return f"{self.namespace.add('k', torch.Tensor.detach)}(v{index})"
 
     # -- values ------------------------------------------------------------------------------------------
 

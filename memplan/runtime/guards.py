@@ -63,6 +63,7 @@ def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> 
     for value in sorted(graph.values, key=lambda value: value.dtype == "uint8"):  # as copies see it
         dtype_of.setdefault(graph.storages[value.storage].name, getattr(torch, value.dtype))
     nbytes = {s.name: s.nbytes for s in graph.storages}
+    kept = {graph.storages[graph.values[v].storage].name for v in graph.gradients}
     places: list[tuple[Sequence[Buffer], Mapping[str, int], Memory, int]]
     places = [(plan.problem.buffers, plan.solution.offsets, arena, plan.redzone)]
     if plan.eviction is not None and arena.device.type == "cpu":  # a GPU copies later than the host runs
@@ -75,7 +76,8 @@ def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> 
             count = nbytes[buffer.id] // dtype.itemsize
             view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (count,), (1,))
             before[buffer.live.start].append(_poison(view))
-            after[buffer.live.end - 1].append(_poison(view))
+            if buffer.id not in kept:
+                after[buffer.live.end - 1].append(_poison(view))
     return Guards(tuple(map(tuple, before)), tuple(map(tuple, after)))
 
 

@@ -27,6 +27,7 @@ class Ledger:
     """Which step owns an arena; programs that share the arena share the ledger.
 
     `drain()` returns when no copy into or out of the arena is under way. A step that ends early leaves none.
+    `move_out()`, where a backward has left something in the arena, takes it out before the bytes are used again.
     `turn()` lets what is launched from now on wait for the steps before (`turns.py`).
     """
 
@@ -36,6 +37,7 @@ class Ledger:
         self._lock = threading.Lock()
         self.steps = 0
         self._current: Callable[[], InFlight | None] = lambda: None
+        self.move_out: Callable[[], None] | None = None
 
     def __enter__(self) -> Ledger:
         """Hold the arena while a program runs; raise when another thread holds it."""
@@ -69,6 +71,9 @@ class Ledger:
                 hint="call backward first, or run forwards that need none under torch.no_grad(), "
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
             )
+        if self.move_out is not None:
+            self.move_out()
+            self.move_out = None
         self.drain()  # of a forward that was given up
         self.turn()
 

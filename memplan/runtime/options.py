@@ -15,14 +15,14 @@ from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.schedule.legal import require_legal
-from memplan.trace import alignment_of, plan_traced
+from memplan.trace import ARENA, alignment_of, plan_traced, stay_in_arena
 from memplan.trace.dims import refuse_beside
 from memplan.trace.follow import require_planned
 from memplan.trace.traced import TracedGraph
 
 ON_MISMATCH = ("error", "eager", "replan", "passive")
 MEASURE = "measure"  # as `costs`
-GRADIENTS = ("safe", "owned")
+GRADIENTS = ("safe", "owned", ARENA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +113,13 @@ class Options(PlanOptions):
         PlanOptions.__post_init__(self)
         require_choice("gradients", self.gradients, GRADIENTS)
         require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        stay_in_arena(
+            self.gradients,
+            device=self.device,
+            budget=self.budget,
+            cuda_graph=self.cuda_graph,
+            dynamic_shapes=self.dynamic_shapes,
+        )
         if self.cuda_graph:
             require_recordable(self.device)
         if self.dynamic_shapes is None and self.bucketing is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memplan.errors import UnsupportedCall
-from memplan.runtime.slots import StepStructure
+from memplan.runtime.training import StepStructure
 
 
 def eager_step(

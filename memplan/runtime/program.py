@@ -18,6 +18,7 @@ from memplan.runtime.copies import Copy
 from memplan.runtime.guards import NO_GUARDS, Guards, Hook
 from memplan.runtime.hooks import Hook as EventHook
 from memplan.runtime.hooks import observing
+from memplan.runtime.joined import joined
 from memplan.runtime.placed import Placer, placing
 from memplan.runtime.transfers import bind_transfers
 from memplan.runtime.trial import run_trial
@@ -70,6 +71,7 @@ class Program:
             guards=guards if emit is None else observing(guards, self.plan, emit),
             last=self.last,
             prefix="observed_",
+            join=False,  # each op is an event of its own
         )
 
     def placed(self, placer: Placer) -> Functions:
@@ -168,18 +170,20 @@ def _functions(
     guards: Guards,
     last: Hook | None,
     prefix: str = "",
+    join: bool = True,
 ) -> Functions:
-    """The generated forward, and the backward of a step that has one."""
+    """The generated forward, and the backward of a step that has one. `join`: run updates together (`joined.py`)."""
     graph = traced.graph
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
-    steps = list(enumerate(order))
+    together = joined(traced, bound, order) if join else {}
+    steps = [(step, together.get(step, bound[op])) for step, op in enumerate(order)]
     forward = FunctionWriter(f"{prefix}forward", layout, namespace, [b.value for b in traced.bound(Source.INPUT)])
-    _write(forward, bound, steps[:split], guards, last)
+    _write(forward, steps[:split], guards, last)
     backward = None
     if traced.training:
         tangents = [b.value for b in traced.bound(Source.TANGENT)]
         writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents])
-        _write(writer, bound, steps[split:], guards, last)
+        _write(writer, steps[split:], guards, last)
         backward = writer.finish([graph.gradients])
     return forward.finish([traced.results.fresh, saved]), backward
 
@@ -253,15 +257,15 @@ def _over(tensor: torch.Tensor, traced: TracedGraph, binding: Binding, index: in
 
 def _write(
     writer: FunctionWriter,
-    bound: Sequence[BoundOp],
-    steps: Iterable[tuple[int, int]],
+    steps: Iterable[tuple[int, BoundOp | None]],
     guards: Guards,
     last: Hook | None,
 ) -> None:
-    for step, op in steps:
+    for step, bound in steps:
         for hook in guards.before(step):
             writer.hook(hook)
-        writer.op(bound[op])
+        if bound is not None:
+            writer.op(bound)
         for hook in guards.after(step):
             writer.hook(hook)
     if last is not None:

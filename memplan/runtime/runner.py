@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
 from memplan.runtime.hooks import Hook, Hooks
 from memplan.runtime.owned import OwnedGradients
 from memplan.runtime.program import Functions, build_program
+from memplan.runtime.resident import ResidentGradients
 from memplan.runtime.signature import Signature
 from memplan.runtime.slots import Slots, Structure
 from memplan.runtime.step import OwningStep, PlannedStep
@@ -51,6 +53,7 @@ class Runner:
         self._written_slots = [j for j, i in enumerate(self.slots.bindings) if traced.bindings[i].written]
         self.signature = Signature(traced, changes_model=bool(self._written_slots))
         self._note_written(self.slots.tensors())
+        self._counted: tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] = ((None,) * len(self.slots.bindings), ())
         tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))
         for i, b in enumerate(traced.bindings):
             if b.source is Source.INPUT:
@@ -74,6 +77,7 @@ class Runner:
         self._observed: tuple[Hook | None, Guards, Functions] | None = None
         self._wire()
         self.owned = self._owned() if owned else None
+        self.resident = self._resident()
         if hooks is not None:
             hooks.attach(self)
 
@@ -127,6 +131,17 @@ class Runner:
             g.strides == t.graph.values[t.bindings[i].value].strides for g, i in zip(gradients, slots, strict=True)
         ]
         return OwnedGradients([self.slots.names[i] for i in self._wanted_slots], alike)
+
+    def _resident(self) -> ResidentGradients | None:
+        """The gradients that the plan keeps in the arena, if it does."""
+        t, namespace = self.traced, self.program.namespace.names
+        pairs = zip(self._wanted_slots, self._gradient_order, strict=False)
+        found = [(slot, t.results.gradients[i]) for slot, i in pairs]
+        found = [(slot, v) for slot, v in found if t.graph.storages[t.graph.values[v].storage].planned]
+        if not found:
+            return None
+        slots, values = zip(*found, strict=True)
+        return ResidentGradients(self.slots, slots, [namespace[f"v{v}"] for v in values], self.arena)
 
     # -- a call ------------------------------------------------------------------------------------------
 
@@ -235,9 +250,14 @@ class Runner:
 
     def count_writes(self, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
         """Tell autograd that the step changed buffers and inputs, as an in-place op of eager's would."""
-        if self._written_slots or self._written_inputs:
-            written = [current[i] for i in self._written_slots] + [inputs[i] for i in self._written_inputs]
-            torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
+        if self._written_slots:
+            known, written = self._counted
+            if not all(map(is_, current, known)):
+                written = _counting(current[i] for i in self._written_slots)
+                self._counted = tuple(current), written
+            torch.autograd.graph.increment_version(written)
+        if self._written_inputs:
+            torch.autograd.graph.increment_version(_counting(inputs[i] for i in self._written_inputs))
 
     def tangents_from(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The incoming gradients of differentiable outputs, laid out as traced; zeros where none came."""
@@ -263,6 +283,11 @@ class Runner:
             return [gradients[i] for i in self._gradient_order]
         needs = self.traced.results.needs
         return [None if needs[i] and needs[i] <= missing else gradients[i] for i in self._gradient_order]
+
+
+def _counting(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Those of which autograd counts the changes."""
+    return tuple(t for t in tensors if not t.is_inference())
 
 
 def _guards(guard: str | None, traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Guards:

@@ -28,7 +28,8 @@ class Signature:
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
         self._ties = _ties(self.examples)
-        self._check_ties = bool(self._written) or changes_model or len(set(self._ties.values())) < len(self._ties)
+        shared = len(set(self._ties.values())) < len(self._ties)
+        self._check_ties = len(tensors) > 1 and (bool(self._written) or changes_model or shared)
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of a call. Raises `InputMismatch` naming the first difference from the traced call."""

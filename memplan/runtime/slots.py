@@ -13,10 +13,9 @@ from torch import nn
 from memplan.errors import InputMismatch
 from memplan.runtime.alike import Alike
 from memplan.trace.traced import Binding, Source, TracedGraph
-from memplan.trace.updates import ACCUMULATED, LEARNING_RATE
 
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
-_COMPILE_AGAIN = "compile the model again after changing it"
+COMPILE_AGAIN = "compile the model again after changing it"
 _training = attrgetter("training")
 
 
@@ -49,7 +48,7 @@ class Structure:
         if list(map(dict.get, self._holders, self._keys)) != self._children:
             self._look_again()
         if (self._hook_count or any(self._hooks)) and sum(map(len, self._hooks)) != self._hook_count:
-            raise InputMismatch("module hooks were added or removed", where="the model", hint=_COMPILE_AGAIN)
+            raise InputMismatch("module hooks were added or removed", where="the model", hint=COMPILE_AGAIN)
         return list(map(_training, self.modules))
 
     def _look_again(self) -> None:
@@ -62,7 +61,7 @@ class Structure:
             (name, old), (other, new) = next(pair for pair in pairs if pair[0] != pair[1])
             was, now = (t.__name__ if t else "nothing" for t in (old, new))
             what = f"was a {was}, is a {now}" if name == other else f"the submodules changed ({name!r}, {other!r})"
-            raise InputMismatch(what, where=name or other or "the model", hint=_COMPILE_AGAIN)
+            raise InputMismatch(what, where=name or other or "the model", hint=COMPILE_AGAIN)
 
     def require_modes(self, modes: list[bool]) -> None:
         """Raise `InputMismatch` naming the first submodule whose training flag is not that of `modes`."""
@@ -84,62 +83,6 @@ class Structure:
     def name_of(self, index: int) -> str:
         """Qualified name of a submodule ("h.0.attn"), by its index in `modes()`."""
         return next(str(name) for name, m in self.model.named_modules() if m is self.modules[index])
-
-
-class StepStructure(Structure):
-    """A model with its optimizer, whose state tensors have slots too."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self._state: Any = optimizer.state
-        self._groups = [p for group in optimizer.param_groups for p in group["params"]]
-        self._dicts = [optimizer.state[p] for p in self._groups]
-        self._accumulated: dict[str, dict[str, Any]] = {}
-        self._rates: dict[str, dict[str, Any]] = {}
-        self._noted_rates = [group["lr"] for group in optimizer.param_groups]
-        super().__init__(model)
-
-    def modes(self) -> list[bool]:
-        """As `Structure.modes`, after a look at whether the optimizer still has the same state and parameters."""
-        groups = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if len(groups) != len(self._groups) or any(p is not q for p, q in zip(groups, self._groups, strict=True)):
-            raise InputMismatch("the optimizer's parameters changed", where="optimizer", hint=_COMPILE_AGAIN)
-        dicts = [self.optimizer.state.get(p) for p in groups]
-        if any(one is not two for one, two in zip(dicts, self._dicts, strict=True)):
-            self._dicts = [self.optimizer.state[p] for p in groups]
-            self.version += 1
-        return super().modes()
-
-    def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
-        """As `Structure.slot`, and for the optimizer's state and gradients that outlive a step, made here at need."""
-        if binding.source is not Source.STATE:
-            return super().slot(binding)
-        if binding.key == LEARNING_RATE:
-            return self._rates.setdefault(binding.name, self._new_rate(binding.name)), binding.key
-        if binding.key == ACCUMULATED:
-            if binding.name not in self._accumulated:
-                zeros = torch.zeros_like(self.model.get_parameter(binding.name), requires_grad=False)
-                self._accumulated[binding.name] = {ACCUMULATED: zeros}
-            return self._accumulated[binding.name], binding.key
-        return self.optimizer.state[self.model.get_parameter(binding.name)], binding.key
-
-    def accumulated(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The sums of gradients that wait for the next update, by parameter."""
-        return {self.model.get_parameter(name): kept[ACCUMULATED] for name, kept in self._accumulated.items()}
-
-    def _new_rate(self, name: str) -> dict[str, Any]:
-        group = self.optimizer.param_groups[int(name.rpartition(" ")[2])]
-        return {LEARNING_RATE: torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)}
-
-    def follow_rates(self) -> None:
-        """Write learning rates that have changed to where a recorded step reads them."""
-        if not self._rates:
-            return
-        now = [group["lr"] for group in self.optimizer.param_groups]
-        if now != self._noted_rates:
-            for name, rate in self._rates.items():
-                rate[LEARNING_RATE].fill_(now[int(name.rpartition(" ")[2])])
-            self._noted_rates = now
 
 
 class Slots:
@@ -185,7 +128,7 @@ class Slots:
             return [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors]
         except AttributeError as error:
             name = next(name for name, t in zip(self.names, tensors, strict=True) if t is None)
-            raise InputMismatch("is None, the plan was made for a tensor", where=name, hint=_COMPILE_AGAIN) from error
+            raise InputMismatch("is None, the plan was made for a tensor", where=name, hint=COMPILE_AGAIN) from error
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Positions whose tensor lives elsewhere than noted; notes where they live now.
@@ -199,11 +142,11 @@ class Slots:
                 what = (
                     f"is {_describe(now, tensors[i].device)}, the plan was made for {_describe(then, self._devices[i])}"
                 )
-                raise InputMismatch(what, where=self.names[i], hint=_COMPILE_AGAIN)
+                raise InputMismatch(what, where=self.names[i], hint=COMPILE_AGAIN)
         moved = [i for i, (now, then) in enumerate(zip(state, self._noted, strict=True)) if now[0] != then[0]]
         if _ties(tensors) != self._ties:
             what = "parameters that shared their memory no longer do, or the other way round"
-            raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=_COMPILE_AGAIN)
+            raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=COMPILE_AGAIN)
         self._note(tensors, state)
         return moved
 

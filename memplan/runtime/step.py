@@ -65,6 +65,8 @@ class PlannedStep(torch.autograd.Function):
             if list(map(_version, watched)) != ctx.versions:
                 raise _changed(watched, ctx.versions, step)
             gradients = runner.backward(*saved, *runner.tangents_from(grads))
+            if runner.resident is not None:
+                ledger.move_out = runner.resident.move_out
         return (None, None, None, *runner.in_order(gradients, grads))
 
 

@@ -17,11 +17,12 @@ import torch
 from torch import fx, nn
 
 from memplan.division import Divide, Division, compression_of, division_of
-from memplan.errors import UnsupportedProblem
+from memplan.errors import UnsupportedCall, UnsupportedProblem
 from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
-from memplan.schedule import Policy
+from memplan.schedule import Policy, Schedule
 from memplan.schedule import order as order_of
+from memplan.schedule.gather import gather
 from memplan.solve import Solver
 from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
@@ -33,6 +34,7 @@ from memplan.trace.returns import own_the_results, tangents_needed, write_back_m
 from memplan.trace.rewrite import copy_of
 from memplan.trace.rules import lower
 from memplan.trace.smaller import plan_divided
+from memplan.trace.together import small_updates
 from memplan.trace.traced import TracedGraph
 from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
 from memplan.version import __version__
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from memplan.evict.workload import Policy as EvictionPolicy
 
 LAYOUTS = ("auto", "tstack")
+ARENA = "arena"  # as `gradients`
 
 __all__ = [
     "device_costs",
@@ -65,16 +68,18 @@ def trace(
     train: bool | None = None,
     in_place: bool = True,
     device: Any = None,
+    resident: bool = False,
 ) -> TracedGraph:
     """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`.
 
     `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`). `device`: where the step runs while
-    the model and the caller stay on the CPU (see `hosted.py`); raises `UnsupportedDevice`.
+    the model and the caller stay on the CPU (see `hosted.py`); raises `UnsupportedDevice`. `resident`: parameters'
+    gradients lie in the arena to the end of the step.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
     captured, target = _captured_for(device, model, args, example_kwargs or {}, train=train)
-    return _divisible(captured, type(model).__name__, own_the_results, target, in_place=in_place)
+    return _divisible(captured, type(model).__name__, own_the_results, target, in_place=in_place, resident=resident)
 
 
 def _captured_for(
@@ -89,14 +94,21 @@ def _captured_for(
 
 
 def _divisible(
-    captured: Captured, model: str, finish: Callable[[fx.Graph], None], target: Target | None, *, in_place: bool
+    captured: Captured,
+    model: str,
+    finish: Callable[[fx.Graph], None],
+    target: Target | None,
+    *,
+    in_place: bool,
+    resident: bool = False,
 ) -> TracedGraph:
     """Trace what was captured; the result can be had again with another division or compression."""
 
     @lru_cache(maxsize=2)
     def make(division: Division | None, compress: str) -> TracedGraph:
         copied = fx.GraphModule(captured.graph_module, copy_of(captured.graph_module.graph))
-        traced = trace_captured(replace(captured, graph_module=copied), model, finish, division, compress)
+        whole = replace(captured, graph_module=copied)
+        traced = trace_captured(whole, model, finish, division, compress, resident=resident)
         return replace(_finished(traced, target, in_place=in_place), again=make)
 
     return make(None, "")
@@ -154,6 +166,8 @@ def trace_captured(
     finish: Callable[[fx.Graph], None] = own_the_results,
     division: Division | None = None,
     compress: str = "",
+    *,
+    resident: bool = False,
 ) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them."""
     graph = captured.graph_module.graph
@@ -166,7 +180,7 @@ def trace_captured(
         quantize(graph)
     lower(graph)
     finish(graph)
-    return replace(build(captured, model, needs), division=made, compress=compress)
+    return replace(build(captured, model, needs, resident=resident), division=made, compress=compress)
 
 
 def plan(
@@ -176,10 +190,24 @@ def plan(
     *,
     train: bool | None = None,
     device: Any = None,
+    gradients: str = "safe",
     **options: Any,
 ) -> Plan:
     """`memplan.plan`; the other options are those of `plan_traced`."""
-    return plan_traced(trace(model, example_inputs, example_kwargs, train=train, device=device), **options)
+    resident = stay_in_arena(gradients, device=device, budget=options.get("budget"))
+    traced = trace(model, example_inputs, example_kwargs, train=train, device=device, resident=resident)
+    return plan_traced(traced, **options)
+
+
+def stay_in_arena(gradients: str, *, device: Any = None, budget: Any = None, **others: Any) -> bool:
+    """Whether parameters' gradients are planned. Raises `UnsupportedCall` for options that do not go with that."""
+    if gradients != ARENA:
+        return False
+    for name, option in {"device": device, "budget": budget, **others}.items():
+        if option is not None and option is not False:
+            what = f"gradients={ARENA!r} is not supported with it"
+            raise UnsupportedCall(what, where=f"{name}={option!r}", hint="leave out one of them, or use compile_step")
+    return True
 
 
 def plan_traced(
@@ -249,16 +277,31 @@ def _plan_whole(
         from memplan.budget import require_known  # a misspelt name is an error, needed or not
 
         require_known(policy, costs)
-    return make(
+    order, alignment = order_of(traced.graph, schedule), alignment_of(traced.device)
+    plan_of = partial(
+        make,
         model=traced.model,
         graph=traced.graph,
-        schedule=order_of(traced.graph, schedule),
-        alignment=alignment_of(traced.device),
+        alignment=alignment,
         redzone=redzone,
         versions={"memplan": __version__, "torch": torch.__version__, "python": platform.python_version()},
         solver=solver,
         time_limit=time_limit,
     )
+    if make is make_plan and schedule == "auto":
+        return _gathered(traced, order, alignment, plan_of)
+    return plan_of(schedule=order)
+
+
+def _gathered(traced: TracedGraph, order: Schedule, alignment: int, plan_of: Callable[..., Plan]) -> Plan:
+    """The plan in which small updates run together, unless its arena is larger than without: max live is not, so that
+    an arena of max live bytes is none that the other could undercut."""
+    together = gather(traced.graph, order, small_updates(traced), alignment)
+    plan = plan_of(schedule=together)
+    if together is order or (plan.arena_size == plan.max_live and not plan.redzone):
+        return plan
+    apart = plan_of(schedule=order)
+    return plan if plan.arena_size <= apart.arena_size else apart
 
 
 def layout_solver(layout: str, solver: str | Solver) -> str | Solver:

@@ -89,7 +89,7 @@ class Source(enum.Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
     """Value `value` is this tensor: a parameter or buffer by `name`, an input or tangent by `index`, a constant,
-    or the optimizer's state `key` of the parameter `name`.
+    or the optimizer's state `key` of the parameter `name`, or of the parameters `names`, an element each.
 
     `requires_grad` is an input's: it was traced with a gradient of its own. `written`: the step changes it.
     """
@@ -99,6 +99,7 @@ class Binding:
     name: str = ""
     index: int = 0
     key: str = ""
+    names: tuple[str, ...] = ()
     tensor: torch.Tensor | None = None
     requires_grad: bool = False
     written: bool = False

@@ -26,6 +26,7 @@ from memplan.trace.traced import Live
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 ACCUMULATED = "accumulated gradient"  # key of a tensor beside the optimizer's own state
 LEARNING_RATE = "learning rate"  # key of another, which belongs to a group instead of a parameter
+COUNTERS = "step counters"  # key of one that holds the counters of many parameters, side by side
 
 
 class Accumulate(enum.Enum):
@@ -37,10 +38,14 @@ class Accumulate(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StateInput:
-    """Descriptor of a placeholder: tensor `key` of the state that an update keeps for parameter `target`."""
+    """Descriptor of a placeholder: tensor `key` of the state that an update keeps for parameter `target`.
+
+    `targets`: the parameters of which it holds one element each, in order (`COUNTERS`).
+    """
 
     target: str
     key: str
+    targets: tuple[str, ...] = ()
 
     def is_tangent(self) -> bool:
         return False
@@ -120,6 +125,7 @@ def append_updates(
     if accumulate is not Accumulate.ADD:
         if clip_grad_norm is not None:
             gradients = factory.clip(gradients, clip_grad_norm, in_place=accumulate is not None)
+        factory.keep_counters(gradients)
         for name, gradient in gradients.items():
             parameter = model.get_parameter(name)
             factory.update(name, parameters[name], gradient, optimizer.state[parameter], group_of[id(parameter)])
@@ -139,7 +145,11 @@ class _InBackward(Rewriter):
 
 
 class _Updates:
-    """Makes the nodes; `steps` collects the step counters, which one kernel increments for all."""
+    """Makes the nodes.
+
+    Adam's step counters lie side by side in memory where that is possible (`keep_counters`), so that one kernel
+    increments them as one tensor; what is copied to a device and back keeps each its own (`steps`).
+    """
 
     def __init__(
         self,
@@ -155,6 +165,8 @@ class _Updates:
         self.optimizer = optimizer
         self.output = output
         self.steps: list[fx.Node] = []
+        self.counters: fx.Node | None = None
+        self.position: dict[str, int] = {}
         self.rates_in_memory = rates_in_memory
         self.device = device
         self.rates: dict[int, fx.Node] = {}
@@ -168,8 +180,14 @@ class _Updates:
         return accumulated
 
     def start_from_zero(self, accumulated: Iterable[fx.Node]) -> None:
-        """Empty the accumulated gradients, each after its last use."""
-        for gradient in accumulated:
+        """Empty the accumulated gradients: all by one kernel in the end, or, where they are copied to a device and
+        back, each after its last use."""
+        found = list(accumulated)
+        if self.device is None and found:
+            rw = _InBackward(self.graph, self.mode, found[-1], before=self.output)
+            rw.call(aten._foreach_zero_.default, found)
+            return
+        for gradient in found:
             place = _after_last(self.graph, _touching(self.graph, gradient))
             _InBackward(self.graph, self.mode, gradient, before=place).call(aten.zero_.default, gradient)
 
@@ -186,6 +204,16 @@ class _Updates:
             return dict(gradients)
         return {name: rw.call(aten.mul.Tensor, g, coefficient) for name, g in gradients.items()}
 
+    def keep_counters(self, names: Iterable[str]) -> None:
+        """One tensor for the step counters of these parameters, unless the optimizer has none or is elsewhere."""
+        self.position = {name: i for i, name in enumerate(names)}
+        if isinstance(self.optimizer, torch.optim.SGD) or self.device is not None or not self.position:
+            return
+        device = next(p for group in self.optimizer.param_groups for p in group["params"]).device
+        with self.mode:
+            counters = torch.empty(len(self.position), dtype=torch.float32, device=device)
+        self.counters = self._state("optimizer", COUNTERS, counters, tuple(self.position))
+
     def update(self, name: str, parameter: fx.Node, gradient: fx.Node, state: Mapping[str, Any], group: int) -> None:
         """One fused kernel after the gradient's definition and the parameter's last reader."""
         place = _after_last(self.graph, [*_touching(self.graph, gradient), *_touching(self.graph, parameter)])
@@ -194,9 +222,10 @@ class _Updates:
             laid_out = rw.scratch(value(parameter))
             rw.call(aten.copy_.default, laid_out, gradient)
             gradient = laid_out
-        inputs = {
-            key: self._state(name, key, tensor) for key, tensor in state.items() if isinstance(tensor, torch.Tensor)
-        }
+        held = {key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        if self.counters is not None:
+            del held["step"]
+        inputs = {key: self._state(name, key, tensor) for key, tensor in held.items()}
         options = self.optimizer.param_groups[group]
         if isinstance(self.optimizer, torch.optim.SGD):
             packet = aten._fused_sgd_
@@ -210,7 +239,10 @@ class _Updates:
         else:
             decoupled = isinstance(self.optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay")
             packet = aten._fused_adamw_ if decoupled else aten._fused_adam_
-            self.steps.append(inputs["step"])
+            if self.counters is not None:
+                inputs["step"] = rw.call(aten.select.int, self.counters, 0, self.position[name])
+            else:
+                self.steps.append(inputs["step"])
             args = ([parameter], [gradient], [inputs["exp_avg"]], [inputs["exp_avg_sq"]], [], [inputs["step"]])
             live = {key: Live(self.optimizer, group, key) for key in ("lr", "weight_decay", "eps", "maximize")}
             live |= {f"beta{i + 1}": Live(self.optimizer, group, "betas", i) for i in (0, 1)}
@@ -224,10 +256,14 @@ class _Updates:
 
     def count_steps(self) -> None:
         """Increment all step counters by one kernel, before the first update."""
-        if not self.steps:
+        if self.counters is None and not self.steps:
             return
         first = next(n for n in self.graph.nodes if n.op == "call_function" and "live" in n.meta)
-        _InBackward(self.graph, self.mode, first).call(aten._foreach_add_.Scalar, self.steps, 1)
+        rw = _InBackward(self.graph, self.mode, first)
+        if self.counters is not None:
+            rw.call(aten.add_.Tensor, self.counters, 1)
+        else:
+            rw.call(aten._foreach_add_.Scalar, self.steps, 1)
 
     def _rate(self, group: int, parameter: torch.Tensor) -> fx.Node:
         """The learning rate of a group, as a tensor where its parameters are."""
@@ -237,11 +273,11 @@ class _Updates:
             self.rates[group] = self._state(f"group {group}", LEARNING_RATE, rate)
         return self.rates[group]
 
-    def _state(self, name: str, key: str, tensor: torch.Tensor) -> fx.Node:
+    def _state(self, name: str, key: str, tensor: torch.Tensor, targets: tuple[str, ...] = ()) -> fx.Node:
         last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(f"{name}_{key}".replace(".", "_").replace(" ", "_"))
-        node.meta["desc"] = StateInput(name, key)
+        node.meta["desc"] = StateInput(name, key, targets)
         with self.mode:
             node.meta["val"] = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device or tensor.device

@@ -19,9 +19,10 @@ from memplan.graph import StorageKind
 from memplan.lifetimes import host_problem
 from memplan.plan import Plan, make_plan
 from memplan.runtime.arena import arena_for
-from memplan.runtime.copies import ThreadCopies
+from memplan.runtime.copy_threads import ThreadCopies
 from memplan.runtime.runner import Runner
-from memplan.runtime.slots import StepStructure, Structure
+from memplan.runtime.slots import Structure
+from memplan.runtime.training import StepStructure
 from memplan.schedule import make_schedule, order
 from memplan.solve import solve
 from memplan.trace import alignment_of, trace, trace_step

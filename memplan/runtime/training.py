@@ -1,0 +1,140 @@
+"""A model with its optimizer: where a step finds the optimizer's state, and what it keeps beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import getitem, is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.errors import InputMismatch
+from memplan.runtime.slots import COMPILE_AGAIN, Structure
+from memplan.trace.traced import Binding, Source
+from memplan.trace.updates import ACCUMULATED, COUNTERS, LEARNING_RATE
+
+_STEP = "step"  # torch's key of a parameter's counter
+
+
+class StepStructure(Structure):
+    """A model with its optimizer, whose state tensors have slots too."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._accumulated: dict[str, dict[str, Any]] = {}
+        self._rates: dict[str, dict[str, Any]] = {}
+        self._counters: Counters | None = None
+        self._noted_rates = [group["lr"] for group in optimizer.param_groups]
+        super().__init__(model)
+        self._note()
+
+    def _note(self) -> None:
+        """The parameters of each group, and the state of all, as they are now."""
+        groups = self.optimizer.param_groups
+        self._groups = [list(group["params"]) for group in groups]
+        self._parameters = list(self.optimizer.state)
+        self._dicts = list(self.optimizer.state.values())
+
+    def modes(self) -> list[bool]:
+        """As `Structure.modes`, after a look at whether the optimizer still has the same state and parameters."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self._groups) or not all(
+            _same(group["params"], noted) for group, noted in zip(groups, self._groups, strict=True)
+        ):
+            self._require_parameters()
+        state = self.optimizer.state
+        if not (_same(state, self._parameters) and _same(state.values(), self._dicts)):
+            self._note()
+            self.version += 1
+        return super().modes()
+
+    def _require_parameters(self) -> None:
+        """Raise `InputMismatch` unless the groups have the same parameters, in whatever lists."""
+        noted = [p for group in self._groups for p in group]
+        if not _same([p for group in self.optimizer.param_groups for p in group["params"]], noted):
+            raise InputMismatch("the optimizer's parameters changed", where="optimizer", hint=COMPILE_AGAIN)
+
+    def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
+        """As `Structure.slot`, and for the optimizer's state and what outlives a step beside it, made here at need."""
+        if binding.source is not Source.STATE:
+            return super().slot(binding)
+        if binding.key == LEARNING_RATE:
+            return self._rates.setdefault(binding.name, self._new_rate(binding.name)), binding.key
+        if binding.key == ACCUMULATED:
+            if binding.name not in self._accumulated:
+                zeros = torch.zeros_like(self.model.get_parameter(binding.name), requires_grad=False)
+                self._accumulated[binding.name] = {ACCUMULATED: zeros}
+            return self._accumulated[binding.name], binding.key
+        if binding.key == COUNTERS:
+            parameters = [self.model.get_parameter(name) for name in binding.names]
+            if self._counters is None or not _same(parameters, self._counters.parameters):
+                self._counters = Counters(parameters)
+            self._counters.look([self._state_of(name, _STEP) for name in binding.names])
+            return self._counters.slot, binding.key
+        return self._state_of(binding.name, binding.key), binding.key
+
+    def _state_of(self, name: str, key: str) -> dict[str, Any]:
+        """The optimizer's state of a parameter. Raises `InputMismatch` when `key` is missing there."""
+        state: dict[str, Any] = self.optimizer.state.get(self.model.get_parameter(name), {})
+        if key not in state:
+            what = f"the optimizer's state has no {key!r} any more"
+            raise InputMismatch(what, where=name, hint="load a checkpoint of the optimizer, or compile the step again")
+        return state
+
+    def accumulated(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The sums of gradients that wait for the next update, by parameter."""
+        return {self.model.get_parameter(name): kept[ACCUMULATED] for name, kept in self._accumulated.items()}
+
+    def _new_rate(self, name: str) -> dict[str, Any]:
+        group = self.optimizer.param_groups[int(name.rpartition(" ")[2])]
+        return {LEARNING_RATE: torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)}
+
+    def follow(self) -> None:
+        """Let what the step keeps beside the optimizer's state say what that says: counters, and learning rates that
+        a recorded step reads from memory."""
+        if self._counters is not None:
+            self._counters.follow()
+        if not self._rates:
+            return
+        now = [group["lr"] for group in self.optimizer.param_groups]
+        if now != self._noted_rates:
+            for name, rate in self._rates.items():
+                rate[LEARNING_RATE].fill_(now[int(name.rpartition(" ")[2])])
+            self._noted_rates = now
+
+
+class Counters:
+    """The step counters of `parameters` in one tensor, of which the optimizer's own are elements.
+
+    A counter that someone puts in the place of one (a checkpoint that is loaded) gives it its number.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = parameters
+        counters = torch.zeros(len(parameters), dtype=torch.float32, device=parameters[0].device)
+        self.slot = {COUNTERS: counters}
+        self._elements = counters.unbind()
+        self._places = [element.data_ptr() for element in self._elements]
+        self._keys = [_STEP] * len(parameters)
+        self._holders: list[dict[str, Any]] = []
+
+    def look(self, holders: list[dict[str, Any]]) -> None:
+        """Find the counters in the state of each parameter, where the optimizer has it now."""
+        self._holders = holders
+        self.follow()
+
+    def follow(self) -> None:
+        """Make every counter of the optimizer an element again, with the number that it has."""
+        now = list(map(getitem, self._holders, self._keys))
+        if list(map(torch.Tensor.data_ptr, now)) == self._places:
+            return
+        for holder, step, element, place in zip(self._holders, now, self._elements, self._places, strict=True):
+            if step.data_ptr() != place:
+                element.copy_(step)
+                holder[_STEP] = element
+
+
+def _same(ones: Any, others: Any) -> bool:
+    """Whether two collections hold the same objects in the same order."""
+    return len(ones) == len(others) and all(map(is_, ones, others))

@@ -1,0 +1,149 @@
+"""Updates of a whole step: small ones share a call and nothing else changes; counters lie side by side, and stay the
+optimizer's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from memplan.errors import InputMismatch
+from memplan.planfile import load
+from memplan.runtime import CompiledStep, compile_step
+from memplan.runtime.hooks import StepEvent, When
+from memplan.schedule import order
+
+_LAYERS = 4
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [m for _ in range(_LAYERS) for m in (nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh())]
+    return nn.Sequential(nn.Linear(8, 128), nn.Linear(128, 8), *layers)
+
+
+def _groups(net: nn.Sequential) -> list[dict[str, Any]]:
+    """Weights decay, the rest does not."""
+    return [
+        {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in net.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 0.02},
+    ]
+
+
+def _adamw(net: nn.Sequential) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_groups(net), lr=0.01, fused=True)
+
+
+def _sgd(net: nn.Sequential) -> torch.optim.Optimizer:
+    return torch.optim.SGD(_groups(net), lr=0.01, momentum=0.9, fused=True)
+
+
+def _batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(16, 8, generator=generator), torch.randn(16, 8, generator=generator)
+
+
+def _calls(step: CompiledStep) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(*_batch())
+    return sum("aten::_fused" in event.name for event in profile.events() or ())
+
+
+def _updates(step: CompiledStep) -> int:
+    return sum("_fused_" in op.target for op in step.plan.graph.ops)
+
+
+@pytest.mark.parametrize("make", [_adamw, _sgd])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_small_updates_share_calls_and_change_nothing(make: Any, accumulate: int) -> None:
+    net, other = _net(), _net()
+    ours, theirs = make(net), make(other)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (ours, theirs)]
+    step = compile_step(net, ours, F.mse_loss, _batch(), accumulate=accumulate, guard="poison")
+    for i in range(20):
+        for micro in range(accumulate):
+            batch = _batch(7 * i + micro)
+            loss = F.mse_loss(other(batch[0]), batch[1])
+            (loss / accumulate).backward()  # type: ignore[no-untyped-call]
+            assert torch.equal(step(*batch), loss.detach())
+        theirs.step()
+        theirs.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert all(torch.equal(ours.state[p][key], t) for key, t in theirs.state[q].items())
+    assert _updates(step) == len(list(net.parameters()))
+    for _ in range(accumulate - 1):
+        step(*_batch())
+    assert _calls(step) < _updates(step) / 2
+
+
+def test_waiting_for_others_costs_no_memory(tmp_path: Any) -> None:
+    def planned(**options: Any) -> CompiledStep:
+        net = _net()
+        return compile_step(net, _adamw(net), F.mse_loss, _batch(), **options)
+
+    together, apart = planned(), planned(schedule=order)
+    assert together.plan.schedule.policy.endswith(" + gather")
+    assert together.plan.arena_size <= apart.plan.arena_size
+    assert together.plan.max_live <= apart.plan.max_live
+    assert together.plan.schedule.bound == apart.plan.schedule.bound
+    assert _calls(together) < _calls(apart)
+    together.plan.save(tmp_path / "plan.json")
+    saved = load(tmp_path / "plan.json")
+    assert saved.schedule == together.plan.schedule
+    assert planned(plan=saved).plan.schedule == saved.schedule
+
+
+def test_hooks_see_each_update() -> None:
+    net = _net()
+    step = compile_step(net, _adamw(net), F.mse_loss, _batch())
+    events: list[StepEvent] = []
+    with step.hooks.add(events.append):
+        seen = _calls(step)
+    ends = [event for event in events if "_fused_" in event.target and event.when is When.END]
+    assert len(ends) == seen == _updates(step)
+
+
+def test_counters_are_the_optimizers() -> None:
+    net = _net()
+    optimizer = _adamw(net)
+    step = compile_step(net, optimizer, F.mse_loss, _batch())
+
+    def counted() -> set[float]:
+        return {float(state["step"]) for state in optimizer.state_dict()["state"].values()}
+
+    step(*_batch())
+    saved = copy.deepcopy(optimizer.state_dict())
+    step(*_batch())
+    assert counted() == {2.0}
+    optimizer.load_state_dict(saved)
+    step(*_batch())
+    assert counted() == {2.0}
+    for state in optimizer.state.values():
+        state["step"] = torch.tensor(10.0)
+    step(*_batch())
+    assert counted() == {11.0}
+    for state in optimizer.state.values():
+        state["step"].fill_(20.0)
+    step(*_batch())
+    assert counted() == {21.0}
+    F.mse_loss(net(_batch()[0]), _batch()[1]).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    step(*_batch())
+    assert counted() == {23.0}
+
+
+def test_state_that_is_gone_is_refused() -> None:
+    net = _net()
+    optimizer = _adamw(net)
+    step = compile_step(net, optimizer, F.mse_loss, _batch())
+    optimizer.state.clear()
+    with pytest.raises(InputMismatch, match="state"):
+        step(*_batch())
