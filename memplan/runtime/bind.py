@@ -19,8 +19,10 @@ from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph
 from memplan.runtime.arena import Memory, dtype_of, view_of
 from memplan.runtime.convolve import direct_convolutions
+from memplan.runtime.recurrent import layer_function
 from memplan.runtime.rows import adds_rows, takes_rows
 from memplan.trace.outvariants import out_names, out_variant
+from memplan.trace.randomness import draws
 from memplan.trace.traced import Handed, Kernel, Live, Ref
 
 Function = Callable[..., Any]
@@ -110,8 +112,10 @@ class Binder:
         )
 
     def _choose(self, kernel: Kernel, tensors: Sequence[torch.Tensor | None]) -> _Choice:
-        if torch.Tag.nondeterministic_seeded in kernel.target.tags:
+        if draws(kernel.target, kernel.args, kernel.kwargs):
             return _Choice(kernel.target._op)  # trying it would draw numbers
+        if kernel.target is torch.ops.aten.mkldnn_rnn_layer.default:
+            return self._layer(kernel)
         args, kwargs = materialise((kernel.args, kernel.kwargs), tensors)
         expected = _as_tuple(kernel.target(*args, **kwargs))
         absent = frozenset(i for i, result in enumerate(expected) if result is None)
@@ -137,6 +141,13 @@ class Binder:
             if _returns(function, args, kwargs, expected):
                 return _Choice(function)
         return _Choice(kernel.target._op)
+
+    def _layer(self, kernel: Kernel) -> _Choice:
+        """Of an LSTM: the last result is for its backward, and has bytes where there is one."""
+        last = kernel.outs[-1]
+        workspace = last is not None and self.graph.values[last].shape != (0,)
+        absent = frozenset() if workspace else frozenset({len(kernel.outs) - 1})
+        return _Choice(layer_function(workspace=workspace), absent=absent)
 
     def _convolutions(self, kernel: Kernel, args: Any) -> tuple[_Choice, ...]:
         """For a convolution whose result has bytes of its own in the arena."""

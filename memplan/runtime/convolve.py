@@ -1,7 +1,9 @@
 """Convolutions that write where they are told: oneDNN's fused sum, started from zero.
 
 `aten.convolution` has no `out=` kernel, but oneDNN can add a convolution to what is there already (Inductor fuses
-residual connections that way). Added to zero, it is the convolution, without the result's second copy.
+residual connections that way). Added to zero, it is the convolution, without the result's second copy. In one
+dimension, eager's own kernel sees two, the first of size 1, and so does this one. There is no such sum for transposed
+convolutions.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Any
 import torch
 
 Function = Callable[..., Any]
-_WORTH = 1 << 16  # bytes of a result below which the longer call costs more than the copy that it saves
+# Bytes of a result, by dimensions of the input, below which the longer call costs more than the copy that it saves.
+_WORTH = {3: 1 << 18, 4: 1 << 16, 5: 1 << 16}
 
 
 def direct_convolutions(args: Sequence[Any], nbytes: int) -> tuple[Function, ...]:
@@ -27,12 +30,13 @@ def direct_convolutions(args: Sequence[Any], nbytes: int) -> tuple[Function, ...
     tensors = [t for t in (x, weight, bias) if t is not None]
     if any(t.device.type != "cpu" or t.dtype is not torch.float32 for t in tensors):
         return ()
-    if nbytes < _WORTH or transposed or x.dim() not in (4, 5) or (add := _adds_convolution()) is None:
+    if transposed or nbytes < _WORTH.get(x.dim(), nbytes + 1) or (add := _adds_convolution()) is None:
         return ()
     used = torch._C._select_conv_backend(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     if used.name != "Mkldnn":
         return ()
-    return tuple(f for zero in (0.0, -0.0) if keeps_signs(f := partial(_convolve, add, zero), args))
+    convolve = _convolve_line if x.dim() == 3 else _convolve
+    return tuple(f for zero in (0.0, -0.0) if keeps_signs(f := partial(convolve, add, zero), args))
 
 
 def keeps_signs(function: Function, args: Sequence[Any]) -> bool:
@@ -70,6 +74,21 @@ def _convolve(  # noqa: PLR0917  (the op's own signature)
 ) -> torch.Tensor:
     out.fill_(zero)
     add(out, x, weight, bias, padding, stride, dilation, groups, "add", 1.0, None, [], None)
+    return out
+
+
+def _convolve_line(
+    add: Function,
+    zero: float,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *how: Any,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    stride, padding, dilation, *rest = how
+    given = (x.unsqueeze(2), weight.unsqueeze(2), bias, (1, *stride), (0, *padding), (1, *dilation), *rest)
+    _convolve(add, zero, *given, out=out.unsqueeze(2))
     return out
 
 

@@ -28,6 +28,7 @@ from memplan.trace.capture import Captured
 from memplan.trace.handed import handed_positions, is_literal, is_mixed, used_positions
 from memplan.trace.origins import origin_of
 from memplan.trace.outvariants import out_variant, written_names
+from memplan.trace.randomness import draws
 from memplan.trace.results import read_results
 from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import aten, storage_key
@@ -242,7 +243,7 @@ class _Builder:
                 reads=tuple(reads),
                 writes=tuple(writes),
                 direct=bool(written) or out_variant(node.target) is not None,
-                random=torch.Tag.nondeterministic_seeded in node.target.tags,
+                random=draws(node.target, node.args, node.kwargs),
                 origin=origin_of(node),
                 unrelated=self._unrelated(node, outs),
             )

@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.trace.effects import faked, settle_side_effects
+from memplan.trace.recurrent import call_onednn, require_dropout_kept, size_workspaces
 
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
 
@@ -81,16 +82,15 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
     stack.enter_context(quiet())
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.set_grad_enabled(train))
-    # oneDNN's LSTM hands its backward a workspace whose size its fake does not know.
-    recurrent = train and any(isinstance(m, nn.RNNBase) for m in model.modules())
-    stack.enter_context(torch.backends.mkldnn.flags(enabled=not recurrent))
-    if recurrent:  # and so does cuDNN's
+    if train and any(isinstance(m, nn.RNNBase) for m in model.modules()):
+        # cuDNN's LSTM hands its backward a workspace whose size its fake does not know.
         stack.enter_context(_without_cudnn())
 
 
 def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Sequence[Any], *, train: bool) -> Captured:
     """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
     graph_module, out_spec = joint.graph_module, joint.out_spec
+    size_workspaces(graph_module.graph)
     leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
     if train and not has_backward:
@@ -197,13 +197,10 @@ def refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-    for name, module in model.named_modules():
-        # torch 2.13 traces a multi-layer RNN without the dropout between its layers.
-        if isinstance(module, nn.RNNBase) and module.dropout and module.training and module.num_layers > 1:
-            reason = f"{name or 'the model'} is a {type(module).__name__} with dropout, which tracing loses"
-            hint = "use dropout=0 there and nn.Dropout between single-layer modules"
-            raise UnsupportedGraph(type(model).__name__, reason, hint)
-    return torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
+    require_dropout_kept(model)
+    exported = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
+    call_onednn(exported)
+    return exported
 
 
 def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:

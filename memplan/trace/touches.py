@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.trace.randomness import draws
 from memplan.trace.rewrite import storage_key
 
 
@@ -32,8 +33,7 @@ def is_view(node: fx.Node) -> bool:
 def has_effects(node: fx.Node) -> bool:
     """Whether it writes in place or draws random numbers: what must keep its place in the program."""
     schema = getattr(node.target, "_schema", None)
-    tags = getattr(node.target, "tags", ())
-    return (schema is not None and schema.is_mutable) or torch.Tag.nondeterministic_seeded in tags
+    return (schema is not None and schema.is_mutable) or draws(node.target, node.args, node.kwargs)
 
 
 def written_in(graph: fx.Graph) -> set[int]:

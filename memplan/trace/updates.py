@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 
 from memplan.errors import UnsupportedGraph
+from memplan.trace.randomness import draws
 from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
 from memplan.trace.traced import Live
@@ -311,6 +312,5 @@ def _drop_dead(graph: fx.Graph) -> None:
         if node.op != "call_function" or node.users:
             continue
         schema = getattr(node.target, "_schema", None)
-        tags = getattr(node.target, "tags", ())
-        if schema is None or not (schema.is_mutable or torch.Tag.nondeterministic_seeded in tags):
+        if schema is None or not (schema.is_mutable or draws(node.target, node.args, node.kwargs)):
             graph.erase_node(node)

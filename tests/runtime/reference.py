@@ -29,7 +29,7 @@ class Interpreted:
     def run(self, *args: Any) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         graph = self.captured.graph_module.graph
         given = [self._input(n, args) for n in graph.nodes if n.op == "placeholder"]
-        with torch.no_grad():
+        with torch._C._AutoDispatchBelowAutograd():  # gradients enabled: oneDNN's LSTM asks
             results = fx.Interpreter(self.captured.graph_module).run(*given, enable_io_processing=False)
         outputs: list[Any] = []
         gradients: dict[str, torch.Tensor] = {}

@@ -14,6 +14,7 @@ from memplan.runtime.bind import same_bytes
 from memplan.runtime.convolve import direct_convolutions
 
 aten = torch.ops.aten
+_has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 LARGE = 1 << 20  # bytes: more than a result must have
 
 
@@ -40,6 +41,22 @@ def test_what_is_offered_gives_the_same_bits(groups: int, channels_last: bool, b
         assert same_bytes(out, aten.convolution(*zeros))
 
 
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("dims", [1, 3])
+def test_one_and_three_dimensions_give_the_same_bits(dims: int, groups: int) -> None:
+    size = {1: [512], 3: [6, 16, 16]}[dims]
+    x, weight = torch.randn(2, 8, *size), torch.randn(16, 8 // groups, *[3] * dims)
+    args = (x, weight, torch.randn(16), [2] * dims, [1] * dims, [1] * dims, False, [0] * dims, groups)
+    functions = direct_convolutions(args, LARGE)
+    assert bool(functions) == _has_onednn
+    for function in functions:
+        for given in (x, torch.randn_like(x) * 100, torch.zeros_like(x)):
+            expected = aten.convolution(given, *args[1:])
+            out = torch.full_like(expected, float("nan"))
+            function(given, *args[1:], out=out)
+            assert same_bytes(out, expected)
+
+
 def test_small_transposed_and_double_convolutions_are_left_alone() -> None:
     x, weight, *rest = _arguments()
     assert direct_convolutions((x, weight, *rest), 100) == ()
@@ -48,13 +65,12 @@ def test_small_transposed_and_double_convolutions_are_left_alone() -> None:
     assert direct_convolutions(transposed, LARGE) == ()
 
 
-@pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
-    reason="torch was built without oneDNN",
-)
-def test_a_compiled_convolution_writes_into_the_arena() -> None:
-    model = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.Sigmoid(), nn.Conv2d(16, 16, 3, padding=1), nn.Tanh())
-    x = torch.randn(2, 8, 48, 48)
+@pytest.mark.skipif(not _has_onednn, reason="torch was built without oneDNN")
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_compiled_convolution_writes_into_the_arena(dims: int) -> None:
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    model = nn.Sequential(kind(8, 16, 3, padding=1), nn.Sigmoid(), kind(16, 16, 3, padding=1), nn.Tanh())
+    x = torch.randn(2, 8, *([2048], [48, 48], [8, 16, 16])[dims - 1])
     compiled = memplan_compile(model, x, guard="poison")
     direct = [op.direct for op in compiled.plan.graph.ops if op.target == "aten.convolution.default"]
     assert direct == [True, True]

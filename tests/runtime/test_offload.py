@@ -113,11 +113,11 @@ def _net(batch: int = 8) -> tuple[Net, tuple[torch.Tensor]]:
 
 
 class Recurrent(nn.Module):
-    """What oneDNN's LSTM returns as None where the trace has a tensor, and kernels with several results."""
+    """Kernels with several results, and the workspaces of oneDNN's LSTM."""
 
     def __init__(self, kind: type[nn.LSTM | nn.GRU]) -> None:
         super().__init__()
-        self.into, self.rnn, self.out = nn.Linear(8, 8), kind(8, 8, batch_first=True), nn.Linear(8, 4)
+        self.into, self.rnn, self.out = nn.Linear(8, 8), kind(8, 8, num_layers=2, batch_first=True), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.rnn(torch.tanh(self.into(x)))[0]).square().mean()  # type: ignore[no-any-return]

@@ -42,12 +42,8 @@ def _same_parameters(one: nn.Module, two: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
 
 
-# Eager runs oneDNN's LSTM, whose numbers differ in the last bits from those of the traced cell (see `test_zoo.py`).
-BITWISE = [name for name in ZOO if name != "lstm"]
-
-
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])
-@pytest.mark.parametrize("name", BITWISE)
+@pytest.mark.parametrize("name", list(ZOO))
 def test_bitwise_equal_to_eager(name: str, kind: str) -> None:
     model, batch = ZOO[name]("nano")
     eager = copy.deepcopy(model)

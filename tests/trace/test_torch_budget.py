@@ -36,8 +36,12 @@ def test_what_torch_does_computes_the_same(name: str, in_place: bool) -> None:
     accepted = 0
     for _, workload, events in events_of(_partitions(name), _COSTS, _ALIGNMENT, in_place=in_place):
         runs = Counter(i for kind, i in events if kind is Kind.RUN)
-        if any(count > 1 and workload.graph.ops[i].random for i, count in runs.items()):
-            with pytest.raises(InvalidEviction):  # its compiler would save the state of the generator; no kernel does
+        again = [workload.graph.ops[i] for i, count in runs.items() if count > 1]
+        owned = (s for op in again for s in workload.graph.written(op) if not workload.graph.storages[s].planned)
+        if any(op.random for op in again) or list(owned):
+            # Its compiler would save the state of the generator; no kernel does. And torch 2.11 makes the loss again,
+            # for what else its kernel returns: not where the caller has it.
+            with pytest.raises(InvalidEviction):
                 apply(workload, events)
         else:
             judged(workload.graph, workload, events)
@@ -63,7 +67,9 @@ def test_less_asked_is_more_computed_again() -> None:
     assert everything.asked == 0.0
     assert everything.seconds > least.seconds
     kept = points_of(_partitions("resnet"), _COSTS, _ALIGNMENT)[-1]
-    assert kept.overhead == 0.0  # no chain of its ops is worth fusing: 1.0 keeps all that the backward needs
+    assert kept.overhead == pytest.approx(
+        0.0, abs=1e-9
+    )  # no chain of its ops is worth fusing: 1.0 keeps all that the backward needs
 
 
 def test_in_place_needs_no_more() -> None:

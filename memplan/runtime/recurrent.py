@@ -1,0 +1,28 @@
+"""oneDNN's LSTM: it hands its backward a workspace, and makes one only while gradients are enabled.
+
+A compiled forward runs where autograd has disabled them, an inference of ours perhaps where they are enabled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LAYER = torch.ops.aten.mkldnn_rnn_layer.default._op
+
+
+def layer_function(*, workspace: bool) -> Callable[..., Any]:
+    """What runs `aten.mkldnn_rnn_layer`, with a workspace as its last result or with None."""
+    return _with_workspace if workspace else _without_workspace
+
+
+def _with_workspace(*args: Any) -> Any:
+    with torch._C._AutoDispatchBelowADInplaceOrView(), torch.enable_grad():
+        return _LAYER(*args)
+
+
+def _without_workspace(*args: Any) -> Any:
+    with torch._C._AutoDispatchBelowADInplaceOrView(), torch.no_grad():
+        return _LAYER(*args)

@@ -1,0 +1,21 @@
+"""Which calls draw random numbers. Tags say which ops may; attention without dropout is one, and draws none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+_PROBABILITIES = ("dropout_p", "dropout")  # arguments of attention and recurrent layers: at zero they draw nothing
+
+
+def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `target(*args, **kwargs)` draws random numbers, for all that its schema and its arguments say."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name in _PROBABILITIES:
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return not (isinstance(given, (int, float)) and given == 0)
+    return True
