@@ -16,31 +16,11 @@ import numpy as np
 from numba import njit
 
 from memplan.solve.branch_kernel import can_block, pick_buffer, pick_section
+from memplan.solve.cells_kernel import key_of, mix, slot, split
 
 SOLVED, EXHAUSTED, LIMIT = 0, 1, 2
 
 _PLACED, _ALLOWED, _HOLE, _FLOOR = 0, 1, 2, 3  # kinds of trail entries
-
-
-@njit(cache=True, inline="always")
-def _mix(b, allowed, hole):
-    """Zobrist key of one unplaced buffer's state; wrapping 64-bit integers on purpose."""
-    x = (b + 1) * -7046029254386353131 ^ (allowed + 1) * -4417276706812531889 ^ (hole + 2) * 1609587929392839161
-    x = (x ^ ((x >> 31) & 0x1FFFFFFFF)) * -4658895280553007687
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-@njit(cache=True, inline="always")
-def _slot(table, key):
-    """Where `key` is, or would go, in the open-addressing table (four probes; then the first is replaced)."""
-    mask = table.shape[0] - 1
-    first = key & mask
-    for probe in range(4):
-        at = (first + probe) & mask
-        if table[at] == key or table[at] == 0:
-            return at
-    return first
 
 
 @njit(cache=True)
@@ -86,56 +66,6 @@ def _consistent(
             weight[s] += 1
             return False
     return True
-
-
-@njit(cache=True)
-def _key_of(lo, hi, salt, buf_lo, placed, allowed, hole):
-    """The table's key of a piece: the sum over its unplaced buffers."""
-    key = np.int64(salt)
-    for b in range(buf_lo.shape[0]):
-        if not placed[b] and lo <= buf_lo[b] < hi:
-            key += _mix(b, allowed[b], hole[b])
-    return key
-
-
-@njit(cache=True)
-def _split(old, cells, owner, cross, placed, buf_lo, c_lo, c_hi, c_next, c_owner, c_count):
-    """Cut cell `old` where nothing unplaced crosses; the parts, smallest first, take its place in the agenda.
-
-    Returns the new number of cells; unchanged when nothing comes apart. `owner` is the decision that split it.
-    """
-    begin, end = cells, cells
-    start = c_lo[old]
-    for s in range(c_lo[old], c_hi[old]):
-        if s == c_hi[old] - 1 or cross[s] == 0:
-            c_lo[end], c_hi[end], c_count[end] = start, s + 1, 0
-            end += 1
-            start = s + 1
-    if end - begin <= 1:
-        return cells
-    for b in range(buf_lo.shape[0]):
-        if not placed[b] and c_lo[old] <= buf_lo[b] < c_hi[old]:
-            for q in range(begin, end):
-                if buf_lo[b] < c_hi[q]:
-                    c_count[q] += 1
-                    break
-    kept = begin
-    for q in range(begin, end):  # insertion sort by count, without the empty ones
-        lo, hi, count = c_lo[q], c_hi[q], c_count[q]
-        if count == 0:
-            continue
-        at = kept
-        while at > begin and c_count[at - 1] > count:
-            c_lo[at], c_hi[at], c_count[at] = c_lo[at - 1], c_hi[at - 1], c_count[at - 1]
-            at -= 1
-        c_lo[at], c_hi[at], c_count[at] = lo, hi, count
-        kept += 1
-    if kept - begin <= 1:
-        return cells
-    for q in range(begin, kept):
-        c_next[q], c_owner[q] = q + 1, owner
-    c_next[kept - 1] = c_next[old]
-    return kept
 
 
 @njit(cache=True)
@@ -228,7 +158,7 @@ def search(
 
     c_lo[0], c_hi[0], c_next[0], c_owner[0], c_count[0] = 0, sections, -1, -1, n
     cells, cell, left, root = np.int64(1), np.int64(0), n, True
-    key = _key_of(c_lo[0], sections, salt, buf_lo, placed, allowed, hole)
+    key = key_of(c_lo[0], sections, salt, buf_lo, placed, allowed, hole)
     for b in range(n):
         if allowed[b] > maxoff[b]:
             return EXHAUSTED, 0, area
@@ -237,27 +167,27 @@ def search(
             return EXHAUSTED, 0, area
     nodes = 0
     failed = False
-    split = True  # look for boundaries that nothing crosses
+    apart = True  # look for boundaries that nothing crosses
     while True:
         if not failed:
-            if split:
-                split = False
+            if apart:
+                apart = False
                 begin = cells
-                cells = _split(cell, cells, fp - 1, cross, placed, buf_lo, c_lo, c_hi, c_next, c_owner, c_count)
+                cells = split(cell, cells, fp - 1, cross, placed, buf_lo, c_lo, c_hi, c_next, c_owner, c_count)
                 if cells > begin:
                     cell, left, root = begin, c_count[begin], True
-                    key = _key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
+                    key = key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
             while left == 0:
                 cell = c_next[cell]
                 if cell < 0:
                     return SOLVED, nodes, 0
                 left, root = c_count[cell], True
-                key = _key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
+                key = key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
             nodes += 1
             if nodes > node_limit or fp >= depth - 1:
                 return LIMIT, nodes, best_area
             chosen = -1
-            if table[_slot(table, key)] != key:
+            if table[slot(table, key)] != key:
                 s = pick_section(few, c_lo[cell], c_hi[cell], capacity, reach, unplaced, weight, placed, mem_ptr, mem)
                 lowest = capacity
                 for k in range(mem_ptr[s], mem_ptr[s + 1]):
@@ -290,7 +220,7 @@ def search(
             tp += 1
             left -= 1
             area -= area_of[b]
-            key -= _mix(b, allowed[b], hole[b])
+            key -= mix(b, allowed[b], hole[b])
             for k in range(seg_ptr[b], seg_ptr[b + 1]):
                 for s in range(seg_lo[k], seg_hi[k]):
                     unplaced[s] -= size[b]
@@ -303,7 +233,7 @@ def search(
             for s in range(buf_lo[b], buf_hi[b] - 1):
                 cross[s] -= 1
                 if cross[s] == 0:
-                    split = True
+                    apart = True
             dirty_lo, dirty_hi = sections, 0
             if not failed:
                 for k in range(adj_ptr[b], adj_ptr[b + 1]):
@@ -312,14 +242,14 @@ def search(
                         continue
                     t_kind[tp], t_index[tp], t_old[tp] = _ALLOWED, c, allowed[c]
                     tp += 1
-                    key -= _mix(c, allowed[c], hole[c])
+                    key -= mix(c, allowed[c], hole[c])
                     if hole[c] >= 0 and offset < hole[c] + size[c]:
                         t_kind[tp], t_index[tp], t_old[tp] = _HOLE, c, hole[c]
                         tp += 1
                         hole[c] = -1
                     allowed[c] = top if align[c] == 1 else -(-top // align[c]) * align[c]
                     dirty_lo, dirty_hi = min(dirty_lo, buf_lo[c]), max(dirty_hi, buf_hi[c])
-                    key += _mix(c, allowed[c], hole[c])
+                    key += mix(c, allowed[c], hole[c])
                     if allowed[c] > maxoff[c]:
                         failed = True
                         break
@@ -332,7 +262,7 @@ def search(
                 best_area = area
             continue
         # Failed: undo to the newest frame and try its other branch.
-        split = False
+        apart = False
         if fp == 0:
             return EXHAUSTED, nodes, best_area
         f = fp - 1
@@ -347,14 +277,14 @@ def search(
             f_phase[f] = 1
             t_kind[tp], t_index[tp], t_old[tp] = _HOLE, b, hole[b]
             tp += 1
-            key -= _mix(b, allowed[b], hole[b])
+            key -= mix(b, allowed[b], hole[b])
             hole[b] = allowed[b]
-            key += _mix(b, allowed[b], hole[b])
+            key += mix(b, allowed[b], hole[b])
             root = False
             failed = not _consistent(
                 buf_lo[b], buf_hi[b], capacity, floor, unplaced, allowed, hole, reach, size, maxoff, placed,
                 adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi, weight,
             )  # fmt: skip
         if failed:
-            table[_slot(table, f_hash[f])] = f_hash[f]
+            table[slot(table, f_hash[f])] = f_hash[f]
             fp = c_owner[cell] + 1 if f_root[f] else f
