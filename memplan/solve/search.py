@@ -71,6 +71,7 @@ def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = N
             piece,
             rank_key,
             rule=arms[arm][1],
+            thorough=run >= len(_RULES),
             nodes=max(nodes, _LEAST_NODES),
             table=table,
             offsets=offsets,
@@ -89,6 +90,7 @@ def _run(
     key: npt.NDArray[np.float64],
     *,
     rule: tuple[int, bool],
+    thorough: bool,
     nodes: int,
     table: Ints,
     offsets: Ints,
@@ -102,7 +104,7 @@ def _run(
     capacity = int((piece.max_offset + core.size).max())
     status, spent, area = kernel.search(
         capacity, core.size, core.align, core.low, piece.max_offset, core.seg_ptr, core.seg_lo, core.seg_hi,
-        core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, *rule,
+        core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, *rule, thorough,
         budget.nodes(nodes, core.n), table, 1, offsets,
     )  # fmt: skip
     budget.spend(spent, core.n)
