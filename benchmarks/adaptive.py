@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -24,14 +24,14 @@ import torch
 from torch import nn
 
 import memplan
-from benchmarks.arguments import names
-from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
+from benchmarks.arguments import names, parser_of
+from benchmarks.results import Cell, Row, Table, collect
 from benchmarks.runtime import interleaved
 from benchmarks.zoo import ZOO
 from memplan.errors import BudgetInfeasible
 from memplan.evict.record import RELOAD, TRANSFERS
 from memplan.runtime import CompiledModule
-from memplan.runtime.copies import ThreadCopies
+from memplan.runtime.copy_threads import ThreadCopies
 from memplan.runtime.guided import REPLANS, SAMPLES, WARM
 
 COLUMNS = {
@@ -64,16 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the table; returns the exit status."""
     options = _parse(arguments)
     torch.set_num_threads(1)
-    rows: list[dict[str, Cell]] = []
-    for name in options.models:
-        for part in options.parts:
-            rows += PARTS[part](name, options)
-            write(table_of(rows, options), options.directory)
-    print(to_markdown(table_of(rows, options)))
-    return 0
+    found = (PARTS[part](name, options) for name in options.models for part in options.parts)
+    return collect(found, partial(table_of, options=options), options.directory)
 
 
-def table_of(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Table:
+def table_of(rows: Sequence[Row], options: argparse.Namespace) -> Table:
     """The rows so far."""
     return Table(
         name=options.output,
@@ -207,17 +202,14 @@ def _compared(steps: dict[str, _Step], rounds: int, **common: Cell) -> list[dict
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.adaptive", description="Guided steps; policies at budgets.")
+    parser = parser_of("adaptive", "Guided steps; policies at budgets.", list(ZOO), ["gpt2", "vit"])
     shares = [str(share) for share in range(10, 100)]
-    parser.add_argument("--models", type=names(list(ZOO)), default=["gpt2", "vit"], help="comma-separated, or all")
     parser.add_argument("--size", default="medium", choices=("nano", "medium"), help="of the models")
     parser.add_argument("--parts", type=names(list(PARTS)), default=list(PARTS), help="of the benchmark")
     parser.add_argument("--links", type=lambda text: text.split(","), default=["1000", "200"], help="MB per second")
     parser.add_argument("--guided-budgets", type=names(shares), default=["60"], help="percent of the need, of links")
     parser.add_argument("--budgets", type=names(shares), default=["80", "60", "40"], help="percent of the need")
     parser.add_argument("--rounds", type=int, default=9, help="samples of each")
-    parser.add_argument("--output", default="adaptive", help="name of the result files")
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)
 
 

@@ -4,6 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.results import RESULTS
+
+
+def parser_of(
+    name: str, description: str, models: Sequence[str], default: Sequence[str] | None = None
+) -> argparse.ArgumentParser:
+    """A parser that asks which of `models` to measure (`default`: all), and where the results go."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks.{name}", description=description)
+    chosen = list(models if default is None else default)
+    parser.add_argument("--models", type=names(models), default=chosen, help="comma-separated, or all")
+    parser.add_argument("--output", default=name.replace("_", "-"), help="name of the result files")
+    parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
+    return parser
 
 
 def names(known: Sequence[str]) -> Callable[[str], list[str]]:

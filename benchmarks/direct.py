@@ -13,13 +13,12 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 import memplan
-from benchmarks.arguments import names
-from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
+from benchmarks.arguments import parser_of
+from benchmarks.results import Cell, Table, to_markdown, write
 from benchmarks.zoo import ZOO, Size
 from memplan.graph import Graph
 from memplan.runtime.arena import dtype_of
@@ -110,13 +109,10 @@ def _short(op: str) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.direct", description="Bytes that kernels write directly.")
-    parser.add_argument("--models", type=names(list(ZOO)), default=list(ZOO), help="comma-separated, or all")
+    parser = parser_of("direct", "Bytes that kernels write directly.", list(ZOO))
     parser.add_argument("--size", choices=["nano", "medium"], default="medium")
     parser.add_argument("--compile", action="store_true", help="compile and run, instead of tracing alone")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
-    parser.add_argument("--output", default="direct", help="name of the result files")
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)
 
 

@@ -15,13 +15,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
-from benchmarks.arguments import names
+from benchmarks.arguments import names, parser_of
 from benchmarks.full_size import FULL_SIZE, example
-from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
+from benchmarks.results import Cell, Row, Table, to_markdown, write
 from memplan.budget import plan_within
 from memplan.errors import BudgetInfeasible
 from memplan.evict.arrays import measure
@@ -113,7 +112,7 @@ def _earlier(options: argparse.Namespace) -> dict[tuple[str, int], dict[str, Cel
     return {(row["model"], row["budget"]): row for row in rows}
 
 
-def table_of(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Table:
+def table_of(rows: Sequence[Row], options: argparse.Namespace) -> Table:
     """The rows so far."""
     kept = [r[key] for r in rows for key in ("recompute_arena", "auto_arena") if r.get(key) is not None]
     within = sum(isinstance(share, float) and share <= 100 for share in kept)
@@ -204,8 +203,7 @@ def planned(name: str, asked: Question, budget: int) -> dict[str, Cell]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.evict", description="What keeping a budget costs.")
-    parser.add_argument("--models", type=names(list(FULL_SIZE)), default=list(MODELS), help="comma-separated, or all")
+    parser = parser_of("evict", "What keeping a budget costs.", list(FULL_SIZE), list(MODELS))
     parser.add_argument(
         "--budgets",
         type=names(SHARES),
@@ -219,8 +217,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--keep", action="store_true", help="keep what the last run wrote of other models and contenders"
     )
-    parser.add_argument("--output", default="evict", help="name of the result files")
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)
 
 

@@ -12,7 +12,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from time import process_time
 from typing import Any
 
@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import memplan
-from benchmarks.arguments import names
+from benchmarks.arguments import names, parser_of
 from benchmarks.evict import SHARES
-from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
+from benchmarks.results import Cell, Row, Table, collect
 from benchmarks.runtime import interleaved
 from benchmarks.zoo import ZOO
 
@@ -50,15 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the table; returns the exit status."""
     options = _parse(arguments)
     torch.set_num_threads(1)
-    rows: list[dict[str, Cell]] = []
-    for name in options.models:
-        rows += measure(name, [int(share) for share in options.budgets], options.rounds)
-        write(table_of(rows, options), options.directory)
-    print(to_markdown(table_of(rows, options)))
-    return 0
+    found = (measure(name, [int(share) for share in options.budgets], options.rounds) for name in options.models)
+    return collect(found, partial(table_of, options=options), options.directory)
 
 
-def table_of(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Table:
+def table_of(rows: Sequence[Row], options: argparse.Namespace) -> Table:
     """The rows so far."""
     return Table(
         name=options.output,
@@ -123,13 +119,10 @@ def _step(model: nn.Module, call: Callable[..., Any], inputs: tuple[Any, ...]) -
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.evict_measured", description="Predicted against real step time.")
     models = ["gpt2", "vit", "resnet", "llama"]
-    parser.add_argument("--models", type=names(list(ZOO)), default=models, help="comma-separated, or all")
+    parser = parser_of("evict_measured", "Predicted against real step time.", list(ZOO), models)
     parser.add_argument("--budgets", type=names(SHARES), default=["80", "60", "50"], help="percent of the need")
     parser.add_argument("--rounds", type=int, default=30, help="samples of each")
-    parser.add_argument("--output", default="evict-measured", help="name of the result files")
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)
 
 

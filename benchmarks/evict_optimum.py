@@ -11,18 +11,18 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import MappingProxyType
 
 import torch
 
 from benchmarks import zoo
-from benchmarks.arguments import names
+from benchmarks.arguments import names, parser_of
 from benchmarks.branching import CLASSES, images
 from benchmarks.evict import ALIGNMENT, SHARES
-from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
+from benchmarks.results import Cell, Row, Table, collect
 from memplan.errors import BudgetInfeasible
 from memplan.evict.arrays import measure
 from memplan.evict.auto import recompute
@@ -94,18 +94,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the table; returns the exit status."""
     options = _parse(arguments)
     logging.disable(logging.WARNING)
-    rows: list[dict[str, Cell]] = []
+    return collect(_rows(options), partial(table_of, options=options), options.directory)
+
+
+def _rows(options: argparse.Namespace) -> Iterator[list[Row]]:
     for name in options.models:
         workload = workload_of(name)
         for share in options.budgets:
-            rows.append({"model": name, **row(workload, int(share), options.work)})
-            print(rows[-1], file=sys.stderr, flush=True)
-            write(table_of(rows, options), options.directory)
-    print(to_markdown(table_of(rows, options)))
-    return 0
+            found = {"model": name, **row(workload, int(share), options.work)}
+            print(found, file=sys.stderr, flush=True)
+            yield [found]
 
 
-def table_of(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Table:
+def table_of(rows: Sequence[Row], options: argparse.Namespace) -> Table:
     """The rows so far."""
     return Table(
         name=options.output,
@@ -161,12 +162,9 @@ def row(workload: Workload, share: int, work: float) -> dict[str, Cell]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.evict_optimum", description="Greedy against proven plans.")
-    parser.add_argument("--models", type=names(list(MODELS)), default=list(MODELS), help="comma-separated, or all")
+    parser = parser_of("evict_optimum", "Greedy against proven plans.", list(MODELS))
     parser.add_argument("--budgets", type=names(SHARES), default=["80", "60", "50", "40"], help="percent of the need")
     parser.add_argument("--work", type=float, default=60.0, help="OR-Tools' deterministic time for each")
-    parser.add_argument("--output", default="evict-optimum", help="name of the result files")
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)
 
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 _CPUINFO = Path("/proc/cpuinfo")
 
 Cell = str | int | float | bool | None
+Row = Mapping[str, Cell]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Table:
     name: str
     title: str
     columns: Mapping[str, str]
-    rows: Sequence[Mapping[str, Cell]]
+    rows: Sequence[Row]
     settings: Mapping[str, Cell] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -55,6 +56,17 @@ def write(table: Table, directory: Path = RESULTS) -> Path:
     path = directory / f"{table.name}.md"
     path.write_text(to_markdown(table) + "\n")
     return path
+
+
+def collect(batches: Iterable[Sequence[Row]], table_of: Callable[[Sequence[Row]], Table], directory: Path) -> int:
+    """Write the table of all rows so far after each batch (the machine's time may be short), and print it at the end;
+    the exit status."""
+    rows: list[Row] = []
+    for batch in batches:
+        rows += batch
+        write(table_of(rows), directory)
+    print(to_markdown(table_of(rows)))
+    return 0
 
 
 def to_markdown(table: Table) -> str:

@@ -13,17 +13,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
-from benchmarks.arguments import names
+from benchmarks.arguments import names, parser_of
 from benchmarks.contenders import CONTENDERS, Step
 from benchmarks.cuda_memory import cuda_memory
-from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
+from benchmarks.results import Cell, Row, Table, collect
 from benchmarks.zoo import ZOO, Example, Size
 
 WARM_UP = 3  # steps: the first ones compile, fill caches and settle allocators
@@ -62,22 +62,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the table; returns the exit status."""
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
-    rows: list[dict[str, Cell]] = []
-    for name in options.models:
-        print(f"{name} {options.size} ...", file=sys.stderr, flush=True)
-        found = measure(name, options.size, options.contenders, rounds=options.rounds, device=options.device)
-        if options.device == "cuda":
-            fitted = dict.fromkeys(options.fit, options.capacity)
-            ran = [str(row["contender"]) for row in found]
-            memory = [cuda_memory(name, options.size, key, fitted.get(key)) for key in ran]
-            found = [row | more for row, more in zip(found, memory, strict=True)]
-        rows += found
-        write(_table(rows, options), options.directory)  # after each model: the machine's time may be short
-    print(to_markdown(_table(rows, options)))
-    return 0
+    return collect(
+        (_rows(name, options) for name in options.models), partial(_table, options=options), options.directory
+    )
 
 
-def _table(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Table:
+def _rows(name: str, options: argparse.Namespace) -> list[dict[str, Cell]]:
+    print(f"{name} {options.size} ...", file=sys.stderr, flush=True)
+    found = measure(name, options.size, options.contenders, rounds=options.rounds, device=options.device)
+    if options.device == "cuda":
+        fitted = dict.fromkeys(options.fit, options.capacity)
+        ran = [str(row["contender"]) for row in found]
+        memory = [cuda_memory(name, options.size, key, fitted.get(key)) for key in ran]
+        found = [row | more for row, more in zip(found, memory, strict=True)]
+    return found
+
+
+def _table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
     settings: dict[str, Cell] = {"size": options.size, "rounds": options.rounds, "threads": options.threads}
     if options.device == "cuda":
         settings["device"] = torch.cuda.get_device_name()
@@ -202,8 +203,7 @@ def _on(device: str, example: Example) -> Example:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.runtime", description="Eager against compiled training steps.")
-    parser.add_argument("--models", type=names(list(ZOO)), default=list(ZOO), help="comma-separated, or all")
+    parser = parser_of("runtime", "Eager against compiled training steps.", list(ZOO))
     parser.add_argument("--size", choices=["nano", "medium"], default="nano")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each contender")
     parser.add_argument(
@@ -220,8 +220,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--fit", type=names(list(CONTENDERS)), default=[],
         help="contenders whose largest batch is looked for (cuda)",
     )  # fmt: skip
-    parser.add_argument("--output", default="runtime", help="name of the result files")
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)
 
 

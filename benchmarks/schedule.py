@@ -13,12 +13,12 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from functools import partial
 
-from benchmarks.arguments import names
+from benchmarks.arguments import names, parser_of
 from benchmarks.full_size import FULL_SIZE, example
 from benchmarks.inductor_orders import bfs, dfs, inductor
-from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
+from benchmarks.results import Cell, Row, Table, collect
 from benchmarks.whole_step import whole_step
 from memplan.graph import Graph
 from memplan.schedule import Schedule, order
@@ -61,17 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the table; returns the exit status."""
     options = _parse(arguments)
     logging.disable(logging.WARNING)
-    rows: list[dict[str, Cell]] = []
-    for name in options.models:
-        for step, batch, graph in graphs(name, options.steps, options.batches, in_place=options.in_place):
-            print(f"{name} {step} {batch}: {len(graph.ops)} ops", file=sys.stderr, flush=True)
-            rows.append({"model": name, "step": step, "batch": batch, **measure(graph)})
-        write(table_of(rows, options), options.directory)  # after each model: the large ones take minutes to trace
-    print(to_markdown(table_of(rows, options)))
-    return 0
+    found = (_rows(name, options) for name in options.models)
+    return collect(found, partial(table_of, options=options), options.directory)
 
 
-def table_of(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Table:
+def _rows(name: str, options: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    for step, batch, graph in graphs(name, options.steps, options.batches, in_place=options.in_place):
+        print(f"{name} {step} {batch}: {len(graph.ops)} ops", file=sys.stderr, flush=True)
+        rows.append({"model": name, "step": step, "batch": batch, **measure(graph)})
+    return rows
+
+
+def table_of(rows: Sequence[Row], options: argparse.Namespace) -> Table:
     """The rows so far."""
     certified = sum(row["certified"] is True for row in rows)
     return Table(
@@ -137,15 +139,10 @@ def _change(size: int, before: Schedule) -> float:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.schedule", description="What orders need, and what is proven.")
-    parser.add_argument(
-        "--models", type=names(list(FULL_SIZE)), default=list(FULL_SIZE), help="comma-separated, or all"
-    )
+    parser = parser_of("schedule", "What orders need, and what is proven.", list(FULL_SIZE))
     parser.add_argument("--steps", type=names(STEPS), default=list(STEPS), help="comma-separated, or all")
     parser.add_argument("--batches", type=names(("one", "real")), default=["one", "real"], help="one,real")
     parser.add_argument("--in-place", action=argparse.BooleanOptionalAction, default=True, help="results reuse inputs")
-    parser.add_argument("--output", default="schedule", help="name of the result files")
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)
 
 

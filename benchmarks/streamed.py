@@ -13,7 +13,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from time import perf_counter, process_time
 from typing import Any
 
@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import memplan
-from benchmarks.arguments import names
-from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
+from benchmarks.arguments import names, parser_of
+from benchmarks.results import Cell, Row, Table, collect
 from benchmarks.runtime import interleaved
 from benchmarks.zoo import ZOO, Size
 from memplan.errors import BudgetInfeasible
@@ -55,18 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the table; returns the exit status."""
     options = _parse(arguments)
     torch.set_num_threads(1)
-    rows: list[dict[str, Cell]] = []
-    for name in options.models:
-        rows += measure(name, options.size, options.policies, options.rounds)
-        write(table_of(rows, options), options.directory)
-    print(to_markdown(table_of(rows, options)))
-    return 0
+    found = (measure(name, options.size, options.policies, options.rounds) for name in options.models)
+    return collect(found, partial(table_of, options=options), options.directory)
 
 
-def table_of(rows: Sequence[dict[str, Cell]], options: argparse.Namespace) -> Table:
+def table_of(rows: Sequence[Row], options: argparse.Namespace) -> Table:
     """The rows so far."""
     return Table(
-        name="streamed",
+        name=options.output,
         title=f"Models that stay on the host, {options.size}, two arenas of the CPU",
         columns=COLUMNS,
         rows=rows,
@@ -150,12 +146,10 @@ def _noting(step: _Step, walls: list[float]) -> Callable[[], float]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks.streamed", description="Genoa, Flow and auto with device=.")
-    parser.add_argument("--models", type=names(list(ZOO)), default=["mlp", "vit"], help="comma-separated, or all")
+    parser = parser_of("streamed", "Genoa, Flow and auto with device=.", list(ZOO), ["mlp", "vit"])
     parser.add_argument("--size", choices=("nano", "medium"), default="medium")
     parser.add_argument("--policies", type=names(POLICIES), default=list(POLICIES))
     parser.add_argument("--rounds", type=int, default=9, help="samples of each")
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="folder of the result files")
     return parser.parse_args(arguments)
 
 

@@ -101,7 +101,7 @@ def measure(name: str, count: int) -> dict[str, Cell]:
     for values in chosen:
         inputs = inputs_at(model, start, shapes, values)
         again, concrete = once(partial(_anew, model, inputs))
-        plan.__dict__.pop("_resolved", None)
+        plan._resolver.resolved.clear()
         waited, resolved = once(partial(plan.resolve, values))
         replans += resolved.schedule.order != plan.plan.schedule.order or resolved.solution.solver != "symbolic"
         ratios.append(resolved.arena_size / concrete.arena_size)

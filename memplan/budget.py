@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from memplan import lifetimes
-from memplan.errors import BudgetInfeasible, InvalidSize
+from memplan.errors import BudgetInfeasible, InvalidCosts, InvalidSize
 from memplan.evict.arrays import measure
 from memplan.evict.costs import DEVICES, CostModel, load_costs
 from memplan.evict.fit import Fitted, fit, make_workload, smallest
@@ -52,12 +54,13 @@ def plan_within(
     Raises `BudgetInfeasible`, naming the op that needs the most at once and the smallest budget that can be kept.
     """
     decide = fit_policy(policy)
-    prices = cost_model(costs)
-    workload = make_workload(graph, schedule.order, prices, alignment, device=device)
+    workload = make_workload(graph, schedule.order, cost_model(costs), alignment, device=device)
     if budget is None and decide is genoa:
         budget = "min"
     wanted = max(bytes_of(budget, workload, decide), room)
-    workload = workload.within(wanted)
+    asked = workload = workload.within(wanted)
+    options: dict[str, Any] = {"redzone": redzone, "solver": solver, "time_limit": time_limit}
+    place = partial(make_plan, model=model, alignment=alignment, versions=versions, **options)
     plan: Plan | None = None
     for _ in range(_TRIES):
         try:
@@ -66,31 +69,9 @@ def plan_within(
             if plan is None:
                 raise
             break  # it names a smaller budget than the one that was asked for
-        plan = _placed(
-            fitted,
-            make_plan(
-                model=model,
-                graph=fitted.graph,
-                schedule=make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), schedule.policy),
-                alignment=alignment,
-                versions=versions,
-                redzone=redzone,
-                solver=solver,
-                time_limit=time_limit,
-            ),
-            EvictionPlan(
-                policy=policy_name(policy),
-                costs=prices.name,
-                budget=wanted,
-                seconds=fitted.measured.seconds,
-                base_seconds=fitted.base.seconds,
-                stall=fitted.measured.stall,
-                sources=fitted.sources,
-                instances=fitted.instances,
-                host=solve(()),
-                device=device,
-            ),
-        )
+        order = make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), schedule.policy)
+        plan = place(graph=fitted.graph, schedule=order)
+        plan = replace(plan, eviction=_eviction(fitted, plan, policy_name(policy), asked))
         over = plan.arena_size - wanted
         if over <= 0 or redzone:
             return plan
@@ -116,7 +97,10 @@ def require_known(policy: str | Policy, costs: CostModel | str | None) -> None:
 
 
 def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
-    """A cost model by the name of a device (`memplan.evict.costs.DEVICES`), from a file (.json), or as it is."""
+    """A cost model by the name of a device (`memplan.evict.costs.DEVICES`), from a file (.json), or as it is.
+
+    Raises `InvalidCosts` for what is none of these, and what `load_costs` does.
+    """
     if isinstance(costs, CostModel):
         return costs
     if isinstance(costs, os.PathLike) or (isinstance(costs, str) and costs.endswith(".json")):
@@ -125,14 +109,24 @@ def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
         hint = f"choose one of: {', '.join(DEVICES)}, or measure one: memplan.profile(model, inputs)"
         if costs == "measure":
             hint = f"memplan.compile and compile_step measure their first steps; here, {hint}"
-        raise InvalidSize(f"there is no cost model {costs!r}", where="costs", hint=hint)
+        raise InvalidCosts(f"there is no cost model {costs!r}", where="costs", hint=hint)
     return DEVICES[costs.lower()]
 
 
-def _placed(fitted: Fitted, plan: Plan, eviction: EvictionPlan) -> Plan:
-    """The plan with its host copies placed too."""
-    host = lifetimes.host_problem(fitted.graph, plan.schedule, alignment=plan.alignment)
-    return replace(plan, eviction=replace(eviction, host=solve(host)))
+def _eviction(fitted: Fitted, plan: Plan, policy: str, asked: Workload) -> EvictionPlan:
+    """How the plan of a fitted step keeps the budget that was asked for, with its host copies placed too."""
+    return EvictionPlan(
+        policy=policy,
+        costs=asked.costs.name,
+        budget=asked.budget,
+        seconds=fitted.measured.seconds,
+        base_seconds=fitted.base.seconds,
+        stall=fitted.measured.stall,
+        sources=fitted.sources,
+        instances=fitted.instances,
+        host=solve(lifetimes.host_problem(fitted.graph, plan.schedule, alignment=plan.alignment)),
+        device=asked.device,
+    )
 
 
 def bytes_of(budget: Budget | None, workload: Workload, policy: Policy) -> int:

@@ -46,7 +46,7 @@ class InvalidPlan(UnreadableFile):
 
 
 class InvalidSize(MemplanError, ValueError):
-    """A text that is no size ("3GiB") or no share ("2%")."""
+    """A size, share, step or option that means nothing: no "3GiB", no "2%", no number of blocks."""
 
 
 class InvalidShapes(MemplanError, ValueError):
@@ -103,7 +103,7 @@ class LimitExceeded(MemplanError, ValueError):
 
 
 class InvalidCosts(MemplanError, ValueError):
-    """A cost model with a rate or a time that cannot be."""
+    """A cost model that is not known, or with a rate or a time that cannot be."""
 
 
 class InvalidEviction(MemplanError, ValueError):

@@ -68,7 +68,11 @@ class Forecast:
     def at(self, step: int) -> Place:
         """Where it is while the op of `step` runs. Raises `MemplanError` for a step that is none."""
         if not 0 <= step < self.steps:
-            raise MemplanError(f"step {step} is not one of the plan's {self.steps}", where=self.name)
+            raise MemplanError(
+                f"step {step} is not one of the plan's {self.steps}",
+                where=self.name,
+                hint=f"its steps are 0 to {self.steps - 1}",
+            )
         return self.places[bisect_right(self.places, step, key=lambda place: place.start) - 1]
 
     def next_use(self, step: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from memplan import lifetimes
@@ -82,8 +83,7 @@ def plan_several(
     else:
         raise _without_holes(solutions, limits)
     sections = _sections(devices, parts, solutions, limits)
-    seconds, stall = simulate(divided.graph, prices)
-    return Plan(
+    plan = Plan(
         model=model,
         graph=divided.graph,
         schedule=order,
@@ -92,19 +92,27 @@ def plan_several(
         alignment=alignment,
         redzone=redzone,
         versions=versions,
-        eviction=EvictionPlan(
-            policy=_POLICY,
-            costs=prices.name,
-            budget=sum(limits),
-            seconds=seconds,
-            base_seconds=simulate(whole.graph, prices)[0],
-            stall=stall,
-            sources=divided.sources,
-            instances=whole.instances,
-            host=solve(lifetimes.host_problem(divided.graph, order, alignment=alignment)),
-            device=", ".join(devices),
-            sections=sections,
-        ),
+    )
+    return replace(plan, eviction=_eviction(plan, whole, divided, prices, sections))
+
+
+def _eviction(
+    plan: Plan, whole: Applied, divided: Divided, prices: CostModel, sections: tuple[Section, ...]
+) -> EvictionPlan:
+    """What the plan says of its devices, and of the time that they take together."""
+    seconds, stall = simulate(divided.graph, prices)
+    return EvictionPlan(
+        policy=_POLICY,
+        costs=prices.name,
+        budget=sum(section.budget for section in sections),
+        seconds=seconds,
+        base_seconds=simulate(whole.graph, prices)[0],
+        stall=stall,
+        sources=divided.sources,
+        instances=whole.instances,
+        host=solve(lifetimes.host_problem(divided.graph, plan.schedule, alignment=plan.alignment)),
+        device=", ".join(section.device for section in sections),
+        sections=sections,
     )
 
 

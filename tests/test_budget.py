@@ -99,7 +99,7 @@ def test_what_is_no_budget_is_said(budget: object) -> None:
 
 
 def test_unknown_costs_and_policies_list_the_known_ones() -> None:
-    with pytest.raises(InvalidSize, match="a100"):
+    with pytest.raises(InvalidCosts, match="a100"):
         within("5MiB", costs="abacus")
     with pytest.raises(MemplanError, match="recompute"):
         within("5MiB", policy="hope")

@@ -13,6 +13,7 @@ from functools import partial
 
 from memplan.errors import BudgetInfeasible, InvalidEviction
 from memplan.evict.arrays import measure
+from memplan.evict.costs import signature_of
 from memplan.evict.delta import delta
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.floor import infeasible
@@ -77,10 +78,9 @@ def _with_loads(workload: Workload) -> tuple[Workload, list[int]]:
         of.append(i)
     storages = tuple(replace(s, planned=s.planned or i in workload.streamed) for i, s in enumerate(g.storages))
     graph = replace(g, ops=tuple(ops), values=tuple(values), storages=storages)
-    inner = replace(workload, graph=graph, sources=tuple(range(len(ops))), streamed=frozenset())
-    took = (workload.to_device[~i] if i < 0 else workload.seconds[i] for i in of)
-    inner.__dict__["seconds"] = tuple(took)  # a load takes what the link takes
-    return inner, of
+    loads = {signature_of(graph, op): workload.to_device[~i] for op, i in zip(ops, of, strict=True) if i < 0}
+    costs = replace(workload.costs, measured={**workload.costs.measured, **loads})  # what the link takes
+    return replace(workload, graph=graph, sources=tuple(range(len(ops))), streamed=frozenset(), costs=costs), of
 
 
 def _bytes_of(storage: Storage, index: int) -> Value:

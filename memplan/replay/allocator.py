@@ -91,7 +91,8 @@ class Allocator:
             raise MemplanError("memory of another recording's arena is in use", where="replay", hint=hint)
         place = ctypes.c_size_t(0)
         if self._backing.allocate(ctypes.addressof(place), max(tape.arena_size, 512)) or not place.value:
-            raise MemplanError(f"no memory for an arena of {tape.arena_size} bytes", where="replay")
+            hint = "free memory of the device, or record a smaller part of the step"
+            raise MemplanError(f"no memory for an arena of {tape.arena_size} bytes", where="replay", hint=hint)
         if not self._kernel.load(self._m, tape, place.value):
             self._backing.release(place.value)
             what = f"{len(tape.sizes)} allocations, {self._kernel.MAX_COUNT} can be replayed"

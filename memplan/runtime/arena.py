@@ -16,7 +16,9 @@ import torch
 from memplan.evict.record import Section
 from memplan.graph import Value
 from memplan.plan import Plan, require_budget
-from memplan.runtime.copies import make_copies
+from memplan.runtime.copies import Copies
+from memplan.runtime.copy_streams import StreamCopies
+from memplan.runtime.copy_threads import ThreadCopies
 from memplan.runtime.ledger import Ledger
 from memplan.runtime.turns import make_turns
 
@@ -63,6 +65,11 @@ class Arena(Memory):
     def turned(self, plan: Plan) -> Arena | None:
         """The arena as a program of `plan` sees it, when it fits."""
         return self if plan.arena_size <= self.nbytes else None
+
+
+def make_copies(device: torch.device) -> Copies:
+    """What copies between an arena on `device` and the host. Nothing is started before the first copy is."""
+    return StreamCopies(device) if device.type == "cuda" else ThreadCopies()
 
 
 class Arenas(Arena):

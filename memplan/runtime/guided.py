@@ -9,7 +9,7 @@ reached. At last the plan that was measured to be the fastest is the one that st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,8 @@ from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy
 from memplan.plan import Plan
 from memplan.runtime.guards import NO_GUARDS
-from memplan.runtime.measurement import Measurement, Meter
+from memplan.runtime.measurement import Measurement
+from memplan.runtime.meter import Meter
 from memplan.runtime.options import PlanOptions
 from memplan.runtime.runner import Runner
 from memplan.trace import device_costs
@@ -213,6 +214,23 @@ class Guide:
             *(plan.model, _id(measured.plan), _id(plan), reason, _figures(measured)),
             *(plan.eviction.seconds * 1e3, plan.eviction.stall * 1e3),
         )
+
+
+class Measured:
+    """What may be guided, and keeps the measurements of the plans that it ran."""
+
+    _measurements: Sequence[Measurement]
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """With `costs="measure"`: what was measured of each plan so far (of a whole step: of the program that updates),
+        in the order in which they ran."""
+        return tuple(self._measurements)
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The latest of `measurements`; None before the first steps were measured."""
+        return self._measurements[-1] if self._measurements else None
 
 
 def _id(plan: Plan) -> str:

@@ -9,29 +9,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError
 from memplan.plan import Plan
-from memplan.runtime.arena import Arena, arena_for
+from memplan.runtime.arena import Arena
+from memplan.runtime.builder import Builder
 from memplan.runtime.duplicate import rebuild, recipe
-from memplan.runtime.graphed import make_recorder
-from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for, safe_plan
+from memplan.runtime.guided import Guide, Measured
 from memplan.runtime.hooks import Hooks
-from memplan.runtime.host import prepare_host
-from memplan.runtime.measurement import Measured
 from memplan.runtime.options import Options, device_for, given_plan
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
-from memplan.runtime.slots import Structure
-from memplan.trace import trace
-from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
-    from memplan.runtime.bind import BoundOp
-    from memplan.runtime.shapes import Family
     from memplan.symbolic import SymbolicPlan
 
 
@@ -50,6 +42,7 @@ class CompiledModule(nn.Module, Measured):
     symbolic: SymbolicPlan | None
     hooks: Hooks
     passive: Passive | None
+    _builder: Builder
 
     def __init__(
         self,
@@ -65,28 +58,23 @@ class CompiledModule(nn.Module, Measured):
         super().__init__()
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
-        self.__dict__["_structure"] = Structure(model)
-        measures = options.measures
-        if measures:
-            require_measurable(cuda_graph=options.cuda_graph, dynamic_shapes=options.dynamic_shapes)
-        self.__dict__["_asked"] = options
-        self.__dict__["_options"] = replace(options, costs=None) if measures else options
-        self.__dict__["_arena"] = None
-        self.__dict__["_guide"] = None
-        self.__dict__["passive"] = None
-        self.__dict__["_measurements"] = []
-        self.__dict__["hooks"] = Hooks()
-        self.__dict__["_given"] = given
-        self.__dict__["symbolic"] = None
-        train = model.training if train is None else train
-        if options.dynamic_shapes is not None:
+        # past nn.Module's own __setattr__: the model may have a submodule of any name
+        self.__dict__.update(hooks=Hooks(), passive=None, symbolic=None, _asked=options, _given=given, _guide=None)
+        self.__dict__.update(_builder=Builder(model, options, self.hooks), _measurements=[])
+        self._compile(args, kwargs, model.training if train is None else train)
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
+        """Build the program of the example; others are built when they are called."""
+        builder = self._builder
+        if self._asked.dynamic_shapes is not None:
             self._compile_shapes(args, kwargs, train)
             return
-        main = self._build_guided(args, kwargs, train) if measures else self._build(args, kwargs, train, given)
-        if given is not None and given.eviction is not None:  # other programs keep it too
-            self.__dict__["_options"] = replace(options, budget=given.eviction.budget)
-        self.__dict__["_selector"] = Selector(self._structure, main, self._build)
-        self.__dict__["plan"] = main.plan
+        if builder.measures:
+            main, guide = builder.guided(args, kwargs, train)
+            self.__dict__.update(_guide=guide, _measurements=[] if guide is None else guide.measurements)
+        else:
+            main = builder.build(args, kwargs, train, self._given)
+        self.__dict__.update(_selector=Selector(builder, main), plan=main.plan)
 
     def _compile_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
         """Compile for every shape that the options allow (`shapes.py`)."""
@@ -95,19 +83,8 @@ class CompiledModule(nn.Module, Measured):
         if self._given is not None:
             hint = "leave plan= out: the symbolic plan is made when compiling"
             raise InvalidShapes("a plan is for one shape", where="plan with dynamic_shapes", hint=hint)
-        selector = ShapedSelector(
-            self._structure,
-            args,
-            kwargs,
-            train=train,
-            build=self._build,
-            trace_family=self._trace_family,
-            assemble=self._assemble,
-            bucketing=self._options.bucketing or {},
-            always_try=self._options.guard is not None,
-        )
-        self.__dict__["_selector"] = selector
-        self.__dict__["plan"], self.__dict__["symbolic"] = selector.main.plan, selector.family.plan
+        selector = ShapedSelector(self._builder, args, kwargs, train=train)
+        self.__dict__.update(_selector=selector, plan=selector.main.plan, symbolic=selector.family.plan)
 
     # -- calling -----------------------------------------------------------------------------------------
 
@@ -118,7 +95,7 @@ class CompiledModule(nn.Module, Measured):
         try:
             runner, leaves = self._selector.select(args, kwargs)
         except (InputMismatch, BudgetInfeasible) as error:
-            how = self._options.on_mismatch
+            how = self._asked.on_mismatch
             if how == "passive":
                 return self._passively(error, args, kwargs)
             if how == "error" or isinstance(error, BudgetInfeasible):
@@ -140,32 +117,7 @@ class CompiledModule(nn.Module, Measured):
     @property
     def pool_bytes(self) -> int:
         """Bytes that CUDA graphs keep in their private pool, beside the arena."""
-        runner: Runner = self._selector.main
-        return runner.pool_bytes
-
-    # -- building ----------------------------------------------------------------------------------------
-
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
-        """Trace, plan and build; everything that can be refused is refused before the arena is allocated."""
-        with torch.inference_mode(False):
-            return self._build_normally(args, kwargs, train, given)
-
-    def _build_normally(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> Runner:
-        traced = self._trace(args, kwargs, train)
-        traced, plan = self._options.settle(traced, given, room=0 if self._arena is None else self._arena.nbytes)
-        return self._assemble(traced, plan)
-
-    def _build_guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Runner:
-        """A runner whose first steps are measured, in an arena that has room for every plan within the budget."""
-        with torch.inference_mode(False):
-            traced, plan, policy = safe_plan(self._options, self._trace(args, kwargs, train))
-            runner = self._assemble(traced, plan, room_for(plan, policy))
-            if policy.events is None:  # nothing has to be evicted
-                return runner
-            guide = guide_of(self._options, traced, runner, policy, partial(self._assemble, traced))
-            self.__dict__["_guide"] = guide
-            self.__dict__["_measurements"] = guide.measurements
-            return runner
+        return int(self._selector.main.pool_bytes)
 
     def _turn(self, guide: Guide) -> Runner:
         """Run what the guide says from now on."""
@@ -176,61 +128,15 @@ class CompiledModule(nn.Module, Measured):
                 self.__dict__["_guide"] = None
         self.__dict__["plan"] = runner.plan
         if guide.measurements:
-            self.__dict__["_options"] = replace(self._options, costs=guide.measurements[-1].costs)
+            self._builder.options = replace(self._builder.options, costs=guide.measurements[-1].costs)
         return runner
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> TracedGraph:
-        require_real(self._original, args, kwargs)
-        options = self._options
-        traced = trace(self._original, args, kwargs, train=train, in_place=options.in_place, device=options.device)
-        prepare_host(self._original, traced)
-        return traced
-
-    def _assemble(
-        self, traced: TracedGraph, plan: Plan, room: int = 0, bound: tuple[BoundOp, ...] | None = None
-    ) -> Runner:
-        """The program of a plan. `room`: bytes that the arena shall have at least; `bound`: as in `Runner`."""
-        options = self._options
-        with torch.inference_mode(False):
-            return Runner(
-                self._structure,
-                traced,
-                plan,
-                self._arena_for(plan, traced.device, room),
-                guard=options.guard,
-                owned=options.gradients == "owned",
-                recorder=make_recorder(traced.device, options.guard) if options.cuda_graph else None,
-                bound=bound,
-                hooks=self.hooks,
-            )
-
-    def _trace_family(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, fixed: frozenset[str]
-    ) -> Family:
-        """One trace and one plan for all shapes; symbols in `fixed` have the sizes of this call."""
-        from memplan.runtime.shapes import Family
-        from memplan.trace.symbolic import plan_of, trace_symbolic
-
-        require_real(self._original, args, kwargs)
-        options = self._options
-        traced = trace_symbolic(
-            self._original,
-            args,
-            kwargs,
-            dynamic_shapes=options.dynamic_shapes,
-            train=train,
-            in_place=options.in_place,
-            fixed=fixed,
-        )
-        return Family(trace=traced, plan=plan_of(traced, **options.planning(traced.traced.device)))
-
-    def _arena_for(self, plan: Plan, device: torch.device, room: int = 0) -> Arena:
-        """The module's arena if the plan fits in it (programs take turns), else one of its own; with shapes that vary,
-        a larger one takes the place of the module's."""
-        arena: Arena | None = self._arena
-        if arena is None or (self._options.dynamic_shapes is not None and max(plan.arena_size, room) > arena.nbytes):
-            arena = self.__dict__["_arena"] = arena_for(plan, device, room)
-        return arena.turned(plan) or arena_for(plan, device)
+    @property
+    def _arena(self) -> Arena:
+        """Where its programs take turns."""
+        arena = self._builder.arena
+        assert arena is not None
+        return arena
 
     # -- being the model ---------------------------------------------------------------------------------
 
@@ -258,7 +164,7 @@ class CompiledModule(nn.Module, Measured):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy, or what is loaded from a pickle, is compiled again (`duplicate.py`)."""
-        options, given = self._options, self._given
+        options, given = self._builder.options, self._given
         if self._guide is not None:
             options = self._asked
         elif self._measurements:
@@ -271,18 +177,6 @@ class CompiledModule(nn.Module, Measured):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_original"], name)
-
-
-def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    inputs = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
-    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *inputs):
-        if isinstance(tensor, torch.Tensor) and (tensor.is_meta or isinstance(tensor, FakeTensor)):
-            hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"
-            raise InputMismatch(
-                f"a fake or {tensor.device} tensor holds no numbers to compute with", where=name, hint=hint
-            )
 
 
 def compile(

@@ -11,16 +11,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from math import prod
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.errors import MemplanError, StaleActivationsError
+from memplan.errors import MemplanError
 from memplan.plan import Plan
+from memplan.runtime.living import Living, is_plain
+from memplan.runtime.saved import Block, Saved
 from memplan.units import format_bytes
 
 _log = logging.getLogger("memplan")
@@ -41,77 +43,67 @@ def passive_for(reason: MemplanError, plan: Plan, device: torch.device) -> Passi
 class Passive:
     """One call and its backward, within `budget` bytes of `device` where that is possible.
 
-    `peak` are the most bytes that were held at once, `evicted` and `fetched` those that went to the host and came back.
+    `living` counts what was made; `evicted` and `fetched` are the bytes that went to the host and came back.
     """
 
     def __init__(self, budget: int, device: torch.device) -> None:
-        self.budget, self.device = budget, device
-        self.peak = self.evicted = self.fetched = 0
-        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._blocks: weakref.WeakValueDictionary[int, _Block] = weakref.WeakValueDictionary()  # the oldest first
+        self.budget = budget
+        self.living = Living(device)
+        self.evicted = self.fetched = 0
+        self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # the oldest first
+        self._ages = count()
+        self._block_of: weakref.WeakValueDictionary[int, Block] = (
+            weakref.WeakValueDictionary()
+        )  # by the storage's address
         self._reserved = 0
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `function`; its backward, whenever it comes, is seen too."""
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         given = {x.grad_fn for x in inputs if x.grad_fn is not None}
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.unpack), _Watch(self):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, Saved.unpack), _Watch(self):
             result = function(*args, **kwargs)
         tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         for node in _nodes(tensors, given):
             self._follow(node, given)
         return result
 
-    # -- bytes -------------------------------------------------------------------------------------------
+    @property
+    def peak(self) -> int:
+        """The most bytes that were held at once."""
+        return self.living.peak
 
-    def held(self) -> int:
-        """Bytes that are alive of what was made so far."""
-        for key, (weak, _) in list(self._held.items()):
-            if weak.expired():  # type: ignore[no-untyped-call]
-                del self._held[key]
-        return sum(nbytes for _, nbytes in self._held.values())
+    # -- bytes -------------------------------------------------------------------------------------------
 
     def make_room(self, nbytes: int) -> None:
         """Evict, the oldest first, until `nbytes` more fit, or nothing is left to evict."""
-        nbytes += self._reserved
-        if self.held() + nbytes <= self.budget:
+        free = self.budget - nbytes - self._reserved
+        if not self.living.exceeds(free):
             return
         for block in list(self._blocks.values()):
             if block.present:
                 self.evicted += block.evict()
-                if self.held() + nbytes <= self.budget:
+                if not self.living.exceeds(free):
                     return
-
-    def count(self, tensors: Sequence[Any]) -> None:
-        """Count the storages of these tensors, from now until they are gone."""
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.device == self.device and _plain(tensor):
-                storage = tensor.untyped_storage()
-                known = self._held.get(storage._cdata)
-                if known is None or known[0].expired():  # type: ignore[no-untyped-call]
-                    weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                    self._held[storage._cdata] = weak, storage.nbytes()
-        self.peak = max(self.peak, self.held())
 
     def fetch(self, nbytes: int) -> torch.UntypedStorage:
         """New memory on the device, counted."""
         self.make_room(nbytes)
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self.count([memory])
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.living.device)
+        self.living.add([memory])
         self.fetched += nbytes
         return memory.untyped_storage()
 
     # -- what autograd saves -----------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        block = None
-        if _plain(tensor):
-            key = tensor.untyped_storage()._cdata
-            if key in self._held:  # made in this call
-                block = self._blocks.get(key)
-                if block is None or not block.present:
-                    block = self._blocks[key] = _Block(self, tensor.untyped_storage().nbytes())
-        return _Saved(tensor, block)
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        block, storage = None, tensor.untyped_storage() if is_plain(tensor) else None
+        if storage is not None and storage in self.living:  # made in this call
+            block = self._block_of.get(storage._cdata)
+            if block is None or block.host is not None:  # what was evicted had this address, or had these bytes once
+                block = Block(self.fetch, storage.nbytes())
+                self._block_of[storage._cdata] = self._blocks[next(self._ages)] = block
+        return Saved(tensor, block)
 
     # -- the backward ------------------------------------------------------------------------------------
 
@@ -126,93 +118,17 @@ class Passive:
                 coming += prod(metadata.shape) * metadata.dtype.itemsize
 
         def before(grads: Sequence[Any]) -> None:
-            self.count(grads)
+            self.living.add(grads)
             self._reserved = 0
             self.make_room(coming)
             self._reserved = coming
 
         def after(made: Sequence[Any], _: Sequence[Any]) -> None:
             self._reserved = 0
-            self.count([grad for grad, one in zip(made, counted, strict=False) if one])
+            self.living.add([grad for grad, one in zip(made, counted, strict=False) if one])
 
         node.register_prehook(before)
         node.register_hook(after)
-
-
-class _Block:
-    """The bytes of a storage that the backward needs, on the device or on the host."""
-
-    def __init__(self, owner: Passive, nbytes: int) -> None:
-        self.owner, self.nbytes = owner, nbytes
-        self.saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
-        self.host: torch.Tensor | None = None
-        self.back: torch.UntypedStorage | None = None
-
-    @property
-    def present(self) -> bool:
-        """Whether this holds bytes of the device."""
-        return self.host is None or self.back is not None
-
-    def evict(self) -> int:
-        """Give up the bytes on the device; how many were copied for that."""
-        copied = 0
-        if self.host is None:
-            source = _whole(next(s.tensor for s in self.saved if s.tensor is not None).untyped_storage(), self.nbytes)
-            pinned = source.device.type == "cuda"
-            self.host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
-            with torch.no_grad():
-                self.host.copy_(source)
-            copied = self.nbytes
-        self.back = None
-        for saved in self.saved:
-            saved.leave()
-        return copied
-
-    def storage(self) -> torch.UntypedStorage:
-        """The bytes, on the device again."""
-        if self.back is None:
-            assert self.host is not None
-            back = self.owner.fetch(self.nbytes)
-            with torch.no_grad():
-                _whole(back, self.nbytes).copy_(self.host)
-            self.back = back
-        return self.back
-
-
-class _Saved:
-    """A tensor that a node saved; `block` None: it stays where it is."""
-
-    __slots__ = ("__weakref__", "block", "changed", "layout", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, block: _Block | None) -> None:
-        self.tensor: torch.Tensor | None = tensor.detach() if block is not None else tensor
-        self.version, self.changed = tensor._version, False
-        self.layout = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()) if block else None
-        self.block = block
-        if block is not None:
-            block.saved.add(self)
-
-    def leave(self) -> None:
-        """The bytes go: note whether they are still what was saved."""
-        if self.tensor is not None:
-            self.changed = self.tensor._version != self.version
-            self.tensor = None
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor. Raises `StaleActivationsError` when it was changed in place since it was saved."""
-        if self.changed or (self.tensor is not None and self.tensor._version != self.version):
-            raise StaleActivationsError(
-                "a tensor that the backward needs was changed in place after it was saved",
-                where="passive mode",
-                hint="change it after the backward, or change a copy",
-            )
-        if self.tensor is not None:
-            return self.tensor
-        assert self.block is not None
-        assert self.layout is not None
-        dtype, offset, shape, strides = self.layout
-        storage = self.block.storage()
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -229,7 +145,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._passive.make_room(coming)
         result = func(*args, **kwargs)
         if _makes(func):
-            self._passive.count(pytree.tree_leaves(result))
+            self._passive.living.add(pytree.tree_leaves(result))
         return result
 
 
@@ -284,16 +200,3 @@ def _of_parameter(node: Any) -> bool:
             return False
         (node,) = following
     return True
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but strided bytes."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-    )
-
-
-def _whole(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))

@@ -20,7 +20,7 @@ from torch import nn
 from memplan.errors import InvalidCosts
 from memplan.evict.costs import DEVICES, CostModel, Link, signature_of
 from memplan.runtime.arena import arena_for
-from memplan.runtime.module import require_real
+from memplan.runtime.builder import require_real
 from memplan.runtime.program import Program
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import Structure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +9,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.errors import InputMismatch
+from memplan.runtime.builder import Builder
 from memplan.runtime.runner import Runner
-from memplan.runtime.slots import Structure
 
 _MAX_RUNNERS = 8
-Build = Callable[[tuple[Any, ...], dict[str, Any], bool], Runner]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +27,13 @@ class Selector:
     """Finds the runner for a call, or has one built for a state that comes up for the first time.
 
     `main` runs calls in the state in which the module was compiled. Under `no_grad` and in eval mode, others
-    take its arena in turns. `build(args, kwargs, train)` traces and plans.
+    take its arena in turns.
     """
 
-    def __init__(self, structure: Structure, main: Runner, build: Build) -> None:
-        self._structure = structure
+    def __init__(self, builder: Builder, main: Runner) -> None:
+        self._builder, self._structure = builder, builder.structure
         self.main = main
-        self._build = build
-        self.main_modes = structure.modes()
+        self.main_modes = self._structure.modes()
         self._runners: dict[Any, Runner] = {}
 
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
@@ -76,7 +73,7 @@ class Selector:
         if key not in self._runners:
             if len(self._runners) >= _MAX_RUNNERS:
                 del self._runners[next(iter(self._runners))]
-            self._runners[key] = self._build(args, kwargs, train)
+            self._runners[key] = self._builder.build(args, kwargs, train)
         return self._runners[key]
 
     def _check_modes(self, modes: list[bool]) -> None:

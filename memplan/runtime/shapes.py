@@ -14,7 +14,7 @@ there. A step in flight keeps its own arena until its backward has run.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.errors import InputMismatch, InvalidShapes, ShapeOutOfRange, UnsupportedGraph
-from memplan.plan import Plan
 from memplan.runtime.bind import BoundOp, with_arguments
+from memplan.runtime.builder import Builder
 from memplan.runtime.runner import Runner
-from memplan.runtime.select import Build, Selector, State
-from memplan.runtime.slots import Structure
+from memplan.runtime.select import Selector, State
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.traced import Kernel, Source, TracedGraph
 from memplan.trace.varying import SymbolicTrace
@@ -34,9 +33,6 @@ from memplan.trace.varying import SymbolicTrace
 _KEPT = 16  # programs
 _FAMILIES = 6  # traces for a state of the module
 _SPECIAL = 2  # sizes up to here are traced as what they are: torch does not take them for any size
-
-TraceFamily = Callable[[tuple[Any, ...], dict[str, Any], bool, frozenset[str]], "Family"]
-Assemble = Callable[[TracedGraph, Plan, int, tuple[BoundOp, ...] | None], Runner]
 
 
 @dataclass(slots=True)
@@ -71,37 +67,19 @@ class Family:
 
 
 class ShapedSelector(Selector):
-    """As `Selector`, with a program for every shape.
+    """As `Selector`, with a program for every shape: of a `Family` where one covers it, else for this shape alone."""
 
-    `trace_family` makes a `Family` (of args, kwargs, train and the symbols that do not vary in it), `assemble` a
-    program of it (traced, plan, bytes of arena to have at least, what is bound already), `build` one for a single
-    shape. `always_try`: run a trial for every program.
-    """
-
-    def __init__(
-        self,
-        structure: Structure,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        train: bool,
-        build: Build,
-        trace_family: TraceFamily,
-        assemble: Assemble,
-        bucketing: Mapping[str, int],
-        always_try: bool,
-    ) -> None:
-        self._trace_family, self._assemble, self._bucketing = trace_family, assemble, bucketing
-        self._always_try = always_try
-        self._structure, self._build = structure, build
-        self.family = trace_family(args, kwargs, train, frozenset())
-        _check_buckets(bucketing, self.family)
+    def __init__(self, builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> None:
+        self._builder, self._structure = builder, builder.structure
+        self._bucketing: Mapping[str, int] = builder.options.bucketing or {}
+        self.family = Family(*builder.symbolic(args, kwargs, train, frozenset()))
+        _check_buckets(self._bucketing, self.family)
         flat, self.spec = pytree.tree_flatten((args, kwargs))
-        self._main_state = State(train, tuple(structure.modes()))
+        self._main_state = State(train, tuple(self._structure.modes()))
         self._families = {self._main_state: [self.family]}
         self.programs: OrderedDict[Any, Runner] = OrderedDict()
         main = self._new(self._main_state, flat, args, kwargs)
-        super().__init__(structure, main, build)
+        super().__init__(builder, main)
         self._keep((self._main_state, _shapes(flat)), main)
 
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
@@ -177,14 +155,14 @@ class ShapedSelector(Selector):
                 family, values = found
                 families.append(family)
                 return self._program(family, values, flat)
-        return self._build(args, kwargs, state.grad)
+        return self._builder.build(args, kwargs, state.grad)
 
     def _covering(
         self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], fixed: frozenset[str]
     ) -> tuple[Family, dict[str, int]] | None:
         """A new family and the values of a call in it; None when no family of more than one size covers the call."""
         try:
-            family = self._trace_family(args, kwargs, state.grad, fixed)
+            family = Family(*self._builder.symbolic(args, kwargs, state.grad, fixed))
         except (InvalidShapes, UnsupportedGraph):  # there the model works for one size only, or none can be a symbol
             return None
         values = family.values(flat)
@@ -197,11 +175,12 @@ class ShapedSelector(Selector):
             within = dict(values)
         plan, room = family.plan.resolve(values, within), family.plan.resolve(within).arena_size
         traced = family.trace.at(values, flat)
-        runner = self._assemble(
+        always_try = self._builder.options.guard is not None  # a trial for every program
+        runner = self._builder.assemble(
             replace(traced, example_inputs=_laid_out(traced)),
             plan,
             room,
-            None if self._always_try else family.rebound(traced),
+            None if always_try else family.rebound(traced),
         )
         if family.bound is None:
             family.bound = runner.program.bound
@@ -212,15 +191,15 @@ class ShapedSelector(Selector):
         """Raise `InputMismatch` for a leaf that differs from the example in more than the dimensions that vary."""
         examples, varying = self.main.signature.examples, self.family.trace.dims.leaves
         for i, (x, example) in enumerate(zip(flat, examples, strict=True)):
-            where = f"input {i}"
+            where, hint = f"input {i}", "pass what the example is like, or compile for this input too"
             if not isinstance(example, torch.Tensor):
                 self.main.signature.check_constant(i, x)
             elif not isinstance(x, torch.Tensor):
-                raise InputMismatch(f"is a {type(x).__name__}, the plan was made for a tensor", where=where)
+                raise InputMismatch(f"is a {type(x).__name__}, the plan was made for a tensor", where=where, hint=hint)
             elif (x.dtype, x.device, x.dim()) != (example.dtype, example.device, example.dim()):
                 wanted = f"{example.dtype} {tuple(example.shape)} on {example.device}"
                 what = f"is {x.dtype} {tuple(x.shape)} on {x.device}, the plan was made for {wanted}"
-                raise InputMismatch(what, where=where)
+                raise InputMismatch(what, where=where, hint=hint)
             else:
                 for dim, (size, planned) in enumerate(zip(x.shape, example.shape, strict=True)):
                     if size != planned and dim not in varying[i]:

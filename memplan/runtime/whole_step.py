@@ -12,21 +12,16 @@ import torch
 from torch import nn
 
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall, UnsupportedGraph
-from memplan.evict.guide import Remembered
 from memplan.plan import Plan
-from memplan.runtime.arena import arena_for_all, dtype_of
-from memplan.runtime.graphed import make_recorder
-from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for, safe_plan
+from memplan.runtime.arena import dtype_of
+from memplan.runtime.guided import Guide, Measured
 from memplan.runtime.hooks import Hooks
-from memplan.runtime.host import prepare_host
-from memplan.runtime.measurement import Measured
-from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice, require_recordable
+from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.passive_step import eager_step
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import StepStructure
-from memplan.trace import trace_step
-from memplan.trace.traced import TracedGraph
+from memplan.runtime.step_builder import StepBuilder
 from memplan.trace.updates import Accumulate
 
 
@@ -38,6 +33,12 @@ class Loss(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.with_targets = _positional_arguments(loss_fn) > 1
+
+    def require_parts(self, batch: tuple[Any, ...]) -> None:
+        """Raise `UnsupportedGraph` for a batch that is not what `loss_fn` takes."""
+        if self.with_targets and len(batch) != 2:
+            what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
+            raise UnsupportedGraph("example_batch", what, "pass (inputs, targets), or a loss_fn of one argument")
 
     def forward(self, *batch: Any) -> torch.Tensor:
         if not self.with_targets:
@@ -200,12 +201,7 @@ def compile_step(
     Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `PlanMismatch` when
     `plan` was made for another step.
     """
-    if type(accumulate) is not int or accumulate < 1:
-        raise MemplanError(f"accumulate={accumulate!r}", hint="pass the number of micro-batches per update, 1 or more")
-    if clip_grad_norm is not None and (
-        isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, (int, float))
-    ):
-        raise MemplanError(f"clip_grad_norm={clip_grad_norm!r}", hint="pass the maximal norm as a number, or None")
+    _require_sensible(accumulate, clip_grad_norm)
     given = given_plan(plan, budget)
     if given is not None and accumulate > 1:
         what = f"accumulate={accumulate} has two programs, and a plan is of one"
@@ -225,54 +221,24 @@ def compile_step(
         device=device_for(device, given),
     )
     require_choice("on_mismatch", on_mismatch, ("error", "passive"))
-    measures = options.measures
-    if measures:
-        require_measurable(cuda_graph=cuda_graph)
-    if cuda_graph:
-        require_recordable(options.device)
-    batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss = Loss(model, loss_fn)
-    if loss.with_targets and len(batch) != 2:
-        what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
-        raise UnsupportedGraph("example_batch", what, "pass (inputs, targets), or a loss_fn of one argument")
+    batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
+    loss.require_parts(batch)
+    builder = StepBuilder(loss, optimizer, options, clip_grad_norm=clip_grad_norm, cuda_graph=cuda_graph)
     kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
-    traced = [
-        trace_step(
-            loss,
-            optimizer,
-            batch,
-            clip_grad_norm=clip_grad_norm,
-            accumulate=kind,
-            rates_in_memory=cuda_graph,
-            in_place=in_place,
-            device=options.device,
-        )
-        for kind in kinds
-    ]
-    prepare_host(loss, traced[0], optimizer)
-    recorder = make_recorder(traced[0].device, guard) if cuda_graph else None
-    policies: list[Remembered | None] = [None for _ in traced]
-    if measures:
-        safe = [safe_plan(options, t) for t in traced]
-        steps, policies = [(t, plan) for t, plan, _ in safe], [policy for _, _, policy in safe]
-    else:
-        steps = [options.settle(t, given) for t in traced]
-    structure = StepStructure(loss, optimizer)
-    room = max(room_for(plan, policy) for (_, plan), policy in zip(steps, policies, strict=True))
-    arena = arena_for_all([plan for _, plan in steps], traced[0].device, room)
-
-    def runner_of(t: TracedGraph, plan: Plan) -> Runner:
-        return Runner(structure, t, plan, arena.turned(plan) or arena, guard=guard, recorder=recorder, whole=True)
-
-    runners = [runner_of(t, plan) for t, plan in steps]
-    guides = [
-        guide_of(options, t, runner, policy, partial(runner_of, t))
-        for (t, _), runner, policy in zip(steps, runners, policies, strict=True)
-        if policy is not None and policy.events is not None
-    ]
+    structure, runners, guides = builder.build(batch, kinds, given)
     passive = partial(eager_step, clip_grad_norm=clip_grad_norm) if on_mismatch == "passive" else None
     adding = runners[0] if accumulate > 1 else None
     return CompiledStep(structure, adding, runners[-1], accumulate=accumulate, guides=guides, passive=passive)
+
+
+def _require_sensible(accumulate: int, clip_grad_norm: float | None) -> None:
+    if type(accumulate) is not int or accumulate < 1:
+        raise MemplanError(f"accumulate={accumulate!r}", hint="pass the number of micro-batches per update, 1 or more")
+    if clip_grad_norm is not None and (
+        isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, (int, float))
+    ):
+        raise MemplanError(f"clip_grad_norm={clip_grad_norm!r}", hint="pass the maximal norm as a number, or None")
 
 
 def _call(model: nn.Module, *batch: Any) -> Any:

@@ -7,7 +7,6 @@ depth at which paths are cut is the smallest that gives enough units.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memplan.evict.record import TRANSFERS
@@ -23,12 +22,11 @@ class Units:
     """`of[i]` is the unit of op i (by index), -1 for copies to and from the host, which follow what they copy.
 
     `names` are the module paths of the units in the order in which the forward comes to them, "" for what is before
-    the first block or behind the last. `alike` counts the largest set of blocks that run the same kernels.
+    the first block or behind the last.
     """
 
     of: tuple[int, ...]
     names: tuple[str, ...]
-    alike: int
 
 
 def units_of(graph: Graph, devices: int) -> Units:
@@ -66,7 +64,7 @@ def _cut(graph: Graph, depth: int) -> Units:
             of[i] = block if block >= 0 and op.origin.module else _source(graph, op, made, last)
         last = of[i]
         made.update(dict.fromkeys(graph.written(op), last))
-    return Units(of=tuple(of), names=tuple(names), alike=_alike(graph, of, names))
+    return Units(of=tuple(of), names=tuple(names))
 
 
 def _forward(graph: Graph, depth: int) -> tuple[list[str], list[int]]:
@@ -97,15 +95,3 @@ def _source(graph: Graph, op: Op, made: dict[int, int], last: int) -> int:
     """Where what it reads was written last; the latest block when there are several."""
     found = [made[s] for v in op.reads if (s := graph.values[v].storage) in made]
     return found[-1] if found else last
-
-
-def _alike(graph: Graph, of: Sequence[int], names: Sequence[str]) -> int:
-    """How many blocks run the same kernels in the same order: the largest such set."""
-    kernels: dict[int, list[str]] = {}
-    for i, op in enumerate(graph.ops):
-        if of[i] >= 0 and names[of[i]]:
-            kernels.setdefault(of[i], []).append(op.target)
-    counts: dict[tuple[str, ...], int] = {}
-    for targets in kernels.values():
-        counts[tuple(targets)] = counts.get(tuple(targets), 0) + 1
-    return max(counts.values(), default=0)

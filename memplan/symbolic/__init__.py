@@ -2,15 +2,17 @@
 
 In the order in which data flows: `expression.py` (sizes as text that can be evaluated), `symbols.py` (what varies, and
 how far), `sizes.py` (every size of a graph as an expression), `place.py` (offsets for given sizes, in microseconds),
-`plan.py` (`SymbolicPlan`), `planfile.py` (as a JSON file). The model to learn from is tract's memory schema, which is
-symbolic too and kept apart from the one that is resolved. Nothing here imports torch.
+`resolve.py` (whole plans for given values), `plan.py` (`SymbolicPlan`), `planfile.py` (as a JSON file). The model to
+learn from is tract's memory schema, which is symbolic too and kept apart from the one that is resolved. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
 
 from memplan.symbolic.expression import Expression
-from memplan.symbolic.plan import Placement, SymbolicPlan, make_symbolic
+from memplan.symbolic.plan import SymbolicPlan, make_symbolic
 from memplan.symbolic.planfile import load_symbolic
+from memplan.symbolic.resolve import Placement
 from memplan.symbolic.sizes import Sizes
 from memplan.symbolic.symbols import Symbol
 

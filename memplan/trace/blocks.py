@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -10,28 +9,15 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memplan.trace.chains import Box, Chain, boxes
 from memplan.trace.outvariants import out_names, out_variant
-from memplan.trace.returns import is_backward
+from memplan.trace.overwrite import overwritten
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
-from memplan.trace.rows import (
-    COPIES,
-    NLL,
-    PRODUCTS,
-    SLICE,
-    SLICE_BACKWARD,
-    SUM,
-    TRANSPOSE,
-    VIEWS,
-    Box,
-    Chain,
-    Parts,
-    block_shape,
-    boxes,
-    parts,
-    tensors_of,
-)
+from memplan.trace.rows import COPIES, NLL, PRODUCTS, SLICE, SLICE_BACKWARD, SUM, TRANSPOSE, VIEWS, block_shape
+from memplan.trace.touches import keys_of
 
 _NOT_A_CLASS = -100  # torch's default for what is ignored
+_NOT_PLACED = (SUM, *PRODUCTS, NLL)  # which add up, or reduce
 
 
 class _Writer(Rewriter):
@@ -60,7 +46,7 @@ class Divider:
 
     def run(self, moved: list[list[fx.Node]]) -> None:
         """Replace the chain's nodes, phase by phase."""
-        for part, late in zip(phases(self.chain), moved, strict=True):
+        for part, late in zip(self.chain.phases, moved, strict=True):
             self.anchor = part[-1].next
             self.phase = part[-1].meta.get("partitioner_tag")
             self._phase(part)
@@ -74,12 +60,12 @@ class Divider:
 
     def _phase(self, part: list[fx.Node]) -> None:
         sinks = [node for node in part if self._leaves(node)]
-        shared = next((node for node in reversed(sinks) if self._host(node) is not None), None)
-        if shared is not None:  # last: it overwrites what the others may read
-            sinks = [*(s for s in sinks if s is not shared), shared]
-        places = {s: self._place(s, in_host=s is shared) for s in sinks if s.target not in (SUM, *PRODUCTS, NLL)}
+        found = ((s, overwritten(self.chain, s, self.ours)) for s in reversed(sinks))
+        last, memory = next(((s, memory) for s, memory in found if memory is not None), (None, None))
+        sinks.sort(key=lambda s: s is last)  # it overwrites what the others may read
+        places = {s: self._place(s, memory if s is last else None) for s in sinks if s.target not in _NOT_PLACED}
         places |= {s: self._losses(s) for s in sinks if s.target is NLL}
-        places |= {s: self._place(s) for s in sinks if s.target in PRODUCTS and self._parts(s).result}
+        places |= {s: self._place(s) for s in sinks if s.target in PRODUCTS and self.chain.parts(s).result}
         for box in self.boxes:
             for sink in sinks:
                 self._store(sink, places.get(sink), box)
@@ -88,11 +74,6 @@ class Divider:
                 self._total(sink, places[sink])
             else:
                 self._replace(sink, places[sink] if sink in places else self.whole[sink])
-
-    def _parts(self, node: fx.Node) -> Parts:
-        found = parts(node, self.chain.n, sums=self.chain.sums)
-        assert found is not None
-        return found
 
     def _leaves(self, node: fx.Node) -> bool:
         """Whether something outside the chain uses the node's result."""
@@ -111,7 +92,7 @@ class Divider:
         """The rows `box` of a node's result: computed where it is of the chain, else sliced."""
         key = node, box
         if key not in self.made:
-            inside = node in self.members and self._parts(node).result
+            inside = node in self.members and self.chain.parts(node).result
             self.made[key] = self._run(node, box) if inside else self._rows(node, box)
         return self.made[key]
 
@@ -141,7 +122,7 @@ class Divider:
             return self._as(self._block(node.args[0], box), shape)
         label = f"{node.name}_rows{self.boxes.index(box)}"
         rw = self._writer(node, label)
-        own = self._parts(node)
+        own = self.chain.parts(node)
         args = tuple(self._block(a, box) if a in own.rows else a for a in node.args)
         if node.target in COPIES:
             return self._copy(rw, node, self._block(node.args[0], box), shape)
@@ -171,57 +152,22 @@ class Divider:
 
     # -- what leaves the chain ---------------------------------------------------------------------------
 
-    def _place(self, sink: fx.Node, *, in_host: bool = False) -> fx.Node:
-        """Memory for a result that is needed whole; padding is zero."""
+    def _place(self, sink: fx.Node, memory: fx.Node | None = None) -> fx.Node:
+        """`memory` or new memory for a result that is needed whole; padding is zero."""
         rw = self._writer(sink)
-        padded = sink.target is SLICE_BACKWARD and not self._parts(sink).result
-        if not in_host:
-            made = rw.memory(value(sink))
+        padded = sink.target is SLICE_BACKWARD and not self.chain.parts(sink).result
+        if memory is None:
+            memory = rw.memory(value(sink))
             if padded:
-                rw.call(aten.zero_.default, made)
-            return made
-        host = self._host(sink)
-        assert host is not None
-        if padded:
+                rw.call(aten.zero_.default, memory)
+        elif padded:
             _, _, dim, start, end, _ = sink.args
-            size = value(host).shape[dim]
+            size = value(memory).shape[dim]
             first, last, _ = slice(start, end).indices(size)
             for a, b in ((0, first), (last, size)):
                 if a < b:
-                    rw.call(aten.zero_.default, rw.call(SLICE, host, dim, a, b))
-        return host
-
-    def _host(self, sink: fx.Node) -> fx.Node | None:
-        """The tensor whose rows the sink's may take: read by the chain, row by row, and by nobody else."""
-        if not is_backward(sink) or self.chain.sums or not self._parts(sink).rows:
-            return None
-        for x in self._read_again(sink):
-            host = _laid_out_alike(sink, x)
-            if host is not None and self._only_read_here(host):
-                return host
-        return None
-
-    def _read_again(self, sink: fx.Node) -> Iterator[fx.Node]:
-        """What the forward left and the sink's blocks are made of: it is alive in the backward anyway."""
-        seen, todo = {sink}, [sink]
-        while todo:
-            for x in self._parts(todo.pop()).rows:
-                if x not in self.members and not is_backward(x):
-                    yield x
-                elif x in self.members and x not in seen:
-                    seen.add(x)
-                    todo.append(x)
-
-    def _only_read_here(self, host: fx.Node) -> bool:
-        key = storage_key(value(host))
-        aliases = [n for n in self.graph.nodes if any(storage_key(t) == key for t in tensors_of(n))]
-        outside = {a for a in aliases if a not in self.members and a not in self.ours}
-        made = [a for a in outside if a.op != "call_function" or not _is_view(a)]
-        users = {u for a in outside for u in a.users}
-        plain = all(u in self.members or u in outside or u in self.ours for u in users)
-        return (
-            plain and len(made) == 1 and made[0].op == "call_function" and isinstance(made[0].meta["val"], torch.Tensor)
-        )
+                    rw.call(aten.zero_.default, rw.call(SLICE, memory, dim, a, b))
+        return memory
 
     def _store(self, sink: fx.Node, place: fx.Node | None, box: Box) -> None:
         """Run the sink on a block, and put the block to its place."""
@@ -229,7 +175,7 @@ class Divider:
             self._block_loss(sink, place, box)
         elif place is None:
             self._add_up(sink, box)
-        elif sink.target is SLICE_BACKWARD and not self._parts(sink).result:
+        elif sink.target is SLICE_BACKWARD and not self.chain.parts(sink).result:
             _, _, dim, start, end, step = sink.args
             rows = self._boxed(self._writer(sink).call(SLICE, place, dim, start, end, step), box)
             self._fill(sink.args[0], rows, box)  # type: ignore[arg-type]
@@ -241,9 +187,9 @@ class Divider:
         base = node
         while base in self.members and base.target in VIEWS:
             base = base.args[0]  # type: ignore[assignment]
-        inside = base in self.members and self._parts(base).result and (base, box) not in self.made
+        inside = base in self.members and self.chain.parts(base).result and (base, box) not in self.made
         if inside and base.target not in COPIES | {SLICE, SLICE_BACKWARD} and value(rows).is_contiguous():
-            own, variant = self._parts(base), out_variant(base.target)
+            own, variant = self.chain.parts(base), out_variant(base.target)
             given = [self._block(a, box) for a in own.rows]
             apart = all(storage_key(value(g)) != storage_key(value(rows)) for g in given)
             if variant is not None and len(out_names(variant)) == 1 and apart:
@@ -312,47 +258,13 @@ class Divider:
             _rebase(self.graph, new, storage_key(old), self.mode)
 
 
-def _laid_out_alike(sink: fx.Node, x: fx.Node) -> fx.Node | None:
-    """The tensor that the sink can be: `x`, or what `x` was cut from by the slice that the sink undoes."""
-    result = value(sink)
-    if sink.target is SLICE_BACKWARD:
-        padding = list(sink.args[2:])
-        while x.target in VIEWS:
-            x = x.args[0]  # type: ignore[assignment]
-        cut = [*x.args[1:], *([1] if len(x.args) == 4 else [])] if x.target is SLICE else None
-        if cut != padding or value(x.args[0]).shape != result.shape:  # type: ignore[arg-type]
-            return None
-        x = x.args[0]  # type: ignore[assignment]
-    given = value(x)
-    alike = given.is_contiguous() and result.is_contiguous() and given.numel() == result.numel()
-    return x if alike and (given.dtype, given.device) == (result.dtype, result.device) else None
-
-
-def _is_view(node: fx.Node) -> bool:
-    keys = {storage_key(t) for u in node.all_input_nodes for t in tensors_of(u)}
-    return not has_effects(node) and all(storage_key(t) in keys for t in tensors_of(node))
-
-
 def _rebase(graph: fx.Graph, new: fx.Node, old: int, mode: FakeTensorMode) -> None:
     """Evaluate again what was a view of the bytes `old`, now of those of `new`."""
     todo = [new]
     while todo:
         for user in todo.pop().users:
-            if user.op == "call_function" and any(storage_key(t) == old for t in tensors_of(user)) and tensors_of(user):
+            if user.op == "call_function" and old in keys_of(user):
                 args, kwargs = fx.node.map_arg((user.args, user.kwargs), value)
                 with mode, torch.no_grad():
                     user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
                 todo.append(user)
-
-
-def has_effects(node: fx.Node) -> bool:
-    """Whether it writes in place or draws random numbers: what must keep its place in the program."""
-    schema = getattr(node.target, "_schema", None)
-    tags = getattr(node.target, "tags", ())
-    return (schema is not None and schema.is_mutable) or torch.Tag.nondeterministic_seeded in tags
-
-
-def phases(chain: Chain) -> list[list[fx.Node]]:
-    """Its nodes of the forward, and of the backward; without what is empty."""
-    both = ([n for n in chain.nodes if not is_backward(n)], [n for n in chain.nodes if is_backward(n)])
-    return [part for part in both if part]

@@ -1,6 +1,6 @@
 """From a captured and lowered fx graph to `TracedGraph`: ops, values, storages, and who owns what.
 
-A storage is an alias class of fake tensors. A node whose results alias its inputs and that changes nothing
+A node whose results alias its inputs and that changes nothing
 is a view: it becomes a value, never an op. A node that only makes uninitialised memory becomes a storage.
 """
 
@@ -23,7 +23,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._ops import OpOverload
 
 from memplan.errors import UnsupportedGraph
-from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
+from memplan.graph import Graph, Op, Origin, Phase, StorageKind
 from memplan.trace.capture import Captured
 from memplan.trace.handed import handed_positions, is_literal, is_mixed, used_positions
 from memplan.trace.origins import origin_of
@@ -31,10 +31,10 @@ from memplan.trace.outvariants import out_variant, written_names
 from memplan.trace.results import read_results
 from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import aten, storage_key
+from memplan.trace.tables import Tables
 from memplan.trace.traced import Binding, Handed, Kernel, Ref, Source, TracedGraph
 from memplan.trace.updates import StateInput
 
-_MADE = (StorageKind.ACTIVATION, StorageKind.GRADIENT, StorageKind.OUTPUT)
 _KIND_OF = {
     Source.PARAMETER: StorageKind.PARAMETER,
     Source.BUFFER: StorageKind.PARAMETER,
@@ -46,34 +46,32 @@ _MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty
 _OVERWRITES = {"copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_"}
 
 
-def build(captured: Captured, model: str, needs: Mapping[Any, frozenset[int]]) -> TracedGraph:
-    """Read the fx graph once, in order; `needs` as in `Results`, by descriptor.
+def build(
+    captured: Captured, model: str, needs: Mapping[Any, frozenset[int]], tables: Tables | None = None
+) -> TracedGraph:
+    """Read the fx graph once, in order; `needs` as in `Results`, by descriptor, `tables` as in `_Builder`.
 
     Raises `UnsupportedGraph` naming the node that cannot be planned.
     """
-    return Builder(captured, model, needs).build()
+    return _Builder(captured, model, needs, tables or Tables()).build()
 
 
-class Builder:
-    """Reads one fx graph; `symbolic.py` has one that reads sizes which vary."""
+class _Builder:
+    """Reads one fx graph; `tables` takes what it finds."""
 
-    def __init__(self, captured: Captured, model: str, needs: Mapping[Any, frozenset[int]]) -> None:
+    def __init__(self, captured: Captured, model: str, needs: Mapping[Any, frozenset[int]], tables: Tables) -> None:
         self.captured = captured
         self.needs = needs
         self.model = model
         self.graph = captured.graph_module.graph
         self.ops: list[Op] = []
         self.kernels: list[Kernel] = []
-        self.values: list[Value] = []
-        self.storages: list[Storage] = []
+        self.tables = tables
         self.bindings: list[Binding] = []
         self.value_of: dict[fx.Node, int] = {}
         self.results_of: dict[fx.Node, tuple[int | None, ...]] = {}
         self.handed_of: dict[tuple[fx.Node, int], Handed] = {}
         self.other: dict[fx.Node, Any] = {}  # numbers, None and `Handed`: what stands for a node that is no value
-        self.storage_of: dict[int, int] = {}
-        self.start_of: list[int] = []
-        self.alive: list[torch.Tensor] = []  # a storage key is an address: keep its tensor, or it is reused
 
     def build(self) -> TracedGraph:
         owned = self._caller_owned()
@@ -106,10 +104,10 @@ class Builder:
             if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise self._unsupported(node, "a size that varies from call to call", "use fixed input shapes")
             return
-        binding = self._bind(node, desc, len(self.values))
+        binding = self._bind(node, desc, len(self.tables.values))
         origin = Origin(module=binding.name, op=binding.source.value, node=node.name)
-        storage = self._storage(val, node.name, _KIND_OF[binding.source], planned=False, origin=origin)
-        self.value_of[node] = self._value(val, node.name, storage)
+        storage = self.tables.storage(val, node.name, _KIND_OF[binding.source], planned=False, origin=origin)
+        self.value_of[node] = self.tables.value(val, node.name, storage)
         self.bindings.append(binding)
 
     def _bind(self, node: fx.Node, desc: Any, value: int) -> Binding:
@@ -137,8 +135,8 @@ class Builder:
             )
         val = node.meta.get("val", tensor)
         origin = Origin(op="constant", node=node.name)
-        storage = self._storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
-        self.value_of[node] = self._value(val, node.name, storage)
+        storage = self.tables.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
+        self.value_of[node] = self.tables.value(val, node.name, storage)
         self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor))
 
     # -- what runs ---------------------------------------------------------------------------------------
@@ -160,7 +158,7 @@ class Builder:
             )
         results = node.meta["val"]
         results = list(results) if isinstance(results, (tuple, list)) else [results]
-        before = len(self.storages)
+        before = len(self.tables.storages)
         skipped: set[Any] = set()
         if is_mixed(node):
             for i in handed_positions(node):
@@ -173,7 +171,7 @@ class Builder:
         elif outs[0] is not None:
             self.value_of[node] = outs[0]
         written = written_names(node.target)
-        if node.target in _MEMORY_ONLY or (not written and len(self.storages) == before):
+        if node.target in _MEMORY_ONLY or (not written and len(self.tables.storages) == before):
             return
         self._op(node, written, outs)
 
@@ -186,8 +184,8 @@ class Builder:
         phase = StorageKind.GRADIENT if is_backward(node) else StorageKind.ACTIVATION
         key = storage_key(result)
         kind = owned.get(key, phase)
-        storage = self._storage(result, name, kind, planned=key not in owned, origin=origin_of(node))
-        return self._value(result, name, storage)
+        storage = self.tables.storage(result, name, kind, planned=key not in owned, origin=origin_of(node))
+        return self.tables.value(result, name, storage)
 
     def _op(self, node: fx.Node, written: tuple[str, ...], outs: tuple[int | None, ...]) -> None:
         assert isinstance(node.target, OpOverload)
@@ -236,43 +234,6 @@ class Builder:
         running = [self.value_of[n] for n in node.args[3:5] if isinstance(n, fx.Node)]
         return tuple((out, statistic) for out in outs[:3] if out is not None for statistic in running)
 
-    # -- tables ------------------------------------------------------------------------------------------
-
-    def _storage(self, val: torch.Tensor, name: str, kind: StorageKind, *, planned: bool, origin: Origin) -> int:
-        key = storage_key(val)
-        if key not in self.storage_of:
-            self.storage_of[key] = len(self.storages)
-            # A fake result may start behind its storage's beginning, depending on what was traced before.
-            self.start_of.append(self._whole(val.storage_offset(), name) if kind in _MADE else 0)
-            self.alive.append(val)
-            self.storages.append(
-                Storage(name=name, nbytes=0, device=str(val.device), kind=kind, planned=planned, origin=origin)
-            )
-        return self.storage_of[key]
-
-    def _value(self, val: torch.Tensor, name: str, storage: int) -> int:
-        if val.layout is not torch.strided or val.is_conj() or val.is_neg() or val.is_quantized:
-            raise UnsupportedGraph(
-                name, f"a tensor that is not plain strided memory ({val.layout})", "use dense real tensors"
-            )
-        self.values.append(
-            Value(
-                name=name,
-                storage=storage,
-                dtype=str(val.dtype).removeprefix("torch."),
-                shape=tuple(self._whole(n, name) for n in val.shape),
-                strides=tuple(self._whole(n, name) for n in val.stride()),
-                offset=self._whole(val.storage_offset(), name) - self.start_of[storage],
-            )
-        )
-        return len(self.values) - 1
-
-    def _whole(self, size: Any, name: str) -> int:
-        """A size as a number; `name`: whose."""
-        if not isinstance(size, int):
-            raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
-        return size
-
     def _unsupported(self, node: fx.Node, reason: str, hint: str) -> UnsupportedGraph:
         origin = origin_of(node)
         where = " in ".join(part for part in (node.name, origin.module, origin.source) if part)
@@ -280,17 +241,17 @@ class Builder:
 
     def _finish(self) -> TracedGraph:
         order = sorted(range(len(self.ops)), key=lambda i: self.ops[i].phase is Phase.BACKWARD)  # stable
-        made = {self.values[v].storage for op in self.ops for v in op.writes}
-        bindings = tuple(replace(b, written=self.values[b.value].storage in made) for b in self.bindings)
+        made = {self.tables.values[v].storage for op in self.ops for v in op.writes}
+        bindings = tuple(replace(b, written=self.tables.values[b.value].storage in made) for b in self.bindings)
         results = read_results(
-            self.graph, self.value_of, self.values, bindings, made, self.captured.differentiable, self.needs
+            self.graph, self.value_of, self.tables.values, bindings, made, self.captured.differentiable, self.needs
         )
         return TracedGraph(
             model=self.model,
             graph=Graph(
                 ops=tuple(self.ops[i] for i in order),
-                values=tuple(self.values),
-                storages=self._sized_storages(),
+                values=tuple(self.tables.values),
+                storages=self.tables.sized(),
                 outputs=results.fresh,
                 gradients=results.gradients,
             ),
@@ -305,20 +266,8 @@ class Builder:
             device=self._device(),
         )
 
-    def _sized_storages(self) -> tuple[Storage, ...]:
-        """The storages with the bytes that their values span.
-
-        A fake storage may be larger than its tensor, and how much depends on what was traced before.
-        """
-        spans = [0] * len(self.storages)
-        for v in self.values:
-            last = sum((n - 1) * s for n, s in zip(v.shape, v.strides, strict=True))
-            elements = 0 if 0 in v.shape else v.offset + last + 1
-            spans[v.storage] = max(spans[v.storage], elements * getattr(torch, v.dtype).itemsize)
-        return tuple(replace(s, nbytes=nbytes) for s, nbytes in zip(self.storages, spans, strict=True))
-
     def _device(self) -> torch.device:
-        planned = sorted({s.device for s in self.storages if s.planned})
+        planned = sorted({s.device for s in self.tables.storages if s.planned})
         if len(planned) > 1:
             hint = "move the model and its inputs to one device"
             raise UnsupportedGraph(self.model, f"computes on several devices: {', '.join(planned)}", hint)

@@ -77,7 +77,8 @@ def _by_argument(model: nn.Module, numbered: Any, given: Any) -> Iterator[tuple[
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError) as error:
-        raise InvalidShapes(f"forward does not take the example: {error}", where="dynamic_shapes") from error
+        hint = "pass example_inputs and example_kwargs with which model(*inputs, **kwargs) runs"
+        raise InvalidShapes(f"forward does not take the example: {error}", where="dynamic_shapes", hint=hint) from error
     if isinstance(given, Mapping):
         for name in given:
             if name not in bound:
@@ -138,7 +139,8 @@ class _Reader:
             return
         if type(said) is int:
             if said != size:
-                raise InvalidShapes(f"is {said}, the example has {size}", where=where)
+                hint = "a number fixes a size: write the example's, or a Dim for one that varies"
+                raise InvalidShapes(f"is {said}, the example has {size}", where=where, hint=hint)
             return
         if kind in ("AUTO", "DYNAMIC"):
             name = f"in{number}_dim{dim}"

@@ -18,9 +18,9 @@ from torch import fx
 
 from memplan.division import Division
 from memplan.errors import InvalidSize
-from memplan.trace.blocks import Divider, has_effects, phases
-from memplan.trace.rewrite import storage_key
-from memplan.trace.rows import Chain, chains, tensors_of
+from memplan.trace.blocks import Divider
+from memplan.trace.chains import Chain, chains
+from memplan.trace.touches import has_effects, keys_of, written_in
 
 
 def divide(graph: fx.Graph, division: Division) -> Division:
@@ -30,25 +30,25 @@ def divide(graph: fx.Graph, division: Division) -> Division:
     """
     if division.blocks is None:
         raise InvalidSize("no number of blocks was settled on", where="divide", hint="pass one")
-    found = chains(graph, lambda chain: _can_move(graph, chain) is not None, sums=division.sums)
+    written = written_in(graph)
+    found = chains(graph, lambda chain: _can_move(chain, written) is not None, sums=division.sums)
     over = division.over
     if over is None:
         over = max((c.need for c in found), default=0) - 1
     for chain in found:
-        if chain.need > over and (sunk := _can_move(graph, chain)) is not None:
+        if chain.need > over and (sunk := _can_move(chain, written_in(graph))) is not None:
             Divider(graph, chain, division.blocks).run(sunk)
     return replace(division, over=over)
 
 
-def _can_move(graph: fx.Graph, chain: Chain) -> list[list[fx.Node]] | None:
+def _can_move(chain: Chain, written: set[int]) -> list[list[fx.Node]] | None:
     """By phase, what must run after the chain's part in it, although it stands between its nodes. None: a part cannot
-    run at one point of the program, or what it reads changes before its backward."""
+    run at one point of the program, or what it reads is of the storages that are `written`."""
     members = set(chain.nodes)
-    changed = _mutated(graph)
-    if any(storage_key(t) in changed for n in chain.nodes for u in n.all_input_nodes for t in tensors_of(u)):
+    if any(written & keys_of(node.all_input_nodes) for node in chain.nodes):
         return None
     moved: list[list[fx.Node]] = []
-    for part in phases(chain):
+    for part in chain.phases:
         late: list[fx.Node] = []
         behind = set(part)
         for node in _between(part[0], part[-1]):
@@ -70,19 +70,3 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         yield node
         node = node.next
     yield last
-
-
-def _mutated(graph: fx.Graph) -> set[int]:
-    """Storages that some op writes."""
-    found = set()
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op == "call_function" and schema is not None and schema.is_mutable:
-            given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
-            written = [
-                given[a.name]
-                for a in schema.arguments
-                if a.name in given and a.alias_info is not None and a.alias_info.is_write
-            ]
-            found |= {storage_key(t) for one in written for t in tensors_of(one)}
-    return found

@@ -1,4 +1,4 @@
-"""Chains of ops that treat the rows of a tensor independently, found around every softmax of a functional graph.
+"""Which ops treat the rows of a tensor independently.
 
 A tensor of `n` rows is any tensor whose elements, in order, fall into `n` equal runs: the row is what an op keeps to.
 Listed are ops whose kernels give a row the same bits whatever other rows they are given. Pointwise kernels of
@@ -8,17 +8,14 @@ they are divided only on demand (`sums`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from memplan.trace.returns import is_backward
-from memplan.trace.rewrite import aten, storage_key, value
+from memplan.trace.rewrite import aten, value
 
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.detach.default}
 COPIES = {aten.clone.default, aten._to_copy.default}
@@ -29,28 +26,12 @@ _POINTWISE = {
     *(aten.threshold_backward.default, aten.masked_fill.Scalar, aten.gt.Scalar, aten.lt.Scalar, aten.eq.Scalar),
     *(aten.ge.Scalar, aten.le.Scalar, aten.ne.Scalar),
 }
-_SOFTMAX = {aten._softmax.default, aten._log_softmax.default}
-_SOFTMAX_BACKWARD = {aten._softmax_backward_data.default, aten._log_softmax_backward_data.default}
+SOFTMAX = {aten._softmax.default, aten._log_softmax.default}
+SOFTMAX_BACKWARD = {aten._softmax_backward_data.default, aten._log_softmax_backward_data.default}
 NLL, NLL_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
 SLICE, SLICE_BACKWARD, TRANSPOSE = aten.slice.Tensor, aten.slice_backward.default, aten.t.default
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}  # and which argument has the rows
 SUM = aten.sum.dim_IntList
-
-
-Box = tuple[int, int]  # rows from, to
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """Nodes (in graph order) that can run block by block of `n` rows. `lead`: dimensions that make up the rows of
-    what is not contiguous; a block must be a box of them. `need`: bytes of the hungriest node. `sums`: with matrix
-    products."""
-
-    nodes: tuple[fx.Node, ...]
-    n: int
-    lead: tuple[int, ...]
-    need: int
-    sums: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,39 +40,6 @@ class Parts:
 
     rows: tuple[fx.Node, ...]
     result: bool = True
-
-
-def chains(graph: fx.Graph, fits: Callable[[Chain], bool], *, sums: bool) -> list[Chain]:
-    """The maximal chains around the softmaxes of `graph` that `fits` accepts, disjoint, in graph order.
-
-    `sums`: see `Division`; a chain that does not fit with its matrix products may fit without.
-    """
-    found: list[Chain] = []
-    taken: set[fx.Node] = set()
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for seed in graph.nodes:
-        if seed.target in _SOFTMAX | _SOFTMAX_BACKWARD and seed not in taken:
-            tried = (_grown(seed, place, sums=True), _grown(seed, place, sums=False))[not sums :]
-            new = (c for c in tried if c is not None and c.n > 1 and not taken & set(c.nodes))
-            chain = next(filter(fits, new), None)
-            if chain is not None:
-                found.append(chain)
-                taken.update(chain.nodes)
-    return found
-
-
-def boxes(chain: Chain, blocks: int) -> list[Box]:
-    """Near-equal ranges of rows, each a box of `chain.lead`: whole outer dimensions, or a part of one of them."""
-    outer, inner = chain.lead[0], prod(chain.lead[1:])
-    if blocks <= outer:
-        return [(a * inner, b * inner) for a, b in _ranges(outer, blocks)]
-    each = min(-(-blocks // outer), inner)
-    return [(o * inner + a, o * inner + b) for o in range(outer) for a, b in _ranges(inner, each)]
-
-
-def _ranges(n: int, blocks: int) -> list[Box]:
-    cuts = [n * i // blocks for i in range(blocks + 1)]
-    return list(pairwise(cuts))
 
 
 def block_shape(shape: torch.Size, n: int, rows: int) -> list[int]:
@@ -111,12 +59,12 @@ def parts(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
     if target in VIEWS:
         return _if(_by_rows(node, n) and _by_rows(tensors[0], n), tensors)
     if target in COPIES:
-        rows = _has_rows(tensors[0], n) or _has_lead(tensors[0], n)
+        rows = has_rows(tensors[0], n) or _has_lead(tensors[0], n)
         return _if(rows and _by_rows(node, n) and value(node).device == value(tensors[0]).device, tensors)
     if target in _POINTWISE:
         return _pointwise(node, n, tensors)
-    if target in _SOFTMAX | _SOFTMAX_BACKWARD:
-        dim, rank = args[1 if target in _SOFTMAX else 2], value(node).dim()
+    if target in SOFTMAX | SOFTMAX_BACKWARD:
+        dim, rank = args[1 if target in SOFTMAX else 2], value(node).dim()
         last = dim in (-1, rank - 1) and rank > 1 and value(node).shape[:-1].numel() % n == 0
         return _if(last and all(_by_rows(t, n) for t in (node, *tensors)), tensors)
     if target is NLL or target is NLL_BACKWARD:
@@ -167,7 +115,7 @@ def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Parts | N
     rows = tuple(t for t in tensors if value(t).shape == value(node).shape)
     others = [t for t in tensors if t not in rows]
     fits = rows and all(value(t).dim() == 0 for t in others)
-    return _if(bool(fits) and _by_rows(node, n) and all(_has_rows(t, n) for t in rows), rows)
+    return _if(bool(fits) and _by_rows(node, n) and all(has_rows(t, n) for t in rows), rows)
 
 
 def _if(holds: Any, rows: tuple[fx.Node, ...], *, result: bool = True) -> Parts | None:
@@ -187,112 +135,10 @@ def _by_rows(node: fx.Node, n: int) -> bool:
     return isinstance(node, fx.Node) and bool(value(node).is_contiguous() and value(node).numel() % n == 0)
 
 
-def _has_rows(node: fx.Node, n: int) -> bool:
+def has_rows(node: fx.Node, n: int) -> bool:
     return _by_rows(node, n) or value(node).shape[:1] == (n,)
 
 
 def _has_lead(node: fx.Node, n: int) -> bool:
     shape: torch.Size = value(node).shape
     return len(shape) >= 2 and (shape[0] == n or shape[:2].numel() == n)
-
-
-def _grown(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> Chain | None:
-    n = value(seed).shape[:-1].numel()
-    nodes = _trimmed(_reach(seed, n, sums=sums), place)
-    if sums:  # a sequence that loses its last token on the way is divided by sequences
-        shorter = [
-            value(x).shape[0]
-            for node in nodes
-            for x in (*node.all_input_nodes, *node.users)
-            if x.target in (SLICE, SLICE_BACKWARD) and value(x).dim() == 3
-        ]
-        if shorter and shorter[0] < n:
-            n = shorter[0]
-            nodes = _trimmed(_reach(seed, n, sums=True), place)
-    if seed not in nodes:
-        return None
-    lead = {lead for node in nodes for lead in _leads(node, n, nodes, sums=sums)}
-    if len(lead) > 1:
-        return None
-    ordered = tuple(sorted(nodes, key=place.__getitem__))
-    return Chain(nodes=ordered, n=n, lead=lead.pop() if lead else (n,), need=max(map(_bytes, ordered)), sums=sums)
-
-
-def _reach(seed: fx.Node, n: int, *, sums: bool) -> set[fx.Node]:
-    """All nodes that are joined to the seed by tensors that come by rows; matrix products end a chain."""
-    if parts(seed, n, sums=sums) is None:
-        return set()
-    nodes, todo = {seed}, [seed]
-    while todo:
-        node = todo.pop()
-        own = parts(node, n, sums=sums)
-        assert own is not None
-        makers = () if node.target in PRODUCTS else [x for x in own.rows if value(x).numel() > n]
-        for near in (*makers, *_takers(node, own)):
-            found = parts(near, n, sums=sums)
-            joined = found and ((near in own.rows and found.result) or node in found.rows)
-            if joined and near not in nodes:
-                nodes.add(near)
-                if near.target not in PRODUCTS or near in own.rows:
-                    todo.append(near)
-    return nodes
-
-
-def _trimmed(nodes: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
-    """Without what cannot run block by block after all.
-
-    That is views whose users want them whole, and in each phase what depends on the chain by way of something else.
-    """
-    while True:
-        out = {x for x in nodes if x.target in VIEWS | {SLICE, TRANSPOSE} and set(x.users) - nodes}
-        out |= {user for x in out if x.target is TRANSPOSE for user in x.users}
-        for backward in (False, True):
-            out |= _detours({n for n in nodes if is_backward(n) is backward}, place)
-        if not out & nodes:
-            return nodes
-        nodes = nodes - out
-
-
-def _detours(part: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
-    """Nodes of `part` that need what needs a node of `part` and is not of it."""
-    found: set[fx.Node] = set()
-    others: set[fx.Node] = set()
-    last = max((place[n] for n in part), default=-1)
-    todo = sorted({user for n in part for user in n.users} - part, key=place.__getitem__)
-    while todo:
-        other = todo.pop()
-        if other in others or place[other] > last:
-            continue
-        others.add(other)
-        found |= part & set(other.users)
-        todo.extend(set(other.users) - part)
-    return found
-
-
-def _takers(node: fx.Node, own: Parts) -> Iterator[fx.Node]:
-    if own.result or node.target is TRANSPOSE:
-        yield from node.users
-
-
-def _leads(node: fx.Node, n: int, nodes: set[fx.Node], *, sums: bool) -> Iterator[tuple[int, ...]]:
-    """The boxes that it asks for: where it reads something that is not contiguous, or pads rows."""
-    own = parts(node, n, sums=sums)
-    assert own is not None
-    for x in own.rows:
-        padded = node.target is SLICE_BACKWARD and not sums
-        if padded or (x not in nodes and not _has_rows(x, n)):
-            shape = value(x).shape
-            yield (n,) if shape[0] == n else tuple(shape[:2])
-
-
-def _bytes(node: fx.Node) -> int:
-    touched = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
-    return sum({storage_key(t): t.numel() * t.itemsize for t in touched}.values())
-
-
-def tensors_of(node: Any) -> list[torch.Tensor]:
-    if isinstance(node, (list, tuple)):
-        return [t for one in node for t in tensors_of(one)]
-    val = node.meta.get("val") if isinstance(node, fx.Node) else None
-    flat = val if isinstance(val, (tuple, list)) else (val,)
-    return [t for t in flat if isinstance(t, torch.Tensor)]

@@ -34,7 +34,7 @@ from memplan.trace.capture import refuse_backward_hooks
 from memplan.trace.conditions import beyond, either, telling
 from memplan.trace.conditions import pinned as pinned_by
 from memplan.trace.dims import Dims, Range, read_dims, without
-from memplan.trace.symbolic_capture import read_symbolic, tracing_hints
+from memplan.trace.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
 from memplan.trace.symbols import Translator
 from memplan.trace.traced import Kernel
 from memplan.trace.varying import SymbolicTrace, same_step
@@ -138,12 +138,12 @@ def _trace(
 ) -> SymbolicTrace | Dims:
     flat, spec = pytree.tree_flatten((args, kwargs))
     hints = tracing_hints(model, flat, dims)
-    builder, traced = read_symbolic(model, flat, spec, dims, hints, train=train)
-    translator = builder.translator
+    tables, traced = read_symbolic(model, flat, spec, dims, hints, train=train)
+    translator = tables.translator
     conditions = translator.conditions()
     writer = SizesWriter()
-    kernels = tuple(builder.kernel(k, writer) for k in traced.kernels if isinstance(k, Kernel))
-    sizes = writer.finish(builder.storage_texts(traced), builder.view_texts)
+    kernels = tuple(sized_kernel(k, translator, writer) for k in traced.kernels if isinstance(k, Kernel))
+    sizes = writer.finish(tables.storage_texts(), tables.view_texts)
     pinned = pinned_by(dims.symbols, hints, conditions)
     if pinned is not None:
         return _fixed(dims, pinned, translator)

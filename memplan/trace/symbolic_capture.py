@@ -16,12 +16,13 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from memplan.errors import InvalidShapes, MemplanError, UnsupportedGraph
 from memplan.symbolic.sizes import SizesWriter
-from memplan.trace.build import Builder
+from memplan.trace.build import build
 from memplan.trace.capture import AS_KERNELS_DO, Captured, captured, dynamo, prepare, unsupported
 from memplan.trace.dims import Dims, Range
 from memplan.trace.returns import own_the_results, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.symbols import Translator
+from memplan.trace.tables import Tables
 from memplan.trace.traced import Kernel, TracedGraph
 from memplan.trace.varying import Sized
 
@@ -30,16 +31,16 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def read_symbolic(
     model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, dims: Dims, hints: Mapping[str, int], *, train: bool
-) -> tuple[SymbolicBuilder, TracedGraph]:
-    """Trace, run the passes and read: the builder, and the graph for the tracing hints. Raises `UnsupportedGraph`."""
+) -> tuple[SymbolicTables, TracedGraph]:
+    """Trace, run the passes and read: the sizes, and the graph for the tracing hints. Raises `UnsupportedGraph`."""
     with contextlib.ExitStack() as stack:
         prepare(stack, model, train=train)
         leaves = [_stand_in(x, dims.leaves[i], hints) if isinstance(x, torch.Tensor) else x for i, x in enumerate(flat)]
         call = pytree.tree_unflatten(leaves, spec)
         joint, translator = _capture(stack, model, call, dims, hints)
         got = captured(model, joint, spec, flat, train=train)
-        builder = _read(got, type(model).__name__, translator)
-        return builder, builder.build()
+        tables = SymbolicTables(translator)
+        return tables, _read(got, type(model).__name__, tables)
 
 
 def tracing_hints(model: nn.Module, flat: Sequence[Any], dims: Dims) -> dict[str, int]:
@@ -138,7 +139,7 @@ def _fake(x: torch.Tensor, varying: Mapping[int, Any], sizes: Mapping[str, Any],
     return made.requires_grad_(x.requires_grad)
 
 
-def _read(got: Captured, model: str, translator: Translator) -> SymbolicBuilder:
+def _read(got: Captured, model: str, tables: SymbolicTables) -> TracedGraph:
     """Run the passes over a graph whose sizes are symbols, with numbers that vary in its arguments, not as nodes."""
     graph = got.graph_module.graph
     _inline_sizes(graph)
@@ -146,7 +147,7 @@ def _read(got: Captured, model: str, translator: Translator) -> SymbolicBuilder:
     write_back_mutations(graph, got.alias_of)
     lower(graph)
     own_the_results(graph)
-    return SymbolicBuilder(got, model, needs, translator)
+    return build(got, model, needs, tables)
 
 
 def _inline_sizes(graph: fx.Graph) -> None:
@@ -166,25 +167,28 @@ def _inline_sizes(graph: fx.Graph) -> None:
         raise UnsupportedGraph("output", "it returns a size, which varies", "return tensors; read sizes outside")
 
 
-class SymbolicBuilder(Builder):
-    """Builds the graph for the tracing hints, and notes what each size is as an expression."""
+class SymbolicTables(Tables):
+    """The tables for the tracing hints, which note what each size is as an expression.
 
-    def __init__(self, got: Captured, model: str, needs: Mapping[Any, frozenset[int]], translator: Translator) -> None:
-        super().__init__(got, model, needs)
+    `view_texts`: shape, strides and offset of each value.
+    """
+
+    def __init__(self, translator: Translator) -> None:
+        super().__init__()
         self.translator = translator
         self.view_texts: list[tuple[str, ...]] = []
         self._spans: list[list[sympy.Expr]] = []
         self._starts: list[Any] = []
 
-    def _whole(self, size: Any, name: str) -> int:
+    def whole(self, size: Any, name: str) -> int:
         if isinstance(size, torch.SymInt):
             if not size.node.has_hint():
                 raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
             return int(size.node.hint)
-        return super()._whole(size, name)
+        return super().whole(size, name)
 
-    def _value(self, val: torch.Tensor, name: str, storage: int) -> int:
-        index = super()._value(val, name, storage)
+    def value(self, val: torch.Tensor, name: str, storage: int) -> int:
+        index = super().value(val, name, storage)
         if storage == len(self._spans):
             made = self.start_of[storage] != 0
             self._starts.append(self.translator.expression(val.storage_offset()) if made else 0)
@@ -197,21 +201,22 @@ class SymbolicBuilder(Builder):
         self._spans[storage].append(elements * val.dtype.itemsize)
         return index
 
-    def storage_texts(self, traced: TracedGraph) -> list[str]:
+    def storage_texts(self) -> list[str]:
         """Bytes of each storage: the furthest end of its values."""
-        assert len(traced.graph.storages) == len(self._spans)
+        assert len(self.storages) == len(self._spans)
         return [self.translator.text(self.translator.largest(spans)) for spans in self._spans]
 
-    def kernel(self, kernel: Kernel, writer: SizesWriter) -> Kernel:
-        """The kernel with `Sized`s in place of torch's symbolic numbers."""
 
-        def sized(leaf: Any) -> Any:
-            if isinstance(leaf, torch.SymInt):
-                return Sized(writer.add(self.translator.text(self.translator.expression(leaf))))
-            if isinstance(leaf, _SYMBOLIC):
-                what = f"takes {leaf}, which varies with a size but is no whole number"
-                raise UnsupportedGraph(str(kernel.target), what, "leave that dimension out of dynamic_shapes")
-            return leaf
+def sized_kernel(kernel: Kernel, translator: Translator, writer: SizesWriter) -> Kernel:
+    """The kernel with `Sized`s in place of torch's symbolic numbers."""
 
-        args, kwargs = pytree.tree_map(sized, (kernel.args, kernel.kwargs))
-        return replace(kernel, args=args, kwargs=kwargs)
+    def sized(leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymInt):
+            return Sized(writer.add(translator.text(translator.expression(leaf))))
+        if isinstance(leaf, _SYMBOLIC):
+            what = f"takes {leaf}, which varies with a size but is no whole number"
+            raise UnsupportedGraph(str(kernel.target), what, "leave that dimension out of dynamic_shapes")
+        return leaf
+
+    args, kwargs = pytree.tree_map(sized, (kernel.args, kernel.kwargs))
+    return replace(kernel, args=args, kwargs=kwargs)

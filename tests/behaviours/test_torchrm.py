@@ -21,7 +21,7 @@ from memplan.forecast import Where
 from memplan.graph import Graph
 from memplan.plan import Plan
 from memplan.problem import Problem, Solution
-from memplan.runtime.copies import ThreadCopies
+from memplan.runtime.copy_threads import ThreadCopies
 from memplan.runtime.hooks import EventKind, StepEvent, When
 from memplan.runtime.tracker import Tracker
 from memplan.schedule import Schedule, make_schedule

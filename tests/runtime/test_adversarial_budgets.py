@@ -93,7 +93,7 @@ def test_odd_options_raise_typed_errors(options: dict[str, Any]) -> None:
     model, x = _net()
     with pytest.raises(MemplanError) as caught:
         plan_traced(trace(model, x), **options)
-    assert isinstance(caught.value, InvalidSize | InvalidEviction) or "nowhere.json" in str(caught.value)
+    assert isinstance(caught.value, InvalidSize | InvalidCosts | InvalidEviction) or "nowhere.json" in str(caught.value)
 
 
 def test_a_budget_beyond_all_memory_is_no_budget() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from memplan.errors import InputMismatch, InvalidPlan, MemplanError, PlanMismatch, StaleActivationsError
 from memplan.runtime import compile as memplan_compile
+from memplan.runtime import compile_step
 from memplan.trace import plan as memplan_plan
 
 
@@ -280,3 +281,5 @@ def test_fake_and_meta_models_cannot_be_compiled() -> None:
         model, x = nn.Linear(4, 4), torch.randn(3, 4)
     with pytest.raises(InputMismatch, match="no numbers"):
         memplan_compile(model, x)
+    with pytest.raises(InputMismatch, match="no numbers"):
+        compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda y: y.sum(), x)

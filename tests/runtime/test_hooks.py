@@ -17,7 +17,7 @@ from memplan.graph import Phase
 from memplan.plan import Plan
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime.copies import ThreadCopies
+from memplan.runtime.copy_threads import ThreadCopies
 from memplan.runtime.hooks import EventKind, StepEvent, When
 from memplan.trace import plan_traced, trace
 from tests.runtime.budgets import FAST_LINK, QUICK_RECOMPUTE, plan_of_everything

@@ -30,7 +30,8 @@ from memplan.plan import Plan, make_plan
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime.arena import arena_for
-from memplan.runtime.copies import Direction, ThreadCopies, ThreadCopy
+from memplan.runtime.copies import Direction
+from memplan.runtime.copy_threads import ThreadCopies, ThreadCopy
 from memplan.runtime.runner import Runner
 from memplan.schedule import make_schedule
 from memplan.solve import solve

@@ -19,7 +19,7 @@ from memplan.graph import StorageKind
 from memplan.lifetimes import host_problem
 from memplan.plan import Plan, make_plan
 from memplan.runtime.arena import arena_for
-from memplan.runtime.copies import ThreadCopies
+from memplan.runtime.copy_threads import ThreadCopies
 from memplan.runtime.runner import Runner
 from memplan.runtime.slots import StepStructure, Structure
 from memplan.schedule import make_schedule, order

@@ -97,6 +97,6 @@ def virtual(
     """What is compiled within is measured in virtual time; `said`: as `seconds` if left out."""
     clock = Clock()
     with monkeypatch.context() as patch:
-        patch.setattr("memplan.runtime.measurement.perf_counter", clock)
+        patch.setattr("memplan.runtime.meter.perf_counter", clock)
         patch.setattr("memplan.runtime.arena.make_copies", lambda _: VirtualCopies(clock, seconds, said or seconds))
         yield clock

@@ -93,7 +93,7 @@ def test_only_the_last_few_are_kept(plan: SymbolicPlan) -> None:
     first = plan.symbols[0]
     for value in range(first.min, first.max + 1):
         plan.resolve({**plan.hint, first.name: value})
-    assert len(plan._resolved) <= 16
+    assert len(plan._resolver.resolved) <= 16
 
 
 @given(plan=symbolic_plans())

@@ -1,0 +1,90 @@
+"""What autograd saves of a step that runs passively: it may leave the device, and comes back when it is asked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from memplan.errors import StaleActivationsError
+
+
+class Block:
+    """The bytes of a storage that the backward needs, on the device or on the host; `fetch` makes room for them."""
+
+    def __init__(self, fetch: Callable[[int], torch.UntypedStorage], nbytes: int) -> None:
+        self.fetch, self.nbytes = fetch, nbytes
+        self.saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+        self.host: torch.Tensor | None = None
+        self.back: torch.UntypedStorage | None = None
+
+    @property
+    def present(self) -> bool:
+        """Whether this holds bytes of the device."""
+        return self.host is None or self.back is not None
+
+    def evict(self) -> int:
+        """Give up the bytes on the device; how many were copied for that."""
+        copied = 0
+        if self.host is None:
+            source = _whole(next(s.tensor for s in self.saved if s.tensor is not None).untyped_storage(), self.nbytes)
+            pinned = source.device.type == "cuda"
+            self.host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+            with torch.no_grad():
+                self.host.copy_(source)
+            copied = self.nbytes
+        self.back = None
+        for saved in self.saved:
+            saved.leave()
+        return copied
+
+    def storage(self) -> torch.UntypedStorage:
+        """The bytes, on the device again."""
+        if self.back is None:
+            assert self.host is not None
+            back = self.fetch(self.nbytes)
+            with torch.no_grad():
+                _whole(back, self.nbytes).copy_(self.host)
+            self.back = back
+        return self.back
+
+
+class Saved:
+    """A tensor that a node saved; `block` None: it stays where it is."""
+
+    __slots__ = ("__weakref__", "block", "changed", "layout", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, block: Block | None) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach() if block is not None else tensor
+        self.version, self.changed = tensor._version, False
+        self.layout = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()) if block else None
+        self.block = block
+        if block is not None:
+            block.saved.add(self)
+
+    def leave(self) -> None:
+        """The bytes go: note whether they are still what was saved."""
+        if self.tensor is not None:
+            self.changed = self.tensor._version != self.version
+            self.tensor = None
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor. Raises `StaleActivationsError` when it was changed in place since it was saved."""
+        if self.changed or (self.tensor is not None and self.tensor._version != self.version):
+            raise StaleActivationsError(
+                "a tensor that the backward needs was changed in place after it was saved",
+                where="passive mode",
+                hint="change it after the backward, or change a copy",
+            )
+        if self.tensor is not None:
+            return self.tensor
+        assert self.block is not None
+        assert self.layout is not None
+        dtype, offset, shape, strides = self.layout
+        storage = self.block.storage()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+
+
+def _whole(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))

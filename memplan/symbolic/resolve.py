@@ -1,0 +1,184 @@
+"""What a symbolic plan is for given values of its symbols.
+
+`Resolver.place` is offsets alone, in well under a millisecond. `Resolver.resolve` is what memory is given by: a `Plan`
+like any other, checked by the independent validator; where it needs more than 1.25 times what is proven to be needed,
+the step is planned anew for these values, and the better of the two is taken. Resolved plans are kept, the last few.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from memplan import lifetimes
+from memplan.errors import ShapeOutOfRange
+from memplan.graph import Graph
+from memplan.inplace import with_chances
+from memplan.plan import Plan, make_plan
+from memplan.problem import Problem, Solution, Status
+from memplan.schedule import Schedule, cut_bound, make_schedule, order, working_set_bound
+from memplan.schedule.base import Evidence, storage_intervals
+from memplan.symbolic.expression import evaluator, holder
+from memplan.symbolic.sizes import Sizes, graph_at
+from memplan.symbolic.symbols import Symbol, values_of
+from memplan.validate import validate
+
+if TYPE_CHECKING:
+    from memplan.symbolic.place import Placer
+
+_KEPT = 16  # resolved plans
+_ENOUGH = 1.25  # times what is proven to be needed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the buffers of a symbolic plan lie for some values: bytes. `usage` is tract's word: max live / arena."""
+
+    values: Mapping[str, int]
+    offsets: Mapping[str, int]
+    arena_size: int
+    max_live: int
+
+    @property
+    def usage(self) -> float:
+        """The share of the arena that is alive at the peak (1 - fragmentation)."""
+        return self.max_live / self.arena_size if self.arena_size else 1.0
+
+
+class Resolver:
+    """Answers for a symbolic plan, whose parts it takes. `resolved` are the last plans, by their values."""
+
+    def __init__(self, symbols: Sequence[Symbol], conditions: Sequence[str], plan: Plan, sizes: Sizes) -> None:
+        self.symbols, self.conditions, self.plan, self.sizes = symbols, conditions, plan, sizes
+        self._names = [s.name for s in symbols]
+        self._evaluate = evaluator(sizes.expressions, self._names)
+        self._hold = holder(conditions, self._names)
+        self.resolved: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Plan] = OrderedDict()
+
+    def covers(self, values: Mapping[str, int]) -> bool:
+        """Whether all conditions hold for values in range."""
+        return all(self._hold(*values_of(self.symbols, values)))
+
+    def place(self, values: Mapping[str, int], *, thorough: bool = False) -> Placement:
+        """Offsets for these values; `thorough`: as in `Placer.place`. Raises `ShapeOutOfRange`."""
+        numbers = self._evaluate(*self._checked(values))
+        placed = self._placer.place([numbers[p] for p in self._buffer_sizes], thorough=thorough)
+        pairs = zip(self._buffer_names, placed.offsets.tolist(), strict=True)
+        return Placement(
+            values=dict(values),
+            offsets={name: offset for name, offset in pairs if offset >= 0},
+            arena_size=placed.arena_size,
+            max_live=placed.max_live,
+        )
+
+    def resolve(self, values: Mapping[str, int], within: Mapping[str, int] | None = None) -> Plan:
+        """As `SymbolicPlan.resolve`."""
+        given = self._checked(values)
+        key = (given, given if within is None else self._checked(within))
+        if key in self.resolved:
+            self.resolved.move_to_end(key)
+            return self.resolved[key]
+        plan = self._inside(values, self.resolve(within)) if within is not None and key[0] != key[1] else None
+        self.resolved[key] = plan = plan or self._good_enough(self._planned(values))
+        if len(self.resolved) > _KEPT:
+            self.resolved.popitem(last=False)
+        return plan
+
+    # -- how it gets there -------------------------------------------------------------------------------
+
+    def _checked(self, values: Mapping[str, int]) -> tuple[int, ...]:
+        given = values_of(self.symbols, values)
+        if not all(self._hold(*given)):
+            broken = next(text for text, holds in zip(self.conditions, self._hold(*given), strict=True) if not holds)
+            names = ", ".join(f"{name}={values[name]}" for name in self._names)
+            hint = f"narrow the range, or make a plan of its own for {names}"
+            raise ShapeOutOfRange(f"the step was traced under the condition {broken}", where=names, hint=hint)
+        return given
+
+    def _planned(self, values: Mapping[str, int]) -> Plan:
+        """The plan in the order and by the layout of the hint, validated."""
+        schedule, problem, graph = self._problem(values, self.plan)
+        return self._with(graph, schedule, problem, self.place(values, thorough=True).offsets)
+
+    def _inside(self, values: Mapping[str, int], upper: Plan) -> Plan | None:
+        """The plan with order and offsets of `upper`, validated; None where a buffer is larger than there."""
+        schedule, problem, graph = self._problem(values, upper)
+        largest = {b.id: b.size for b in upper.problem.buffers}
+        if any(b.size > largest.get(b.id, -1) for b in problem.buffers):
+            return None
+        offsets = upper.solution.offsets
+        return self._with(graph, schedule, problem, {b.id: offsets[b.id] for b in problem.buffers})
+
+    def _problem(self, values: Mapping[str, int], base: Plan) -> tuple[Schedule, Problem, Graph]:
+        """What there is to place for these values in the order of `base`."""
+        graph = graph_at(self.plan.graph, self.sizes, self._evaluate(*values_of(self.symbols, values)))
+        schedule = make_schedule(graph, base.schedule.order, base.schedule.policy)
+        return schedule, lifetimes.problem(graph, schedule, alignment=base.alignment, redzone=base.redzone), graph
+
+    def _with(self, graph: Graph, schedule: Schedule, problem: Problem, offsets: Mapping[str, int]) -> Plan:
+        arena = max((offsets[b.id] + b.size for b in problem.buffers), default=0)
+        solution = Solution(
+            offsets=offsets,
+            arena_size=arena,
+            status=Status.OPTIMAL if arena == problem.max_live else Status.FEASIBLE,
+            bound=problem.max_live,
+            solver="symbolic",
+        )
+        validate(problem, solution)
+        base = self.plan
+        return replace(base, graph=graph, schedule=schedule, problem=problem, solution=solution, temporaries=None)
+
+    def _good_enough(self, plan: Plan) -> Plan:
+        """`plan`, unless it may need more than 1.25 times what any order and layout does and a new one needs less.
+
+        The new one, like the bound, may take every in-place chance that these values leave. Red zones are for tests,
+        and no reason to plan anew.
+        """
+        if plan.redzone or not plan.arena_size:
+            return plan
+        graph = with_chances(plan.graph) if any(op.chances for op in plan.graph.ops) else plan.graph
+        if plan.arena_size <= _ENOUGH * working_set_bound(graph) or plan.arena_size <= _ENOUGH * self._cut_bound(graph):
+            return plan
+        anew = make_plan(
+            model=plan.model,
+            graph=graph,
+            schedule=order(graph),
+            alignment=plan.alignment,
+            versions=plan.versions,
+        )
+        return anew if anew.arena_size < plan.arena_size else plan
+
+    def _cut_bound(self, graph: Graph) -> int:
+        """What proved the order of the hint, asked again."""
+        schedule = self.plan.schedule
+        if schedule.evidence is Evidence.BETWEEN:
+            return cut_bound(graph, None)
+        index = next((i for i, op in enumerate(graph.ops) if op.name == schedule.proof), None)
+        return 0 if index is None else cut_bound(graph, index)
+
+    @cached_property
+    def _buffers(self) -> tuple[int, ...]:
+        """The planned storages (by index) that an op touches, in the order of their births."""
+        graph = self.plan.graph
+        lives = storage_intervals(graph, self.plan.schedule.order)
+        return tuple(i for i in lives if graph.storages[i].planned)
+
+    @cached_property
+    def _buffer_names(self) -> tuple[str, ...]:
+        return tuple(self.plan.graph.storages[i].name for i in self._buffers)
+
+    @cached_property
+    def _buffer_sizes(self) -> tuple[int, ...]:
+        return tuple(self.sizes.storages[i] for i in self._buffers)
+
+    @cached_property
+    def _placer(self) -> Placer:
+        from memplan.symbolic.place import Placer
+
+        base = self.plan
+        lives = storage_intervals(base.graph, base.schedule.order)
+        offsets = [base.solution.offsets.get(name, 0) for name in self._buffer_names]
+        return Placer([lives[i] for i in self._buffers], offsets, alignment=base.alignment, redzone=base.redzone)
