@@ -3,8 +3,8 @@
 An arm is a ranking of the buffers and a rule for the section to decide next (`branch_kernel.py`). Every arm
 is tried briefly; then arms are drawn by how little they left unplaced, with perturbed rankings and node limits
 after Luby et al. ("Optimal speedup of Las Vegas algorithms", 1993). Failed states are remembered across restarts.
-After the first few, every second run draws all conclusions after a decision (`tighten_kernel.py`): some instances
-need a tenth of the nodes then, others as many, and each takes longer.
+Of the brief tries every second one, after the first few, draws all conclusions after a decision
+(`tighten_kernel.py`): some instances need a tenth of the nodes then, others as many, and each takes longer.
 The ejection search runs beside it: the tree finds tight packings and proves, the other finds loose ones sooner.
 """
 
@@ -74,7 +74,7 @@ def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = N
             piece,
             rank_key,
             rule=arms[arm][1],
-            thorough=run >= len(_RULES) and run % 2 == 0,
+            thorough=len(_RULES) <= run < len(arms) and run % 2 == 0,
             nodes=max(nodes, _LEAST_NODES),
             table=table,
             offsets=offsets,
