@@ -75,9 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in cases(args):
         if args.only and not case.name.startswith(tuple(args.only.split(","))):
             continue
+        if args.tasks and case.task not in args.tasks.split(","):
+            continue
         rows.append(measure(case, args))
         print({key: value for key, value in rows[-1].items() if value is not None}, file=sys.stderr, flush=True)
     settings: dict[str, Cell] = {"seeds": args.seeds, "minimize_work": args.work, "first_call_s": compiled}
+    if args.idealloc:
+        settings["idealloc_lives"] = args.idealloc_lives
     table = Table(name="solver", title="Offset solver", columns=COLUMNS, rows=rows, settings=settings, notes=NOTES)
     print(to_markdown(table) if args.out is None else write(table, args.out))
     return 0
@@ -90,6 +94,9 @@ NOTES = (
     f"shown, of large ones within 60 s of wall time (external binaries: {_EXTERNAL_SECONDS:g} s); `default`: no "
     "limit given. "
     "`first_call_s` is the first solve of the process, which compiles or loads the kernels.",
+    "minimalloc is asked up to 2,000 buffers, of planted packings with 200; idealloc with `--max-lives idealloc_lives` "
+    f"up to 2,000 buffers, with one life above (at most {_EXTERNAL_SECONDS:g} s). An empty cell of theirs: nothing "
+    "within the limit, or not asked.",
     "The columns of heuristics are arena / bound; empty where a pure-Python heuristic is quadratic and n is large.",
 )
 
@@ -152,7 +159,8 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Cell]:
     if args.minimalloc and len(problem.buffers) <= 2_000 and not case.name.startswith("planted-4"):
         row |= _minimalloc(case, args.minimalloc, bound)
     if args.idealloc:
-        row |= _idealloc(case, args.idealloc, bound)
+        lives = args.idealloc_lives if len(problem.buffers) <= 2_000 else 1
+        row |= _idealloc(case, args.idealloc, lives, bound)
     return row
 
 
@@ -180,7 +188,7 @@ def _minimalloc(case: Case, binary: str, bound: int) -> dict[str, Cell]:
         return {"minimalloc_s": seconds, "minimalloc_ratio": _arena(target) / bound}
 
 
-def _idealloc(case: Case, binary: str, bound: int) -> dict[str, Cell]:
+def _idealloc(case: Case, binary: str, lives: int, bound: int) -> dict[str, Cell]:
     """idealloc (`coreba`, binary `idealloc`) reads minimalloc's CSV and prints `Makespan:` and its bytes."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "in.csv"
@@ -188,7 +196,7 @@ def _idealloc(case: Case, binary: str, bound: int) -> dict[str, Cell]:
         began = _children_seconds()
         try:
             run = subprocess.run(
-                [binary, "--input", str(source), "ex-csv"],
+                [binary, "--input", str(source), "--max-lives", str(lives), "ex-csv"],
                 capture_output=True, text=True, check=True, timeout=_EXTERNAL_SECONDS,
             )  # fmt: skip
         except (subprocess.SubprocessError, OSError):
@@ -233,8 +241,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=int, default=_MINIMIZE_WORK, help="units for each `minimize` of a file")
     parser.add_argument("--scale", type=int, default=1_000_000, help="buffers of the large problems; 0 leaves them out")
     parser.add_argument("--only", help="only instances whose names start with one of these (comma-separated)")
+    parser.add_argument("--tasks", help="only these tasks (of fit, minimize, default; comma-separated)")
     parser.add_argument("--minimalloc", help="path of google/minimalloc's binary")
     parser.add_argument("--idealloc", help="path of idealloc's binary")
+    parser.add_argument("--idealloc-lives", type=int, default=100, help="its tries to beat its own heuristic")
     parser.add_argument("--out", type=Path, nargs="?", const=RESULTS, help="write solver.json and .md there")
     return parser.parse_args(argv)
 

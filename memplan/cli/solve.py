@@ -63,14 +63,17 @@ def solve(
 
     Exits 1 when nothing fits the capacity, or nothing was found that does.
     """
-    from memplan.cli.pictures import writer_for
     from memplan.cli.source import seconds_option, size_option
     from memplan.csvio import read_problem, write_solution
     from memplan.problem import Status
     from memplan.solve import solve as solve_problem
 
     limit, wanted = seconds_option("--time-limit", time_limit), size_option("--capacity", capacity)
-    draw = writer_for("--plot", plot) if plot is not None else None
+    draw = None
+    if plot is not None:
+        from memplan.cli.pictures import writer_for
+
+        draw = writer_for("--plot", plot)
     with contextlib.nullcontext() if live is False else progress(f"Reading {buffers}"):
         problem = read_problem(buffers)
     capacity_bytes = problem.capacity if wanted is None else wanted
@@ -124,7 +127,6 @@ def _print(problem: Problem, solution: Solution, capacity: int | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from memplan.report.lines import printable
     from memplan.units import format_exact, format_share
 
     share = _fragmentation(problem, solution)
@@ -140,6 +142,8 @@ def _print(problem: Problem, solution: Solution, capacity: int | None) -> None:
     if capacity is not None:
         lines.insert(2, ("capacity", format_exact(capacity)))
     if solution.proof is not None:
+        from memplan.report.lines import printable
+
         shown = ", ".join(printable(name) for name in solution.proof.ids[:8])
         more = f" and {len(solution.proof.ids) - 8} more" if len(solution.proof.ids) > 8 else ""
         lines.append(

@@ -10,12 +10,15 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from memplan.cli.console import progress
 from memplan.errors import InvalidModel, InvalidSize
 from memplan.modelfile import NamedModel, blame, load_model, names_model
-from memplan.plan import Plan
 from memplan.units import parse_share, parse_size
+
+if TYPE_CHECKING:
+    from memplan.plan import Plan
 
 
 def is_model(target: str) -> bool:

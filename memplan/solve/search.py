@@ -3,6 +3,8 @@
 An arm is a ranking of the buffers and a rule for the section to decide next (`branch_kernel.py`). Every arm
 is tried briefly; then arms are drawn by how little they left unplaced, with perturbed rankings and node limits
 after Luby et al. ("Optimal speedup of Las Vegas algorithms", 1993). Failed states are remembered across restarts.
+Of the brief tries every second one, after the first few, draws all conclusions after a decision
+(`tighten_kernel.py`): some instances need a tenth of the nodes then, others as many, and each takes longer.
 The ejection search runs beside it: the tree finds tight packings and proves, the other finds loose ones sooner.
 """
 
@@ -23,6 +25,7 @@ _RULES = ((3, True), (4, True), (5, False), (1, False))
 _TABLE = 1 << 18  # remembered states
 _NOISES = (0.05, 0.3)  # of the logarithm of a key
 _FIRST_NODES, _SLICE_NODES, _LEAST_NODES = 2, 1, 100  # per buffer, per buffer, at least
+_THOROUGH_NODES = 3  # nodes that take as long as one after which all conclusions are drawn
 _TURNS = 1_000  # of the ejection search, in one go
 _HEAD_START = 500_000  # units of work that the tree search alone gets at first, where capacities may be tight
 
@@ -71,6 +74,7 @@ def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = N
             piece,
             rank_key,
             rule=arms[arm][1],
+            thorough=len(_RULES) <= run < len(arms) and run % 2 == 0,
             nodes=max(nodes, _LEAST_NODES),
             table=table,
             offsets=offsets,
@@ -89,6 +93,7 @@ def _run(
     key: npt.NDArray[np.float64],
     *,
     rule: tuple[int, bool],
+    thorough: bool,
     nodes: int,
     table: Ints,
     offsets: Ints,
@@ -96,16 +101,16 @@ def _run(
 ) -> tuple[Outcome, int]:
     from memplan.solve import search_kernel as kernel
 
-    core = piece.core
+    core, cost = piece.core, _THOROUGH_NODES if thorough else 1
     rank = np.empty(core.n, np.int64)
     rank[np.argsort(-key, kind="stable")] = np.arange(core.n)
     capacity = int((piece.max_offset + core.size).max())
     status, spent, area = kernel.search(
         capacity, core.size, core.align, core.low, piece.max_offset, core.seg_ptr, core.seg_lo, core.seg_hi,
-        core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, *rule,
-        budget.nodes(nodes, core.n), table, 1, offsets,
+        core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, *rule, thorough,
+        budget.nodes(nodes * cost, core.n) // cost + 1, table, 1, offsets,
     )  # fmt: skip
-    budget.spend(spent, core.n)
+    budget.spend(spent * cost, core.n)
     outcome = {kernel.SOLVED: Outcome.SOLVED, kernel.EXHAUSTED: Outcome.EXHAUSTED}.get(status, Outcome.LIMIT)
     return outcome, area
 

@@ -15,144 +15,34 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from memplan.solve.branch_kernel import can_block, pick_buffer, pick_section
+from memplan.solve.branch_kernel import pick_buffer, pick_section
+from memplan.solve.cells_kernel import key_of, mix, slot, split
+from memplan.solve.tighten_kernel import ALL, FEW, LATEST, REACH, ROOM, tighten
 
 SOLVED, EXHAUSTED, LIMIT = 0, 1, 2
 
 _PLACED, _ALLOWED, _HOLE, _FLOOR = 0, 1, 2, 3  # kinds of trail entries
 
 
-@njit(cache=True, inline="always")
-def _mix(b, allowed, hole):
-    """Zobrist key of one unplaced buffer's state; wrapping 64-bit integers on purpose."""
-    x = (b + 1) * -7046029254386353131 ^ (allowed + 1) * -4417276706812531889 ^ (hole + 2) * 1609587929392839161
-    x = (x ^ ((x >> 31) & 0x1FFFFFFFF)) * -4658895280553007687
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-@njit(cache=True, inline="always")
-def _slot(table, key):
-    """Where `key` is, or would go, in the open-addressing table (four probes; then the first is replaced)."""
-    mask = table.shape[0] - 1
-    first = key & mask
-    for probe in range(4):
-        at = (first + probe) & mask
-        if table[at] == key or table[at] == 0:
-            return at
-    return first
-
-
-@njit(cache=True)
-def _consistent(
-    dirty_lo, dirty_hi, capacity, floor, unplaced, allowed, hole, reach, size, maxoff, placed, adj_ptr, adj,
-    mem_ptr, mem, buf_lo, buf_hi, weight,
-):  # fmt: skip
-    """Tighten `reach` (the lowest offset a buffer can end up at) and check every section that may have changed."""
-    n = size.shape[0]
-    for c in range(n):
-        reach[c] = allowed[c]
-    for _ in range(3):
-        changed = False
-        for c in range(n):
-            if hole[c] < 0 or placed[c]:
-                continue
-            lowest = capacity
-            for k in range(adj_ptr[c], adj_ptr[c + 1]):
-                y = adj[k]
-                if not placed[y] and reach[y] + size[y] < lowest and can_block(y, c, hole[c], reach, size, maxoff):
-                    lowest = reach[y] + size[y]
-            if lowest > maxoff[c]:
-                for s in range(buf_lo[c], buf_hi[c]):
-                    weight[s] += 1
-                return False
-            if lowest > reach[c]:
-                changed = True
-                reach[c] = lowest
-                dirty_lo = min(dirty_lo, buf_lo[c])
-                dirty_hi = max(dirty_hi, buf_hi[c])
-        if not changed:
-            break
-    for s in range(dirty_lo, dirty_hi):
-        if unplaced[s] == 0:
-            continue
-        highest = capacity - unplaced[s]  # some unplaced buffer must still be able to lie that low
-        fits = False
-        for k in range(mem_ptr[s], mem_ptr[s + 1]):
-            if not placed[mem[k]] and reach[mem[k]] <= highest:
-                fits = True
-                break
-        if not fits:
-            weight[s] += 1
-            return False
-    return True
-
-
-@njit(cache=True)
-def _key_of(lo, hi, salt, buf_lo, placed, allowed, hole):
-    """The table's key of a piece: the sum over its unplaced buffers."""
-    key = np.int64(salt)
-    for b in range(buf_lo.shape[0]):
-        if not placed[b] and lo <= buf_lo[b] < hi:
-            key += _mix(b, allowed[b], hole[b])
-    return key
-
-
-@njit(cache=True)
-def _split(old, cells, owner, cross, placed, buf_lo, c_lo, c_hi, c_next, c_owner, c_count):
-    """Cut cell `old` where nothing unplaced crosses; the parts, smallest first, take its place in the agenda.
-
-    Returns the new number of cells; unchanged when nothing comes apart. `owner` is the decision that split it.
-    """
-    begin, end = cells, cells
-    start = c_lo[old]
-    for s in range(c_lo[old], c_hi[old]):
-        if s == c_hi[old] - 1 or cross[s] == 0:
-            c_lo[end], c_hi[end], c_count[end] = start, s + 1, 0
-            end += 1
-            start = s + 1
-    if end - begin <= 1:
-        return cells
-    for b in range(buf_lo.shape[0]):
-        if not placed[b] and c_lo[old] <= buf_lo[b] < c_hi[old]:
-            for q in range(begin, end):
-                if buf_lo[b] < c_hi[q]:
-                    c_count[q] += 1
-                    break
-    kept = begin
-    for q in range(begin, end):  # insertion sort by count, without the empty ones
-        lo, hi, count = c_lo[q], c_hi[q], c_count[q]
-        if count == 0:
-            continue
-        at = kept
-        while at > begin and c_count[at - 1] > count:
-            c_lo[at], c_hi[at], c_count[at] = c_lo[at - 1], c_hi[at - 1], c_count[at - 1]
-            at -= 1
-        c_lo[at], c_hi[at], c_count[at] = lo, hi, count
-        kept += 1
-    if kept - begin <= 1:
-        return cells
-    for q in range(begin, kept):
-        c_next[q], c_owner[q] = q + 1, owner
-    c_next[kept - 1] = c_next[old]
-    return kept
-
-
 @njit(cache=True)
 def _undo(
-    mark, tp, t_kind, t_index, t_old, allowed, hole, floor, placed, unplaced, cross, size, seg_ptr, seg_lo, seg_hi,
+    mark, tp, trail, reach, latest, allowed, hole, floor, placed, unplaced, cross, size, seg_ptr, seg_lo, seg_hi,
     buf_lo, buf_hi,
 ):  # fmt: skip
     """Take back what the trail holds from `mark` to `tp`, newest first."""
     while tp > mark:
         tp -= 1
-        i, kind = t_index[tp], t_kind[tp]
+        kind, i, old = trail[tp, 0], trail[tp, 1], trail[tp, 2]
         if kind == _ALLOWED:
-            allowed[i] = t_old[tp]
+            allowed[i] = old
+        elif kind == REACH:
+            reach[i] = old
+        elif kind == LATEST:
+            latest[i] = old
         elif kind == _FLOOR:
-            floor[i] = t_old[tp]
+            floor[i] = old
         elif kind == _HOLE:
-            hole[i] = t_old[tp]
+            hole[i] = old
         else:
             placed[i] = False
             for k in range(seg_ptr[i], seg_ptr[i + 1]):
@@ -164,7 +54,7 @@ def _undo(
 
 @njit(cache=True)
 def _grow(array):
-    bigger = np.empty(2 * array.shape[0], array.dtype)
+    bigger = np.empty((2 * array.shape[0], array.shape[1]), array.dtype)
     bigger[: array.shape[0]] = array
     return bigger
 
@@ -172,18 +62,22 @@ def _grow(array):
 @njit(cache=True, nogil=True)
 def search(
     capacity, size, align, low, maxoff, seg_ptr, seg_lo, seg_hi, sections, adj_ptr, adj, mem_ptr, mem, rank, few,
-    corners, node_limit, table, salt, offsets,
+    corners, thorough, node_limit, table, salt, offsets,
 ):  # fmt: skip
     """Place everything under `capacity`, or prove that it cannot be done, or give up after `node_limit` nodes.
 
     Returns (SOLVED | EXHAUSTED | LIMIT, nodes, smallest area that was left unplaced, in units x sections).
-    `few` and `corners` are the branching rule's (`branch_kernel.py`), `rank` breaks its ties.
+    `few` and `corners` are the branching rule's (`branch_kernel.py`), `rank` breaks its ties; `thorough` asks
+    for all conclusions after each decision (`tighten_kernel.py`).
     `offsets` receives the placement; `table` remembers failed states between calls with the same `salt`.
     """
     n = size.shape[0]
     allowed = low.copy()
     hole = np.full(n, -1, np.int64)
-    reach = low.copy()
+    reach = low.copy()  # the lowest offset that each can end up at, and the highest
+    latest = maxoff.copy()
+    changed = np.zeros(sections, np.int8)
+    queue = np.empty(n + 1, np.int64)
     weight = np.zeros(sections, np.int64)  # how often each section proved a dead end in this call
     placed = np.zeros(n, np.bool_)
     buf_lo = np.empty(n, np.int64)
@@ -220,15 +114,13 @@ def search(
     c_next = np.empty(sections + n + 2, np.int64)
     c_owner = np.empty(sections + n + 2, np.int64)
     c_count = np.empty(sections + n + 2, np.int64)
-    t_kind = np.empty(64 * (n + 16), np.int64)
-    t_index = np.empty(64 * (n + 16), np.int64)
-    t_old = np.empty(64 * (n + 16), np.int64)
+    trail = np.empty((64 * (n + 16), 3), np.int64)
     # np.int64(0), not 0: numba would compile the functions below a second time for the literal.
     tp = np.int64(0)
 
     c_lo[0], c_hi[0], c_next[0], c_owner[0], c_count[0] = 0, sections, -1, -1, n
     cells, cell, left, root = np.int64(1), np.int64(0), n, True
-    key = _key_of(c_lo[0], sections, salt, buf_lo, placed, allowed, hole)
+    key = key_of(c_lo[0], sections, salt, buf_lo, placed, allowed, hole)
     for b in range(n):
         if allowed[b] > maxoff[b]:
             return EXHAUSTED, 0, area
@@ -237,27 +129,27 @@ def search(
             return EXHAUSTED, 0, area
     nodes = 0
     failed = False
-    split = True  # look for boundaries that nothing crosses
+    apart = True  # look for boundaries that nothing crosses
     while True:
         if not failed:
-            if split:
-                split = False
+            if apart:
+                apart = False
                 begin = cells
-                cells = _split(cell, cells, fp - 1, cross, placed, buf_lo, c_lo, c_hi, c_next, c_owner, c_count)
+                cells = split(cell, cells, fp - 1, cross, placed, buf_lo, c_lo, c_hi, c_next, c_owner, c_count)
                 if cells > begin:
                     cell, left, root = begin, c_count[begin], True
-                    key = _key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
+                    key = key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
             while left == 0:
                 cell = c_next[cell]
                 if cell < 0:
                     return SOLVED, nodes, 0
                 left, root = c_count[cell], True
-                key = _key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
+                key = key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
             nodes += 1
             if nodes > node_limit or fp >= depth - 1:
                 return LIMIT, nodes, best_area
             chosen = -1
-            if table[_slot(table, key)] != key:
+            if table[slot(table, key)] != key:
                 s = pick_section(few, c_lo[cell], c_hi[cell], capacity, reach, unplaced, weight, placed, mem_ptr, mem)
                 lowest = capacity
                 for k in range(mem_ptr[s], mem_ptr[s + 1]):
@@ -265,7 +157,7 @@ def search(
                         lowest = allowed[mem[k]]
                 if lowest + unplaced[s] <= capacity:
                     chosen = pick_buffer(
-                        s, corners, c_lo[cell], c_hi[cell], reach, allowed, hole, size, maxoff, rank, placed, floor,
+                        s, corners, c_lo[cell], c_hi[cell], reach, allowed, hole, size, latest, rank, placed, floor,
                         adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi,
                     )  # fmt: skip
             if chosen < 0:
@@ -284,60 +176,69 @@ def search(
             placed[b] = True
             offsets[b] = offset
             need = adj_ptr[b + 1] - adj_ptr[b] + buf_hi[b] - buf_lo[b] + 4
-            while tp + 2 * need + n > t_kind.shape[0]:
-                t_kind, t_index, t_old = _grow(t_kind), _grow(t_index), _grow(t_old)
-            t_kind[tp], t_index[tp], t_old[tp] = _PLACED, b, 0
+            while tp + 3 * need + ROOM * n > trail.shape[0]:
+                trail = _grow(trail)
+            trail[tp, 0], trail[tp, 1], trail[tp, 2] = _PLACED, b, 0
             tp += 1
             left -= 1
             area -= area_of[b]
-            key -= _mix(b, allowed[b], hole[b])
+            key -= mix(b, allowed[b], hole[b])
             for k in range(seg_ptr[b], seg_ptr[b + 1]):
                 for s in range(seg_lo[k], seg_hi[k]):
                     unplaced[s] -= size[b]
-                    t_kind[tp], t_index[tp], t_old[tp] = _FLOOR, s, floor[s]
+                    trail[tp, 0], trail[tp, 1], trail[tp, 2] = _FLOOR, s, floor[s]
                     tp += 1
                     floor[s] = top
+                    changed[s] = ALL
                     if unplaced[s] > 0 and top + unplaced[s] > capacity:
                         failed = True
                         weight[s] += 1
             for s in range(buf_lo[b], buf_hi[b] - 1):
                 cross[s] -= 1
                 if cross[s] == 0:
-                    split = True
-            dirty_lo, dirty_hi = sections, 0
+                    apart = True
+            failed |= offset > latest[b]
             if not failed:
                 for k in range(adj_ptr[b], adj_ptr[b + 1]):
                     c = adj[k]
                     if placed[c] or allowed[c] >= top:
                         continue
-                    t_kind[tp], t_index[tp], t_old[tp] = _ALLOWED, c, allowed[c]
+                    trail[tp, 0], trail[tp, 1], trail[tp, 2] = _ALLOWED, c, allowed[c]
                     tp += 1
-                    key -= _mix(c, allowed[c], hole[c])
+                    key -= mix(c, allowed[c], hole[c])
                     if hole[c] >= 0 and offset < hole[c] + size[c]:
-                        t_kind[tp], t_index[tp], t_old[tp] = _HOLE, c, hole[c]
+                        trail[tp, 0], trail[tp, 1], trail[tp, 2] = _HOLE, c, hole[c]
                         tp += 1
                         hole[c] = -1
                     allowed[c] = top if align[c] == 1 else -(-top // align[c]) * align[c]
-                    dirty_lo, dirty_hi = min(dirty_lo, buf_lo[c]), max(dirty_hi, buf_hi[c])
-                    key += _mix(c, allowed[c], hole[c])
-                    if allowed[c] > maxoff[c]:
+                    key += mix(c, allowed[c], hole[c])
+                    if reach[c] < allowed[c]:
+                        trail[tp, 0], trail[tp, 1], trail[tp, 2] = REACH, c, reach[c]
+                        tp += 1
+                        reach[c] = allowed[c]
+                        for s in range(buf_lo[c], buf_hi[c]):
+                            changed[s] |= FEW
+                    if allowed[c] > latest[c]:
                         failed = True
                         break
-            if not failed:
-                failed = not _consistent(
-                    dirty_lo, dirty_hi, capacity, floor, unplaced, allowed, hole, reach, size, maxoff, placed,
-                    adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi, weight,
+            if failed:
+                changed[:] = 0
+            else:
+                consistent, tp = tighten(
+                    thorough, capacity, unplaced, hole, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo,
+                    buf_hi, weight, changed, trail, tp, queue,
                 )  # fmt: skip
+                failed = not consistent
             if not failed and area < best_area:
                 best_area = area
             continue
         # Failed: undo to the newest frame and try its other branch.
-        split = False
+        apart = False
         if fp == 0:
             return EXHAUSTED, nodes, best_area
         f = fp - 1
         _undo(
-            f_mark[f], tp, t_kind, t_index, t_old, allowed, hole, floor, placed, unplaced, cross, size, seg_ptr, seg_lo,
+            f_mark[f], tp, trail, reach, latest, allowed, hole, floor, placed, unplaced, cross, size, seg_ptr, seg_lo,
             seg_hi, buf_lo, buf_hi,
         )  # fmt: skip
         tp = f_mark[f]
@@ -345,16 +246,19 @@ def search(
         left, key, area, root = f_left[f], f_hash[f], f_area[f], f_root[f]
         if f_phase[f] == 0:
             f_phase[f] = 1
-            t_kind[tp], t_index[tp], t_old[tp] = _HOLE, b, hole[b]
+            trail[tp, 0], trail[tp, 1], trail[tp, 2] = _HOLE, b, hole[b]
             tp += 1
-            key -= _mix(b, allowed[b], hole[b])
+            key -= mix(b, allowed[b], hole[b])
             hole[b] = allowed[b]
-            key += _mix(b, allowed[b], hole[b])
+            key += mix(b, allowed[b], hole[b])
             root = False
-            failed = not _consistent(
-                buf_lo[b], buf_hi[b], capacity, floor, unplaced, allowed, hole, reach, size, maxoff, placed,
-                adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi, weight,
+            for s in range(buf_lo[b], buf_hi[b]):
+                changed[s] = ALL
+            consistent, tp = tighten(
+                thorough, capacity, unplaced, hole, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo,
+                buf_hi, weight, changed, trail, tp, queue,
             )  # fmt: skip
+            failed = not consistent
         if failed:
-            table[_slot(table, f_hash[f])] = f_hash[f]
+            table[slot(table, f_hash[f])] = f_hash[f]
             fp = c_owner[cell] + 1 if f_root[f] else f

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -143,13 +145,13 @@ def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Prob
         return
     expected, _ = cpsat_model.decide(core, max_offset, core.low, Budget(Limits(work=5_000_000)))
     assert expected is not search.Outcome.LIMIT
-    for rule in search._RULES:
+    for rule, thorough in itertools.product(search._RULES, (False, True)):
         offsets = np.zeros(core.n, np.int64)
         outcome, _ = search._run(
-            instance_of(core, max_offset), core.size.astype(np.float64), rule=rule, nodes=1_000_000,
-            table=np.zeros(1 << 10, np.int64), offsets=offsets, budget=Budget(Limits(work=2_000_000)),
+            instance_of(core, max_offset), core.size.astype(np.float64), rule=rule, thorough=thorough,
+            nodes=1_000_000, table=np.zeros(1 << 10, np.int64), offsets=offsets, budget=Budget(Limits(work=2_000_000)),
         )  # fmt: skip
-        assert outcome is expected, rule
+        assert outcome is expected, (rule, thorough)
         if outcome is search.Outcome.SOLVED:
             assert (offsets <= max_offset).all()
             placed = dict.fromkeys((b.id for b in problem.buffers), 0)
