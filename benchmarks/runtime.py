@@ -41,6 +41,7 @@ COLUMNS = {
     "planned_mb": "planned peak, MB",
     "memory_ratio": "peak / eager's",
     "overhead_us": "overhead per step, us",
+    "kernels_speedup": "speed-up of the kernels alone",
     "setup_s": "set-up, s",
 }
 CUDA_COLUMNS = {
@@ -54,7 +55,8 @@ NOTES = (
     "Peak: model and inputs, what was allocated before the step (arena), and the highest sum of the profiler's"
     " memory events within one step, gradients included.",
     "Overhead: the step's time less that of the same kernel calls with nothing around them, median of per-round"
-    " differences. Set-up: until the third step is done.",
+    " differences; the speed-up of the kernels alone is what would be left if there were none. Set-up: until the third"
+    " step is done.",
 )
 
 
@@ -130,6 +132,7 @@ def measure(name: str, size: Size, contenders: Sequence[str], *, rounds: int, de
             "planned_mb": None if (planned := step.planned) is None else planned / 1e6,
             "memory_ratio": peaks[key] / peaks[reference],
             "overhead_us": _overhead(times[key], times.get(f"{key} kernels")),
+            "kernels_speedup": _kernels_speedup(times[reference], times.get(f"{key} kernels")),
             "setup_s": setup[key],
         }
         for key, step in steps.items()
@@ -179,6 +182,10 @@ def _overhead(times: Sequence[float], kernels: Sequence[float] | None) -> Cell:
     if kernels is None:
         return None
     return statistics.median(one - other for one, other in zip(times, kernels, strict=True)) * 1e6
+
+
+def _kernels_speedup(reference: Sequence[float], kernels: Sequence[float] | None) -> Cell:
+    return None if kernels is None else _speedup(reference, kernels)["speedup"]
 
 
 def _nothing() -> None:

@@ -30,6 +30,8 @@ def test_rows_have_overheads_and_ratios() -> None:
     assert eager["speedup"] == 1
     assert eager["overhead_us"] is None
     assert isinstance(planned["overhead_us"], float)
+    assert eager["kernels_speedup"] is None
+    assert isinstance(planned["kernels_speedup"], float)
     assert isinstance(owned["planned_mb"], float)
 
 
