@@ -68,6 +68,10 @@ def report(
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="SIZE", help="Evict what does not fit: 8GiB, 50% or min.")
     ] = None,
+    gradients: Annotated[
+        str,
+        typer.Option("--gradients", metavar="WHERE", help="safe: the caller's; arena: planned, until the next step."),
+    ] = "safe",
     costs: Annotated[
         str | None,
         typer.Option("--costs", metavar="DEVICE|FILE", help="By whose times: a100, h100, h200, cpu, a file."),
@@ -90,7 +94,7 @@ def report(
     from memplan.report.jsonform import report_json
 
     limit = seconds_option("--time-limit", time_limit)
-    plan = obtain(target, infer=infer, solver=solver, time_limit=limit, budget=budget, costs=costs)
+    plan = obtain(target, infer=infer, solver=solver, time_limit=limit, budget=budget, costs=costs, gradients=gradients)
     figures = plan.report()
     if save is not None:
         plan.save(save)

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memplan.cli.console import progress
 from memplan.errors import InvalidModel, InvalidSize
@@ -34,17 +34,20 @@ def obtain(
     time_limit: float | None = None,
     budget: str | None = None,
     costs: str | None = None,
+    gradients: str = "safe",
 ) -> Plan:
     """The plan of `target`, a plan file or a model's name. torch is imported for a model only."""
     if not is_model(target):
-        if infer or solver != "auto" or any(option is not None for option in (time_limit, budget, costs)):
+        given = (time_limit, budget, costs)
+        if infer or (solver, gradients) != ("auto", "safe") or any(option is not None for option in given):
             raise InvalidModel(
-                "is a saved plan: --infer, --solver, --time-limit, --budget and --costs are for planning a model",
+                "is a saved plan: --infer, --gradients, --solver, --time-limit, --budget and --costs are for models",
                 where=target,
                 hint="leave them out, or name the model as FILE.py:FACTORY",
             )
         return _saved(target)
-    return _planned(target, infer=infer, solver=solver, time_limit=time_limit, budget=budget, costs=costs)
+    options = {"solver": solver, "time_limit": time_limit, "budget": budget, "costs": costs, "gradients": gradients}
+    return _planned(target, infer=infer, **options)
 
 
 def _saved(target: str) -> Plan:
@@ -71,9 +74,7 @@ def quiet_stages(target: str) -> Iterator[NamedModel]:
         yield named
 
 
-def _planned(
-    target: str, *, infer: bool, solver: str, time_limit: float | None, budget: str | None, costs: str | None
-) -> Plan:
+def _planned(target: str, *, infer: bool, **options: Any) -> Plan:
     with progress(f"Importing {target}"), contextlib.redirect_stdout(sys.stderr):
         named = load_model(target)
     with progress(f"Planning {target}"), _quiet():
@@ -85,10 +86,7 @@ def _planned(
                 named.args,
                 dict(named.kwargs) or None,
                 train=False if infer else None,
-                budget=budget,
-                costs=costs,
-                solver=solver,
-                time_limit=time_limit,
+                **options,
             )
         except Exception as error:
             raise blame(error, "planning failed", file=named.file) from error

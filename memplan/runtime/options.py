@@ -15,14 +15,13 @@ from memplan.plan import Plan
 from memplan.planfile import load
 from memplan.runtime.guards import GUARDS, redzone_of
 from memplan.schedule.legal import require_legal
-from memplan.trace import ARENA, alignment_of, plan_traced, stay_in_arena
+from memplan.trace import alignment_of, plan_traced, stay_in_arena
 from memplan.trace.dims import refuse_beside
 from memplan.trace.follow import require_planned
 from memplan.trace.traced import TracedGraph
 
 ON_MISMATCH = ("error", "eager", "replan", "passive")
 MEASURE = "measure"  # as `costs`
-GRADIENTS = ("safe", "owned", ARENA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +110,6 @@ class Options(PlanOptions):
 
     def __post_init__(self) -> None:
         PlanOptions.__post_init__(self)
-        require_choice("gradients", self.gradients, GRADIENTS)
         require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         stay_in_arena(
             self.gradients,

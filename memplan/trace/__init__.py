@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from memplan.division import Divide, Division, compression_of, division_of
-from memplan.errors import UnsupportedCall, UnsupportedProblem
+from memplan.errors import MemplanError, UnsupportedCall, UnsupportedProblem
 from memplan.inplace import with_chances
 from memplan.plan import Plan, make_plan
 from memplan.schedule import Policy, Schedule
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from memplan.evict.workload import Policy as EvictionPolicy
 
 LAYOUTS = ("auto", "tstack")
-ARENA = "arena"  # as `gradients`
+ARENA = "arena"
+GRADIENTS = ("safe", "owned", ARENA)
 
 __all__ = [
     "device_costs",
@@ -200,7 +201,11 @@ def plan(
 
 
 def stay_in_arena(gradients: str, *, device: Any = None, budget: Any = None, **others: Any) -> bool:
-    """Whether parameters' gradients are planned. Raises `UnsupportedCall` for options that do not go with that."""
+    """Whether parameters' gradients are planned. Raises `UnsupportedCall` for options that do not go with that, and
+    `MemplanError` for a choice that there is not."""
+    if gradients not in GRADIENTS:
+        hint = f"choose one of: {', '.join(map(repr, GRADIENTS))}"
+        raise MemplanError(f"gradients={gradients!r}", hint=hint)
     if gradients != ARENA:
         return False
     for name, option in {"device": device, "budget": budget, **others}.items():
