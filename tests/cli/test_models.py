@@ -65,8 +65,8 @@ def test_report_plans_a_model(run: Run, tracer: FakeTracer) -> None:
 
 
 def test_report_passes_its_options_on(run: Run, tracer: FakeTracer) -> None:
-    options = ("--infer", "--solver", "naive", "--time-limit", "2", "--budget", "50%", "--costs", "h100")
-    options += ("--gradients", "arena")
+    options = ["--infer", "--solver", "naive", "--time-limit", "2", "--budget", "50%", "--costs", "h100"]
+    options += ["--gradients", "arena"]
     assert run("report", "model.py:make", *options)[0] == 0
     passed = {"train": False, "budget": "50%", "costs": "h100", "solver": "naive", "time_limit": 2.0}
     assert tracer.calls[0][1] == {**passed, "gradients": "arena"}
