@@ -57,7 +57,7 @@ class Rerun:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
     made = Rerun()
-    for module in ("memplan.runtime.module", "memplan.runtime.whole_step"):
+    for module in ("memplan.runtime.builder", "memplan.runtime.step_builder"):
         monkeypatch.setattr(f"{module}.make_recorder", lambda device, guard: made)
     return made
 
