@@ -220,7 +220,8 @@ def plan(
     forward and backward) run block by block of rows, with the same bits; a number: always, in so many blocks;
     `memplan.Division` says more. `compress="bits"`: masks wait for the backward with a bit for each element; "int8":
     activations too, as 8-bit codes, so that gradients are no longer exact (see `memplan/trace/quantize.py`).
-    `gradients="arena"`: parameters' gradients are planned like everything else, for `compile(gradients="arena")`.
+    `gradients="arena"`: parameters' gradients are planned like everything else, for `compile(gradients="arena")`,
+    without a budget; otherwise ("safe", "owned") they are the caller's.
     """
     from memplan import trace
 

@@ -216,7 +216,8 @@ def compile(
     backward set `.grad` itself, which is faster, and has limits: hooks on parameters and DistributedDataParallel raise
     `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters; "arena" leaves
     parameters' gradients in the arena until the next call, which takes least memory: what is then still in a `.grad`
-    is moved out, and anything else that still refers to one raises `StaleActivationsError`. `guard`: "poison" or
+    is moved out, and a view, an array or another name that still refers to one raises `StaleActivationsError`; it does
+    not go with `budget`, `device`, `cuda_graph` or `dynamic_shapes`. `guard`: "poison" or
     "redzone" checks every step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the
     original model ("eager"), gets a plan of its own ("replan"), or runs the original model and evicts on demand to keep
     the budget ("passive"; also where another mode's plan would be over it). `cuda_graph`: record forward and backward

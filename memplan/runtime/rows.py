@@ -1,8 +1,8 @@
 """Rows by their numbers: `x[index]` and its gradient, by kernels that move whole rows where torch's own go element by
 element (five times as fast on the CPU).
 
-Both give the same bits: one copies, the other adds up in the order of the index. Only a negative number, which counts
-from the end, they do not take; then the kernel that was traced runs.
+Both give the same bits: one copies, the other adds up in the order of the index. Negative numbers, which count from
+the end, and those out of range they do not take; then the kernel that was traced runs.
 """
 
 from __future__ import annotations
@@ -54,13 +54,15 @@ def _on_cpu(graph: Graph, ref: Ref) -> bool:
 def _take(x: torch.Tensor, indices: Sequence[torch.Tensor], *, out: torch.Tensor) -> torch.Tensor:
     try:
         return torch.index_select(x, 0, indices[0], out=out)
-    except IndexError:
+    except (IndexError, RuntimeError):  # a negative number, or one out of range: as the traced kernel says it
         taken: torch.Tensor = torch.ops.aten.index.Tensor_out(x, indices, out=out)
         return taken
 
 
 def _add(x: torch.Tensor, indices: Sequence[torch.Tensor], source: torch.Tensor, _: bool) -> torch.Tensor:
     index = indices[0]
-    if index.numel() and index.min().item() >= 0:
-        return x.index_add_(0, index, source)
+    if index.numel():
+        low, high = index.aminmax()
+        if low.item() >= 0 and high.item() < x.shape[0]:
+            return x.index_add_(0, index, source)
     return x.index_put_(tuple(indices), source, accumulate=True)

@@ -15,6 +15,7 @@ from memplan.trace.traced import Binding, Source
 from memplan.trace.updates import ACCUMULATED, COUNTERS, LEARNING_RATE
 
 _STEP = "step"  # torch's key of a parameter's counter
+_LOAD_OR_COMPILE = "load a checkpoint of the optimizer, or compile the step again, which begins from zero"
 
 
 class StepStructure(Structure):
@@ -79,7 +80,7 @@ class StepStructure(Structure):
         state: dict[str, Any] = self.optimizer.state.get(self.model.get_parameter(name), {})
         if key not in state:
             what = f"the optimizer's state has no {key!r} any more"
-            raise InputMismatch(what, where=name, hint="load a checkpoint of the optimizer, or compile the step again")
+            raise InputMismatch(what, where=name, hint=_LOAD_OR_COMPILE)
         return state
 
     def accumulated(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -125,14 +126,21 @@ class Counters:
         self.follow()
 
     def follow(self) -> None:
-        """Make every counter of the optimizer an element again, with the number that it has."""
-        now = list(map(getitem, self._holders, self._keys))
-        if list(map(torch.Tensor.data_ptr, now)) == self._places:
-            return
-        for holder, step, element, place in zip(self._holders, now, self._elements, self._places, strict=True):
-            if step.data_ptr() != place:
-                element.copy_(step)
-                holder[_STEP] = element
+        """Make every counter of the optimizer an element again, with the number that it has.
+
+        Raises `InputMismatch` where one is no tensor any more.
+        """
+        try:
+            now = list(map(getitem, self._holders, self._keys))
+            if list(map(torch.Tensor.data_ptr, now)) == self._places:
+                return
+        except (KeyError, TypeError) as error:
+            what = f"a parameter's {_STEP!r} is missing or no tensor"
+            raise InputMismatch(what, where="the optimizer's state", hint=_LOAD_OR_COMPILE) from error
+        numbers = [step.clone() for step in now]  # they may be elements of this very tensor, in another order
+        for holder, number, element in zip(self._holders, numbers, self._elements, strict=True):
+            element.copy_(number)
+            holder[_STEP] = element
 
 
 def _same(ones: Any, others: Any) -> bool:

@@ -1,7 +1,7 @@
 """From a captured and lowered fx graph to `TracedGraph`: ops, values, storages, and who owns what.
 
-A node whose results alias its inputs and that changes nothing
-is a view: it becomes a value, never an op. A node that only makes uninitialised memory becomes a storage.
+A storage is an alias class of fake tensors (`tables.py`). A node whose results alias its inputs and that changes
+nothing is a view: it becomes a value, never an op. A node that only makes uninitialised memory becomes a storage.
 """
 
 from __future__ import annotations

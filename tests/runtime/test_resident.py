@@ -135,6 +135,66 @@ def test_other_programs_of_the_arena_move_them_out_too() -> None:
         assert torch.equal(_grad(p), value)
 
 
+def test_a_storage_or_an_exchanged_tensor_that_is_kept_is_an_error() -> None:
+    net = _net()
+    compiled, x = _compiled(net)
+    holders: list[Any] = [torch.Tensor.untyped_storage, torch.from_dlpack, torch.Tensor.numpy]
+    for hold in holders:
+        net.zero_grad()
+        compiled(x).sum().backward()
+        kept = hold(_grad(next(net.parameters())))
+        with pytest.raises(StaleActivationsError, match=r"0\.weight"):
+            compiled(x)
+        del kept
+        compiled(x)
+
+
+def test_after_a_hook_has_raised_training_goes_on() -> None:
+    net = _net()
+    compiled, x = _compiled(net)
+
+    def finite(gradient: torch.Tensor) -> None:
+        if not torch.isfinite(gradient).all():
+            raise FloatingPointError
+
+    hooked: Any = list(net.parameters())
+    for parameter in hooked:
+        parameter.register_hook(finite)
+    outcomes = []
+    for batch in (x, x * float("inf"), x, x):
+        net.zero_grad()
+        try:
+            compiled(batch).square().mean().backward()
+            outcomes.append("step")
+        except FloatingPointError:
+            outcomes.append("skipped")
+    assert outcomes == ["step", "skipped", "step", "step"]
+
+
+def test_what_moves_out_under_inference_mode_stays_an_ordinary_tensor() -> None:
+    net = _net()
+    compiled, x = _compiled(net)
+    with torch.inference_mode():
+        compiled(x)
+    compiled(x).sum().backward()
+    with torch.inference_mode():
+        compiled(x)
+    for parameter in net.parameters():
+        assert not _within(compiled, _grad(parameter))
+        assert not _grad(parameter).is_inference()
+
+
+def test_a_gradient_that_is_its_own_view_moves_out() -> None:
+    net = _net()
+    compiled, x = _compiled(net)
+    compiled(x).sum().backward()
+    parameter = next(net.parameters())
+    value = _grad(parameter).clone()
+    parameter.grad = _grad(parameter).view_as(parameter)
+    compiled(x)
+    assert torch.equal(_grad(parameter), value)
+
+
 @pytest.mark.parametrize("how", ["view", "autograd.grad", "another name"])
 def test_whatever_else_refers_to_a_gradient_is_an_error_instead_of_wrong(how: str) -> None:
     net = _net()

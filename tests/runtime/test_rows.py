@@ -65,3 +65,13 @@ def test_other_ways_to_index_are_left_alone() -> None:
     assert model.table.grad is not None
     assert eager.table.grad is not None
     assert torch.equal(model.table.grad, eager.table.grad)
+
+
+def test_numbers_out_of_range_are_refused_as_eager_refuses_them() -> None:
+    for index in (torch.tensor([0, 6]), torch.tensor([-7, 0])):
+        with pytest.raises(IndexError):
+            rows._add(torch.zeros(6, 4), [index], torch.ones(2, 4), True)
+        with pytest.raises(IndexError):
+            rows._take(torch.zeros(6, 4), [index], out=torch.empty(2, 4))
+    empty = rows._take(torch.zeros(6, 0), [torch.tensor([-3, 1])], out=torch.empty(2, 0))
+    assert empty.shape == (2, 0)

@@ -147,3 +147,32 @@ def test_state_that_is_gone_is_refused() -> None:
     optimizer.state.clear()
     with pytest.raises(InputMismatch, match="state"):
         step(*_batch())
+
+
+def test_counters_that_trade_places_keep_their_numbers() -> None:
+    net = _net()
+    optimizer = _adamw(net)
+    step = compile_step(net, optimizer, F.mse_loss, _batch())
+    states = list(optimizer.state.values())
+    for number, state in enumerate(states):
+        state["step"] = torch.tensor(float(number))
+    step(*_batch())
+    steps = [state["step"] for state in states]
+    for state, other in zip(states, reversed(steps), strict=True):
+        state["step"] = other
+    step(*_batch())
+    assert [float(state["step"]) for state in states] == [number + 2.0 for number in reversed(range(len(states)))]
+
+
+@pytest.mark.parametrize("value", [None, 3])
+def test_a_counter_that_is_no_tensor_is_refused(value: int | None) -> None:
+    net = _net()
+    optimizer = _adamw(net)
+    step = compile_step(net, optimizer, F.mse_loss, _batch())
+    state = next(iter(optimizer.state.values()))
+    if value is None:
+        del state["step"]
+    else:
+        state["step"] = value
+    with pytest.raises(InputMismatch, match="step"):
+        step(*_batch())
