@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 import memplan
 from benchmarks.zoo import ZOO
@@ -138,7 +139,7 @@ def test_other_programs_of_the_arena_move_them_out_too() -> None:
 def test_a_storage_or_an_exchanged_tensor_that_is_kept_is_an_error() -> None:
     net = _net()
     compiled, x = _compiled(net)
-    holders: list[Any] = [torch.Tensor.untyped_storage, torch.from_dlpack, torch.Tensor.numpy]
+    holders: list[Any] = [torch.Tensor.untyped_storage, from_dlpack, torch.Tensor.numpy]
     for hold in holders:
         net.zero_grad()
         compiled(x).sum().backward()
