@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._ops import OpOverload
 
 from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph
-from memplan.runtime.arena import Memory, dtype_of, view_of
+from memplan.runtime.arena import dtype_of
 from memplan.runtime.convolve import direct_convolutions
+from memplan.runtime.probe import as_tuple, returns, scratch, writes
 from memplan.runtime.recurrent import layer_function
 from memplan.runtime.rows import adds_rows, takes_rows
 from memplan.trace.outvariants import out_names, out_variant
@@ -26,8 +28,6 @@ from memplan.trace.randomness import draws
 from memplan.trace.traced import Handed, Kernel, Live, Ref
 
 Function = Callable[..., Any]
-# How a binding says that it does not take these arguments.
-_REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError)
 
 
 class Form(enum.Enum):
@@ -45,7 +45,8 @@ class BoundOp:
     """What one op calls: `function(*args, **kwargs)`, with `Ref`s for tensors; the rest as in `Kernel`.
 
     `returns`: without the out arguments, called `out_names`, it returns its one result in fresh memory laid out as
-    planned.
+    planned. `as_planned`: the results (by position) of a functional op that are laid out as planned. `overload` gives
+    the same bytes for the same arguments, and `fresh_overload` without the out arguments (None: none is known to).
     """
 
     form: Form
@@ -57,6 +58,9 @@ class BoundOp:
     hands: tuple[tuple[int, int], ...] = ()
     out_names: tuple[str, ...] = ()
     returns: bool = False
+    as_planned: frozenset[int] = frozenset()
+    overload: OpOverload | None = None
+    fresh_overload: OpOverload | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,8 @@ class _Choice:
     """A callable for a kernel; `names` are its out arguments (None: it returns fresh tensors).
 
     `absent` are the results (by position) that are None although the trace has a tensor (oneDNN's LSTM).
-    `scalars`: Python numbers are passed as tensors of no dimension. `returns`: as in `BoundOp`.
+    `scalars`: Python numbers are passed as tensors of no dimension. `returns`, `as_planned`, `overload`: as in
+    `BoundOp`.
     """
 
     function: Function
@@ -72,6 +77,8 @@ class _Choice:
     absent: frozenset[int] = frozenset()
     scalars: bool = False
     returns: bool = False
+    as_planned: frozenset[int] = frozenset()
+    overload: OpOverload | None = None
 
     def out_kwargs(self, outs: Sequence[Any]) -> dict[str, Any]:
         """`outs` under the names of the out arguments; a single name takes several as a tuple."""
@@ -94,7 +101,9 @@ class Binder:
         if not kernel.outs:
             function = adds_rows(kernel, self.graph) or _in_place_function(kernel)
             args = _scalars_as_tensors(kernel, self.graph)
-            return BoundOp(form=Form.IN_PLACE, function=function, args=args, kwargs=kernel.kwargs, outs=())
+            return BoundOp(
+                form=Form.IN_PLACE, function=function, args=args, kwargs=kernel.kwargs, outs=(), overload=kernel.target
+            )
         key = self._signature(kernel)
         if key not in self.known:
             self.known[key] = self._choose(kernel, tensors)
@@ -109,38 +118,58 @@ class Binder:
             hands=kernel.hands,
             out_names=choice.names or (),
             returns=choice.returns,
+            as_planned=choice.as_planned,
+            overload=choice.overload,
+            fresh_overload=kernel.target,
         )
 
     def _choose(self, kernel: Kernel, tensors: Sequence[torch.Tensor | None]) -> _Choice:
         if draws(kernel.target, kernel.args, kernel.kwargs):
-            return _Choice(kernel.target._op)  # trying it would draw numbers
+            return _Choice(kernel.target._op, overload=kernel.target)  # trying it would draw numbers
         if kernel.target is torch.ops.aten.mkldnn_rnn_layer.default:
             return self._layer(kernel)
         args, kwargs = materialise((kernel.args, kernel.kwargs), tensors)
-        expected = _as_tuple(kernel.target(*args, **kwargs))
+        expected = as_tuple(kernel.target(*args, **kwargs))
         absent = frozenset(i for i, result in enumerate(expected) if result is None)
+        as_planned = frozenset(i for i, out in enumerate(kernel.outs) if self._laid_out(expected[i], out))
         if absent:
             read = {v for op in self.graph.ops for v in op.reads}
             if any(kernel.outs[i] in read for i in absent):
                 reason = "returns nothing where its trace has a tensor that is read later"
                 raise UnsupportedGraph(str(kernel.target), reason, "keep this layer out of the compiled module")
-            return _Choice(kernel.target._op, absent=absent)
+            return _Choice(kernel.target._op, absent=absent, as_planned=as_planned, overload=kernel.target)
         given, _ = materialise((_scalars_as_tensors(kernel, self.graph), {}), tensors)
         rows = takes_rows(kernel, self.graph)
         scalars = any(one is not two for one, two in zip(args, given, strict=True))
         for choice in (*([_Choice(rows, ("out",))] if rows else []), *_out_choices(kernel, scalars=scalars)):
-            scratch = [_scratch(self.graph, out) for out in kernel.outs if out is not None]
             taken = given if choice.scalars else args
-            if _writes(choice, taken, kwargs, scratch, expected):
-                return replace(choice, returns=self._returns_as_planned(choice, kernel, taken, kwargs, expected))
+            if self._writes(choice, kernel, taken, kwargs, expected):
+                return replace(
+                    choice,
+                    returns=self._returns_as_planned(choice, kernel, taken, kwargs, expected),
+                    overload=None if choice.function is rows else self._overload(kernel, taken, kwargs, expected),
+                )
         for choice in self._convolutions(kernel, args):
-            scratch = [_scratch(self.graph, out) for out in kernel.outs if out is not None]
-            if _writes(choice, args, kwargs, scratch, expected):
+            if self._writes(choice, kernel, args, kwargs, expected):
                 return choice
-        for function in _fast_bindings(kernel):
-            if _returns(function, args, kwargs, expected):
-                return _Choice(function)
-        return _Choice(kernel.target._op)
+        fast = (f for f in _fast_bindings(kernel) if returns(f, args, kwargs, expected))
+        return _Choice(next(fast, kernel.target._op), as_planned=as_planned, overload=kernel.target)
+
+    def _writes(
+        self, choice: _Choice, kernel: Kernel, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
+    ) -> bool:
+        made = [scratch(self.graph, out) for out in kernel.outs if out is not None]
+        return writes(choice.function, args, {**kwargs, **choice.out_kwargs(made)}, made, expected)
+
+    def _overload(
+        self, kernel: Kernel, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
+    ) -> OpOverload | None:
+        """The out variant, for whoever calls it otherwise than from Python."""
+        variant = out_variant(kernel.target)
+        if variant is None:
+            return None
+        choice = _Choice(variant._op, out_names(variant))
+        return variant if self._writes(choice, kernel, args, kwargs, expected) else None
 
     def _layer(self, kernel: Kernel) -> _Choice:
         """Of an LSTM: the last result is for its backward, and has bytes where there is one."""
@@ -173,12 +202,18 @@ class Binder:
         if len(kernel.outs) != 1 or out is None or choice.names != ("out",):
             return False
         value = self.graph.values[out]
-        storage = self.graph.storages[value.storage]
-        if storage.planned or not _returns(choice.function, args, kwargs, expected):
+        if self.graph.storages[value.storage].planned or not returns(choice.function, args, kwargs, expected):
             return False
-        result: torch.Tensor = choice.function(*args, **kwargs)
-        alone = result.storage_offset() == value.offset == 0 and result.untyped_storage().nbytes() == storage.nbytes
-        return alone and result.stride() == value.strides and str(result.device) == storage.device
+        return all(self._laid_out(made, out) for made in (choice.function(*args, **kwargs), *expected))
+
+    def _laid_out(self, made: Any, out: int | None) -> bool:
+        """Whether a fresh result can be the value `out` itself: alone in its storage, with the planned strides."""
+        if out is None or not isinstance(made, torch.Tensor):
+            return False
+        value = self.graph.values[out]
+        storage = self.graph.storages[value.storage]
+        alone = made.storage_offset() == value.offset == 0 and made.untyped_storage().nbytes() == storage.nbytes
+        return alone and made.stride() == value.strides and str(made.device) == storage.device
 
     def _signature(self, kernel: Kernel) -> Any:
         def layout(leaf: Any) -> Any:
@@ -203,7 +238,16 @@ def with_arguments(bound: BoundOp, old: Kernel, new: Kernel, graph: Graph) -> Bo
     """
     if new.target is torch.ops.aten.convolution.default:
         function = bound.function if bound.form is Form.FUNCTIONAL else new.target._op
-        return replace(bound, form=Form.FUNCTIONAL, function=function, args=new.args, kwargs=new.kwargs, out_names=())
+        return replace(
+            bound,
+            form=Form.FUNCTIONAL,
+            function=function,
+            args=new.args,
+            kwargs=new.kwargs,
+            out_names=(),
+            as_planned=frozenset(),
+            overload=new.target,
+        )
     as_given = not isinstance(bound.args[1] if len(bound.args) > 1 else None, torch.Tensor)
     added = {name: value for name, value in bound.kwargs.items() if name not in old.kwargs}
     return replace(
@@ -211,6 +255,7 @@ def with_arguments(bound: BoundOp, old: Kernel, new: Kernel, graph: Graph) -> Bo
         args=new.args if as_given else _scalars_as_tensors(new, graph),
         kwargs={**new.kwargs, **added},
         returns=False,
+        as_planned=frozenset(),
     )
 
 
@@ -261,7 +306,8 @@ def _scalars_as_tensors(kernel: Kernel, graph: Graph) -> tuple[Any, ...]:
     if kernel.target._opname not in _ARITHMETIC or kernel.target._overloadname != "Tensor":
         return args
     result = graph.values[kernel.outs[0] if kernel.outs and kernel.outs[0] is not None else args[0].value]
-    if type(args[1]) not in (int, float) or result.dtype not in ("float32", "float64"):
+    kinds = {"float32": (int, float), "float64": (int, float), "int64": (int,)}
+    if type(args[1]) not in kinds.get(result.dtype, ()):
         return args
     return args[0], torch.tensor(args[1], dtype=dtype_of(result)), *args[2:]
 
@@ -283,58 +329,3 @@ def _fast_bindings(kernel: Kernel) -> tuple[Function, ...]:
     name = kernel.target._opname
     spaces = (torch._C._VariableFunctions, torch._C._nn)
     return tuple(getattr(space, name) for space in spaces if hasattr(space, name))
-
-
-def _writes(
-    choice: _Choice, args: Any, kwargs: dict[str, Any], scratch: list[torch.Tensor], expected: tuple[Any, ...]
-) -> bool:
-    before = [(t.data_ptr(), t.shape, t.stride()) for t in scratch]
-    try:
-        choice.function(*args, **kwargs, **choice.out_kwargs(scratch))
-    except _REFUSALS:
-        return False
-    if [(t.data_ptr(), t.shape, t.stride()) for t in scratch] != before:
-        return False
-    return all(same_bytes(ours, theirs) for ours, theirs in zip(scratch, expected, strict=True))
-
-
-def _returns(function: Function, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]) -> bool:
-    try:
-        results = _as_tuple(function(*args, **kwargs))
-    except _REFUSALS:
-        return False
-    if len(results) != len(expected):
-        return False
-    pairs = zip(results, expected, strict=True)
-    return all(_same(a, b) for a, b in pairs)
-
-
-def _same(one: Any, two: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        return same_bytes(one, two)
-    return type(one) is type(two) and bool(one == two)
-
-
-def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Same dtype, shape and bits (NaN equals NaN, 0.0 is not -0.0), whatever the strides."""
-    if one.dtype != two.dtype or one.shape != two.shape:
-        return False
-    if one.dtype == torch.bool:
-        return torch.equal(one, two)
-    flat = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, two)]
-    return torch.equal(*flat)
-
-
-def _scratch(graph: Graph, index: int) -> torch.Tensor:
-    """Throw-away memory with the layout of a value, in a storage that cannot be resized, filled with 0xFF."""
-    value = graph.values[index]
-    storage = graph.storages[value.storage]
-    memory = Memory(storage.nbytes, torch.device(storage.device))
-    memory.memory.fill_(255)
-    made = view_of(memory.storage(0, storage.nbytes), value)
-    made.arena = memory  # type: ignore[attr-defined]  # keeps the bytes alive as long as the tensor
-    return made
-
-
-def _as_tuple(result: Any) -> tuple[Any, ...]:
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)

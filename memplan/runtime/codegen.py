@@ -2,57 +2,30 @@
 
 Tensors in the arena, parameters and constants are globals of the generated code: their addresses never
 change, and all view ops are gone. Tensors whose address changes from call to call (inputs, outputs,
-gradients, tangents) are locals, and so are views of them.
+gradients, tangents) are locals, and so are views of them. Ops that torch's own interpreter can run are one line
+together (`native.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from memplan.graph import Graph, Value
 from memplan.runtime.arena import dtype_of, view_within
 from memplan.runtime.bind import BoundOp, Form
+from memplan.runtime.lines import Call, Empty, Hooked, Layout, Line, View, refs, same_layout
+from memplan.runtime.namespace import Namespace
+from memplan.runtime.native import interpreted, takes
 from memplan.trace.traced import Handed, Live, Ref
 
 Hook = Callable[[], None]
-
-
-@dataclass(slots=True)
-class Namespace:
-    """The globals of generated code: `v12` is value 12, `k3` a kernel, `c4` a constant, `g5` a hook."""
-
-    names: dict[str, Any] = field(default_factory=dict)
-    _known: dict[tuple[str, int], str] = field(default_factory=dict)
-
-    def add(self, prefix: str, thing: Any) -> str:
-        """A name for `thing`; the same object gets the same name."""
-        name = self._known.setdefault((prefix, id(thing)), f"{prefix}{len(self._known)}")
-        self.names[name] = thing  # which keeps it alive, so that its id stays its own
-        return name
-
-    def define(self, source: str, function: str) -> Callable[..., Any]:
-        """Compile `source` over these globals and return the function that it defines."""
-        exec(compile(source, f"<memplan {function}>", "exec"), self.names)
-        made: Callable[..., Any] = self.names[function]
-        return made
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Which values are static (globals), and the base (value index) of every dynamic storage (by index)."""
-
-    graph: Graph
-    static: frozenset[int]
-    base_of: Mapping[int, int]
-    fresh_storages: frozenset[int]
-    autocast: bool
+_WORTH = 3  # calls: fewer are made from Python in less time than it takes to enter torch's interpreter
 
 
 class FunctionWriter:
@@ -62,9 +35,10 @@ class FunctionWriter:
         self.name = name
         self.layout = layout
         self.namespace = namespace
-        self.arguments = [f"v{a}" for a in arguments]
-        self.local = set(arguments)
-        self.lines: list[str] = []
+        self.arguments = arguments
+        self.known = set(arguments)
+        self.views: list[View] = []  # of arguments: they come first
+        self.lines: list[Line] = []
         self.live: dict[str, str] = {}  # hyperparameters, read once per call
 
     def op(self, bound: BoundOp) -> None:
@@ -72,59 +46,59 @@ class FunctionWriter:
         if _copies_onto_itself(self.layout.graph, bound):
             return
         unborn = self._unborn(bound) if bound.returns else None
-        for ref in _refs((bound.args, bound.kwargs)):
-            if ref != unborn:
-                self._use(ref)
+        for value in refs((bound.args, bound.kwargs)):
+            if value != unborn:
+                self._use(value)
         if unborn is not None:
-            self.lines.append(f"v{unborn} = {self._call(bound, without=bound.out_names)}")
-            self.local.add(unborn)
+            self._add(Call(bound=bound, fresh=True, born=((0, unborn),)))
         elif bound.form is not Form.FUNCTIONAL:
-            self.lines.append(self._call(bound))
-        elif not bound.several and bound.outs[0] in self.layout.static:
-            copy = self.namespace.add("k", self.namespace.names[f"v{bound.outs[0]}"].copy_)
-            self.lines.append(f"{copy}({self._call(bound)})")
+            self._add(Call(bound=bound))
         else:
             self._land(bound)
 
     def _unborn(self, bound: BoundOp) -> int | None:
         """The result, if it is the caller's and this op is the first that writes it."""
         out = bound.outs[0]
-        if out is None or out in self.layout.static or out in self.local:
+        if out is None or out in self.layout.static or out in self.known:
             return None
-        return out if self.layout.base_of[self.layout.graph.values[out].storage] == out else None
+        return out if self.layout.base(out) == out else None
 
     def _land(self, bound: BoundOp) -> None:
         """Copy fresh results to their place, or make them the caller's where they have none."""
-        names = [f"r{i}" for i in range(len(bound.outs))]
-        self.lines.append(f"{''.join(f'{n}, ' for n in names) if bound.several else names[0]} = {self._call(bound)}")
-        for position, number in bound.hands:
-            self.lines.append(f"{self._hands()}[{number}] = {names[position]}")
-        for name, out in zip(names, bound.outs, strict=True):
+        born: list[tuple[int, int]] = []
+        adopted: list[tuple[int, int]] = []
+        copied: list[tuple[int, int]] = []
+        for position, out in enumerate(bound.outs):
             if out is None:
                 continue
-            if out not in self.layout.static and self.layout.base_of[self.layout.graph.values[out].storage] == out:
-                self._adopt(out, name)
-            else:
+            if out in self.layout.static or out in self.known or self.layout.base(out) != out:
                 self._use(out)
-                self.lines.append(f"v{out}.copy_({name})")
-        self.lines.append("del " + ", ".join(names))
+                copied.append((position, out))
+            else:
+                (born if position in bound.as_planned else adopted).append((position, out))
+        self._add(Call(bound=bound, born=tuple(born), adopted=tuple(adopted), copied=tuple(copied)))
 
     def hook(self, function: Hook) -> None:
         """Call `function()` here (guards)."""
-        self.lines.append(f"{self.namespace.add('g', function)}()")
+        self._add(Hooked(name=self.namespace.add("g", function)))
 
-    def finish(self, groups: Iterable[Sequence[int]]) -> Callable[..., Any]:
+    def finish(self, groups: Sequence[Sequence[int]]) -> Callable[..., Any]:
         """Return a tuple of values per group, and compile."""
-        parts = []
         for group in groups:
             for value in group:
                 self._use(value)
-            parts.append("(" + "".join(f"{self._leaving(value)}, " for value in group) + ")")
-        body = [f"def {self.name}({', '.join(self.arguments)}):", f"    with {self._guards()}:"]
-        read = [f"{name} = {source}" for source, name in self.live.items()]
-        body += [f"        {line}" for line in (*read, *self.lines)] or ["        pass"]
-        body.append(f"    return {', '.join(parts) if parts else '()'}")
-        return self.namespace.define("\n".join(body), self.name)
+        parts = ["(" + "".join(f"{self._leaving(value)}, " for value in group) + ")" for group in groups]
+        lines, native = self._written({value for group in groups for value in group})
+        body = [f"{name} = {source}" for source, name in self.live.items()] + lines
+        body = _within(f"with {self._guards()}:", body or ["pass"])
+        if native:
+            optimise = self.namespace.add("k", torch._C._set_graph_executor_optimize)
+            was = self.namespace.add("k", torch._C._get_graph_executor_optimize)
+            body = [f"was = {was}()", f"{optimise}(False)", *_within("try:", body)]
+            body += _within("finally:", [f"{optimise}(was)"])
+        body.append(f"return {', '.join(parts) if parts else '()'}")
+        header = f"def {self.name}({', '.join(f'v{a}' for a in self.arguments)}):"
+        return self.namespace.define("\n".join(_within(header, body)), self.name)
 
     def _leaving(self, index: int) -> str:
         """A value for the caller: what stays in the arena leaves as another tensor over the same bytes."""
@@ -134,26 +108,89 @@ class FunctionWriter:
 
     # -- values ------------------------------------------------------------------------------------------
 
+    def _add(self, line: Line) -> None:
+        self.lines.append(line)
+        self.known.update(line.makes)
+
     def _use(self, index: int) -> None:
         """Make sure that a dynamic value exists as a local: allocate its base, take a view of that."""
-        if index in self.layout.static or index in self.local:
+        if index in self.layout.static or index in self.known:
             return
-        value = self.layout.graph.values[index]
-        base = self.layout.base_of[value.storage]
-        if base not in self.local:
-            assert value.storage in self.layout.fresh_storages, f"value {index} is neither given nor the caller's"
-            b = self.layout.graph.values[base]
-            empty = self.namespace.add("k", torch.empty_strided)
-            dtype, device = self._constant(dtype_of(b)), self._constant(self._device(b.storage))
-            self.lines.append(f"v{base} = {empty}({b.shape!r}, {b.strides!r}, dtype={dtype}, device={device})")
-            self.local.add(base)
+        base = self.layout.base(index)
+        if base not in self.known:
+            fresh = self.layout.graph.values[index].storage in self.layout.fresh_storages
+            assert fresh, f"value {index} is neither given nor the caller's"
+            self._add(Empty(value=base))
         if index != base:
-            self.lines.append(f"v{index} = {self._view(base, index)}")
-            self.local.add(index)
+            view = View(base=base, value=index)
+            if base in self.arguments:
+                self.views.append(view)
+                self.known.add(index)
+            else:
+                self._add(view)
+
+    # -- lines -------------------------------------------------------------------------------------------
+
+    def _written(self, returned: set[int]) -> tuple[list[str], bool]:
+        """The lines as source, and whether torch's interpreter runs any of them."""
+        written = [source for view in self.views for source in self._python(view)]
+        native = False
+        end = 0
+        for fit, group in groupby(self.lines, key=self._fits):
+            run = list(group)
+            end += len(run)
+            if fit and sum(isinstance(line, Call) for line in run) >= _WORTH:
+                native = True
+                needed = returned.union(*(line.uses for line in self.lines[end:]))
+                written.append(self._interpreted(run, needed))
+            else:
+                written += [source for line in run for source in self._python(line)]
+        return written, native
+
+    def _fits(self, line: Line) -> bool:
+        return self.layout.native and takes(line, self.layout)
+
+    def _interpreted(self, lines: Sequence[Line], needed: set[int]) -> str:
+        """One call for all lines, of whose values those come out that are `needed`."""
+        results = [value for line in lines for value in line.makes if value in needed]
+        run = interpreted(lines, results, self.layout, self.namespace.names)
+        tensors = self.namespace.following(run.tensors, run.values)
+        arguments = [tensors, *(f"v{value}" for value in run.arguments)]
+        call = f"{self.namespace.add('s', run.function)}({', '.join(arguments)})"
+        return f"{', '.join(f'v{value}' for value in results)} = {call}" if results else call
+
+    def _python(self, line: Line) -> list[str]:
+        if isinstance(line, Hooked):
+            return [f"{line.name}()"]
+        if isinstance(line, Empty):
+            return [f"v{line.value} = {self._empty(self.layout.graph.values[line.value])}"]
+        if isinstance(line, View):
+            return [f"v{line.value} = {self._view(line.base, line.value)}"]
+        return self._called(line)
+
+    def _called(self, line: Call) -> list[str]:
+        """A call, and what becomes of its results."""
+        bound, call = line.bound, self._call(line)
+        if bound.form is not Form.FUNCTIONAL:
+            return [f"v{line.born[0][1]} = {call}" if line.born else call]
+        if not bound.several and line.copied and line.copied[0][1] in self.layout.static:
+            return [f"v{line.copied[0][1]}.copy_({call})"]
+        names = [f"r{i}" for i in range(len(bound.outs))]
+        lines = [f"{''.join(f'{n}, ' for n in names) if bound.several else names[0]} = {call}"]
+        lines += [f"{self._hands()}[{number}] = {names[position]}" for position, number in bound.hands]
+        lines += [f"v{value} = {self._adopted(value, names[i])}" for i, value in (*line.born, *line.adopted)]
+        lines += [f"v{value}.copy_({names[i]})" for i, value in line.copied]
+        return [*lines, "del " + ", ".join(names)]
+
+    def _empty(self, value: Value) -> str:
+        empty = self.namespace.add("k", torch.empty_strided)
+        device = torch.device(self.layout.graph.storages[value.storage].device)
+        how = f"dtype={self._constant(dtype_of(value))}, device={self._constant(device)}"
+        return f"{empty}({value.shape!r}, {value.strides!r}, {how})"
 
     def _view(self, base: int, index: int) -> str:
         b, v = self.layout.graph.values[base], self.layout.graph.values[index]
-        if (b.dtype, b.shape, b.strides, b.offset) == (v.dtype, v.shape, v.strides, v.offset):
+        if same_layout(b, v):
             return f"v{base}"
         if b.dtype != v.dtype:
             view = self.namespace.add("k", partial(view_within, b, v))
@@ -163,25 +200,18 @@ class FunctionWriter:
         start = "" if v.storage in self.layout.fresh_storages else f"v{base}.storage_offset() + "
         return f"v{base}.as_strided({v.shape!r}, {v.strides!r}, {start}{v.offset - b.offset})"
 
-    def _adopt(self, index: int, result: str) -> None:
-        """A fresh result becomes the caller's tensor itself, when it is laid out as planned."""
+    def _adopted(self, index: int, result: str) -> str:
+        """A fresh result as the caller's tensor itself, when it is laid out as planned."""
         v = self.layout.graph.values[index]
-        if index in self.local:
-            self.lines.append(f"v{index}.copy_({result})")
-            return
-        adopt = self.namespace.add("k", _adopt)
-        self.lines.append(f"v{index} = {adopt}({result}, {v.shape!r}, {v.strides!r})")
-        self.local.add(index)
-
-    def _device(self, storage: int) -> torch.device:
-        return torch.device(self.layout.graph.storages[storage].device)
+        return f"{self.namespace.add('k', _adopt)}({result}, {v.shape!r}, {v.strides!r})"
 
     # -- expressions -------------------------------------------------------------------------------------
 
-    def _call(self, bound: BoundOp, without: Sequence[str] = ()) -> str:
-        arguments = [self._expression(a) for a in bound.args]
-        arguments += [f"{name}={self._expression(a)}" for name, a in bound.kwargs.items() if name not in without]
-        return f"{self.namespace.add('k', bound.function)}({', '.join(arguments)})"
+    def _call(self, line: Call) -> str:
+        args, kwargs = line.arguments
+        arguments = [self._expression(a) for a in args]
+        arguments += [f"{name}={self._expression(a)}" for name, a in kwargs.items()]
+        return f"{self.namespace.add('k', line.bound.function)}({', '.join(arguments)})"
 
     def _expression(self, thing: Any) -> str:
         if isinstance(thing, Ref):
@@ -215,8 +245,8 @@ class FunctionWriter:
         return ", ".join(f"{self.namespace.add('k', guard)}()" for guard in guards)
 
 
-def _refs(tree: Any) -> list[int]:
-    return [leaf.value for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
+def _within(header: str, body: Iterable[str]) -> list[str]:
+    return [header, *(f"    {line}" for line in body)]
 
 
 def _same_elements(one: Value, two: Value) -> bool:
@@ -232,10 +262,8 @@ def _copies_onto_itself(graph: Graph, bound: BoundOp) -> bool:
     """A copy whose source gave its bytes to the result (see `memplan.inplace`)."""
     if bound.function is not torch.Tensor.copy_:
         return False
-    one, two = (graph.values[ref] for ref in _refs(bound.args))
-    return (one.storage, one.dtype, one.shape, one.strides, one.offset) == (
-        *(two.storage, two.dtype, two.shape, two.strides, two.offset),
-    )
+    one, two = (graph.values[ref] for ref in refs(bound.args))
+    return one.storage == two.storage and same_layout(one, two)
 
 
 def _adopt(result: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

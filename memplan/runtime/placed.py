@@ -75,7 +75,9 @@ def placing(
     `tensors` are the values by name ("v12").
     """
     return tuple(
-        replace(b, function=_placed(b, places[i], tensors[f"v{places[i].value}"], placer)) if i in places else b
+        replace(b, function=_placed(b, places[i], tensors[f"v{places[i].value}"], placer), overload=None)
+        if i in places
+        else b
         for i, b in enumerate(bound)
     )
 

@@ -13,12 +13,15 @@ from memplan.plan import Plan
 from memplan.replay.places import places
 from memplan.runtime.arena import Arena, Memory, view_of, view_within
 from memplan.runtime.bind import BoundOp
-from memplan.runtime.codegen import FunctionWriter, Layout, Namespace
+from memplan.runtime.codegen import FunctionWriter
 from memplan.runtime.copies import Copy
 from memplan.runtime.guards import NO_GUARDS, Guards, Hook
 from memplan.runtime.hooks import Hook as EventHook
 from memplan.runtime.hooks import observing
 from memplan.runtime.joined import joined
+from memplan.runtime.lines import Layout
+from memplan.runtime.namespace import Namespace
+from memplan.runtime.native import AVAILABLE
 from memplan.runtime.placed import Placer, placing
 from memplan.runtime.transfers import bind_transfers
 from memplan.runtime.trial import run_trial
@@ -101,7 +104,7 @@ class Program:
         graph, b = self.traced.graph, self.traced.bindings[binding]
         for index, value in enumerate(graph.values):
             if value.storage == graph.values[b.value].storage:
-                self.namespace.names[f"v{index}"] = _over(tensor, self.traced, b, index)
+                self.namespace.move(index, _over(tensor, self.traced, b, index))
 
 
 def build_program(
@@ -207,6 +210,7 @@ def _layout(traced: TracedGraph) -> Layout:
         base_of=base_of,
         fresh_storages=frozenset(base_of) - bound_storages,
         autocast=traced.autocast,
+        native=AVAILABLE and traced.device.type == "cpu",
     )
 
 

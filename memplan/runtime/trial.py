@@ -17,7 +17,7 @@ from memplan.graph import StorageKind, Value
 from memplan.plan import Plan
 from memplan.runtime.arena import dtype_of, offset_within, view_of
 from memplan.runtime.bind import Binder, BoundOp, Form, materialise
-from memplan.runtime.codegen import Layout
+from memplan.runtime.lines import Layout
 from memplan.runtime.measure import peak_bytes
 from memplan.trace.traced import Kernel, Source, TracedGraph
 

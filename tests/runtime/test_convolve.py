@@ -10,8 +10,8 @@ from torch import nn
 
 import memplan
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime.bind import same_bytes
 from memplan.runtime.convolve import direct_convolutions
+from memplan.runtime.probe import same_bytes
 
 aten = torch.ops.aten
 _has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

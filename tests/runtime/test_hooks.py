@@ -104,16 +104,16 @@ def test_events_are_the_plans_and_bits_stay(kind: str, name: str) -> None:
 
 
 def test_without_hooks_nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memplan.runtime import codegen
+    from memplan.runtime import namespace
 
     sources: list[str] = []
-    define = codegen.Namespace.define
+    define = namespace.Namespace.define
 
-    def noted(self: codegen.Namespace, source: str, function: str) -> Any:
+    def noted(self: namespace.Namespace, source: str, function: str) -> Any:
         sources.append(source)
         return define(self, source, function)
 
-    monkeypatch.setattr(codegen.Namespace, "define", noted)
+    monkeypatch.setattr(namespace.Namespace, "define", noted)
     _, _, compiled = _made("copies")
     _, _, twin = _made("copies")
     assert sources[:2] == sources[2:4]

@@ -1,0 +1,43 @@
+"""The globals of generated code, and the lists of tensors that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class Namespace:
+    """The globals of generated code: `v12` is value 12, `k3` a kernel, `c4` a constant, `g5` a hook, `s6` a run of ops
+    for torch's interpreter and `l7` the tensors of one that do not move."""
+
+    names: dict[str, Any] = field(default_factory=dict)
+    _known: dict[tuple[str, int], str] = field(default_factory=dict)
+    _lists: list[tuple[Any, tuple[int | None, ...]]] = field(default_factory=list)
+
+    def add(self, prefix: str, thing: Any) -> str:
+        """A name for `thing`; the same object gets the same name."""
+        name = self._known.setdefault((prefix, id(thing)), f"{prefix}{len(self._known)}")
+        self.names[name] = thing  # which keeps it alive, so that its id stays its own
+        return name
+
+    def following(self, tensors: Any, values: Sequence[int | None]) -> str:
+        """A name for a list of tensors, in which those of `values` (None: a constant) are what `move` says."""
+        self._lists.append((tensors, tuple(values)))
+        return self.add("l", tensors)
+
+    def move(self, value: int, tensor: torch.Tensor) -> None:
+        """Let a value be another tensor from now on."""
+        self.names[f"v{value}"] = tensor
+        for tensors, values in self._lists:
+            if value in values:
+                tensors[values.index(value)] = tensor
+
+    def define(self, source: str, function: str) -> Callable[..., Any]:
+        """Compile `source` over these globals and return the function that it defines."""
+        exec(compile(source, f"<memplan {function}>", "exec"), self.names)
+        made: Callable[..., Any] = self.names[function]
+        return made

@@ -1,0 +1,216 @@
+"""Runs of ops as one call: torch's own interpreter goes from kernel to kernel in less time than Python's.
+
+A run becomes a TorchScript graph. Its tensors that never move are one list, given in every call; what moves comes as
+arguments; what the caller will own is made inside and returned. No pass may touch the graph: whoever calls it turns
+the executor's optimisation off for his thread (`codegen.py`). The interpreter lets other Python threads run
+meanwhile.
+
+Left to Python is what torch's interpreter does not know (hyperparameters, what is handed from kernel to kernel, our own
+functions), and what may fail for the numbers that it is given: out of torch's interpreter comes a plain
+`RuntimeError`, whatever eager raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._ops import OpOverload
+
+from memplan.runtime.arena import dtype_of
+from memplan.runtime.lines import Call, Empty, Hooked, Layout, Line, View, refs, same_layout
+from memplan.trace.outvariants import out_names
+from memplan.trace.randomness import draws
+from memplan.trace.traced import Handed, Live, Ref
+
+_NUMBERS = {"index", "indices", "target", "repeats", "offsets", "mask_indices"}
+_MAY_FAIL = ("linalg_", "_linalg_", "cholesky", "lu_", "_assert", "_cdist")
+_FAILURES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+)  # of torch's bindings, for what they do not take
+_MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+_TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
+AVAILABLE = all(hasattr(torch._C, name) for name in ("Graph", "ScriptList", "_create_function_from_graph"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreted:
+    """`function(tensors, *arguments)`: `arguments` are values that move, `tensors` is the list of those that do not,
+    which are `values` (None: a constant)."""
+
+    function: Any
+    tensors: Any
+    values: tuple[int | None, ...]
+    arguments: tuple[int, ...]
+
+
+def takes(line: Line, layout: Layout) -> bool:
+    """Whether torch's interpreter runs the same kernel, and nothing can fail there that did not fail in the trial."""
+    if isinstance(line, Hooked):
+        return False
+    if isinstance(line, Empty):
+        return True
+    if isinstance(line, View):
+        one, two = (layout.graph.values[i] for i in (line.base, line.value))
+        return one.dtype == two.dtype and two.storage in layout.fresh_storages
+    overload = _overload(line)
+    if overload is None or overload.namespace != "aten" or line.adopted or line.bound.hands:
+        return False
+    if any(isinstance(leaf, (Handed, Live)) for leaf in pytree.tree_leaves(line.arguments)):
+        return False
+    if overload._opname.startswith(_MAY_FAIL) or _by_number(line, overload, layout):
+        return False
+    if draws(overload, *line.arguments) and "Tensor" in overload._overloadname:  # with probabilities of its own
+        return False
+    return _finds(line, layout)
+
+
+def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, names: Mapping[str, Any]) -> Interpreted:
+    """One function for a run of lines that `takes` said yes to. `names` has the static values, as `v12`."""
+    writer = _Writer(run, layout)
+    for line in run:
+        writer.write(line)
+    tensors = [thing if isinstance(thing, torch.Tensor) else names[f"v{thing}"] for thing in writer.static]
+    return Interpreted(
+        function=torch._C._create_function_from_graph("memplan_run", writer.returning(results)),
+        tensors=torch._C.ScriptList(tensors),
+        values=tuple(None if isinstance(thing, torch.Tensor) else thing for thing in writer.static),
+        arguments=tuple(writer.arguments),
+    )
+
+
+def _by_number(line: Call, overload: OpOverload, layout: Layout) -> bool:
+    """Whether it is told where to read or write by numbers, which may be out of range."""
+    args, kwargs = line.arguments
+    named = {**dict(zip((a.name for a in overload._schema.arguments), args, strict=False)), **kwargs}
+    told = [v for name, thing in named.items() if name in _NUMBERS for v in refs(thing)]
+    return any(layout.graph.values[v].dtype in ("int64", "int32") for v in told)
+
+
+def _overload(line: Call) -> OpOverload | None:
+    return line.bound.fresh_overload if line.fresh else line.bound.overload
+
+
+def _finds(line: Call, layout: Layout) -> bool:
+    """Whether torch's interpreter finds the overload of a call by the arguments."""
+    overload = _overload(line)
+    try:
+        writer = _Writer([line], layout)  # whose graph must outlive what is asked of its nodes
+        return bool(writer.call(line).schema() == str(overload._schema))  # type: ignore[union-attr]
+    except _FAILURES:
+        return False
+
+
+class _Writer:
+    """Writes a TorchScript graph: its first input is the list of what does not move (`static`: values, and tensors
+    that are constants), the others are `arguments`, values that the run does not make itself."""
+
+    def __init__(self, run: Sequence[Line], layout: Layout) -> None:
+        self.layout = layout
+        made = {value for line in run for value in line.makes}
+        used = dict.fromkeys(value for line in run for value in line.uses)
+        leaves = [leaf for line in run if isinstance(line, Call) for leaf in pytree.tree_leaves(line.arguments)]
+        constants = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self.static: list[Any] = [*(v for v in used if v in layout.static), *constants.values()]
+        self.arguments = [v for v in used if v not in layout.static and v not in made]
+        self.graph: Any = torch._C.Graph()
+        tensors = self._input(torch._C.ListType(_TENSOR))
+        unpacked = self._insert("prim::ListUnpack", [tensors], [_TENSOR] * len(self.static))
+        elements = zip(self.static, unpacked.outputs(), strict=True)
+        self.known: dict[int, Any] = {value: self._input(_TENSOR) for value in self.arguments}
+        self.known |= {id(thing) if isinstance(thing, torch.Tensor) else thing: node for thing, node in elements}
+
+    def write(self, line: Line) -> None:
+        """Add a line to the graph."""
+        if isinstance(line, Empty):
+            value = self.layout.graph.values[line.value]
+            device = torch.device(self.layout.graph.storages[value.storage].device)
+            given = (value.shape, value.strides, dtype_of(value), None, device, None)
+            self.known[line.value] = self._op(torch.ops.aten.empty_strided.default, given).output()
+        elif isinstance(line, View):
+            self.known[line.value] = self._view(line)
+        elif isinstance(line, Call):
+            made = list(self.call(line).outputs())
+            self.known |= {v: made[position] for position, v in line.born}
+            for position, v in line.copied:
+                copy = [self.known[v], made[position], self.graph.insertConstant(False)]
+                self._insert("aten::copy_", copy, [_TENSOR])
+
+    def call(self, line: Call) -> Any:
+        """The node of a call."""
+        overload, (args, kwargs) = _overload(line), line.arguments
+        assert overload is not None
+        outs = [out for name in line.bound.out_names if name in kwargs for out in _as_list(kwargs.pop(name))]
+        kwargs |= dict(zip(out_names(overload), outs, strict=True)) if outs else {}
+        given = [
+            args[i] if i < len(args) else kwargs.pop(a.name, a.default_value)
+            for i, a in enumerate(overload._schema.arguments)
+        ]
+        if kwargs:
+            raise TypeError(f"{overload} takes no {', '.join(kwargs)}")
+        return self._op(overload, given)
+
+    def returning(self, results: Sequence[int]) -> Any:
+        """The graph, once all lines are in it."""
+        if not results:
+            self.graph.registerOutput(self.graph.insertConstant(None))
+        elif len(results) == 1:
+            self.graph.registerOutput(self.known[results[0]])
+        else:
+            kind = torch._C.TupleType([_TENSOR] * len(results))
+            several = self._insert("prim::TupleConstruct", [self.known[v] for v in results], [kind])
+            self.graph.registerOutput(several.output())
+        return self.graph
+
+    def _view(self, line: View) -> Any:
+        one, two = (self.layout.graph.values[i] for i in (line.base, line.value))
+        if same_layout(one, two):
+            return self.known[line.base]
+        given = (Ref(line.base), two.shape, two.strides, two.offset - one.offset)
+        return self._op(torch.ops.aten.as_strided.default, given).output()
+
+    # -- nodes -------------------------------------------------------------------------------------------
+
+    def _input(self, kind: Any) -> Any:
+        made = self.graph.addInput()
+        made.setType(kind)
+        return made
+
+    def _insert(self, name: str, inputs: Sequence[Any], kinds: Sequence[Any]) -> Any:
+        node = self.graph.create(name, list(inputs), len(kinds))
+        self.graph.insertNode(node)
+        for output, kind in zip(node.outputs(), kinds, strict=True):
+            output.setType(kind)
+        return node
+
+    def _op(self, overload: OpOverload, given: Sequence[Any]) -> Any:
+        schema = overload._schema
+        inputs = [self._given(thing, a.type) for thing, a in zip(given, schema.arguments, strict=True)]
+        return self._insert(schema.name, inputs, [r.type for r in schema.returns])
+
+    def _given(self, thing: Any, kind: Any) -> Any:
+        """An argument of type `kind` as what it is in the graph."""
+        if isinstance(thing, Ref):
+            return self.known[thing.value]
+        if isinstance(thing, torch.Tensor):
+            return self.known[id(thing)]
+        while kind.kind() == "OptionalType":
+            kind = kind.getElementType()
+        if isinstance(thing, (list, tuple)):
+            element = _INT if kind.getElementType().kind() == "SymIntType" else kind.getElementType()
+            items = [self._given(item, element) for item in thing]
+            return self._insert("prim::ListConstruct", items, [torch._C.ListType(element)]).output()
+        if isinstance(thing, torch.memory_format):
+            return self.graph.insertConstant(_MEMORY_FORMATS.index(thing))
+        as_float = kind.kind() == "FloatType" and type(thing) is int
+        return self.graph.insertConstant(float(thing) if as_float else thing)
+
+
+def _as_list(thing: Any) -> Sequence[Any]:
+    return thing if isinstance(thing, (list, tuple)) else [thing]
