@@ -1,0 +1,202 @@
+"""Runs of ops that torch's own interpreter executes: the same bits, errors, memory and freedom as from Python."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.zoo import ZOO
+from memplan.runtime import CompiledModule, compile_step
+from memplan.runtime import compile as memplan_compile
+from memplan.runtime import program as programs
+
+_interpreted = pytest.mark.skipif(not programs.AVAILABLE, reason="this torch has no TorchScript graphs")
+
+
+@contextmanager
+def _by_python() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "AVAILABLE", False)
+        yield
+
+
+def _runs(compiled: CompiledModule) -> list[str]:
+    return [name for name in compiled._selector.main.program.namespace.names if name.startswith("s")]
+
+
+def _steps(model: nn.Module, call: Any, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = call(*inputs)
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return [*found, *(b.clone() for b in model.buffers())]
+
+
+@_interpreted
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5", "resnet", "unet", "lstm"])
+def test_the_same_bits_as_from_python(name: str) -> None:
+    model, inputs = ZOO[name]("nano")
+    other = copy.deepcopy(model)
+    compiled = memplan_compile(model, inputs)
+    with _by_python():
+        plain = memplan_compile(other, inputs)
+    assert _runs(compiled)
+    assert not _runs(plain)
+    pairs = zip(_steps(model, compiled, inputs), _steps(other, plain, inputs), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+class Tower(nn.Module):
+    """Enough ops in a row, after rows by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 8)
+        self.layers = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), nn.GELU())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layers(self.embed(x)).square().mean()
+        return made
+
+
+def _tower() -> tuple[Tower, torch.Tensor]:
+    torch.manual_seed(0)
+    return Tower(), torch.tensor([1, 4, 2])
+
+
+@_interpreted
+def test_what_fails_for_its_numbers_fails_as_in_eager() -> None:
+    model, x = _tower()
+    compiled = memplan_compile(model, x)
+    expected = model(x)
+    with pytest.raises(IndexError, match="out of range"):
+        compiled(torch.tensor([1, 5, 2]))
+    assert torch.equal(compiled(x), expected)
+
+
+@_interpreted
+def test_parameters_that_move_are_followed() -> None:
+    model, x = _tower()
+    eager = copy.deepcopy(model)
+    compiled = memplan_compile(model, x)
+    for round_ in range(3):
+        for one, two in zip(model.parameters(), eager.parameters(), strict=True):
+            moved = torch.randn(one.shape, generator=torch.Generator().manual_seed(round_))
+            one.data, two.data = moved.clone(), moved.clone()
+        pairs = zip(_steps(model, compiled, (x,)), _steps(eager, eager, (x,)), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)
+    assert _runs(compiled)
+
+
+@_interpreted
+def test_the_executor_is_left_as_it_was() -> None:
+    model, x = _tower()
+    compiled = memplan_compile(model, x)
+    for optimise in (True, False):
+        torch._C._set_graph_executor_optimize(optimise)
+        try:
+            compiled(x).backward()
+            assert torch._C._get_graph_executor_optimize() is optimise
+            with pytest.raises(IndexError):
+                compiled(torch.tensor([1, 5, 2]))
+            assert torch._C._get_graph_executor_optimize() is optimise
+        finally:
+            torch._C._set_graph_executor_optimize(True)
+
+
+@_interpreted
+def test_a_dropped_module_takes_its_runs_and_their_tensors_along() -> None:
+    model, x = _tower()
+    compiled = memplan_compile(model, x)
+    compiled(x).backward()
+    arena = weakref.ref(compiled._selector.main.arena)
+    weight = weakref.ref(model.layers[0].weight)
+    assert _runs(compiled)
+    del model, compiled
+    gc.collect()
+    assert arena() is None
+    assert weight() is None
+
+
+@_interpreted
+def test_several_threads_each_with_a_module_of_its_own() -> None:
+    cases = [_tower() for _ in range(3)]
+    compiled = [memplan_compile(model, x) for model, x in cases]
+    expected = _steps(*_alone(cases[0]))
+    found: list[list[torch.Tensor]] = [[] for _ in cases]
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            model, x = cases[i]
+            model.zero_grad()
+            loss = compiled[i](x)
+            loss.backward()
+            found[i] = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for results in found:
+        assert all(torch.equal(one, two) for one, two in zip(results, expected, strict=False))
+        assert len(results) == 1 + len(list(cases[0][0].parameters()))
+
+
+def _alone(case: tuple[Tower, torch.Tensor]) -> tuple[nn.Module, Any, tuple[Any, ...]]:
+    model = copy.deepcopy(case[0])
+    return model, model, (case[1],)
+
+
+@_interpreted
+def test_hyperparameters_are_read_at_every_step() -> None:
+    model, x = _tower()
+    eager = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, eager)]
+    step = compile_step(model, optimizers[0], lambda out: out, x)
+    for lr in (1e-2, 1e-3, 5e-1):
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = lr
+        step(x)
+        optimizers[1].zero_grad()
+        eager(x).backward()
+        optimizers[1].step()
+        for one, two in zip(model.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(one, two)
+
+
+@_interpreted
+def test_kernels_written_in_python_stay_in_python() -> None:
+    @torch.library.custom_op("memplan_native_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        if bool((x > 1e3).any()):
+            raise KeyError("too large")
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = twice(x.sin().cos().sin())
+            made: torch.Tensor = twice(x).sin().cos().sin().exp() + y
+            return made
+
+    model, x = Calls(), torch.randn(4)
+    with torch.no_grad():
+        compiled = memplan_compile(model, x, train=False)
+        assert torch.equal(compiled(x), model(x))
+        with pytest.raises(KeyError, match="too large"):
+            compiled(torch.full((4,), 1e4))
+        assert torch.equal(compiled(x), model(x))
