@@ -36,6 +36,7 @@ _FAILURES = (
 )  # of torch's bindings, for what they do not take
 _MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 _TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
+_PLAIN = {"IntType": int, "BoolType": bool, "FloatType": float}
 AVAILABLE = all(hasattr(torch._C, name) for name in ("Graph", "ScriptList", "_create_function_from_graph"))
 
 
@@ -204,6 +205,9 @@ class _Writer:
             kind = kind.getElementType()
         if isinstance(thing, (list, tuple)):
             element = _INT if kind.getElementType().kind() == "SymIntType" else kind.getElementType()
+            plain = _PLAIN.get(element.kind())
+            if thing and plain is not None and all(type(item) in {plain, int} for item in thing):
+                return self.graph.insertConstant([plain(item) for item in thing])
             items = [self._given(item, element) for item in thing]
             return self._insert("prim::ListConstruct", items, [torch._C.ListType(element)]).output()
         if isinstance(thing, torch.memory_format):

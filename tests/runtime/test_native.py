@@ -18,8 +18,9 @@ from benchmarks.zoo import ZOO
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import program as programs
+from memplan.runtime.native import AVAILABLE
 
-_interpreted = pytest.mark.skipif(not programs.AVAILABLE, reason="this torch has no TorchScript graphs")
+_interpreted = pytest.mark.skipif(not AVAILABLE, reason="this torch has no TorchScript graphs")
 
 
 @contextmanager
