@@ -134,6 +134,8 @@ class FunctionWriter:
     def _written(self, returned: set[int]) -> tuple[list[str], bool]:
         """The lines as source, and whether torch's interpreter runs any of them."""
         written = [source for view in self.views for source in self._python(view)]
+        last_use = {value: i for i, line in enumerate(self.lines) for value in line.uses}
+        last_use |= dict.fromkeys(returned, len(self.lines))
         native = False
         end = 0
         for fit, group in groupby(self.lines, key=self._fits):
@@ -141,8 +143,8 @@ class FunctionWriter:
             end += len(run)
             if fit and sum(isinstance(line, Call) for line in run) >= _WORTH:
                 native = True
-                needed = returned.union(*(line.uses for line in self.lines[end:]))
-                written.append(self._interpreted(run, needed))
+                results = [v for line in run for v in line.makes if last_use.get(v, -1) >= end]
+                written.append(self._interpreted(run, results))
             else:
                 written += [source for line in run for source in self._python(line)]
         return written, native
@@ -150,9 +152,8 @@ class FunctionWriter:
     def _fits(self, line: Line) -> bool:
         return self.layout.native and takes(line, self.layout)
 
-    def _interpreted(self, lines: Sequence[Line], needed: set[int]) -> str:
-        """One call for all lines, of whose values those come out that are `needed`."""
-        results = [value for line in lines for value in line.makes if value in needed]
+    def _interpreted(self, lines: Sequence[Line], results: Sequence[int]) -> str:
+        """One call for all lines, out of which these values come."""
         run = interpreted(lines, results, self.layout, self.namespace.names)
         tensors = self.namespace.following(run.tensors, run.values)
         arguments = [tensors, *(f"v{value}" for value in run.arguments)]
