@@ -27,6 +27,7 @@ from memplan.solve import Solver
 from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
 from memplan.trace.divide import divide
+from memplan.trace.fold import fold
 from memplan.trace.hosted import Target, hosted, require_at_home, target_of
 from memplan.trace.pack import pack_masks
 from memplan.trace.quantize import quantize
@@ -109,7 +110,8 @@ def _divisible(
     def make(division: Division | None, compress: str) -> TracedGraph:
         copied = fx.GraphModule(captured.graph_module, copy_of(captured.graph_module.graph))
         whole = replace(captured, graph_module=copied)
-        traced = trace_captured(whole, model, finish, division, compress, resident=resident)
+        streamed = target is not None
+        traced = trace_captured(whole, model, finish, division, compress, resident=resident, streamed=streamed)
         return replace(_finished(traced, target, in_place=in_place), again=make)
 
     return make(None, "")
@@ -169,11 +171,17 @@ def trace_captured(
     compress: str = "",
     *,
     resident: bool = False,
+    streamed: bool = False,
 ) -> TracedGraph:
-    """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them."""
+    """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them.
+
+    `streamed`: what is not planned is on the host, from where a constant would be copied at each use: none is made.
+    """
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     write_back_mutations(graph, captured.alias_of)
+    if not streamed:
+        fold(captured.graph_module)
     made = None if division is None else divide(graph, division)
     if compression_of(compress):
         pack_masks(graph)

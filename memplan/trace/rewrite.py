@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memplan.errors import UnsupportedGraph
 
-_INHERITED = ("stack_trace", "nn_module_stack", "partitioner_tag", "fwd_nn_module_stack", "autograd_backward")
+INHERITED = ("stack_trace", "nn_module_stack", "partitioner_tag", "fwd_nn_module_stack", "autograd_backward")
 aten = torch.ops.aten
 
 
@@ -74,10 +74,32 @@ class Rewriter:
         name = self.label or f"{self.node.name}_{suffix or target._opname.strip('_')}"
         with self.graph.inserting_before(self.before):
             new = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        new.meta.update({key: self.node.meta[key] for key in _INHERITED if key in self.node.meta})
+        new.meta.update({key: self.node.meta[key] for key in INHERITED if key in self.node.meta})
         if self.phase is not None:
             new.meta["partitioner_tag"] = self.phase
         return new
+
+
+def replace_by(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
+    """Let `other` stand for `node`, whose shape, strides and dtype it has; views of the one become the other's."""
+    old, mode = storage_key(value(node)), fake_mode_of(graph)
+    follow = dict.fromkeys(node.users)
+    node.replace_all_uses_with(other)
+    graph.erase_node(node)
+    while follow:
+        user = next(iter(follow))
+        del follow[user]
+        if user.op == "call_function" and _shares(user.meta.get("val"), old):
+            args, kwargs = fx.node.map_arg((user.args, user.kwargs), value)
+            with mode, torch.no_grad():
+                user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
+            follow.update(dict.fromkeys(user.users))
+
+
+def _shares(val: Any, key: int) -> bool:
+    """Whether a fake value, or one of several, lies in this storage."""
+    flat = val if isinstance(val, (tuple, list)) else (val,)
+    return any(isinstance(t, torch.Tensor) and storage_key(t) == key for t in flat)
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
