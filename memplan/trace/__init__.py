@@ -34,6 +34,7 @@ from memplan.trace.quantize import quantize
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rewrite import copy_of
 from memplan.trace.rules import lower
+from memplan.trace.simplify import simplify
 from memplan.trace.smaller import plan_divided
 from memplan.trace.together import small_updates
 from memplan.trace.traced import TracedGraph
@@ -182,6 +183,7 @@ def trace_captured(
     write_back_mutations(graph, captured.alias_of)
     if not streamed:
         fold(captured.graph_module)
+    simplify(graph)
     made = None if division is None else divide(graph, division)
     if compression_of(compress):
         pack_masks(graph)

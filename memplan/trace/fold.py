@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from memplan.trace.returns import returned_by
 from memplan.trace.rewrite import INHERITED, aten, replace_by, storage_key, value
-from memplan.trace.touches import has_effects, keys_of, written_in
+from memplan.trace.touches import has_effects, keys_of, span, written_in
 
 SMALL = 4096  # bytes of a result that may stay
 FOLDED = "folded"  # in a node's meta: the op that its numbers come from
@@ -70,7 +70,7 @@ def _is_plain(node: fx.Node) -> bool:
     if val.layout is not torch.strided:
         return False
     numbers = (*val.shape, *val.stride(), val.storage_offset(), *pytree.tree_leaves((node.args, node.kwargs)))
-    return not any(isinstance(n, _SYMBOLIC) for n in numbers) and val.untyped_storage().nbytes() <= _WORK
+    return not any(isinstance(n, _SYMBOLIC) for n in numbers) and span(val) <= _WORK
 
 
 def _shared(graph: fx.Graph, constant: list[fx.Node]) -> list[fx.Node]:
@@ -91,7 +91,7 @@ def _kept(constant: list[fx.Node]) -> set[fx.Node]:
     folded, kept = set(constant), set[fx.Node]()
     for base, *views in reversed(groups.values()):
         if any(user not in folded for node in (base, *views) for user in node.users):
-            if value(base).untyped_storage().nbytes() <= SMALL:
+            if span(value(base)) <= SMALL:
                 kept.add(base)
             else:
                 folded -= {base, *views}
