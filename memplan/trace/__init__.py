@@ -189,7 +189,7 @@ def trace_captured(
         pack_masks(graph)
     if compress == "int8":
         quantize(graph)
-    lower(graph)
+    lower(graph, constants=not streamed)
     finish(graph)
     return replace(build(captured, model, needs, resident=resident), division=made, compress=compress)
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from memplan.errors import UnsupportedGraph
 
 INHERITED = ("stack_trace", "nn_module_stack", "partitioner_tag", "fwd_nn_module_stack", "autograd_backward")
+_WRITTEN = str.maketrans({"-": "minus_", ".": "_", "+": "_"})  # numbers in names
 aten = torch.ops.aten
 
 
@@ -18,6 +19,8 @@ class Rewriter:
     """Inserts nodes before `before` (default: `node`) with the name and origin of `node`, evaluated on fake tensors."""
 
     label = ""  # the name of new nodes, if not made of the node's and the op's
+    constants = True  # whether the program may have constants (see `trace_captured`)
+    written: frozenset[int] | set[int] = frozenset()  # storages that ops wrote in place before the pass
     phase: str | None = None  # the tag of new nodes, if not the node's own
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, before: fx.Node | None = None) -> None:
@@ -69,6 +72,25 @@ class Rewriter:
         """Uninitialised memory laid out as `like`, and nothing else's."""
         with self.mode:
             return self.memory(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device))
+
+    def number(self, number: float, dtype: torch.dtype, device: torch.device) -> fx.Node:
+        """A tensor of no dimension, a constant of the program; the same one each time."""
+        module = self.graph.owning_module
+        assert module is not None
+        name = f"_number_{str(number).translate(_WRITTEN)}_{dtype}_{device}".replace("torch.", "").replace(":", "_")
+        known: list[fx.Node] = list(self.graph.find_nodes(op="get_attr", target=name))
+        if known:
+            return known[0]
+        with unset_fake_temporarily():
+            real = device.type == "cpu" or torch.cuda.is_available()
+            tensor = torch.tensor(number, dtype=dtype, device=device) if real else None
+        with self.mode:
+            val = torch.empty((), dtype=dtype, device=device)
+        setattr(module, name, val if tensor is None else tensor)
+        with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op != "placeholder")):
+            node = self.graph.create_node("get_attr", name, name=name)
+        node.meta["val"] = val
+        return node
 
     def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], suffix: str = "") -> fx.Node:
         name = self.label or f"{self.node.name}_{suffix or target._opname.strip('_')}"
