@@ -1,8 +1,8 @@
 """Tracing: `nn.Module` + example inputs -> `TracedGraph`, and `plan`, which needs nothing but the trace.
 
-In the order in which data flows: `capture.py` (front ends), `returns.py`, `divide.py`, `pack.py`, `quantize.py`,
-`rules.py` and `layer_rules.py` (passes over the fx graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`).
-Nothing is computed here.
+In the order in which data flows: `capture.py` (front ends), `returns.py`, `fold.py`, `simplify.py`, `divide.py`,
+`pack.py`, `quantize.py`, `rules.py`, `layer_rules.py` and `products.py` (passes over the fx graph, through
+`rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is computed here but small constants.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from memplan.trace.returns import returned_by
 from memplan.trace.rewrite import INHERITED, aten, replace_by, storage_key, value
-from memplan.trace.touches import has_effects, keys_of, span, written_in
+from memplan.trace.touches import has_effects, is_fixed, keys_of, span, written_in
 
 SMALL = 4096  # bytes of a result that may stay
 FOLDED = "folded"  # in a node's meta: the op that its numbers come from
@@ -67,10 +67,8 @@ def _is_plain(node: fx.Node) -> bool:
     val = node.meta.get("val")
     if node.target.namespace != "aten" or "empty" in node.target._opname or not isinstance(val, torch.Tensor):
         return False
-    if val.layout is not torch.strided:
-        return False
-    numbers = (*val.shape, *val.stride(), val.storage_offset(), *pytree.tree_leaves((node.args, node.kwargs)))
-    return not any(isinstance(n, _SYMBOLIC) for n in numbers) and span(val) <= _WORK
+    symbols = any(isinstance(leaf, _SYMBOLIC) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
+    return not symbols and is_fixed(val) and span(val) <= _WORK
 
 
 def _shared(graph: fx.Graph, constant: list[fx.Node]) -> list[fx.Node]:

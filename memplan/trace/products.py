@@ -10,26 +10,27 @@ from torch import fx
 
 from memplan.trace.returns import is_backward
 from memplan.trace.rewrite import Rewriter, aten, storage_key, value
-from memplan.trace.touches import span
+from memplan.trace.touches import is_fixed, span
 
 _EXPONENTS = 100  # of powers of two whose inverses are normal numbers of float32 too
 
 
 def multiplied(rw: Rewriter, result: torch.Tensor, x: fx.Node, y: fx.Node, scale: float) -> fx.Node:
-    """`result`: (scale * x) * y. To add -0.0 changes no bit, even where a kernel multiplies and adds at once."""
+    """`result`: (scale * x) * y, on the CPU. A kernel may multiply and add at once: -0.0 changes no bit either way."""
     zero = rw.number(-0.0, result.dtype, result.device)
     return rw.making(result, aten.addcmul.default, zero, x, y, value=scale)
 
 
 def product(rw: Rewriter, x: Any, y: Any) -> fx.Node | None:
     """A product, one of whose factors is a number times something, for this product alone."""
-    if not rw.constants or value(rw.node).dtype is not torch.float32:
-        return None
+    result = value(rw.node)
+    if not rw.constants or result.dtype is not torch.float32 or result.device.type != "cpu":
+        return None  # CUDA's kernel multiplies the three in another order
     for inner, other in ((x, y), (y, x)):
         if isinstance(inner, fx.Node) and isinstance(other, fx.Node) and value(other).dtype is torch.float32:
             scaled = _scaled(rw, inner)
             if scaled is not None:
-                new = multiplied(rw, value(rw.node), scaled[0], other, scaled[1])
+                new = multiplied(rw, result, scaled[0], other, scaled[1])
                 rw.node.replace_input_with(inner, other)  # the node goes next
                 rw.graph.erase_node(inner)
                 return new
@@ -63,7 +64,8 @@ def _can_wait(rw: Rewriter, x: fx.Node, inner: fx.Node) -> bool:
         above = base.args[0] if base.args else None
         val = above.meta.get("val") if isinstance(above, fx.Node) else None
         if not isinstance(val, torch.Tensor) or storage_key(val) != key:
-            return span(value(base)) <= span(value(inner))
+            sizes = value(base), value(inner)
+            return all(map(is_fixed, sizes)) and span(sizes[0]) <= span(sizes[1])
         assert isinstance(above, fx.Node)
         base = above
     return True

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memplan.trace.fold import SMALL
 from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import aten, fake_mode_of, replace_by, storage_key, value
-from memplan.trace.touches import has_effects, is_view, keys_of, span, tensors_of, written_in
+from memplan.trace.touches import has_effects, is_fixed, is_view, keys_of, span, tensors_of, written_in
 
 _BY_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
 _COPIES = {aten.clone.default, aten._to_copy.default}
@@ -50,7 +50,7 @@ def _made(graph: fx.Graph) -> dict[int, int]:
     sizes: dict[int, int] = {}
     for node in graph.nodes:
         for tensor in tensors_of(node):
-            if _is_plain(tensor) and storage_key(tensor) not in bound:
+            if is_fixed(tensor) and storage_key(tensor) not in bound:
                 sizes.setdefault(storage_key(tensor), span(tensor))
     return sizes
 
@@ -61,13 +61,7 @@ def _size(node: fx.Node, made: dict[int, int]) -> int:
 
 def _is_fixed(node: fx.Node) -> bool:
     """Whether a node gives one plain tensor whose sizes are numbers."""
-    return isinstance(node.meta.get("val"), torch.Tensor) and _is_plain(value(node))
-
-
-def _is_plain(val: torch.Tensor) -> bool:
-    if val.layout is not torch.strided:
-        return False
-    return all(isinstance(n, int) for n in (*val.shape, *val.stride(), val.storage_offset()))
+    return isinstance(node.meta.get("val"), torch.Tensor) and is_fixed(value(node))
 
 
 def _same_layout(one: fx.Node, two: fx.Node) -> bool:
