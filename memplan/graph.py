@@ -15,6 +15,8 @@ from functools import cached_property
 
 from memplan.errors import InvalidPlan, PlanMismatch
 
+GIVEN = "constant"  # the op of a constant's origin that no op made
+
 
 class StorageKind(enum.StrEnum):
     """What the bytes are for."""
@@ -125,6 +127,12 @@ class Graph:
     def bytes_of(self, *kinds: StorageKind, planned: bool = False) -> int:
         """Total bytes of the storages of these kinds that are (not) planned."""
         return sum(s.nbytes for s in self.storages if s.kind in kinds and s.planned == planned)
+
+    @property
+    def folded_bytes(self) -> int:
+        """Bytes of the constants that the trace computed: results of ops that no step runs."""
+        constants = (s for s in self.storages if s.kind is StorageKind.CONSTANT)
+        return sum(s.nbytes for s in constants if s.origin.op != GIVEN)
 
     def functional_bytes(self, op: Op) -> int:
         """Bytes that `op` returns in fresh tensors before they are copied to their place (0 when direct)."""

@@ -30,7 +30,7 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("tangents", out.tangents, "gradients of the outputs, made by autograd"),
         ("parameters", out.parameters, ""),
         ("optimizer state", out.optimizer_state, ""),
-        ("constants", out.constants, ""),
+        ("constants", out.constants, f"{format_bytes(out.folded)} of it computed once" if out.folded else ""),
         ("outside the arena", report.outside_total, "all of these"),
     )
     return arena, step, before, (("total", report.total, _total(report)),)

@@ -36,6 +36,7 @@ class Outside:
     optimizer_state: int
     parameters: int
     constants: int
+    folded: int
 
     @property
     def total(self) -> int:
@@ -220,6 +221,7 @@ def _outside(plan: Plan) -> Outside:
         optimizer_state=plan.graph.bytes_of(StorageKind.OPTIMIZER_STATE),
         parameters=plan.graph.bytes_of(StorageKind.PARAMETER),
         constants=plan.graph.bytes_of(StorageKind.CONSTANT),
+        folded=plan.graph.folded_bytes,
     )
 
 

@@ -1,8 +1,8 @@
 """Tracing: `nn.Module` + example inputs -> `TracedGraph`, and `plan`, which needs nothing but the trace.
 
-In the order in which data flows: `capture.py` (front ends), `returns.py`, `divide.py`, `pack.py`, `quantize.py`,
-`rules.py` and `layer_rules.py` (passes over the fx graph, through `rewrite.py`), `build.py` (fx graph -> `traced.py`).
-Nothing is computed here.
+In the order in which data flows: `capture.py` (front ends), `returns.py`, `fold.py`, `simplify.py`, `divide.py`,
+`pack.py`, `quantize.py`, `rules.py`, `layer_rules.py` and `products.py` (passes over the fx graph, through
+`rewrite.py`), `build.py` (fx graph -> `traced.py`). Nothing is computed here but small constants.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from memplan.solve import Solver
 from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
 from memplan.trace.divide import divide
+from memplan.trace.fold import fold
 from memplan.trace.hosted import Target, hosted, require_at_home, target_of
 from memplan.trace.pack import pack_masks
 from memplan.trace.quantize import quantize
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rewrite import copy_of
 from memplan.trace.rules import lower
+from memplan.trace.simplify import simplify
 from memplan.trace.smaller import plan_divided
 from memplan.trace.together import small_updates
 from memplan.trace.traced import TracedGraph
@@ -109,7 +111,8 @@ def _divisible(
     def make(division: Division | None, compress: str) -> TracedGraph:
         copied = fx.GraphModule(captured.graph_module, copy_of(captured.graph_module.graph))
         whole = replace(captured, graph_module=copied)
-        traced = trace_captured(whole, model, finish, division, compress, resident=resident)
+        streamed = target is not None
+        traced = trace_captured(whole, model, finish, division, compress, resident=resident, streamed=streamed)
         return replace(_finished(traced, target, in_place=in_place), again=make)
 
     return make(None, "")
@@ -169,17 +172,24 @@ def trace_captured(
     compress: str = "",
     *,
     resident: bool = False,
+    streamed: bool = False,
 ) -> TracedGraph:
-    """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them."""
+    """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them.
+
+    `streamed`: what is not planned is on the host, from where a constant would be copied at each use: none is made.
+    """
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     write_back_mutations(graph, captured.alias_of)
+    if not streamed:
+        fold(captured.graph_module)
+    simplify(graph)
     made = None if division is None else divide(graph, division)
     if compression_of(compress):
         pack_masks(graph)
     if compress == "int8":
         quantize(graph)
-    lower(graph)
+    lower(graph, constants=not streamed)
     finish(graph)
     return replace(build(captured, model, needs, resident=resident), division=made, compress=compress)
 

@@ -23,8 +23,9 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._ops import OpOverload
 
 from memplan.errors import UnsupportedGraph
-from memplan.graph import Graph, Op, Origin, Phase, StorageKind
+from memplan.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
 from memplan.trace.capture import Captured
+from memplan.trace.fold import FOLDED
 from memplan.trace.handed import handed_positions, is_literal, is_mixed, used_positions
 from memplan.trace.origins import origin_of
 from memplan.trace.outvariants import out_variant, written_names
@@ -166,7 +167,7 @@ class _Builder:
                 node, "control flow inside the graph (a higher-order op)", "avoid torch.cond and scan"
             )
         val = node.meta.get("val", tensor)
-        origin = Origin(op="constant", node=node.name)
+        origin = replace(origin_of(node), op=node.meta.get(FOLDED, GIVEN))
         storage = self.tables.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
         self.value_of[node] = self.tables.value(val, node.name, storage)
         self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.trace.products import multiplied
 from memplan.trace.rewrite import Rewriter, aten, value
 
 
@@ -38,6 +39,8 @@ def dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx.
     out, mask = value(rw.node)
     keep = rw.memory(mask)
     rw.call(aten.bernoulli_.float, keep, 1 - p)
+    if out.dtype is torch.float32 and rw.constants:
+        return multiplied(rw, out, keep, x, 1.0 / (1 - p)), keep
     if out.dtype is torch.float32:  # a kept element is rounded once either way
         result = rw.making(out, aten.mul.Tensor, keep, 1.0 / (1 - p))
         rw.call(aten.mul_.Tensor, result, x)
@@ -53,6 +56,8 @@ def dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -
     """CPU: grad * (mask * scale), without the two temporaries."""
     if value(grad).device.type != "cpu":
         return None
+    if value(rw.node).dtype is torch.float32 and rw.constants:
+        return multiplied(rw, value(rw.node), mask, grad, scale)
     if value(rw.node).dtype is torch.float32:
         result = rw.instead(aten.mul.Tensor, mask, scale)
     else:
@@ -132,7 +137,11 @@ def safe_softmax(rw: Rewriter, x: fx.Node, dim: int, dtype: torch.dtype | None =
     """The op itself is a softmax, whose rows of nothing but -inf become zeros (native/transformers/attention.cpp)."""
     if dtype not in (None, value(x).dtype):
         return None
-    empty = rw.call(aten.all.dim, rw.call(aten.eq.Scalar, x, float("-inf")), dim, True)
+    if rw.constants and value(x).dim() and value(x).shape[dim]:  # the largest of a row says as much as all of it
+        lowest = rw.number(float("-inf"), value(x).dtype, value(x).device)
+        empty = rw.call(aten.eq.Tensor, rw.call(aten.amax.default, x, [dim], True), lowest)
+    else:
+        empty = rw.call(aten.all.dim, rw.call(aten.eq.Scalar, x, float("-inf")), dim, True)
     result = rw.instead(aten._softmax.default, x, dim, False)  # last, so that it may take the bytes of x
     rw.call(aten.masked_fill_.Scalar, result, empty, 0.0)
     return result

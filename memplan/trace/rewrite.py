@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from memplan.errors import UnsupportedGraph
 
-_INHERITED = ("stack_trace", "nn_module_stack", "partitioner_tag", "fwd_nn_module_stack", "autograd_backward")
+INHERITED = ("stack_trace", "nn_module_stack", "partitioner_tag", "fwd_nn_module_stack", "autograd_backward")
+_WRITTEN = str.maketrans({"-": "minus_", ".": "_", "+": "_"})  # numbers in names
 aten = torch.ops.aten
 
 
@@ -18,6 +19,8 @@ class Rewriter:
     """Inserts nodes before `before` (default: `node`) with the name and origin of `node`, evaluated on fake tensors."""
 
     label = ""  # the name of new nodes, if not made of the node's and the op's
+    constants = True  # whether the program may have constants (see `trace_captured`)
+    written: frozenset[int] | set[int] = frozenset()  # storages that ops wrote in place before the pass
     phase: str | None = None  # the tag of new nodes, if not the node's own
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, before: fx.Node | None = None) -> None:
@@ -70,14 +73,55 @@ class Rewriter:
         with self.mode:
             return self.memory(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device))
 
+    def number(self, number: float, dtype: torch.dtype, device: torch.device) -> fx.Node:
+        """A tensor of no dimension, a constant of the program; the same one each time."""
+        module = self.graph.owning_module
+        assert module is not None
+        name = f"_number_{str(number).translate(_WRITTEN)}_{dtype}_{device}".replace("torch.", "").replace(":", "_")
+        known: list[fx.Node] = list(self.graph.find_nodes(op="get_attr", target=name))
+        if known:
+            return known[0]
+        with unset_fake_temporarily():
+            real = device.type == "cpu" or torch.cuda.is_available()
+            tensor = torch.tensor(number, dtype=dtype, device=device) if real else None
+        with self.mode:
+            val = torch.empty((), dtype=dtype, device=device)
+        setattr(module, name, val if tensor is None else tensor)
+        with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op != "placeholder")):
+            node = self.graph.create_node("get_attr", name, name=name)
+        node.meta["val"] = val
+        return node
+
     def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], suffix: str = "") -> fx.Node:
         name = self.label or f"{self.node.name}_{suffix or target._opname.strip('_')}"
         with self.graph.inserting_before(self.before):
             new = self.graph.create_node("call_function", target, args, kwargs, name=name)
-        new.meta.update({key: self.node.meta[key] for key in _INHERITED if key in self.node.meta})
+        new.meta.update({key: self.node.meta[key] for key in INHERITED if key in self.node.meta})
         if self.phase is not None:
             new.meta["partitioner_tag"] = self.phase
         return new
+
+
+def replace_by(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
+    """Let `other` stand for `node`, whose shape, strides and dtype it has; views of the one become the other's."""
+    old, mode = storage_key(value(node)), fake_mode_of(graph)
+    follow = dict.fromkeys(node.users)
+    node.replace_all_uses_with(other)
+    graph.erase_node(node)
+    while follow:
+        user = next(iter(follow))
+        del follow[user]
+        if user.op == "call_function" and _shares(user.meta.get("val"), old):
+            args, kwargs = fx.node.map_arg((user.args, user.kwargs), value)
+            with mode, torch.no_grad():
+                user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
+            follow.update(dict.fromkeys(user.users))
+
+
+def _shares(val: Any, key: int) -> bool:
+    """Whether a fake value, or one of several, lies in this storage."""
+    flat = val if isinstance(val, (tuple, list)) else (val,)
+    return any(isinstance(t, torch.Tensor) and storage_key(t) == key for t in flat)
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:

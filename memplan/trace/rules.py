@@ -22,20 +22,24 @@ from memplan.trace.layer_rules import (
     mse_loss,
     safe_softmax,
 )
+from memplan.trace.products import product
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, value
+from memplan.trace.touches import written_in
 
 _ROLLED = 2  # dimensions: three would make eight pieces
 Rule = Callable[..., Any]  # (rewriter, *the node's args, **kwargs) -> node, tuple of nodes, or None: leave it
 
 
-def lower(graph: fx.Graph) -> None:
-    """Apply the rules to every node that has one, in place."""
-    mode = fake_mode_of(graph)
+def lower(graph: fx.Graph, *, constants: bool = True) -> None:
+    """Apply the rules to every node that has one, in place. `constants`: they may put constants into the program."""
+    mode, written = fake_mode_of(graph), written_in(graph)
     for node in list(graph.nodes):
         rule = RULES.get(node.target) if node.op == "call_function" else None
         if rule is None:
             continue
-        new = rule(Rewriter(graph, mode, node), *node.args, **node.kwargs)
+        rewriter = Rewriter(graph, mode, node)
+        rewriter.constants, rewriter.written = constants, written
+        new = rule(rewriter, *node.args, **node.kwargs)
         if new is not None:
             _replace(graph, node, new)
 
@@ -186,6 +190,7 @@ RULES: dict[Any, Rule] = {
     aten.copy.default: _overwrite,
     aten.clone.default: _copy,
     aten._to_copy.default: _copy,
+    aten.mul.Tensor: product,
     aten.mul.Scalar: _as_tensor_op(aten.mul.Tensor),
     aten.div.Scalar: _as_tensor_op(aten.div.Tensor),
     aten.add.Scalar: _as_tensor_op(aten.add.Tensor),

@@ -19,6 +19,7 @@ from memplan.symbolic.sizes import SizesWriter
 from memplan.trace.build import build
 from memplan.trace.capture import AS_KERNELS_DO, Captured, captured, dynamo, prepare, unsupported
 from memplan.trace.dims import Dims, Range
+from memplan.trace.fold import fold
 from memplan.trace.returns import own_the_results, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.symbols import Translator
@@ -145,6 +146,7 @@ def _read(got: Captured, model: str, tables: SymbolicTables) -> TracedGraph:
     _inline_sizes(graph)
     needs = tangents_needed(graph)
     write_back_mutations(graph, got.alias_of)
+    fold(got.graph_module)
     lower(graph)
     own_the_results(graph)
     return build(got, model, needs, tables)

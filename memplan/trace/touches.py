@@ -25,6 +25,21 @@ def keys_of(node: Any) -> set[int]:
     return {storage_key(t) for t in tensors_of(node)}
 
 
+def is_fixed(tensor: torch.Tensor) -> bool:
+    """Whether it is plain strided memory whose sizes are numbers, not symbols."""
+    if tensor.layout is not torch.strided:
+        return False
+    return all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to its last; a fake storage may be larger, by what was traced before."""
+    if 0 in tensor.shape:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.dtype.itemsize
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether all that a node gives are bytes of its arguments, as they were."""
     return not has_effects(node) and keys_of(node) <= keys_of(node.all_input_nodes)

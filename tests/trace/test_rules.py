@@ -18,6 +18,8 @@ from tests.runtime.reference import Interpreted
 
 X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
 INDEX = torch.tensor([[0, 2, 1], [2, 2, 0]])
+SPECIAL = torch.tensor([-0.0, 0.0, 1e-40, -1e-45, 3e38, -3e38, 1.1, float("inf"), -7.0, 0.3]).outer(torch.ones(10))
+INFINITE = torch.tensor([0.0, float("inf"), 0.0]).view(3, 1)
 aten = torch.ops.aten
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
@@ -59,6 +61,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "copy": (lambda w, x: torch.empty(2, 3, 4).copy_(x * w) * 2, (X,)),
     "_safe_softmax": (lambda w, x: aten._safe_softmax((x * w).masked_fill(x < -1, float("-inf")), -1) * x, (X,)),
     "_safe_softmax of half": (lambda w, x: aten._safe_softmax((x * w).bfloat16(), 1).float() * x, (X,)),
+    "_safe_softmax of nothing but -inf": (lambda w, x: aten._safe_softmax(x * w - INFINITE, -1) * x, (X,)),
+    "_safe_softmax of nan": (lambda w, x: aten._safe_softmax((x * w).sqrt(), -1).nan_to_num() * x, (X,)),
+    "mul of a scaled factor": (lambda w, x: (x * w) * ((x + w) * 1.1), (SPECIAL,)),
+    "mul of a factor scaled by a Scalar": (lambda w, x: aten.mul.Scalar(x + w, -0.3) * (x * w), (SPECIAL,)),
+    "mul of a factor divided by a power of two": (lambda w, x: ((x + w) / 64) * (x * w), (SPECIAL,)),
+    "mul of a factor divided by three": (lambda w, x: ((x + w) / 3) * (x * w), (SPECIAL,)),
+    "mul of a part that is scaled": (lambda w, x: ((x * w)[:, 1:] * 0.5) * x[:, :-1].sin(), (X,)),
     "mse_loss mean": (lambda w, x: F.mse_loss(x * w, x.sin()), (X,)),
     "mse_loss sum": (lambda w, x: F.mse_loss(x * w, x.sin(), reduction="sum"), (X,)),
     "mse_loss none": (lambda w, x: F.mse_loss(x * w, x.sin(), reduction="none"), (X,)),
@@ -103,5 +112,6 @@ def test_every_rule_is_exercised() -> None:
         seen |= {n.target for n in captured.graph_module.graph.nodes}
         left |= {op.target for op in trace(Apply(function), xs, train=True).graph.ops}
     assert {str(t) for t in RULES} - {str(t) for t in seen} == set()
-    only_sometimes = {"aten.mse_loss.default"}  # reduction="none" has nothing to reduce: it runs functionally
+    # reduction="none" has nothing to reduce and runs functionally; few products have a factor that is scaled
+    only_sometimes = {"aten.mse_loss.default", "aten.mul.Tensor"}
     assert {str(t) for t in RULES} & left <= only_sometimes

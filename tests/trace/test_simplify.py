@@ -1,0 +1,132 @@
+"""Ops that need not run are taken out, and no bit changes; what a copy protects stays protected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from memplan.runtime import compile as memplan_compile
+from memplan.trace import trace
+from tests.runtime.reference import Interpreted
+
+X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
+X[0, 0] = torch.tensor([-0.0, float("nan"), float("inf"), 1e-40])
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(1.25))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.w, x)
+
+
+def used_twice(y: torch.Tensor) -> torch.Tensor:
+    return y.transpose(1, 2).contiguous().view(-1) * y.sum()
+
+
+def cloned(y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return y, y.clone(), y * 1.0, y.clone() * w
+
+
+def viewed(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return y.view(6, 4), y.view(6, 4)
+
+
+# What is applied, and how many ops its forward is left with.
+FEWER: dict[str, tuple[Callable[..., Any], int]] = {
+    "times one": (lambda w, x: (x * w) * 1.0 / 1 * w, 2),
+    "to the power of one": (lambda w, x: torch.pow(x * w, 1.0) * w, 2),
+    "a clone": (lambda w, x: (x * w).clone() * w, 2),
+    "dropout without dropout": (lambda w, x: F.dropout(x * w, 0.0) * w, 2),
+    "no padding": (lambda w, x: F.pad(x * w, (0, 0, 0, 0)) * w, 2),
+    "views of what is gone": (lambda w, x: ((x * w) * 1.0).view(6, 4).t()[1:].unsqueeze(0) * w, 2),
+    "the same twice": (lambda w, x: (x * w).sin() + (x * w).sin(), 3),
+    "a copy of a transposed product": (lambda w, x: (x * w).transpose(1, 2).contiguous() * 2, 2),
+    "a copy of a permuted sum": (lambda w, x: (x + w).permute(2, 0, 1).contiguous().view(4, 6) * w, 2),
+    "a copy of an expanded view": (lambda w, x: (x * w).transpose(1, 2).expand(2, 4, 3).contiguous() * 2, 2),
+    "a copy of a product used twice": (lambda w, x: used_twice(x * w), 4),
+    "a copy of a sine": (lambda w, x: (x * w).sin().transpose(1, 2).contiguous() * 2, 4),
+    "a copy of a part": (lambda w, x: (x * w)[:, 1:].contiguous() * 2, 3),
+    "another dtype": (lambda w, x: (x * w).double() * 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", FEWER)
+def test_fewer_ops_give_the_same_bits(name: str) -> None:
+    function, count = FEWER[name]
+    model = Apply(function)
+    assert trace(model, X).graph.forward_ops == count
+    outputs, gradients, _ = Interpreted(model, (X,)).run(X)
+    result = memplan_compile(model, X, guard="poison")(X)
+    result.backward(torch.ones_like(result))
+    assert _bits(result) == _bits(outputs[0])
+    assert model.w.grad is not None
+    assert _bits(model.w.grad) == _bits(gradients["w"])
+
+
+def _bits(tensor: torch.Tensor) -> list[int]:
+    flat: list[int] = tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()
+    return flat
+
+
+PROTECTED: dict[str, Callable[..., Any]] = {
+    "a clone of an input": lambda w, x: (x.clone() * w, x.clone()),
+    "a clone of what is returned": lambda w, x: cloned(x * w, w),
+    "a clone of a parameter": lambda w, x: (x * w, w.clone()),
+    "the same twice": lambda w, x: (x * w, x * w),
+    "the same view twice": lambda w, x: viewed(x * w),
+}
+
+
+@pytest.mark.parametrize("name", PROTECTED)
+def test_what_the_caller_holds_is_apart_as_in_eager(name: str) -> None:
+    model = Apply(PROTECTED[name])
+    x, y = X.clone(), X.clone()
+    with torch.no_grad():
+        ours, theirs = memplan_compile(model, X)(x), model(y)
+        for i in range(len(ours)):
+            ours[i].fill_(float(i))
+            theirs[i].fill_(float(i))
+    for one, two in zip((*ours, x), (*theirs, y), strict=True):
+        assert _bits(one) == _bits(two)
+
+
+def test_a_clone_keeps_what_a_buffer_was() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("count", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            count = self.get_buffer("count")
+            before = count.clone()
+            count.add_(1)
+            return self.linear.forward(x) * before + before.clone() * 1.0
+
+    ours, theirs = Counts(), Counts()
+    theirs.load_state_dict(ours.state_dict())
+    compiled = memplan_compile(ours, X[1])
+    for _ in range(3):
+        one, two = compiled(X[1]), theirs(X[1])
+        one.sum().backward()
+        two.sum().backward()
+        assert torch.equal(one, two)
+
+
+def test_random_numbers_are_drawn_as_often_as_before() -> None:
+    model = Apply(lambda w, x: F.dropout(x * w, 0.5) + F.dropout(x * w, 0.5) + torch.rand(4) + torch.rand(4))
+    compiled = memplan_compile(model, X)
+    torch.manual_seed(0)
+    one, state = compiled(X), torch.get_rng_state()
+    torch.manual_seed(0)
+    assert _bits(one) == _bits(model(X))
+    assert torch.equal(state, torch.get_rng_state())
