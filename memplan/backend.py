@@ -21,6 +21,7 @@ from torch._dynamo.convert_frame import compile_lock
 
 from memplan.errors import InputMismatch, MemplanError
 from memplan.plan import Plan
+from memplan.runtime import transforms
 from memplan.runtime.arena import Arena
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.hooks import Hooks
@@ -111,6 +112,7 @@ class Lane:
             self.runner = self._run_in(plan, arena, self.runner.program.bound)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
+        transforms.refuse(inputs, self.section)
         leaves = self.runner.signature.flatten(tuple(self.section.follow(inputs)), {})
         return self.runner(leaves, training=self.traced.training)
 
