@@ -90,7 +90,7 @@ class CompiledModule(nn.Module, Measured):
     # -- calling -----------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step. Raises `InputMismatch`, `UnsupportedCall` or `StaleActivationsError`: it is never silently wrong."""
+        """Run a step. Raises `InputMismatch`, `UnsupportedCall` or `StaleActivationsError`, never wrong results."""
         if torch.compiler.is_compiling():  # a part of a model that is being traced: the outer plan holds it all
             return self._original(*args, **kwargs)
         if transforms.around() and (refused := transforms.refusal((args, kwargs), self)):
