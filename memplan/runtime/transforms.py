@@ -30,10 +30,14 @@ def refusal(arguments: Any, model: nn.Module) -> UnsupportedCall | None:
         what = "a planned step cannot run inside torch.func's transforms (grad, vmap, jvp, jacrev, ...)"
         return UnsupportedCall(what, where="the call", hint=hint)
     tensors = [*pytree.tree_leaves(arguments), *model.parameters(), *model.buffers()]
-    if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if any(isinstance(x, torch.Tensor) and _is_dual(x) for x in tensors):
         what = "a planned step has no forward-mode derivative, and one of its tensors is dual"
         return UnsupportedCall(what, where="the call", hint=hint)
     return None
+
+
+def _is_dual(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def refuse(arguments: Any, model: nn.Module) -> None:

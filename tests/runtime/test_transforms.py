@@ -25,7 +25,8 @@ def _model() -> nn.Module:
 
 def _dual(call: Call, x: torch.Tensor) -> Any:
     with forward_ad.dual_level():
-        return forward_ad.unpack_dual(call(forward_ad.make_dual(x, torch.ones_like(x)))).tangent.clone()
+        out = call(forward_ad.make_dual(x, torch.ones_like(x)))  # type: ignore[no-untyped-call]
+        return forward_ad.unpack_dual(out).tangent.clone()  # type: ignore[no-untyped-call]
 
 
 def _to_parameters(call: Any, x: torch.Tensor) -> Any:
