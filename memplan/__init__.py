@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 from memplan.errors import MemplanError
 from memplan.version import __version__
@@ -58,6 +58,23 @@ if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan, load_symbolic
     from memplan.trace.batches import max_batch
     from memplan.validate import validate
+
+    class _Options(TypedDict, total=False):
+        """Options of `plan` on which the type of its result does not depend."""
+
+        train: bool | None
+        budget: Budget | Sequence[Budget] | None
+        policy: str | EvictionPolicy
+        costs: CostModel | str | None
+        divide: Divide
+        compress: str | None
+        gradients: str
+        schedule: str | Policy
+        solver: str | Solver
+        layout: str
+        time_limit: float | None
+        device: Any
+
 
 __all__ = [
     "Backend",
@@ -142,19 +159,8 @@ def plan(
     example_inputs: Any = (),
     example_kwargs: dict[str, Any] | None = None,
     *,
-    train: bool | None = None,
-    budget: Budget | Sequence[Budget] | None = None,
-    policy: str | EvictionPolicy = "auto",
-    costs: CostModel | str | None = None,
-    divide: Divide = None,
-    compress: str | None = None,
-    gradients: str = "safe",
-    schedule: str | Policy = "auto",
-    solver: str | Solver = "auto",
-    layout: str = "auto",
-    time_limit: float | None = None,
-    device: Any = None,
     dynamic_shapes: None = None,
+    **options: Unpack[_Options],
 ) -> Plan: ...
 
 
@@ -164,19 +170,8 @@ def plan(
     example_inputs: Any = (),
     example_kwargs: dict[str, Any] | None = None,
     *,
-    train: bool | None = None,
-    budget: Budget | Sequence[Budget] | None = None,
-    policy: str | EvictionPolicy = "auto",
-    costs: CostModel | str | None = None,
-    divide: Divide = None,
-    compress: str | None = None,
-    gradients: str = "safe",
-    schedule: str | Policy = "auto",
-    solver: str | Solver = "auto",
-    layout: str = "auto",
-    time_limit: float | None = None,
-    device: Any = None,
     dynamic_shapes: Any,
+    **options: Unpack[_Options],
 ) -> SymbolicPlan: ...
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 
-from memplan.errors import InputMismatch, MemplanError
+from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
 from memplan.plan import Plan
+from memplan.runtime import transforms
 from memplan.runtime.arena import Arena
 from memplan.runtime.bind import BoundOp
 from memplan.runtime.hooks import Hooks
@@ -28,7 +29,7 @@ from memplan.runtime.options import PlanOptions
 from memplan.runtime.runner import Runner
 from memplan.runtime.shared import Conductor, NotedLedger, Role, part_of
 from memplan.runtime.slots import Structure
-from memplan.trace import trace_graph
+from memplan.trace import stay_in_arena, trace_graph
 from memplan.trace.traced import TracedGraph
 
 _MAX_PLANS = 8  # kept of a graph: one for each thread, and each shape where sizes vary
@@ -76,6 +77,7 @@ class Lane:
         conductor: Conductor,
         hooks: Hooks,
         *,
+        owned: bool,
         like: Lane | None,
     ) -> None:
         self.section = section
@@ -84,6 +86,7 @@ class Lane:
         self.layouts = 0
         self._options = options
         self._hooks = hooks
+        self._owned = owned
         self._structure = Structure(self.section)
         rest = self.section.follow(inputs)
         self.traced: TracedGraph = _trace(self.section, rest, options) if like is None else like.traced
@@ -111,12 +114,20 @@ class Lane:
             self.runner = self._run_in(plan, arena, self.runner.program.bound)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
+        transforms.refuse(inputs, self.section)
         leaves = self.runner.signature.flatten(tuple(self.section.follow(inputs)), {})
         return self.runner(leaves, training=self.traced.training)
 
     def _run_in(self, plan: Plan, arena: Arena, bound: tuple[BoundOp, ...] | None) -> Runner:
         return Runner(
-            self._structure, self.traced, plan, arena, guard=self._options.guard, bound=bound, hooks=self._hooks
+            self._structure,
+            self.traced,
+            plan,
+            arena,
+            guard=self._options.guard,
+            owned=self._owned,
+            bound=bound,
+            hooks=self._hooks,
         )
 
 
@@ -130,12 +141,15 @@ class PlannedGraph:
         options: PlanOptions,
         conductors: Conductors,
         hooks: Hooks,
+        *,
+        owned: bool,
     ) -> None:
         self._graph = graph
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if _is_kept(x)}
         self._options = options
         self._hooks = hooks
+        self._owned = owned
         self._conductors = conductors
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._lanes: dict[Any, list[Lane]] = {}
@@ -172,8 +186,9 @@ class PlannedGraph:
             found = idle[0]
         if found is None:
             section = Section(self._graph, self._kept, inputs)
+            like = lanes[0] if lanes else None
             with compile_lock:  # torch traces in one thread at a time
-                found = Lane(section, inputs, self._options, conductor, self._hooks, like=lanes[0] if lanes else None)
+                found = Lane(section, inputs, self._options, conductor, self._hooks, owned=self._owned, like=like)
             lanes.append(found)
         return found
 
@@ -198,12 +213,18 @@ class Backend:
     The options are those of `memplan.compile` that are about planning. Graphs that run in one step share one arena,
     laid out when the first step is complete. `budget`, `policy` and `costs` hold for each graph on its own:
     `BudgetInfeasible` is raised at the first call of a graph that cannot keep it, and `arena_size` tells what all
-    of them need. `hooks` see the steps of all graphs. `graphs` are those that it was given and that are still in
-    use, with their plans.
+    of them need. `gradients="owned"`: each backward sets the `.grad` of its graph's parameters itself, with the limits
+    that `memplan.compile` names; "arena" raises `UnsupportedCall`. `hooks` see the steps of all graphs. `graphs` are
+    those that it was given and that are still in use, with their plans.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, gradients: str = "safe", **options: Any) -> None:
         self._options = PlanOptions(**options)
+        self._owned = gradients == "owned"
+        if stay_in_arena(gradients):
+            what = "graphs of one step share an arena, and where one leaves gradients, the next one's backward runs"
+            hint = 'memplan.compile(model, inputs, gradients="arena") takes a model that is one graph'
+            raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint)
         if self._options.device is not None:
             hint = "memplan.compile(model, inputs, device=...) takes one"
             raise MemplanError("graphs of torch.compile run where they are", where="device", hint=hint)
@@ -213,7 +234,7 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Called by dynamo with each graph that it has traced."""
-        planned = PlannedGraph(graph, inputs, self._options, self._conductors, self.hooks)
+        planned = PlannedGraph(graph, inputs, self._options, self._conductors, self.hooks, owned=self._owned)
         self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned
 
@@ -247,8 +268,9 @@ def _trace(section: Section, rest: Sequence[Any], options: PlanOptions) -> Trace
 
 
 def _is_kept(x: Any) -> bool:
-    """Parameters, and what dynamo marks as a module's (buffers): their addresses stay."""
-    return isinstance(x, nn.Parameter) or getattr(x, "_dynamo_static_input_type", None) is not None
+    """Parameters, and what dynamo marks as a module's (buffers): their addresses stay, and gradients end there."""
+    held = isinstance(x, nn.Parameter) or getattr(x, "_dynamo_static_input_type", None) is not None
+    return held and x.is_leaf
 
 
 def _is_symbolic(x: Any) -> bool:

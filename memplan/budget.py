@@ -71,7 +71,7 @@ def plan_within(
             break  # it names a smaller budget than the one that was asked for
         order = make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), schedule.policy)
         plan = place(graph=fitted.graph, schedule=order)
-        plan = replace(plan, eviction=_eviction(fitted, plan, policy_name(policy), asked))
+        plan = replace(plan, eviction=eviction_of(fitted, plan, policy_name(policy), asked))
         over = plan.arena_size - wanted
         if over <= 0 or redzone:
             return plan
@@ -113,7 +113,7 @@ def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
     return DEVICES[costs.lower()]
 
 
-def _eviction(fitted: Fitted, plan: Plan, policy: str, asked: Workload) -> EvictionPlan:
+def eviction_of(fitted: Fitted, plan: Plan, policy: str, asked: Workload) -> EvictionPlan:
     """How the plan of a fitted step keeps the budget that was asked for, with its host copies placed too."""
     return EvictionPlan(
         policy=policy,

@@ -72,6 +72,16 @@ class Value:
     strides: tuple[int, ...]
     offset: int
 
+    @property
+    def dense(self) -> bool:
+        """Whether its elements lie one beside the other, in whatever order, each once; expanded values do not."""
+        expected = 1
+        for stride, n in sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
+            if stride != expected:
+                return False
+            expected *= n
+        return True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:

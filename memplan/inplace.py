@@ -71,7 +71,7 @@ def _can_overwrite(graph: Graph, op: Op) -> bool:
 
 def _whole_results(graph: Graph, op: Op) -> list[int]:
     """Results that are all of their planned storage, in order."""
-    return [v for v in op.writes if _spans(graph, graph.values[v]) and graph.storages[graph.values[v].storage].planned]
+    return [v for v in op.writes if _spans(graph.values[v]) and graph.storages[graph.values[v].storage].planned]
 
 
 def _fits(graph: Graph, op: Op, out: int, storage: int) -> bool:
@@ -88,15 +88,6 @@ def _same_place(one: Value, two: Value) -> bool:
     return (one.dtype, one.shape, one.strides, one.offset) == (two.dtype, two.shape, two.strides, two.offset)
 
 
-def _spans(graph: Graph, value: Value) -> bool:
+def _spans(value: Value) -> bool:
     """Whether the value's elements fill its storage, each once."""
-    count = 1
-    for n in value.shape:
-        count *= n
-    dense = sorted((s, n) for s, n in zip(value.strides, value.shape, strict=True) if n > 1)
-    expected = 1
-    for stride, n in dense:
-        if stride != expected:
-            return False
-        expected *= n
-    return value.offset == 0 and count > 0 and expected == count
+    return value.offset == 0 and 0 not in value.shape and value.dense

@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from memplan.csvio import write_atomic
 from memplan.errors import InvalidPlan, MemplanError, UnreadableFile
@@ -20,8 +21,85 @@ from memplan.jsonio import clip, from_json, show, to_json
 from memplan.plan import SCHEMA_VERSION, Plan, check_consistency
 from memplan.schema import json_schema
 
-_Made = TypeVar("_Made")
-_HINT = "make the plan anew: memplan.plan(model, example_inputs).save(path)"
+_READERS = {"schema_version": "read it with memplan.load", "symbolic_version": "read it with memplan.load_symbolic"}
+
+
+class OfGraph(Protocol):
+    """What a file holds belongs to a graph."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The graph's."""
+        ...
+
+
+_Held = TypeVar("_Held", bound=OfGraph)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form(Generic[_Held]):
+    """A kind of plan file: its head (version, fingerprint, checksum), and what it holds below.
+
+    `called` and `version_of` are words of its errors, `root` begins their paths; `check` raises unless all parts of
+    what was read agree; `hint` says how to have such a file anew.
+    """
+
+    holds: type[_Held]
+    called: str
+    version_of: str
+    version: int
+    root: str
+    check: Callable[[_Held], None]
+    hint: str
+
+    @property
+    def key(self) -> str:
+        """Under which the head has the version."""
+        return f"{self.version_of}_version"
+
+    def text(self, held: _Held) -> str:
+        """The content of a file; of equal plans, equal bytes."""
+        body = to_json(held)
+        head = {self.key: self.version, "fingerprint": held.fingerprint, "checksum": checksum(body)}
+        return json.dumps({**head, **body}, separators=(",", ":"), allow_nan=False) + "\n"
+
+    def read(self, path: str | os.PathLike[str]) -> _Held:
+        """What a file holds; errors say which file, and what to do. Raises as `load` does."""
+        where = os.fspath(path)
+        data = _parse(where, self.hint)
+        try:
+            return self._made(data)
+        except MemplanError as error:
+            error.where = f"{where}: {error.where}" if error.where else where
+            error.hint = error.hint or self.hint
+            raise
+
+    def _made(self, data: dict[str, Any]) -> _Held:
+        """From parsed JSON, believed only when all its parts agree; takes the head off `data`."""
+        version, fingerprint, said = (data.pop(key, None) for key in (self.key, "fingerprint", "checksum"))
+        if type(version) is not int:
+            hint = next((hint for key, hint in _READERS.items() if key in data), None)
+            raise InvalidPlan(f"is not a {self.called}: it has no {self.key}", hint=hint)
+        if version != self.version:
+            raise InvalidPlan(f"has {self.version_of} version {show(version)}, this memplan reads {self.version}")
+        held = from_json(self.holds, data, self.root)
+        if said != checksum(data):
+            raise InvalidPlan("the file was changed or damaged after it was written", where=f"{self.root}.checksum")
+        self.check(held)
+        if fingerprint != held.fingerprint:
+            raise InvalidPlan("does not belong to the graph of this file", where=f"{self.root}.fingerprint")
+        return held
+
+
+_PLAN = Form(
+    holds=Plan,
+    called="plan",
+    version_of="schema",
+    version=SCHEMA_VERSION,
+    root="plan",
+    check=check_consistency,
+    hint="make the plan anew: memplan.plan(model, example_inputs).save(path)",
+)
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -34,9 +112,7 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def to_text(plan: Plan) -> str:
     """The content of a plan file."""
-    body = to_json(plan)
-    head = {"schema_version": SCHEMA_VERSION, "fingerprint": plan.fingerprint, "checksum": checksum(body)}
-    return json.dumps({**head, **body}, separators=(",", ":"), allow_nan=False) + "\n"
+    return _PLAN.text(plan)
 
 
 def checksum(body: dict[str, Any]) -> str:
@@ -72,19 +148,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
     Raises `UnreadableFile` when the file cannot be read or parsed, `InvalidPlan` (with the path of the first
     fault) when its content is not a plan of this schema version, `InvalidSolution` when its offsets are bad.
     """
-    return read(path, _plan, _HINT)
-
-
-def read(path: str | os.PathLike[str], make: Callable[[dict[str, Any]], _Made], hint: str) -> _Made:
-    """What `make` reads in the JSON object of a file; its errors say which file, and what to do."""
-    where = os.fspath(path)
-    data = _parse(where, hint)
-    try:
-        return make(data)
-    except MemplanError as error:
-        error.where = f"{where}: {error.where}" if error.where else where
-        error.hint = error.hint or hint
-        raise
+    return _PLAN.read(path)
 
 
 def _parse(where: str, hint: str) -> dict[str, Any]:
@@ -102,23 +166,6 @@ def _parse(where: str, hint: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InvalidPlan("is not a plan: the top level is no object", where=where, hint=hint)
     return data
-
-
-def _plan(data: dict[str, Any]) -> Plan:
-    """A plan from parsed JSON, believed only when all its parts agree; takes the head off `data`."""
-    version, fingerprint, said = (data.pop(key, None) for key in ("schema_version", "fingerprint", "checksum"))
-    if type(version) is not int:
-        hint = "read it with memplan.load_symbolic" if "symbolic_version" in data else None
-        raise InvalidPlan("is not a plan: it has no schema_version", hint=hint)
-    if version != SCHEMA_VERSION:
-        raise InvalidPlan(f"has schema version {show(version)}, this memplan reads {SCHEMA_VERSION}")
-    plan = from_json(Plan, data, "plan")
-    if said != checksum(data):
-        raise InvalidPlan("the file was changed or damaged after it was written", where="plan.checksum")
-    check_consistency(plan)
-    if fingerprint != plan.fingerprint:
-        raise InvalidPlan("does not belong to the graph of this file", where="plan.fingerprint")
-    return plan
 
 
 def _refuse_constant(name: str) -> Any:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
+from operator import mul
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memplan.errors import InvalidPlan, PlanMismatch
-from memplan.graph import Graph, Origin, Phase, StorageKind, check_graph, require_same
+from memplan.graph import Graph, Origin, Phase, StorageKind, Value, check_graph, require_same
 from tests.graph_strategies import graphs
 from tests.samples import sample_graph
 
@@ -16,6 +19,14 @@ def test_an_op_touches_each_storage_once() -> None:
     graph = sample_graph()
     assert graph.touched(graph.ops[0]) == (0, 1, 2)
     assert graph.written(graph.ops[0]) == (2,)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=3))
+def test_dense_values_have_an_element_at_each_place_up_to_their_last(dims: list[tuple[int, int]]) -> None:
+    shape, strides = tuple(n for n, _ in dims), tuple(stride for _, stride in dims)
+    value = Value(name="v", storage=0, dtype="float32", shape=shape, strides=strides, offset=0)
+    places = [sum(map(mul, at, strides)) for at in product(*map(range, shape))]
+    assert value.dense == (sorted(places) == list(range(len(places))))
 
 
 def test_bytes_by_kind() -> None:

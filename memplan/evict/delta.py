@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from memplan.evict.device import Device, Way, Where
 from memplan.evict.dtr import Candidate, Neighbourhoods, candidate, h_dtr
 from memplan.evict.events import Events
 from memplan.evict.memory import Counter
 from memplan.evict.overlap import overlapped
-from memplan.evict.walk import Walk, Way, Where
+from memplan.evict.walk import Walk
 from memplan.evict.workload import Workload
 
 
@@ -67,28 +68,28 @@ class _Delta:
         self._copied: set[int] = set(workload.streamed)
         self._busy = 0.0  # until when copies to the host take the link
 
-    def choose(self, walk: Walk, candidates: Sequence[int]) -> int:
-        return min(candidates, key=lambda s: (self._filter(candidate(walk, self._around, s)), s))
+    def choose(self, device: Device, candidates: Sequence[int]) -> int:
+        return min(candidates, key=lambda s: (self._filter(candidate(device, self._around, s)), s))
 
-    def way(self, walk: Walk, storage: int) -> Way:
-        w, by = walk.workload, walk.next_use(storage)
+    def way(self, device: Device, storage: int) -> Way:
+        w, by = device.workload, device.next_use(storage)
         released = Released(
-            recompute=walk.seconds(storage) + self._around.seconds(walk, storage),
-            out=0.0 if walk.clean(storage) else max(0.0, self._left(walk, storage) - walk.clock),
-            back=w.to_device[storage] + sum(w.to_device[s] for s in self._away if walk.next_use(s) <= by),
-            gap=self._clock[by] - self._clock[walk.position],
+            recompute=device.seconds(storage) + self._around.seconds(device, storage),
+            out=0.0 if device.clean(storage) else max(0.0, self._left(device, storage) - device.clock),
+            back=w.to_device[storage] + sum(w.to_device[s] for s in self._away if device.next_use(s) <= by),
+            gap=self._clock[by] - self._clock[device.position],
         )
         return self._director(released)
 
-    def changed(self, walk: Walk, storage: int) -> None:
-        self._around.changed(walk, storage)
+    def changed(self, device: Device, storage: int) -> None:
+        self._around.changed(device, storage)
         self._away.discard(storage)
-        if walk.where[storage] is Where.AWAY:
+        if device.where[storage] is Where.AWAY:
             self._away.add(storage)
             if storage not in self._copied:
-                self._busy = self._left(walk, storage)
+                self._busy = self._left(device, storage)
             self._copied.add(storage)
 
-    def _left(self, walk: Walk, storage: int) -> float:
+    def _left(self, device: Device, storage: int) -> float:
         """When its copy to the host is complete, after those before it."""
-        return max(self._busy, walk.touched[storage]) + walk.workload.to_host[storage]
+        return max(self._busy, device.touched[storage]) + device.workload.to_host[storage]

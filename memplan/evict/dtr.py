@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from memplan.evict.device import Device, Way, Where
 from memplan.evict.events import Events
 from memplan.evict.memory import Addresses, Counter, Memory
-from memplan.evict.walk import Walk, Way, Where
+from memplan.evict.walk import Walk
 from memplan.evict.workload import Workload
 
 
@@ -75,14 +76,14 @@ class _Dropper:
         self._heuristic = heuristic
         self._around = Neighbourhoods(workload)
 
-    def choose(self, walk: Walk, candidates: Sequence[int]) -> int:
-        return min(candidates, key=lambda s: (self._heuristic(candidate(walk, self._around, s)), s))
+    def choose(self, device: Device, candidates: Sequence[int]) -> int:
+        return min(candidates, key=lambda s: (self._heuristic(candidate(device, self._around, s)), s))
 
-    def way(self, walk: Walk, storage: int) -> Way:
+    def way(self, device: Device, storage: int) -> Way:
         return Way.DROP
 
-    def changed(self, walk: Walk, storage: int) -> None:
-        self._around.changed(walk, storage)
+    def changed(self, device: Device, storage: int) -> None:
+        self._around.changed(device, storage)
 
 
 class Neighbourhoods:
@@ -105,36 +106,36 @@ class Neighbourhoods:
         self._makes = [tuple(found) for found in makes]
         self._known: dict[int, float] = {}
 
-    def seconds(self, walk: Walk, storage: int) -> float:
+    def seconds(self, device: Device, storage: int) -> float:
         """Of the neighbourhood of `storage`, itself left out."""
         if storage not in self._known:
-            below, _ = _reach(walk, storage, self._made_from, (Where.GONE, Where.DEAD))
-            above, _ = _reach(walk, storage, self._makes, (Where.GONE,))
-            used = [s for s in above if walk.last[s] >= walk.position]
-            self._known[storage] = sum(map(walk.seconds, (*below, *used)))
+            below, _ = _reach(device, storage, self._made_from, (Where.GONE, Where.DEAD))
+            above, _ = _reach(device, storage, self._makes, (Where.GONE,))
+            used = [s for s in above if device.last[s] >= device.position]
+            self._known[storage] = sum(map(device.seconds, (*below, *used)))
         return self._known[storage]
 
-    def changed(self, walk: Walk, storage: int) -> None:
+    def changed(self, device: Device, storage: int) -> None:
         """Forget what `storage` is part of."""
         self._known.pop(storage, None)
         for edges in (self._made_from, self._makes):
-            for s in _reach(walk, storage, edges, (Where.GONE, Where.DEAD))[1]:
+            for s in _reach(device, storage, edges, (Where.GONE, Where.DEAD))[1]:
                 self._known.pop(s, None)
 
 
-def candidate(walk: Walk, around: Neighbourhoods, storage: int) -> Candidate:
+def candidate(device: Device, around: Neighbourhoods, storage: int) -> Candidate:
     """What is known of `storage` now."""
     return Candidate(
         storage=storage,
-        size=walk.workload.size[storage],
-        seconds=walk.seconds(storage),
-        around=around.seconds(walk, storage),
-        staleness=walk.clock - walk.touched[storage],
+        size=device.workload.size[storage],
+        seconds=device.seconds(storage),
+        around=around.seconds(device, storage),
+        staleness=device.clock - device.touched[storage],
     )
 
 
 def _reach(
-    walk: Walk, storage: int, edges: Sequence[Sequence[int]], through: Sequence[Where]
+    device: Device, storage: int, edges: Sequence[Sequence[int]], through: Sequence[Where]
 ) -> tuple[list[int], list[int]]:
     """What is reached from `storage` along `edges`: storages that are as `through` says, and where they end."""
     seen, inside, ends, stack = {storage}, [], [], [storage]
@@ -142,7 +143,7 @@ def _reach(
         for s in edges[stack.pop()]:
             if s not in seen:
                 seen.add(s)
-                if walk.where[s] in through:
+                if device.where[s] in through:
                     inside.append(s)
                     stack.append(s)
                 else:

@@ -174,14 +174,8 @@ def _layouts(graph: Graph, op: Op) -> tuple[object, ...]:
 
 def _whole(graph: Graph, value: Value) -> bool:
     """Whether the value's elements are all of its storage's bytes; expanded values are not."""
-    dense = sorted((s, n) for s, n in zip(value.strides, value.shape, strict=True) if n > 1)
-    expected = 1
-    for stride, n in dense:
-        if stride != expected:
-            return False
-        expected *= n
     nbytes = prod(value.shape) * _itemsize(value.dtype)
-    return value.offset == 0 and prod(value.shape) in (expected, 0) and nbytes >= graph.storages[value.storage].nbytes
+    return value.offset == 0 and value.dense and nbytes >= graph.storages[value.storage].nbytes
 
 
 def _itemsize(dtype: str) -> int:

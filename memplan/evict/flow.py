@@ -12,12 +12,13 @@ from contextlib import suppress
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.arrays import measure
+from memplan.evict.device import Device, Way
 from memplan.evict.events import Events
 from memplan.evict.floor import require_floor
 from memplan.evict.genoa import genoa
 from memplan.evict.memory import Counter
 from memplan.evict.overlap import overlapped
-from memplan.evict.walk import Walk, Way
+from memplan.evict.walk import Walk
 from memplan.evict.workload import Workload
 
 
@@ -26,13 +27,13 @@ class _Furthest:
 
     swaps = True
 
-    def choose(self, walk: Walk, candidates: Sequence[int]) -> int:
-        return max(candidates, key=lambda s: (walk.next_use(s), -s))
+    def choose(self, device: Device, candidates: Sequence[int]) -> int:
+        return max(candidates, key=lambda s: (device.next_use(s), -s))
 
-    def way(self, walk: Walk, storage: int) -> Way:
+    def way(self, device: Device, storage: int) -> Way:
         return Way.SWAP
 
-    def changed(self, walk: Walk, storage: int) -> None:
+    def changed(self, device: Device, storage: int) -> None:
         pass
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError
 from memplan.plan import Plan
+from memplan.runtime import transforms
 from memplan.runtime.arena import Arena
 from memplan.runtime.builder import Builder
 from memplan.runtime.duplicate import rebuild, recipe
@@ -89,9 +90,13 @@ class CompiledModule(nn.Module, Measured):
     # -- calling -----------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step. Raises `InputMismatch` or `StaleActivationsError` rather than be silently wrong."""
+        """Run a step. Raises `InputMismatch`, `UnsupportedCall` or `StaleActivationsError`, never wrong results."""
         if torch.compiler.is_compiling():  # a part of a model that is being traced: the outer plan holds it all
             return self._original(*args, **kwargs)
+        if transforms.around() and (refused := transforms.refusal((args, kwargs), self)):
+            if self._asked.on_mismatch == "eager":
+                return self._original(*args, **kwargs)
+            raise refused
         try:
             runner, leaves = self._selector.select(args, kwargs)
         except (InputMismatch, BudgetInfeasible) as error:

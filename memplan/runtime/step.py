@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memplan.errors import StaleActivationsError, UnsupportedCall
+from memplan.runtime import transforms
 from memplan.runtime.ledger import InFlight
 
 _version = attrgetter("_version")
@@ -19,9 +20,7 @@ class PlannedStep(torch.autograd.Function):
 
     @classmethod
     def run(cls, *arguments: Any) -> Any:
-        """`apply`, without a look at each argument for what functorch may have left behind."""
-        if torch._C._are_functorch_transforms_active():
-            return cls.apply(*arguments)  # type: ignore[no-untyped-call]  # which raises
+        """`apply`, without a look at each argument for what functorch may have left behind: callers have looked."""
         return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
     @staticmethod
@@ -57,6 +56,11 @@ class PlannedStep(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedCall(
                 "a planned step has no second derivative (create_graph=True)",
+                hint="run this step on the original model",
+            )
+        if transforms.active():
+            raise UnsupportedCall(
+                "a planned step takes one gradient at a time (not several under vmap)",
                 hint="run this step on the original model",
             )
         with runner.arena.ledger as ledger:

@@ -13,6 +13,7 @@ from torch import nn
 
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.plan import Plan
+from memplan.runtime import transforms
 from memplan.runtime.arena import dtype_of
 from memplan.runtime.guided import Guide, Measured
 from memplan.runtime.hooks import Hooks
@@ -93,7 +94,8 @@ class CompiledStep(Measured):
         self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=home)
 
     def __call__(self, *batch: Any) -> torch.Tensor:
-        """Run a step. Raises `InputMismatch` rather than be silently wrong."""
+        """Run a step. Raises `InputMismatch` or `UnsupportedCall` rather than be silently wrong."""
+        transforms.refuse(batch, self._structure.model)
         runner = self._updating
         if self._adding is not None and self.pending + 1 < self.accumulate:
             runner = self._adding

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 from memplan.csvio import write_atomic
-from memplan.errors import InvalidPlan
-from memplan.jsonio import from_json, show, to_json
-from memplan.planfile import checksum, read
+from memplan.planfile import Form
 from memplan.symbolic.plan import SymbolicPlan, check_whole
 
 SYMBOLIC_VERSION = 1
-_HINT = "make the plan anew: memplan.plan(model, example_inputs, dynamic_shapes=...).save(path)"
+_FORM = Form(
+    holds=SymbolicPlan,
+    called="symbolic plan",
+    version_of="symbolic",
+    version=SYMBOLIC_VERSION,
+    root="symbolic",
+    check=check_whole,
+    hint="make the plan anew: memplan.plan(model, example_inputs, dynamic_shapes=...).save(path)",
+)
 
 
 def save_symbolic(plan: SymbolicPlan, path: str | os.PathLike[str]) -> None:
@@ -22,9 +26,7 @@ def save_symbolic(plan: SymbolicPlan, path: str | os.PathLike[str]) -> None:
 
     Equal plans give equal bytes.
     """
-    body = to_json(plan)
-    head = {"symbolic_version": SYMBOLIC_VERSION, "fingerprint": plan.fingerprint, "checksum": checksum(body)}
-    write_atomic(Path(path), json.dumps({**head, **body}, separators=(",", ":"), allow_nan=False) + "\n")
+    write_atomic(Path(path), _FORM.text(plan))
 
 
 def load_symbolic(path: str | os.PathLike[str]) -> SymbolicPlan:
@@ -33,19 +35,4 @@ def load_symbolic(path: str | os.PathLike[str]) -> SymbolicPlan:
     Raises `UnreadableFile` when the file cannot be read or parsed, `InvalidPlan` (with the path of the first fault)
     when its content is no symbolic plan of this version, `InvalidSolution` when its offsets are bad.
     """
-    return read(path, _plan, _HINT)
-
-
-def _plan(data: dict[str, Any]) -> SymbolicPlan:
-    version, fingerprint, said = (data.pop(key, None) for key in ("symbolic_version", "fingerprint", "checksum"))
-    if type(version) is not int:
-        raise InvalidPlan("is not a symbolic plan: it has no symbolic_version", hint="read plans with memplan.load")
-    if version != SYMBOLIC_VERSION:
-        raise InvalidPlan(f"has symbolic version {show(version)}, this memplan reads {SYMBOLIC_VERSION}")
-    made = from_json(SymbolicPlan, data, "symbolic")
-    if said != checksum(data):
-        raise InvalidPlan("the file was changed or damaged after it was written", where="checksum")
-    check_whole(made)
-    if fingerprint != made.fingerprint:
-        raise InvalidPlan("does not belong to the graph of this file", where="fingerprint")
-    return made
+    return _FORM.read(path)

@@ -17,7 +17,7 @@ from memplan.evict.select import fit_policy
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.plan import Plan
 from memplan.solve import Solver
-from memplan.trace import device_costs, plan_traced, trace
+from memplan.trace import device_costs, plan_traced, stay_in_arena, trace
 from memplan.units import format_bytes, parse_size
 
 Make = Callable[[int], tuple[nn.Module, Any]]
@@ -34,14 +34,18 @@ def max_batch(
     policy: str | EvictionPolicy | None = "auto",
     costs: CostModel | str | None = None,
     solver: str | Solver = "auto",
+    gradients: str = "safe",
 ) -> int:
     """The largest batch size from `lowest` to `highest` whose step fits `budget` (bytes, or a text such as "8GiB").
 
     `make(batch)` returns `(model, example_inputs)`; it is called on fake tensors, which take no memory, so it must not
     look at a tensor's numbers. `budget` bounds the arena, evictions by `policy` included (None: nothing is evicted);
     with `total=True` it bounds everything together: arena, parameters, gradients, inputs, outputs (`Plan.total`).
-    A larger batch is taken to need no less memory. Raises `BudgetInfeasible` when not even `lowest` fits,
-    `InvalidSize` for a budget or bounds that make no sense, and `UnsupportedGraph`.
+    `gradients`: as in `memplan.compile`; "arena" makes them part of the arena, in bytes that dying activations leave:
+    more fits where `total=True`, and nothing is evicted (`policy` stays "auto", or None). A larger batch is taken to
+    need no less memory. Raises `BudgetInfeasible` when not even `lowest` fits, `InvalidSize` for a budget or bounds
+    that make no sense, `UnsupportedCall` for a policy that evicts beside gradients in the arena, and
+    `UnsupportedGraph`.
     """
     limit = parse_size(budget) if isinstance(budget, str) else budget
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (limit, lowest, highest))
@@ -51,7 +55,10 @@ def max_batch(
             where="max_batch",
             hint="give a budget in bytes and 1 <= lowest <= highest",
         )
-    search = _Search(make, limit, train=train, total=total, policy=policy, costs=costs, solver=solver)
+    resident = stay_in_arena(gradients, policy=None if policy == "auto" else policy)
+    policy = None if resident else policy
+    options = {"policy": policy, "costs": costs, "solver": solver, "resident": resident}
+    search = _Search(make, limit, train=train, total=total, **options)
     if search.need(lowest) > limit:
         least = search.need(lowest)
         raise BudgetInfeasible(
@@ -134,7 +141,7 @@ class _Search:
     def _plain(self, batch: int) -> tuple[Plan, CostModel, int]:
         """The plan without evictions, the costs on its device, and the bytes outside the arena that count."""
         model, inputs = self._example(batch)
-        traced = trace(model, inputs, train=self.options["train"])
+        traced = trace(model, inputs, train=self.options["train"], resident=self.options["resident"])
         plan = plan_traced(traced, solver=self.options["solver"])
         outside = plan.total - plan.arena_size if self.options["total"] else 0
         return plan, cost_model(self.options["costs"] or device_costs(traced.device)), outside

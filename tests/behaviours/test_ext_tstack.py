@@ -15,12 +15,12 @@ from memplan.evict.arrays import measure
 from memplan.evict.auto import auto, recompute
 from memplan.evict.costs import DEVICES, signature_of
 from memplan.evict.delta import Released, delta, direct
+from memplan.evict.device import Way
 from memplan.evict.dtr import Candidate, dtr, dtr_addresses, h_dtr
 from memplan.evict.events import Events, Kind
 from memplan.evict.flow import flow
 from memplan.evict.memory import Addresses
 from memplan.evict.record import OFFLOAD, RELOAD, evictions_of
-from memplan.evict.walk import Way
 from memplan.evict.workload import Policy, Workload
 from memplan.graph import Graph, Phase, StorageKind
 from memplan.problem import Buffer, Interval, Problem

@@ -18,7 +18,7 @@ from torch import nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.backend import Backend
-from memplan.errors import BudgetInfeasible, StaleActivationsError
+from memplan.errors import BudgetInfeasible, MemplanError, StaleActivationsError, UnsupportedCall
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 
 # Dynamo itself looks at .grad of what one graph hands to the next.
@@ -94,6 +94,42 @@ def test_models_of_the_zoo_train_like_eager(name: str) -> None:
     assert sum(len(graph.plans) for graph in backend.graphs) == 1
 
 
+@pytest.mark.parametrize("name", ["broken", "bert"])
+def test_owned_gradients_train_like_eager(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = (Broken(), (torch.randn(4, 8),)) if name == "broken" else ZOO[name]("nano")
+    backend = Backend(guard="poison", gradients="owned")
+    _assert_trains_like_eager(model, [inputs] * 4, backend)
+    assert all(lane.runner.owned is not None for graph in backend.graphs for lane in graph.lanes)
+
+
+def test_owned_gradients_of_parameters_that_two_graphs_share_add_up() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.layer(x).tanh()
+            torch._dynamo.graph_break()
+            last: torch.Tensor = self.layer(hidden)
+            return last.square().mean()
+
+    _assert_trains_like_eager(Twice(), [(torch.randn(4, 8),) for _ in range(4)], Backend(gradients="owned"))
+
+
+def test_gradients_that_cannot_be_had_are_refused() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with pytest.raises(UnsupportedCall, match="share an arena"):
+        Backend(gradients="arena")
+    with pytest.raises(MemplanError, match="stolen"):
+        Backend(gradients="stolen")
+    handle = model.weight.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
+    with pytest.raises(UnsupportedCall, match="hook"):
+        torch.compile(model, backend=Backend(gradients="owned"))(x).sum().backward()
+    handle.remove()
+
+
 class Layer(nn.Module):
     """Dynamo compiles its forward once for all layers, which then are in flight together."""
 
@@ -107,10 +143,11 @@ class Layer(nn.Module):
         return x + hidden.tanh()
 
 
-def test_layers_that_share_a_graph_keep_their_activations() -> None:
+@pytest.mark.parametrize("gradients", ["safe", "owned"])
+def test_layers_that_share_a_graph_keep_their_activations(gradients: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)), nn.Linear(8, 1), nn.Flatten(0))
-    backend = Backend(guard="poison")
+    backend = Backend(guard="poison", gradients=gradients)
     inputs = [torch.randn(4, 8) for _ in range(4)]
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, backend=backend)

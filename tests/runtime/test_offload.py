@@ -47,6 +47,7 @@ from tests.runtime.budgets import (
     runner_of,
     step_of,
 )
+from tests.runtime.virtual import Net
 
 SHARES = (0.8, 0.6, 0.5, 0.4)
 
@@ -94,17 +95,6 @@ def test_bitwise_equal_to_the_step_without_a_budget(name: str) -> None:
         assert plan.arena_size <= plan.eviction.budget, kind
         assert (plan.host_size > 0) is any(e.action is Action.OFFLOAD for e in plan.evictions), kind
         assert all(one.same_as(two) for one, two in zip(steps(plan), expected, strict=True)), kind
-
-
-class Net(nn.Module):
-    def __init__(self, layers: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
 
 
 def _net(batch: int = 8) -> tuple[Net, tuple[torch.Tensor]]:

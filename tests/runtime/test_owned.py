@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -88,17 +90,27 @@ def test_hooks_raise_before_anything_is_computed() -> None:
         compile(net, x, gradients="stolen")
 
 
+def _in_parallel() -> list[weakref.ref[nn.Module]]:
+    """One refused and one usual step under DistributedDataParallel; returns what must be gone by now."""
+    net, x = nn.Linear(4, 4), torch.randn(3, 4)
+    parallel = nn.parallel.DistributedDataParallel(_owned(net, x))
+    with pytest.raises(UnsupportedCall, match="DistributedDataParallel"):
+        parallel(x)
+    safe = nn.parallel.DistributedDataParallel(compile(net, x))
+    safe(x).sum().backward()
+    assert net.weight.grad is not None
+    return [weakref.ref(parallel), weakref.ref(safe)]
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_distributed_data_parallel_raises() -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        net, x = nn.Linear(4, 4), torch.randn(3, 4)
-        parallel = nn.parallel.DistributedDataParallel(_owned(net, x))
-        with pytest.raises(UnsupportedCall, match="DistributedDataParallel"):
-            parallel(x)
-        safe = nn.parallel.DistributedDataParallel(compile(net, x))
-        safe(x).sum().backward()
-        assert net.weight.grad is not None
+        # Reducers must not be the last who hold the process group: they are destroyed under the GIL, gloo's threads are
+        # joined in there, and one that is just letting go of an allreduce waits for the GIL (torch 2.13: for ever).
+        reducers = _in_parallel()
+        gc.collect()
+        assert not any(ref() for ref in reducers)
     finally:
         torch.distributed.destroy_process_group()

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from memplan.budget import eviction_of
 from memplan.evict.arrays import measure
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.fit import fit, make_workload
-from memplan.evict.record import EvictionPlan
 from memplan.evict.workload import Workload
 from memplan.graph import StorageKind
-from memplan.lifetimes import host_problem
 from memplan.plan import Plan, make_plan
 from memplan.runtime.arena import arena_for
 from memplan.runtime.copy_threads import ThreadCopies
@@ -24,7 +23,6 @@ from memplan.runtime.runner import Runner
 from memplan.runtime.slots import Structure
 from memplan.runtime.training import StepStructure
 from memplan.schedule import make_schedule, order
-from memplan.solve import solve
 from memplan.trace import alignment_of, trace, trace_step
 from memplan.trace.traced import TracedGraph
 from tests.runtime.budgets import FAST_LINK
@@ -58,18 +56,7 @@ def _plan(traced: TracedGraph) -> Plan:
     fitted = fit(traced.graph, workload, _streamed)
     schedule = make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), "traced")
     plan = make_plan(model="streamed", graph=fitted.graph, schedule=schedule, alignment=alignment, versions={})
-    record = EvictionPlan(
-        policy="streamed",
-        costs=FAST_LINK.name,
-        budget=plan.arena_size,
-        seconds=fitted.measured.seconds,
-        base_seconds=fitted.base.seconds,
-        stall=fitted.measured.stall,
-        sources=fitted.sources,
-        instances=fitted.instances,
-        host=solve(host_problem(fitted.graph, schedule, alignment=alignment)),
-    )
-    return replace(plan, eviction=record)
+    return replace(plan, eviction=eviction_of(fitted, plan, "streamed", workload.within(plan.arena_size)))
 
 
 def _runner(structure: Structure, traced: TracedGraph) -> Runner:

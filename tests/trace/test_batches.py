@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import memplan
-from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedGraph
+from benchmarks.zoo import ZOO
+from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedCall, UnsupportedGraph
+from memplan.units import parse_size
 
 
 class Net(nn.Module):
@@ -43,6 +45,35 @@ def test_P7_evictions_make_it_larger() -> None:  # noqa: N802
 def test_everything_together_can_be_bounded() -> None:
     found = memplan.max_batch(make, "1MiB", policy=None, total=True)
     assert memplan.plan(*make(found)).total <= 1 << 20 < memplan.plan(*make(found + 1)).total
+
+
+def test_P7_gradients_in_the_arena_leave_room_for_more() -> None:  # noqa: N802
+    limit = "384KiB"
+    bounds: dict[str, Any] = {"policy": None, "total": True}
+    safe = memplan.max_batch(make, limit, **bounds)
+    found = memplan.max_batch(make, limit, gradients="arena", **bounds)
+    fits, fails = (memplan.plan(*make(batch), gradients="arena").total for batch in (found, found + 1))
+    assert fits <= parse_size(limit) < fails
+    assert found > safe
+    with pytest.raises(UnsupportedCall, match="policy='recompute'"):
+        memplan.max_batch(make, limit, gradients="arena", policy="recompute")
+    with pytest.raises(memplan.MemplanError, match="stolen"):
+        memplan.max_batch(make, limit, gradients="stolen")
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm"])
+def test_gradients_in_the_arena_never_let_less_fit(name: str) -> None:
+    model, args = ZOO[name]("nano")
+
+    def batched(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
+        return model, tuple(x.repeat(batch, *[1] * (x.ndim - 1)) for x in args)
+
+    limit = int(memplan.plan(*batched(3)).total * 1.1)
+    safe, arena = (
+        memplan.max_batch(batched, limit, policy=None, total=True, highest=6, gradients=gradients)
+        for gradients in ("safe", "arena")
+    )
+    assert arena >= safe >= 3
 
 
 def test_bounds_are_kept() -> None:
