@@ -19,6 +19,7 @@ from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints, load_of
 from memplan.solve.eject import MOST, Ejection, Learnt
 from memplan.solve.instance import Instance
+from memplan.solve.join import Joined, joined, unjoined
 
 # Rules for the section: how few candidates make it urgent, and whether buffers that fit a corner come first.
 _RULES = ((3, True), (4, True), (5, False), (1, False))
@@ -27,6 +28,9 @@ _NOISES = (0.05, 0.3)  # of the logarithm of a key
 _FIRST_NODES, _SLICE_NODES, _LEAST_NODES = 2, 1, 100  # per buffer, per buffer, at least
 _THOROUGH_NODES = 3  # nodes that take as long as one after which all conclusions are drawn
 _TURNS = 1_000  # of the ejection search, in one go
+_FORM_RUNS = 10  # on a form with joined buffers, before another one is made
+_CHANCES = (1024, 960, 900, 700)  # of 1024: how often buffers are joined that could be
+_JOINED_PER_UNIT = 4  # buffers, for one unit of work
 _HEAD_START = 500_000  # units of work that the tree search alone gets at first, where capacities may be tight
 
 
@@ -41,18 +45,13 @@ class Outcome(enum.Enum):
 def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = None) -> tuple[Outcome, Ints]:
     """Place the piece under its capacity, prove that it cannot be done, or give up when `budget` is over.
 
-    Ejection search (`eject.py`) gets as much work: from the first few arms on if it has `learnt` to go on from,
+    Ejection search (`eject.py`) gets as much work: from the first few runs on if it has `learnt` to go on from,
     else after a head start, in which the tree finds what it can find.
     Returns the outcome and, if SOLVED, the offsets (units).
     """
     n = piece.core.n
-    offsets = np.zeros(n, np.int64)
-    keys = _rankings(piece.core)
-    arms = [(key, rule) for key in range(len(keys)) for rule in _RULES]
-    left = np.full(len(arms), np.inf)
-    table = np.zeros(_TABLE, np.int64)
-    random = np.random.default_rng(seed)
     ejection = Ejection(piece, seed, learnt) if n <= MOST else None
+    runs = _Runs(piece, budget, seed)
     run, treed = 0, 0  # of the tree search: runs, units of work
     ejected = _HEAD_START if learnt is None else 0  # units of work
     while not budget.is_over:
@@ -62,57 +61,97 @@ def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = N
                 return Outcome.SOLVED, ejection.offsets
             ejected += budget.spent - before
             continue
-        if run < len(arms):
-            arm, nodes, rank_key = run, _FIRST_NODES * n, keys[arms[run][0]]
-        else:
-            by_score = np.argsort(left, kind="stable")
-            arm = int(by_score[min(int(random.exponential(len(arms) / 3)), len(arms) - 1)])
-            nodes = _SLICE_NODES * n * _luby(run - len(arms) + 1)
-            noise = _NOISES[int(random.integers(2))]
-            rank_key = keys[arms[arm][0]] * np.exp(random.normal(0.0, noise, n))
-        outcome, area = _run(
-            piece,
-            rank_key,
-            rule=arms[arm][1],
-            thorough=len(_RULES) <= run < len(arms) and run % 2 == 0,
-            nodes=max(nodes, _LEAST_NODES),
-            table=table,
-            offsets=offsets,
-            budget=budget,
-        )
-        left[arm] = min(left[arm], area)
+        outcome, offsets = runs.next()
         if outcome is not Outcome.LIMIT:
             return outcome, offsets
         treed += budget.spent - before
         run += 1
-    return Outcome.LIMIT, offsets
+    return Outcome.LIMIT, np.zeros(n, np.int64)
 
 
-def _run(
-    piece: Instance,
-    key: npt.NDArray[np.float64],
-    *,
-    rule: tuple[int, bool],
-    thorough: bool,
-    nodes: int,
-    table: Ints,
-    offsets: Ints,
-    budget: Budget,
-) -> tuple[Outcome, int]:
-    from memplan.solve import search_kernel as kernel
+class _Runs:
+    """The runs of the tree search on one piece, by turns on the piece itself and with buffers joined."""
 
-    core, cost = piece.core, _THOROUGH_NODES if thorough else 1
-    rank = np.empty(core.n, np.int64)
-    rank[np.argsort(-key, kind="stable")] = np.arange(core.n)
-    capacity = int((piece.max_offset + core.size).max())
-    status, spent, area = kernel.search(
-        capacity, core.size, core.align, core.low, piece.max_offset, core.seg_ptr, core.seg_lo, core.seg_hi,
-        core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, *rule, thorough,
-        budget.nodes(nodes * cost, core.n) // cost + 1, table, 1, offsets,
-    )  # fmt: skip
-    budget.spend(spent * cost, core.n)
-    outcome = {kernel.SOLVED: Outcome.SOLVED, kernel.EXHAUSTED: Outcome.EXHAUSTED}.get(status, Outcome.LIMIT)
-    return outcome, area
+    def __init__(self, piece: Instance, budget: Budget, seed: int) -> None:
+        self._piece, self._budget = piece, budget
+        self._random = np.random.default_rng(seed)
+        self._table = np.zeros(_TABLE, np.int64)
+        exact = joined(piece, loose=False) or unjoined(piece)
+        self._exact = _Form(exact, self._table, 1)
+        self._loose: _Form | None = None
+        self._forms = 0
+        self._spent = [0, 0]  # units of work on the exact form and on loose ones
+
+    def next(self) -> tuple[Outcome, Ints]:
+        """One run, on the kind of form that had less work."""
+        loose = self._spent[1] <= self._spent[0]
+        before = self._budget.spent
+        form = self._next_loose() if loose else self._exact
+        outcome, offsets = Outcome.LIMIT, self._piece.core.low
+        if form is not None:
+            outcome, placed = form.run(self._budget, self._random)
+            if outcome is Outcome.SOLVED:
+                offsets = form.joined.expand(placed)
+            elif outcome is Outcome.EXHAUSTED and loose:
+                outcome, self._loose = Outcome.LIMIT, None
+        self._spent[loose] += max(1, self._budget.spent - before)
+        return outcome, offsets
+
+    def _next_loose(self) -> _Form | None:
+        """The form to go on with, or another one if that had its share."""
+        if self._loose is None or self._loose.runs >= _FORM_RUNS * _luby(max(1, self._forms)):
+            chance = _CHANCES[self._forms % len(_CHANCES)]
+            self._forms += 1
+            self._budget.spend(self._piece.core.n // _JOINED_PER_UNIT, 1)
+            found = joined(self._piece, loose=True, chance=chance, seed=int(self._random.integers(1 << 31)))
+            self._loose = None if found is None else _Form(found, self._table, 1 + self._forms)
+        return self._loose
+
+
+class _Form:
+    """A piece, perhaps with buffers joined, and what is known of the arms on it."""
+
+    def __init__(self, joined: Joined, table: Ints, salt: int) -> None:
+        self.joined, self.runs = joined, 0
+        self._table, self._salt = table, salt
+        self._keys = _rankings(joined.piece.core)
+        self._arms = [(key, rule) for key in range(len(self._keys)) for rule in _RULES]
+        self._left = np.full(len(self._arms), np.inf)
+
+    def run(self, budget: Budget, random: np.random.Generator) -> tuple[Outcome, Ints]:
+        """The next arm, briefly; after all of them an arm that left little unplaced, with a perturbed ranking."""
+        run, arms, n = self.runs, len(self._arms), self.joined.piece.core.n
+        self.runs += 1
+        if run < arms:
+            arm, nodes, key = run, _FIRST_NODES * n, self._keys[self._arms[run][0]]
+        else:
+            by_score = np.argsort(self._left, kind="stable")
+            arm = int(by_score[min(int(random.exponential(arms / 3)), arms - 1)])
+            nodes = _SLICE_NODES * n * _luby(run - arms + 1)
+            noise = _NOISES[int(random.integers(2))]
+            key = self._keys[self._arms[arm][0]] * np.exp(random.normal(0.0, noise, n))
+        thorough = len(_RULES) <= run < arms and run % 2 == 0
+        outcome, area, offsets = self._search(key, self._arms[arm][1], thorough, max(nodes, _LEAST_NODES), budget)
+        self._left[arm] = min(self._left[arm], area)
+        return outcome, offsets
+
+    def _search(
+        self, key: npt.NDArray[np.float64], rule: tuple[int, bool], thorough: bool, nodes: int, budget: Budget
+    ) -> tuple[Outcome, int, Ints]:
+        from memplan.solve import search_kernel as kernel
+
+        piece, core, cost = self.joined.piece, self.joined.piece.core, _THOROUGH_NODES if thorough else 1
+        rank = np.empty(core.n, np.int64)
+        rank[np.argsort(-key, kind="stable")] = np.arange(core.n)
+        capacity, offsets = int((piece.max_offset + core.size).max()), np.zeros(core.n, np.int64)
+        status, spent, area = kernel.search(
+            capacity, core.size, core.align, core.low, piece.max_offset, core.seg_ptr, core.seg_lo, core.seg_hi,
+            core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, *rule, thorough,
+            budget.nodes(nodes * cost, core.n) // cost + 1, self._table, self._salt, offsets,
+        )  # fmt: skip
+        budget.spend(spent * cost, core.n)
+        outcome = {kernel.SOLVED: Outcome.SOLVED, kernel.EXHAUSTED: Outcome.EXHAUSTED}.get(status, Outcome.LIMIT)
+        return outcome, area, offsets
 
 
 def _rankings(core: Core) -> list[npt.NDArray[np.float64]]:
