@@ -35,8 +35,8 @@ def joined(piece: Instance, *, loose: bool, chance: int = 1024, seed: int = 0) -
     ceiling = max_offset + core.size
     free = ~core.pinned & (core.align == 1) & (np.diff(core.seg_ptr) == 1)
     up, delta, lo, hi, size, ceiling = join_kernel.join(
-        core.size, core.lo, core.hi, free, core.low, ceiling, load_of(core), int(ceiling.max()), loose, chance,
-        np.array([seed], np.int64),
+        core.size, core.lo, core.hi, core.seg_ptr, core.seg_lo, core.seg_hi, free, core.low, ceiling, load_of(core),
+        int(ceiling.max() - core.low.min()), loose, chance, np.array([seed], np.int64),
     )  # fmt: skip
     kept = np.flatnonzero(up < 0)
     if len(kept) == n:

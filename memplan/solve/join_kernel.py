@@ -76,7 +76,9 @@ def _stack(k, first, following, other, other_next, keys, size, ceiling, low, del
 
 
 @njit(cache=True)
-def join(size, lo, hi, free, low, ceiling, load, capacity, loose, chance, state):
+def join(
+    size, lo, hi, seg_ptr, seg_lo, seg_hi, free, low, ceiling, load, capacity, loose, chance, state
+):
     """Join buffers; returns (up, delta, lo, hi, size, ceiling): of each the one that it lies in, how far above
     its bottom, and, of those that lie in none (up < 0), what they have become.
 
@@ -93,7 +95,8 @@ def join(size, lo, hi, free, low, ceiling, load, capacity, loose, chance, state)
             born_next[b], born[lo[b]] = born[lo[b]], b
             dying_next[b], dying[hi[b]] = dying[hi[b]], b
         else:
-            fixed[lo[b]], fixed[hi[b]] = True, True
+            for k in range(seg_ptr[b], seg_ptr[b + 1]):
+                fixed[seg_lo[k]], fixed[seg_hi[k]] = True, True
     refused = np.zeros(n, np.bool_)
     moved = True
     while moved:
