@@ -1,4 +1,15 @@
-"""Buffers that are joined to one before a piece is searched."""
+"""Buffers that take each other's place, joined to one before a piece is searched.
+
+Where something dies when something of its size is born, the newborn likely takes its place; and buffers that are
+born together and die together likely lie side by side. Joined, they are one buffer. That shrinks a piece to half
+and less, and what is left is found in a hundredth of the time, if it exists: most joins are guesses (`loose`), so
+that a joined piece proves nothing, and others are tried by turns, each join made or not by chance.
+
+Some joins are certain, and a piece is searched with these in any case. At a boundary between two sections that
+both fill the capacity, what is born takes exactly the bytes of what dies. So one that dies alone and one that is
+born alone lie at one offset. And if the sizes of no part of those that die add up to those of a part of the born,
+what dies lies without a gap, and so does what is born: of these, all that share both ends may lie in any order.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +17,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.solve.core import Core, Ints, load_of, sections_of
+from memplan.solve.core import Bools, Core, Ints, load_of, sections_of
 from memplan.solve.instance import Instance, instance_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A piece with fewer buffers; each buffer of the original lies in `group`, `above` its bottom (units)."""
+    """A piece with fewer buffers. Buffer b of the original lies in its `group[b]`, `above[b]` its bottom (units)."""
 
     piece: Instance
     group: Ints
     above: Ints
 
     def expand(self, offsets: Ints) -> Ints:
-        return offsets[self.group] + self.above
+        """Offsets of the original from those of `piece` (units)."""
+        return np.asarray(offsets[self.group] + self.above)
 
 
 def unjoined(piece: Instance) -> Joined:
@@ -27,39 +39,47 @@ def unjoined(piece: Instance) -> Joined:
     return Joined(piece=piece, group=np.arange(piece.core.n), above=np.zeros(piece.core.n, np.int64))
 
 
-def joined(piece: Instance, *, loose: bool, chance: int = 1024, seed: int = 0) -> Joined | None:
-    """None if nothing is joined."""
-    from memplan.solve import join_kernel
+def joined(piece: Instance, *, chance: float = 0.0, seed: int = 0) -> Joined:
+    """`piece` with the certain joins made, and each likely one with `chance` (0 to 1). n log n, about."""
+    from memplan.solve import join_kernel as kernel
 
-    core, max_offset, n = piece.core, piece.max_offset, piece.core.n
-    ceiling = max_offset + core.size
+    core = piece.core
     free = ~core.pinned & (core.align == 1) & (np.diff(core.seg_ptr) == 1)
-    up, delta, lo, hi, size, ceiling = join_kernel.join(
+    ceiling = piece.max_offset + core.size
+    up, above, lo, hi, size, ceiling = kernel.join(
         core.size, core.lo, core.hi, core.seg_ptr, core.seg_lo, core.seg_hi, free, core.low, ceiling, load_of(core),
-        int(ceiling.max() - core.low.min()), loose, chance, np.array([seed], np.int64),
+        int(ceiling.max() - core.low.min()), chance > 0.0, round(chance * kernel.CERTAIN), seed,
     )  # fmt: skip
     kept = np.flatnonzero(up < 0)
-    if len(kept) == n:
-        return None
-    top, above = np.arange(n), np.zeros(n, np.int64)
-    while (up[top] >= 0).any():
-        inside = up[top] >= 0
-        above += np.where(inside, delta[top], 0)
-        top = np.where(inside, up[top], top)
-    place = np.empty(n, np.int64)
+    if len(kept) == core.n:
+        return unjoined(piece)
+    group, above = _roots(up, above)
+    place = np.zeros(core.n, np.int64)
     place[kept] = np.arange(len(kept))
+    smaller = _kept(core, kept, lo, hi, size, free)
+    return Joined(piece=instance_of(smaller, (ceiling - size)[kept]), group=place[group], above=above)
+
+
+def _roots(up: Ints, above: Ints) -> tuple[Ints, Ints]:
+    """Of each buffer the one that it lies in in the end, and how far above that one's bottom."""
+    root, total = np.arange(len(up)), np.zeros(len(up), np.int64)
+    while (inside := up[root] >= 0).any():
+        total += np.where(inside, above[root], 0)
+        root = np.where(inside, up[root], root)
+    return root, total
+
+
+def _kept(core: Core, kept: Ints, lo: Ints, hi: Ints, size: Ints, free: Bools) -> Core:
+    """The buffers `kept`, with new lifetimes and sizes where they are free; their bytes are full units."""
     counts = np.diff(core.seg_ptr)[kept]
     seg_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
     segments = np.repeat(core.seg_ptr[kept] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])
-    alone = np.repeat(free[kept], counts)
-    start = np.where(alone, np.repeat(lo[kept], counts), core.seg_lo[segments])
-    end = np.where(alone, np.repeat(hi[kept], counts), core.seg_hi[segments])
+    changed = np.repeat(free[kept], counts)
+    start = np.where(changed, np.repeat(lo[kept], counts), core.seg_lo[segments])
+    end = np.where(changed, np.repeat(hi[kept], counts), core.seg_hi[segments])
     seg_lo, seg_hi, steps = sections_of(start, end)
-    smaller = Core(
+    return Core(
         unit=core.unit, size=size[kept], raw=size[kept] * core.unit, align=core.align[kept], low=core.low[kept],
         pinned=core.pinned[kept], seg_ptr=seg_ptr, seg_lo=seg_lo, seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]],
-        hi=seg_hi[seg_ptr[1:] - 1], steps=steps, start=core.start[kept], source=kept,
+        hi=seg_hi[seg_ptr[1:] - 1], steps=core.steps[steps], start=core.start[kept], source=kept,
     )  # fmt: skip
-    highest = ceiling[kept] - size[kept]
-    highest = np.where(free[kept], highest, max_offset[kept])
-    return Joined(piece=instance_of(smaller, highest), group=place[top], above=above)

@@ -19,7 +19,7 @@ from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints, load_of
 from memplan.solve.eject import MOST, Ejection, Learnt
 from memplan.solve.instance import Instance
-from memplan.solve.join import Joined, joined, unjoined
+from memplan.solve.join import Joined, joined
 
 # Rules for the section: how few candidates make it urgent, and whether buffers that fit a corner come first.
 _RULES = ((3, True), (4, True), (5, False), (1, False))
@@ -29,7 +29,7 @@ _FIRST_NODES, _SLICE_NODES, _LEAST_NODES = 2, 1, 100  # per buffer, per buffer, 
 _THOROUGH_NODES = 3  # nodes that take as long as one after which all conclusions are drawn
 _TURNS = 1_000  # of the ejection search, in one go
 _FORM_RUNS = 10  # on a form with joined buffers, before another one is made
-_CHANCES = (1024, 960, 900, 700)  # of 1024: how often buffers are joined that could be
+_CHANCES = (1.0, 0.95, 0.9, 0.7)  # how many of the buffers are joined that could be
 _JOINED_PER_UNIT = 4  # buffers, for one unit of work
 _HEAD_START = 500_000  # units of work that the tree search alone gets at first, where capacities may be tight
 
@@ -76,8 +76,7 @@ class _Runs:
         self._piece, self._budget = piece, budget
         self._random = np.random.default_rng(seed)
         self._table = np.zeros(_TABLE, np.int64)
-        exact = joined(piece, loose=False) or unjoined(piece)
-        self._exact = _Form(exact, self._table, 1)
+        self._exact = _Form(joined(piece), self._table, 1)
         self._loose: _Form | None = None
         self._forms = 0
         self._spent = [0, 0]  # units of work on the exact form and on loose ones
@@ -103,8 +102,8 @@ class _Runs:
             chance = _CHANCES[self._forms % len(_CHANCES)]
             self._forms += 1
             self._budget.spend(self._piece.core.n // _JOINED_PER_UNIT, 1)
-            found = joined(self._piece, loose=True, chance=chance, seed=int(self._random.integers(1 << 31)))
-            self._loose = None if found is None else _Form(found, self._table, 1 + self._forms)
+            found = joined(self._piece, chance=chance, seed=int(self._random.integers(1 << 31)))
+            self._loose = _Form(found, self._table, 1 + self._forms)
         return self._loose
 
 
