@@ -28,8 +28,10 @@ _NOISES = (0.05, 0.3)  # of the logarithm of a key
 _FIRST_NODES, _SLICE_NODES, _LEAST_NODES = 2, 1, 100  # per buffer, per buffer, at least
 _THOROUGH_NODES = 3  # nodes that take as long as one after which all conclusions are drawn
 _TURNS = 1_000  # of the ejection search, in one go
+_ALL, _AS_IT_IS, _SOME = 0, 1, 2  # of the likely joins: kinds of forms
+_NEVER = 1 << 60
 _FORM_RUNS = 10  # on a form with joined buffers, before another one is made
-_CHANCES = (1.0, 0.95, 0.9, 0.7)  # how many of the buffers are joined that could be
+_CHANCES = (0.95, 0.9, 0.8)  # how many of the buffers are joined that could be
 _JOINED_PER_UNIT = 4  # buffers, for one unit of work
 _HEAD_START = 500_000  # units of work that the tree search alone gets at first, where capacities may be tight
 
@@ -70,49 +72,51 @@ def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = N
 
 
 class _Runs:
-    """The runs of the tree search on one piece, by turns on the piece itself and with buffers joined."""
+    """The runs of the tree search on one piece: as it is, with all likely joins, and with some of them.
+
+    The three share the work equally; the last kind is another form every so often, at intervals after Luby et al.
+    """
 
     def __init__(self, piece: Instance, budget: Budget, seed: int) -> None:
         self._piece, self._budget = piece, budget
         self._random = np.random.default_rng(seed)
         self._table = np.zeros(_TABLE, np.int64)
-        self._exact = _Form(joined(piece), self._table, 1)
-        self._loose: _Form | None = None
-        self._forms = 0
-        self._spent = [0, 0]  # units of work on the exact form and on loose ones
+        self._made = 0  # forms
+        self._forms: list[_Form | None] = [None, None, None]  # by kind
+        self._spent = [0, 0, 0]  # units of work, by kind
 
     def next(self) -> tuple[Outcome, Ints]:
-        """One run, on the kind of form that had less work."""
-        loose = self._spent[1] <= self._spent[0]
+        """One run, of the kind that had least work so far."""
+        kind = int(np.argmin(self._spent))
         before = self._budget.spent
-        form = self._next_loose() if loose else self._exact
-        outcome, offsets = Outcome.LIMIT, self._piece.core.low
-        if form is not None:
-            outcome, placed = form.run(self._budget, self._random)
-            if outcome is Outcome.SOLVED:
-                offsets = form.joined.expand(placed)
-            elif outcome is Outcome.EXHAUSTED and loose:
-                outcome, self._loose = Outcome.LIMIT, None
-        self._spent[loose] += max(1, self._budget.spent - before)
+        form = self._form(kind)
+        outcome, offsets = form.run(self._budget, self._random)
+        if outcome is Outcome.SOLVED:
+            offsets = form.joined.expand(offsets)
+        elif outcome is Outcome.EXHAUSTED and kind != _AS_IT_IS:
+            outcome, self._forms[_SOME] = Outcome.LIMIT, None
+            if kind == _ALL:
+                self._spent[_ALL] = _NEVER
+        self._spent[kind] += max(1, self._budget.spent - before)
         return outcome, offsets
 
-    def _next_loose(self) -> _Form | None:
-        """The form to go on with, or another one if that had its share."""
-        if self._loose is None or self._loose.runs >= _FORM_RUNS * _luby(max(1, self._forms)):
-            chance = _CHANCES[self._forms % len(_CHANCES)]
-            self._forms += 1
+    def _form(self, kind: int) -> _Form:
+        form = self._forms[kind]
+        if form is None or (kind == _SOME and form.runs >= _FORM_RUNS * _luby(max(1, self._made - 2))):
+            chance = {_AS_IT_IS: 0.0, _ALL: 1.0, _SOME: _CHANCES[self._made % len(_CHANCES)]}[kind]
+            self._made += 1
             self._budget.spend(self._piece.core.n // _JOINED_PER_UNIT, 1)
             found = joined(self._piece, chance=chance, seed=int(self._random.integers(1 << 31)))
-            self._loose = _Form(found, self._table, 1 + self._forms)
-        return self._loose
+            form = self._forms[kind] = _Form(found, self._table, self._made, guessed=kind != _AS_IT_IS)
+        return form
 
 
 class _Form:
     """A piece, perhaps with buffers joined, and what is known of the arms on it."""
 
-    def __init__(self, joined: Joined, table: Ints, salt: int) -> None:
+    def __init__(self, joined: Joined, table: Ints, salt: int, *, guessed: bool) -> None:
         self.joined, self.runs = joined, 0
-        self._table, self._salt = table, salt
+        self._table, self._salt, self._guessed = table, salt, guessed
         self._keys = _rankings(joined.piece.core)
         self._arms = [(key, rule) for key in range(len(self._keys)) for rule in _RULES]
         self._left = np.full(len(self._arms), np.inf)
@@ -129,7 +133,7 @@ class _Form:
             nodes = _SLICE_NODES * n * _luby(run - arms + 1)
             noise = _NOISES[int(random.integers(2))]
             key = self._keys[self._arms[arm][0]] * np.exp(random.normal(0.0, noise, n))
-        thorough = len(_RULES) <= run < arms and run % 2 == 0
+        thorough = run % 2 == 0 and run >= len(_RULES) and (run < arms or self._guessed)
         outcome, area, offsets = self._search(key, self._arms[arm][1], thorough, max(nodes, _LEAST_NODES), budget)
         self._left[arm] = min(self._left[arm], area)
         return outcome, offsets
