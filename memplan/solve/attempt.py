@@ -12,10 +12,10 @@ from memplan.solve import cpsat_model
 from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints, load_of, subset
 from memplan.solve.eject import Learnt
-from memplan.solve.instance import instance_of
+from memplan.solve.instance import Outcome, instance_of
 from memplan.solve.quick import fill, first_answers
 from memplan.solve.reduce import reduce
-from memplan.solve.search import Outcome, search
+from memplan.solve.search import search
 
 LARGE = 2_000  # buffers: larger pieces are searched through their busiest sections
 _OVERHEAD = 300  # units of work that an attempt costs besides three per buffer

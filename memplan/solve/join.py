@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.solve.core import Bools, Core, Ints, load_of, sections_of
+from memplan.solve.core import Core, Ints, load_of, sections_of
 from memplan.solve.instance import Instance, instance_of
 
 
@@ -56,7 +56,7 @@ def joined(piece: Instance, *, chance: float = 0.0, seed: int = 0) -> Joined:
     group, above = _roots(up, above)
     place = np.zeros(core.n, np.int64)
     place[kept] = np.arange(len(kept))
-    smaller = _kept(core, kept, lo, hi, size, free)
+    smaller = _kept(core, kept, lo, hi, size)
     return Joined(piece=instance_of(smaller, (ceiling - size)[kept]), group=place[group], above=above)
 
 
@@ -69,14 +69,13 @@ def _roots(up: Ints, above: Ints) -> tuple[Ints, Ints]:
     return root, total
 
 
-def _kept(core: Core, kept: Ints, lo: Ints, hi: Ints, size: Ints, free: Bools) -> Core:
-    """The buffers `kept`, with new lifetimes and sizes where they are free; their bytes are full units."""
+def _kept(core: Core, kept: Ints, lo: Ints, hi: Ints, size: Ints) -> Core:
+    """The buffers `kept`, with new hulls and sizes, which are full units. Those in segments keep them."""
     counts = np.diff(core.seg_ptr)[kept]
     seg_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
     segments = np.repeat(core.seg_ptr[kept] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])
-    changed = np.repeat(free[kept], counts)
-    start = np.where(changed, np.repeat(lo[kept], counts), core.seg_lo[segments])
-    end = np.where(changed, np.repeat(hi[kept], counts), core.seg_hi[segments])
+    start, end = core.seg_lo[segments], core.seg_hi[segments]
+    start[seg_ptr[:-1]], end[seg_ptr[1:] - 1] = lo[kept], hi[kept]
     seg_lo, seg_hi, steps = sections_of(start, end)
     return Core(
         unit=core.unit, size=size[kept], raw=size[kept] * core.unit, align=core.align[kept], low=core.low[kept],
