@@ -95,7 +95,7 @@ def _one_after_the_other(
 
 
 @njit(cache=True)
-def _side_by_side(k, first, following, other, other_next, end, size, low, ceiling, up, above):
+def _side_by_side(k, exact, chance, seed, first, following, other, other_next, end, size, low, ceiling, up, above):
     """Join all of a list if they share their other `end` too; returns whether they were."""
     a = first[k]
     b = following[a]
@@ -106,6 +106,8 @@ def _side_by_side(k, first, following, other, other_next, end, size, low, ceilin
             return False
         b = following[b]
     b = following[a]
+    if not exact and (mix(a, b, seed) & (CERTAIN - 1)) >= chance:
+        return False
     while b >= 0:
         up[b], above[b] = a, size[a]
         size[a] += size[b]
@@ -146,8 +148,13 @@ def join(size, lo, hi, seg_ptr, seg_lo, seg_hi, free, low, ceiling, load, capaci
             moved |= _one_after_the_other(
                 k, exact, chance * loose, seed, dying, dying_next, born, born_next, size, hi, low, ceiling, up
             )  # fmt: skip
-            if dying[k] < 0 or born[k] < 0 or not (loose or _is_block(k, dying, dying_next, born, born_next, size)):
+            if dying[k] < 0 or born[k] < 0:
                 continue
-            moved |= _side_by_side(k, dying, dying_next, born, born_next, lo, size, low, ceiling, up, above)
-            moved |= _side_by_side(k, born, born_next, dying, dying_next, hi, size, low, ceiling, up, above)
+            exact = exact and _is_block(k, dying, dying_next, born, born_next, size)
+            moved |= _side_by_side(
+                k, exact, chance * loose, seed, dying, dying_next, born, born_next, lo, size, low, ceiling, up, above
+            )  # fmt: skip
+            moved |= _side_by_side(
+                k, exact, chance * loose, seed, born, born_next, dying, dying_next, hi, size, low, ceiling, up, above
+            )  # fmt: skip
     return up, above, lo, hi, size, ceiling
