@@ -2,8 +2,8 @@
 
 Where something dies when something of its size is born, the newborn likely takes its place; and buffers that are
 born together and die together likely lie side by side. Joined, they are one buffer. That shrinks a piece to half
-and less, and what is left is found in a hundredth of the time, if it exists: most joins are guesses (`loose`), so
-that a joined piece proves nothing, and others are tried by turns, each join made or not by chance.
+and less, and a placement of what is left is found in a tenth to a hundredth of the time, if there is one: most joins
+are guesses, so that such a piece proves nothing, and others are tried by turns, each join made or not by chance.
 
 Some joins are certain, and a piece is searched with these in any case. At a boundary between two sections that
 both fill the capacity, what is born takes exactly the bytes of what dies. So one that dies alone and one that is
