@@ -6,17 +6,20 @@ in what was peeled. Each step is exact, so a piece that the search exhausts prov
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 
 from memplan.solve import cpsat_model
 from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints, load_of, subset
 from memplan.solve.eject import Learnt
-from memplan.solve.instance import instance_of
+from memplan.solve.instance import Outcome, instance_of
 from memplan.solve.quick import fill, first_answers
 from memplan.solve.reduce import reduce
-from memplan.solve.search import Outcome, search
+from memplan.solve.search import search
 
+_QUICK = 2  # heuristics that are tried on what will be searched
 LARGE = 2_000  # buffers: larger pieces are searched through their busiest sections
 _OVERHEAD = 300  # units of work that an attempt costs besides three per buffer
 _TRACKED, _ADDED = 16, 8  # sections searched at first, and added after every round
@@ -77,7 +80,7 @@ def _attempt(
 
 def _place(core: Core, max_offset: Ints, budget: Budget, seed: int, learnt: Learnt | None) -> tuple[Outcome, Ints]:
     offsets = np.full(core.n, -1, np.int64)
-    for offsets in first_answers(core):
+    for offsets in islice(first_answers(core), _QUICK if core.n <= LARGE else None):
         if (offsets <= max_offset).all():
             return Outcome.SOLVED, offsets
     if core.n > LARGE:

@@ -23,7 +23,7 @@ class CPSAT:
 
         from memplan.solve.core import core_of
         from memplan.solve.cpsat_model import minimise
-        from memplan.solve.search import Outcome
+        from memplan.solve.instance import Outcome
 
         began = time.perf_counter()
         start = Greedy().solve(problem)

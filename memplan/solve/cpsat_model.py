@@ -13,7 +13,7 @@ import numpy as np
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints
-from memplan.solve.search import Outcome
+from memplan.solve.instance import Outcome
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

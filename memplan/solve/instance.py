@@ -1,13 +1,22 @@
-"""A piece made ready to be searched: who meets whom, and who is alive when."""
+"""A piece made ready to be searched: who meets whom, and who is alive when. And what a search says of it."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from memplan.solve.core import Core, Ints
+
+
+class Outcome(enum.Enum):
+    """What a search says about a capacity."""
+
+    SOLVED = enum.auto()
+    EXHAUSTED = enum.auto()  # no placement exists
+    LIMIT = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

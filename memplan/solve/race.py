@@ -10,8 +10,8 @@ from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget, Limits, Progress
 from memplan.solve.core import Core, Ints
 from memplan.solve.eject import Learnt
+from memplan.solve.instance import Outcome
 from memplan.solve.quick import first_answers
-from memplan.solve.search import Outcome
 
 # Of the budget: on the capacity if that is enough, else on the bound itself (of large problems).
 _FIT_SHARE, _FIRST_SHARE, _LARGE_SHARE = 0.95, 0.1, 0.6

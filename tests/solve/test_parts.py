@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +13,14 @@ from hypothesis import strategies as st
 
 from benchmarks.instances import network, planted, scattered
 from memplan.problem import Buffer, Interval, Problem
-from memplan.solve import Limits, cpsat_model, search, solve, squeaky
+from memplan.solve import Limits, cpsat_model, solve, squeaky
 from memplan.solve.base import finish
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget
-from memplan.solve.core import core_of, load_of, subset
-from memplan.solve.instance import instance_of
+from memplan.solve.core import Core, Ints, core_of, load_of, subset
+from memplan.solve.form import RULES, search_once
+from memplan.solve.instance import Instance, Outcome, instance_of
+from memplan.solve.join import joined
 from memplan.solve.quick import fill, first_fit, online, pairs_alive_together, unplaced
 from memplan.solve.reduce import Piece, _peel, reduce
 from memplan.solve.tlsf import class_of_request, size_class
@@ -144,16 +148,63 @@ def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Prob
     if (max_offset < core.low).any():
         return
     expected, _ = cpsat_model.decide(core, max_offset, core.low, Budget(Limits(work=5_000_000)))
-    assert expected is not search.Outcome.LIMIT
-    for rule, thorough in itertools.product(search._RULES, (False, True)):
-        offsets = np.zeros(core.n, np.int64)
-        outcome, _ = search._run(
-            instance_of(core, max_offset), core.size.astype(np.float64), rule=rule, thorough=thorough,
-            nodes=1_000_000, table=np.zeros(1 << 10, np.int64), offsets=offsets, budget=Budget(Limits(work=2_000_000)),
-        )  # fmt: skip
+    assert expected is not Outcome.LIMIT
+    for rule, thorough in itertools.product(RULES, (False, True)):
+        outcome, offsets = _searched(instance_of(core, max_offset), rule=rule, thorough=thorough)
         assert outcome is expected, (rule, thorough)
-        if outcome is search.Outcome.SOLVED:
+        if outcome is Outcome.SOLVED:
             assert (offsets <= max_offset).all()
-            placed = dict.fromkeys((b.id for b in problem.buffers), 0)
-            placed |= {problem.buffers[i].id: int(at) * core.unit for i, at in zip(core.source, offsets, strict=True)}
-            validate(problem, finish(problem, placed, solver="search", seconds=0.0))
+            _check(problem, core, offsets)
+
+
+@given(seed=st.integers(0, 100_000), n=st.integers(4, 12), moved=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_certain_joins_keep_what_can_be_placed_and_likely_ones_are_valid(seed: int, n: int, moved: bool) -> None:
+    problem = planted(n, seed=seed, height=24, steps=10, density=random.Random(seed).choice((1.0, 0.9)))
+    if moved:  # sizes that change places may leave no placement within max live
+        sizes = random.Random(seed).sample([b.size for b in problem.buffers], n)
+        buffers = tuple(replace(b, size=size) for b, size in zip(problem.buffers, sizes, strict=True))
+        problem = Problem(buffers=buffers)
+    core = core_of(problem)
+    max_offset = core.max_offset(problem.max_live)
+    piece = instance_of(core, max_offset)
+    expected, _ = _searched(piece, rule=RULES[0], thorough=False)
+    assert expected is not Outcome.LIMIT
+    for chance in (0.0, 0.7, 1.0):
+        smaller = joined(piece, chance=chance, seed=seed)
+        outcome, offsets = _searched(smaller.piece, rule=RULES[0], thorough=True)
+        if chance == 0.0:
+            assert outcome is expected
+        if outcome is Outcome.SOLVED:
+            assert (smaller.expand(offsets) <= max_offset).all()
+            _check(problem, core, smaller.expand(offsets))
+
+
+def test_a_joined_piece_is_smaller_and_its_buffers_lie_in_one_another() -> None:
+    rows = ((7, 0, 2), (7, 2, 4), (3, 4, 6), (4, 4, 6), (5, 0, 3), (5, 3, 6))
+    problem = Problem(
+        buffers=tuple(Buffer(id=f"b{i}", size=row[0], live=Interval(*row[1:])) for i, row in enumerate(rows))
+    )
+    core = core_of(problem)
+    piece = instance_of(core, core.max_offset(problem.max_live))
+    smaller = joined(piece)  # 12 bytes at each step, and max live is 12
+    assert smaller.piece.core.n == 2
+    assert smaller.group.tolist() == [0, 0, 0, 0, 1, 1]
+    assert sorted(smaller.above.tolist()) in ([0, 0, 0, 0, 0, 3], [0, 0, 0, 0, 0, 4])
+    assert joined(instance_of(core, core.max_offset(13))).piece.core.n == 6  # nothing is certain then
+    assert joined(instance_of(core, core.max_offset(13)), chance=1.0).piece.core.n == 2
+
+
+def _searched(piece: Instance, *, rule: tuple[int, bool], thorough: bool) -> tuple[Outcome, Ints]:
+    outcome, _, offsets = search_once(
+        piece, piece.core.size.astype(np.float64), rule=rule, thorough=thorough, nodes=1_000_000,
+        table=np.zeros(1 << 10, np.int64), salt=1, budget=Budget(Limits(work=2_000_000)),
+    )  # fmt: skip
+    return outcome, offsets
+
+
+def _check(problem: Problem, core: Core, offsets: Ints) -> None:
+    """`offsets` (units, by place in `core`) are a valid placement of `problem`."""
+    placed = dict.fromkeys((b.id for b in problem.buffers), 0)
+    placed |= {problem.buffers[i].id: int(at) * core.unit for i, at in zip(core.source, offsets, strict=True)}
+    validate(problem, finish(problem, placed, solver="search", seconds=0.0))
