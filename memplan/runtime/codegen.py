@@ -134,6 +134,7 @@ class FunctionWriter:
     def _written(self, returned: set[int]) -> tuple[list[str], bool]:
         """The lines as source, and whether torch's interpreter runs any of them."""
         written = [source for view in self.views for source in self._python(view)]
+        last = {value: at for at, line in enumerate(self.lines) for value in line.uses}
         native = False
         end = 0
         for fit, group in groupby(self.lines, key=self._fits):
@@ -141,7 +142,7 @@ class FunctionWriter:
             end += len(run)
             if fit and sum(isinstance(line, Call) for line in run) >= _WORTH:
                 native = True
-                needed = returned.union(*(line.uses for line in self.lines[end:]))
+                needed = {v for line in run for v in line.makes if v in returned or last.get(v, -1) >= end}
                 written.append(self._interpreted(run, needed))
             else:
                 written += [source for line in run for source in self._python(line)]
