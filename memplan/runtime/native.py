@@ -67,6 +67,8 @@ def takes(line: Line, layout: Layout) -> bool:
         return False
     if overload._opname.startswith(_MAY_FAIL) or _by_number(line, overload, layout):
         return False
+    if any(r.type.kind() != "TensorType" for r in overload._schema.returns):  # a list of tensors is one result there
+        return False
     if draws(overload, *line.arguments) and "Tensor" in overload._overloadname:  # with probabilities of its own
         return False
     return _finds(line, layout)

@@ -201,3 +201,18 @@ def test_kernels_written_in_python_stay_in_python() -> None:
         with pytest.raises(KeyError, match="too large"):
             compiled(torch.full((4,), 1e4))
         assert torch.equal(compiled(x), model(x))
+
+
+@_interpreted
+def test_ops_that_return_lists_of_tensors_stay_in_python() -> None:
+    class Lists(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            one, two, three = torch._foreach_mul([x.sin().cos().sin(), x.exp(), x.cos()], 2.0)
+            made: torch.Tensor = torch.stack(torch.unbind_copy((one + two).sin() * three)).cos().sin().exp()
+            return made
+
+    model, x = Lists(), torch.randn(4, 3)
+    with torch.no_grad():
+        compiled = memplan_compile(model, x, train=False)
+        assert _runs(compiled)
+        assert torch.equal(compiled(x), model(x))
