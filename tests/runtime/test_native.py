@@ -208,7 +208,8 @@ def test_ops_that_return_lists_of_tensors_stay_in_python() -> None:
     class Lists(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             one, two, three = torch._foreach_mul([x.sin().cos().sin(), x.exp(), x.cos()], 2.0)
-            made: torch.Tensor = torch.stack(torch.unbind_copy((one + two).sin() * three)).cos().sin().exp()
+            parts: Any = torch.ops.aten.unbind_copy.int((one + two).sin() * three)
+            made: torch.Tensor = torch.stack(parts).cos().sin().exp()
             return made
 
     model, x = Lists(), torch.randn(4, 3)
