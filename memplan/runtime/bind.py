@@ -8,7 +8,7 @@ that passes is taken: `torch.add` costs half of `torch.ops.aten.add.out`. What f
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph
-from memplan.runtime.arena import dtype_of
+from memplan.runtime.callables import Function, fast_bindings, in_place_function, scalars_as_tensors
 from memplan.runtime.convolve import direct_convolutions
 from memplan.runtime.probe import as_tuple, returns, scratch, writes
 from memplan.runtime.recurrent import layer_function
@@ -26,8 +26,6 @@ from memplan.runtime.rows import adds_rows, takes_rows
 from memplan.trace.outvariants import out_names, out_variant
 from memplan.trace.randomness import draws
 from memplan.trace.traced import Handed, Kernel, Live, Ref
-
-Function = Callable[..., Any]
 
 
 class Form(enum.Enum):
@@ -99,8 +97,8 @@ class Binder:
     def bind(self, kernel: Kernel, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         """Choose the callable for `kernel`, given real tensors for its `Ref`s. Leaves outputs unwritten."""
         if not kernel.outs:
-            function = adds_rows(kernel, self.graph) or _in_place_function(kernel)
-            args = _scalars_as_tensors(kernel, self.graph)
+            function = adds_rows(kernel, self.graph) or in_place_function(kernel)
+            args = scalars_as_tensors(kernel, self.graph)
             return BoundOp(
                 form=Form.IN_PLACE, function=function, args=args, kwargs=kernel.kwargs, outs=(), overload=kernel.target
             )
@@ -111,7 +109,7 @@ class Binder:
         return BoundOp(
             form=Form.FUNCTIONAL if choice.names is None else Form.OUT,
             function=choice.function,
-            args=_scalars_as_tensors(kernel, self.graph) if choice.scalars else kernel.args,
+            args=scalars_as_tensors(kernel, self.graph) if choice.scalars else kernel.args,
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
             several=kernel.several,
@@ -138,7 +136,7 @@ class Binder:
                 reason = "returns nothing where its trace has a tensor that is read later"
                 raise UnsupportedGraph(str(kernel.target), reason, "keep this layer out of the compiled module")
             return _Choice(kernel.target._op, absent=absent, as_planned=as_planned, overload=kernel.target)
-        given, _ = materialise((_scalars_as_tensors(kernel, self.graph), {}), tensors)
+        given, _ = materialise((scalars_as_tensors(kernel, self.graph), {}), tensors)
         rows = takes_rows(kernel, self.graph)
         scalars = any(one is not two for one, two in zip(args, given, strict=True))
         for choice in (*([_Choice(rows, ("out",))] if rows else []), *_out_choices(kernel, scalars=scalars)):
@@ -152,7 +150,7 @@ class Binder:
         for choice in self._convolutions(kernel, args):
             if self._writes(choice, kernel, args, kwargs, expected):
                 return choice
-        fast = (f for f in _fast_bindings(kernel) if returns(f, args, kwargs, expected))
+        fast = (f for f in fast_bindings(kernel) if returns(f, args, kwargs, expected))
         return _Choice(next(fast, kernel.target._op), as_planned=as_planned, overload=kernel.target)
 
     def _writes(
@@ -252,7 +250,7 @@ def with_arguments(bound: BoundOp, old: Kernel, new: Kernel, graph: Graph) -> Bo
     added = {name: value for name, value in bound.kwargs.items() if name not in old.kwargs}
     return replace(
         bound,
-        args=new.args if as_given else _scalars_as_tensors(new, graph),
+        args=new.args if as_given else scalars_as_tensors(new, graph),
         kwargs={**new.kwargs, **added},
         returns=False,
         as_planned=frozenset(),
@@ -275,57 +273,13 @@ def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
     return pytree.tree_map(now, tree)
 
 
-def _in_place_function(kernel: Kernel) -> Function:
-    """`Tensor.copy_` and its like are bound directly; other mutating ops go through the dispatcher."""
-    name = kernel.target._opname
-    whole = name == "index_put_" and None in kernel.args[1]  # dimensions that are not indexed: methods take no None
-    if name in _METHODS and not kernel.kwargs and not whole:
-        method: Function = getattr(torch.Tensor, name)
-        return method
-    if name in _FUNCTIONS:
-        function: Function = getattr(torch._C._VariableFunctions, name)
-        return function
-    overload: Function = kernel.target._op
-    return overload
-
-
-_METHODS = {
-    *("copy_", "fill_", "zero_", "mul_", "add_", "sub_", "div_", "masked_fill_", "bernoulli_", "index_add_"),
-    "index_put_",
-}
-# Those that lowering rules and optimizers call; the dispatcher would parse their lists and keywords for twice as long.
-_FUNCTIONS = {
-    *("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_foreach_add_", "_foreach_zero_", "index_select", "arange"),
-}
-_ARITHMETIC = ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
-
-
-def _scalars_as_tensors(kernel: Kernel, graph: Graph) -> tuple[Any, ...]:
-    """The arguments, with a number as second operand made the tensor that each call would make of it."""
-    args = kernel.args
-    if kernel.target._opname not in _ARITHMETIC or kernel.target._overloadname != "Tensor":
-        return args
-    result = graph.values[kernel.outs[0] if kernel.outs and kernel.outs[0] is not None else args[0].value]
-    kinds = {"float32": (int, float), "float64": (int, float), "int64": (int,)}
-    if type(args[1]) not in kinds.get(result.dtype, ()):
-        return args
-    return args[0], torch.tensor(args[1], dtype=dtype_of(result)), *args[2:]
-
-
 def _out_choices(kernel: Kernel, *, scalars: bool = False) -> tuple[_Choice, ...]:
     """Callables that may write their results where they are told, the cheapest first."""
     variant = out_variant(kernel.target)
     if variant is None or None in kernel.outs:
         return ()
-    bindings = _fast_bindings(kernel)
+    bindings = fast_bindings(kernel)
     fast = tuple(_Choice(function, ("out",)) for function in bindings)
     if scalars:
         fast = (*(_Choice(function, ("out",), scalars=True) for function in bindings), *fast)
     return (*fast, _Choice(variant._op, out_names(variant)))
-
-
-def _fast_bindings(kernel: Kernel) -> tuple[Function, ...]:
-    """Python bindings without the dispatcher's boxed argument parsing; they may mean another overload: try them."""
-    name = kernel.target._opname
-    spaces = (torch._C._VariableFunctions, torch._C._nn)
-    return tuple(getattr(space, name) for space in spaces if hasattr(space, name))
