@@ -216,3 +216,22 @@ def test_ops_that_return_lists_of_tensors_stay_in_python() -> None:
         compiled = memplan_compile(model, x, train=False)
         assert _runs(compiled)
         assert torch.equal(compiled(x), model(x))
+
+
+@_interpreted
+def test_errors_of_kernels_keep_their_words() -> None:
+    class Entropy(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = nn.functional.binary_cross_entropy(x.sin().cos().square(), y).sin().exp()
+            return made
+
+    model, x, y = Entropy(), torch.rand(4, requires_grad=True), torch.rand(4)
+    compiled = memplan_compile(model, (x, y))
+    assert _runs(compiled)
+    found = []
+    for call in (compiled, model):
+        with pytest.raises(RuntimeError) as caught:
+            call(x, y + 2)
+        found.append((type(caught.value), str(caught.value)))
+    assert found[0] == found[1]
+    assert torch.equal(compiled(x, y), model(x, y))
