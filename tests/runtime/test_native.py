@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import ZOO
+from memplan.errors import StaleActivationsError
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import program as programs
@@ -99,6 +100,22 @@ def test_parameters_that_move_are_followed() -> None:
         pairs = zip(_steps(model, compiled, (x,)), _steps(eager, eager, (x,)), strict=True)
         assert all(torch.equal(one, two) for one, two in pairs)
     assert _runs(compiled)
+
+
+@_interpreted
+def test_parameters_are_followed_only_while_no_other_thread_runs() -> None:
+    model, x = _tower()
+    eager = copy.deepcopy(model)
+    compiled = memplan_compile(model, x)
+    for one, two in zip(model.parameters(), eager.parameters(), strict=True):
+        one.data = (one * 2).detach()
+        two.data = (two * 2).detach()
+    names = compiled._selector.main.program.namespace.names
+    before = {name: names[name] for name in names if name.startswith("v")}
+    with compiled._selector.main.arena.ledger, pytest.raises(StaleActivationsError, match="another thread"):
+        compiled(x)  # as if another thread held it
+    assert all(names[name] is tensor for name, tensor in before.items())
+    assert torch.equal(compiled(x), eager(x))
 
 
 @_interpreted
