@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import functional_export
 
 from benchmarks.zoo import ZOO
 from memplan.errors import StaleActivationsError
@@ -225,7 +226,8 @@ def test_ops_that_return_lists_of_tensors_stay_in_python() -> None:
     class Lists(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             one, two, three = torch._foreach_mul([x.sin().cos().sin(), x.exp(), x.cos()], 2.0)
-            made: torch.Tensor = torch.stack(torch.unbind_copy((one + two).sin() * three)).cos().sin().exp()
+            rows: list[torch.Tensor] = torch.ops.aten.unbind_copy.int((one + two).sin() * three)
+            made: torch.Tensor = torch.stack(rows).cos().sin().exp()
             return made
 
     model, x = Lists(), torch.randn(4, 3)
@@ -252,3 +254,21 @@ def test_errors_of_kernels_keep_their_words() -> None:
         found.append((type(caught.value), str(caught.value)))
     assert found[0] == found[1]
     assert torch.equal(compiled(x, y), model(x, y))
+
+
+def test_what_others_compile_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo puts what it compiles among a function's globals, whoever asks for it."""
+    found: dict[str, Any] = nn.Sequential.forward.__globals__
+    real = functional_export.dynamo_graph_capture_for_export
+    before = set(found)
+
+    def front(model: nn.Module) -> Any:
+        def capture(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.setitem(found, "__compiled_fn_of_another_thread", abs)
+            return real(model)(*args, **kwargs)
+
+        return capture
+
+    monkeypatch.setattr(functional_export, "dynamo_graph_capture_for_export", front)
+    memplan_compile(_tower()[0].layers, torch.randn(3, 8))
+    assert {n for n in set(found) - before if n.startswith("__compiled_fn")} == {"__compiled_fn_of_another_thread"}
