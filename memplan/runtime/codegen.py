@@ -21,7 +21,7 @@ from memplan.runtime.arena import dtype_of, view_within
 from memplan.runtime.bind import BoundOp, Form
 from memplan.runtime.lines import Call, Empty, Hooked, Layout, Line, View, refs, same_layout
 from memplan.runtime.namespace import Namespace
-from memplan.runtime.native import interpreted, takes
+from memplan.runtime.native import interpreted, raise_as_eager, takes
 from memplan.trace.traced import Handed, Live, Ref
 
 Hook = Callable[[], None]
@@ -95,6 +95,8 @@ class FunctionWriter:
             optimise = self.namespace.add("k", torch._C._set_graph_executor_optimize)
             was = self.namespace.add("k", torch._C._get_graph_executor_optimize)
             body = [f"was = {was}()", f"{optimise}(False)", *_within("try:", body)]
+            fail = self.namespace.add("k", raise_as_eager)
+            body += _within("except RuntimeError as error:", [f"{fail}(error)", "raise"])
             body += _within("finally:", [f"{optimise}(was)"])
         body.append(f"return {', '.join(parts) if parts else '()'}")
         header = f"def {self.name}({', '.join(f'v{a}' for a in self.arguments)}):"

@@ -6,8 +6,8 @@ the executor's optimisation off for his thread (`codegen.py`). The interpreter l
 meanwhile.
 
 Left to Python is what torch's interpreter does not know (hyperparameters, what is handed from kernel to kernel, our own
-functions), and what may fail for the numbers that it is given: out of torch's interpreter comes a plain
-`RuntimeError`, whatever eager raises.
+functions), and what may fail for the numbers that it is given with another error than `RuntimeError`: out of torch's
+interpreter comes a plain one, whatever eager raises, to which `raise_as_eager` gives the kernel's own words back.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ _FAILURES = (
 _MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 _TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
 _PLAIN = {"IntType": int, "BoolType": bool, "FloatType": float}
+_FAILED = (
+    "The following operation failed in the TorchScript interpreter.\n"
+    "Traceback of TorchScript (most recent call last):\nRuntimeError: "
+)  # and no place in a source, which a user's own script would have
 AVAILABLE = all(hasattr(torch._C, name) for name in ("Graph", "ScriptList", "_create_function_from_graph"))
 
 
@@ -86,6 +90,13 @@ def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, nam
         values=tuple(None if isinstance(thing, torch.Tensor) else thing for thing in writer.static),
         arguments=tuple(writer.arguments),
     )
+
+
+def raise_as_eager(error: RuntimeError) -> None:
+    """Raise an error of a run in the words of the kernel alone; of others, do nothing."""
+    words = str(error)
+    if words.startswith(_FAILED):
+        raise RuntimeError(words.removeprefix(_FAILED).removesuffix("\n")) from None
 
 
 def _by_number(line: Call, overload: OpOverload, layout: Layout) -> bool:

@@ -195,13 +195,19 @@ class Runner:
         `InputMismatch` for what is not as it was traced.
         """
         current = self.slots.tensors()
-        if not self.slots.unmoved(current) and (moved := self.slots.moved(current)):
-            for i in moved:
-                self.program.rebind(self.slots.bindings[i], current[i])
+        if not self.slots.unmoved(current):
+            with self.arena.ledger:  # a run of another thread reads its lists of tensors without Python's lock
+                self._follow(current)
+        return current
+
+    def _follow(self, current: Sequence[torch.Tensor]) -> None:
+        moved = self.slots.moved(current)
+        for i in moved:
+            self.program.rebind(self.slots.bindings[i], current[i])
+        if moved:
             if self.graphed is not None:
                 self.graphed.forget()
             self._note_written(current)
-        return current
 
     def _note_written(self, current: Sequence[torch.Tensor]) -> None:
         """Where the parameters, buffers and state lie that the step changes, and what they are."""

@@ -180,27 +180,24 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
-    with warnings.catch_warnings(record=True) as caught, _globals_cleared(model):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module = front(*args, **kwargs)
+    _clear_globals(model, module)
     for warning in caught:
         settle_side_effects(model, args, kwargs, str(warning.message))
     return module
 
 
-@contextlib.contextmanager
-def _globals_cleared(model: nn.Module) -> Iterator[None]:
-    """Dynamo leaves what it compiled among the globals of the function that it traced, and with it the model."""
+def _clear_globals(model: nn.Module, module: nn.Module) -> None:
+    """Dynamo leaves what it compiled among the globals of the function that it traced, and with it the model.
+
+    Only that: what another thread has compiled meanwhile stands beside it.
+    """
     from torch._dynamo.convert_frame import get_traced_fn
 
-    names = get_traced_fn(model)[0].__globals__
-    before = set(names)
-    try:
-        yield
-    finally:
-        for name in set(names) - before:
-            if name.startswith("__compiled_fn"):
-                del names[name]
+    made: dict[str, Any] = getattr(module, "meta", {})
+    get_traced_fn(model)[0].__globals__.pop(made.get("backend_id", ""), None)
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import functional_export
 
 from benchmarks.zoo import ZOO
+from memplan.errors import StaleActivationsError
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import program as programs
@@ -99,6 +101,22 @@ def test_parameters_that_move_are_followed() -> None:
         pairs = zip(_steps(model, compiled, (x,)), _steps(eager, eager, (x,)), strict=True)
         assert all(torch.equal(one, two) for one, two in pairs)
     assert _runs(compiled)
+
+
+@_interpreted
+def test_parameters_are_followed_only_while_no_other_thread_runs() -> None:
+    model, x = _tower()
+    eager = copy.deepcopy(model)
+    compiled = memplan_compile(model, x)
+    for one, two in zip(model.parameters(), eager.parameters(), strict=True):
+        one.data = (one * 2).detach()
+        two.data = (two * 2).detach()
+    names = compiled._selector.main.program.namespace.names
+    before = {name: names[name] for name in names if name.startswith("v")}
+    with compiled._selector.main.arena.ledger, pytest.raises(StaleActivationsError, match="another thread"):
+        compiled(x)  # as if another thread held it
+    assert all(names[name] is tensor for name, tensor in before.items())
+    assert torch.equal(compiled(x), eager(x))
 
 
 @_interpreted
@@ -208,8 +226,8 @@ def test_ops_that_return_lists_of_tensors_stay_in_python() -> None:
     class Lists(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             one, two, three = torch._foreach_mul([x.sin().cos().sin(), x.exp(), x.cos()], 2.0)
-            parts: Any = torch.ops.aten.unbind_copy.int((one + two).sin() * three)
-            made: torch.Tensor = torch.stack(parts).cos().sin().exp()
+            rows: list[torch.Tensor] = torch.ops.aten.unbind_copy.int((one + two).sin() * three)
+            made: torch.Tensor = torch.stack(rows).cos().sin().exp()
             return made
 
     model, x = Lists(), torch.randn(4, 3)
@@ -217,3 +235,40 @@ def test_ops_that_return_lists_of_tensors_stay_in_python() -> None:
         compiled = memplan_compile(model, x, train=False)
         assert _runs(compiled)
         assert torch.equal(compiled(x), model(x))
+
+
+@_interpreted
+def test_errors_of_kernels_keep_their_words() -> None:
+    class Entropy(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = nn.functional.binary_cross_entropy(x.sin().cos().square(), y).sin().exp()
+            return made
+
+    model, x, y = Entropy(), torch.rand(4, requires_grad=True), torch.rand(4)
+    compiled = memplan_compile(model, (x, y))
+    assert _runs(compiled)
+    found = []
+    for call in (compiled, model):
+        with pytest.raises(RuntimeError) as caught:
+            call(x, y + 2)
+        found.append((type(caught.value), str(caught.value)))
+    assert found[0] == found[1]
+    assert torch.equal(compiled(x, y), model(x, y))
+
+
+def test_what_others_compile_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo puts what it compiles among a function's globals, whoever asks for it."""
+    found: dict[str, Any] = nn.Sequential.forward.__globals__
+    real = functional_export.dynamo_graph_capture_for_export
+    before = set(found)
+
+    def front(model: nn.Module) -> Any:
+        def capture(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.setitem(found, "__compiled_fn_of_another_thread", abs)
+            return real(model)(*args, **kwargs)
+
+        return capture
+
+    monkeypatch.setattr(functional_export, "dynamo_graph_capture_for_export", front)
+    memplan_compile(_tower()[0].layers, torch.randn(3, 8))
+    assert {n for n in set(found) - before if n.startswith("__compiled_fn")} == {"__compiled_fn_of_another_thread"}
