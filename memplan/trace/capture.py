@@ -21,6 +21,7 @@ from torch import fx, nn
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.trace.effects import faked, settle_side_effects
 from memplan.trace.recurrent import call_onednn, require_dropout_kept, size_workspaces
+from memplan.trace.statistics import correct_statistics
 
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
 
@@ -91,6 +92,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
     """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
     graph_module, out_spec = joint.graph_module, joint.out_spec
     size_workspaces(graph_module.graph)
+    correct_statistics(graph_module.graph)
     leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
     if train and not has_backward:
