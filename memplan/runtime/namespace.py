@@ -16,7 +16,7 @@ class Namespace:
 
     names: dict[str, Any] = field(default_factory=dict)
     _known: dict[tuple[str, int], str] = field(default_factory=dict)
-    _lists: list[tuple[Any, tuple[int | None, ...]]] = field(default_factory=list)
+    _places: dict[int, list[tuple[Any, int]]] = field(default_factory=dict)  # of values: a list, and where in it
 
     def add(self, prefix: str, thing: Any) -> str:
         """A name for `thing`; the same object gets the same name."""
@@ -26,15 +26,16 @@ class Namespace:
 
     def following(self, tensors: Any, values: Sequence[int | None]) -> str:
         """A name for a list of tensors, in which those of `values` (None: a constant) are what `move` says."""
-        self._lists.append((tensors, tuple(values)))
+        for position, value in enumerate(values):
+            if value is not None:
+                self._places.setdefault(value, []).append((tensors, position))
         return self.add("l", tensors)
 
     def move(self, value: int, tensor: torch.Tensor) -> None:
         """Let a value be another tensor from now on."""
         self.names[f"v{value}"] = tensor
-        for tensors, values in self._lists:
-            if value in values:
-                tensors[values.index(value)] = tensor
+        for tensors, position in self._places.get(value, ()):
+            tensors[position] = tensor
 
     def define(self, source: str, function: str) -> Callable[..., Any]:
         """Compile `source` over these globals and return the function that it defines."""
