@@ -1,7 +1,8 @@
 """Placing buffers one by one, compiled by numba: each at the first (or best) offset free during its lifetime.
 
 Which placed buffers a buffer meets is asked of a segment tree over the sections: every placed lifetime hangs
-at the O(log sections) nodes that cover it, so memory stays linear however long buffers live.
+at the O(log sections) nodes that cover it, so memory stays linear however long buffers live. Few buffers are
+looked through one after another, in the order of their offsets: that needs no sorting. Both place alike.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -138,6 +139,62 @@ def fit(order, policy, size, align, low, seg_ptr, seg_lo, seg_hi, sections, offs
         offsets[b] = _hole(size[b], align[b], low[b], policy, bottoms, np.argsort(bottoms), tops)
         for k in range(seg_ptr[b], seg_ptr[b + 1]):
             used = _hang(b, seg_lo[k], seg_hi[k], base, head, link, owner, used)
+
+
+@njit(cache=True)
+def _insert(b, birth, death, offsets, size, who, births, deaths, bottoms, tops, count):
+    """Put `b` behind all placed buffers that lie as low."""
+    bottom = offsets[b]
+    at = count
+    while at > 0 and bottoms[at - 1] > bottom:
+        who[at], births[at], deaths[at], tops[at] = who[at - 1], births[at - 1], deaths[at - 1], tops[at - 1]
+        bottoms[at] = bottoms[at - 1]
+        at -= 1
+    who[at], births[at], deaths[at], bottoms[at], tops[at] = b, birth, death, bottom, bottom + size[b]
+
+
+@njit(cache=True)
+def _meets(b, c, seg_ptr, seg_lo, seg_hi):
+    """Whether two buffers whose hulls meet are alive together."""
+    if seg_ptr[b + 1] - seg_ptr[b] == 1 and seg_ptr[c + 1] - seg_ptr[c] == 1:
+        return True
+    for k in range(seg_ptr[b], seg_ptr[b + 1]):
+        for m in range(seg_ptr[c], seg_ptr[c + 1]):
+            if seg_lo[k] < seg_hi[m] and seg_lo[m] < seg_hi[k]:
+                return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def fit_few(order, policy, size, align, low, seg_ptr, seg_lo, seg_hi, offsets):
+    """What `fit` does, in time quadratic in the buffers."""
+    n = size.shape[0]
+    who, births, deaths = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
+    bottoms, tops = np.empty(n, np.int64), np.empty(n, np.int64)
+    count = np.int64(0)  # not 0: `_insert` would be compiled twice
+    for b in range(n):
+        if offsets[b] >= 0:
+            birth, death = seg_lo[seg_ptr[b]], seg_hi[seg_ptr[b + 1] - 1]
+            _insert(b, birth, death, offsets, size, who, births, deaths, bottoms, tops, count)
+            count += 1
+    for turn in range(order.shape[0]):
+        b = order[turn]
+        birth, death = seg_lo[seg_ptr[b]], seg_hi[seg_ptr[b + 1] - 1]
+        at = -(-low[b] // align[b]) * align[b]
+        best, best_room = np.int64(-1), np.int64(0)
+        for k in range(count):
+            if births[k] < death and birth < deaths[k]:
+                if tops[k] <= at or not _meets(b, who[k], seg_ptr, seg_lo, seg_hi):
+                    continue
+                room = bottoms[k] - at
+                if room >= size[b] and (best < 0 or room < best_room):
+                    best, best_room = at, room
+                    if policy == FIRST:
+                        break
+                at = -(-tops[k] // align[b]) * align[b]
+        offsets[b] = best if best >= 0 else at
+        _insert(b, birth, death, offsets, size, who, births, deaths, bottoms, tops, count)
+        count += 1
 
 
 @njit(cache=True, nogil=True)

@@ -11,6 +11,8 @@ from memplan.solve.core import Core, Ints
 
 _PAIRS = 2_000_000  # above as many pairs of buffers alive together, fitting one by one takes longer than 0.3 s
 
+_FEW = 2_000  # buffers that are looked through faster than found
+
 PAIRS_PER_UNIT = 16  # pairs met while fitting, for one unit of work
 
 
@@ -30,9 +32,14 @@ def first_fit(core: Core, order: Ints, offsets: Ints, *, best: bool = False) -> 
     """Place `order` one by one, each at its lowest (`best`: tightest) free offset, into `offsets`."""
     from memplan.solve import fit_kernel
 
+    policy = fit_kernel.BEST if best else fit_kernel.FIRST
+    if core.n <= _FEW:
+        fit_kernel.fit_few(
+            order, policy, core.size, core.align, core.low, core.seg_ptr, core.seg_lo, core.seg_hi, offsets,
+        )  # fmt: skip
+        return
     fit_kernel.fit(
-        order, fit_kernel.BEST if best else fit_kernel.FIRST, core.size, core.align, core.low, core.seg_ptr,
-        core.seg_lo, core.seg_hi, core.sections, offsets,
+        order, policy, core.size, core.align, core.low, core.seg_ptr, core.seg_lo, core.seg_hi, core.sections, offsets,
     )  # fmt: skip
 
 

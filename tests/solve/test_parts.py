@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.instances import network, planted, scattered
 from memplan.problem import Buffer, Interval, Problem
-from memplan.solve import Limits, cpsat_model, solve, squeaky
+from memplan.solve import Limits, cpsat_model, quick, solve, squeaky
 from memplan.solve.base import finish
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget
@@ -41,6 +41,20 @@ def test_sections_keep_who_is_alive_together(problem: Problem) -> None:
 
 def _is_in(ptr: np.ndarray, lo: np.ndarray, hi: np.ndarray, b: int, section: int) -> bool:
     return any(lo[k] <= section < hi[k] for k in range(ptr[b], ptr[b + 1]))
+
+
+@given(problem=problems(), best=st.booleans(), seed=st.integers(0, 9))
+@settings(max_examples=200, deadline=None)
+def test_few_buffers_are_placed_as_many_are(problem: Problem, best: bool, seed: int) -> None:
+    core = core_of(problem)
+    order = np.random.default_rng(seed).permutation(np.flatnonzero(~core.pinned))
+    found = []
+    for few in (0, core.n):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quick, "_FEW", few)
+            found.append(unplaced(core))
+            first_fit(core, order, found[-1], best=best)
+    assert found[0].tolist() == found[1].tolist()
 
 
 @given(problem=problems())
