@@ -94,7 +94,7 @@ NOTES = (
     "arena, of instances from files within `minimize_work` units on each of three seeds, of which the worst arena is "
     f"shown, of large ones within 60 s of wall time (external binaries: {_EXTERNAL_SECONDS:g} s); `default`: no "
     "limit given. "
-    "`first_call_s` is the first solve of the process, which compiles or loads the kernels.",
+    "`first_call_s` are the first solves of the process, which compile or load the kernels.",
     "minimalloc is asked up to 2,000 buffers, of planted packings with 200; idealloc with `--max-lives idealloc_lives` "
     f"up to 2,000 buffers, with one life above (at most {_EXTERNAL_SECONDS:g} s). An empty cell of theirs: nothing "
     "within the limit, or not asked.",
