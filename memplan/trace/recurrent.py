@@ -16,11 +16,10 @@ import torch
 from torch import fx, nn
 
 from memplan.errors import UnsupportedGraph
-from memplan.trace.rewrite import aten, fake_mode_of, value
+from memplan.trace.rewrite import aten, correct_results, fake_mode_of, value
 
 _LSTM = 2  # oneDNN's number (ideep's rnn_kind)
 _WORKSPACE = 3  # position among the results of `mkldnn_rnn_layer`
-_ALIASES = (aten.detach.default, aten.alias.default)
 
 
 def call_onednn(module: fx.GraphModule) -> None:
@@ -96,12 +95,7 @@ def size_workspaces(graph: fx.Graph) -> None:
         nbytes = _workspace_bytes(tuple(x.shape), tuple(weight.shape), tuple(recurrent.shape), tuple(node.args[7:]))
         with fake_mode_of(graph):
             workspace = torch.empty(nbytes, dtype=torch.uint8)
-        node.meta["val"] = (*value(node)[:_WORKSPACE], workspace)
-        for item in items:
-            item.meta["val"] = workspace
-            for alias in [user for user in item.users if user.target in _ALIASES]:
-                alias.replace_all_uses_with(item)
-                graph.erase_node(alias)
+        correct_results(node, (*value(node)[:_WORKSPACE], workspace))
 
 
 @lru_cache(maxsize=256)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from memplan.errors import UnsupportedGraph
 INHERITED = ("stack_trace", "nn_module_stack", "partitioner_tag", "fwd_nn_module_stack", "autograd_backward")
 _WRITTEN = str.maketrans({"-": "minus_", ".": "_", "+": "_"})  # numbers in names
 aten = torch.ops.aten
+_ALIASES = (aten.detach.default, aten.alias.default)
 
 
 class Rewriter:
@@ -100,6 +103,20 @@ class Rewriter:
         if self.phase is not None:
             new.meta["partitioner_tag"] = self.phase
         return new
+
+
+def correct_results(node: fx.Node, results: Sequence[Any]) -> None:
+    """Say of an op with several results what its kernel makes. Aliases of what was said wrong give way to it."""
+    said = value(node)
+    node.meta["val"] = tuple(results)
+    for item in [user for user in node.users if user.target is operator.getitem]:
+        position: Any = item.args[1]
+        if results[position] is said[position]:
+            continue
+        item.meta["val"] = results[position]
+        while aliases := [user for user in item.users if user.target in _ALIASES]:
+            aliases[0].replace_all_uses_with(item)
+            item.graph.erase_node(aliases[0])
 
 
 def replace_by(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:

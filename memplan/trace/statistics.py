@@ -6,12 +6,10 @@ fakes say half precision, in which no backward would take them.
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
-from memplan.trace.rewrite import aten, fake_mode_of, value
+from memplan.trace.rewrite import aten, correct_results, fake_mode_of, value
 
 _STATISTICS = (1, 2)  # positions among the results: mean, and reciprocal of the deviation
 _NORMALISATIONS = {
@@ -19,7 +17,6 @@ _NORMALISATIONS = {
     *(aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats),
     *(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default),
 }
-_ALIASES = (aten.detach.default, aten.alias.default)
 
 
 def correct_statistics(graph: fx.Graph) -> None:
@@ -28,12 +25,7 @@ def correct_statistics(graph: fx.Graph) -> None:
         if node.target in _NORMALISATIONS and _is_mixed(node):
             with fake_mode_of(graph):
                 made = [v.float() if i in _STATISTICS else v for i, v in enumerate(value(node))]
-            node.meta["val"] = tuple(made)
-            for item in [u for u in node.users if u.target is operator.getitem and u.args[1] in _STATISTICS]:
-                item.meta["val"] = made[item.args[1]]
-                while aliases := [user for user in item.users if user.target in _ALIASES]:
-                    aliases[0].replace_all_uses_with(item)
-                    graph.erase_node(aliases[0])
+            correct_results(node, made)
 
 
 def _is_mixed(node: fx.Node) -> bool:
