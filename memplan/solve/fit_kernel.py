@@ -215,13 +215,7 @@ def neighbours(n, seg_ptr, seg_lo, seg_hi, lo, hi, by_start):
                 c = by_start[j]
                 if lo[c] >= hi[b]:
                     break
-                together = seg_ptr[b + 1] - seg_ptr[b] == 1 and seg_ptr[c + 1] - seg_ptr[c] == 1
-                if not together:
-                    for k in range(seg_ptr[b], seg_ptr[b + 1]):
-                        for m in range(seg_ptr[c], seg_ptr[c + 1]):
-                            if seg_lo[k] < seg_hi[m] and seg_lo[m] < seg_hi[k]:
-                                together = True
-                if together:
+                if _meets(b, c, seg_ptr, seg_lo, seg_hi):
                     if sweep == 1:
                         adj[ptr[b] + degree[b]] = c
                         adj[ptr[c] + degree[c]] = b
