@@ -145,7 +145,9 @@ class Binder:
                 return replace(
                     choice,
                     returns=self._returns_as_planned(choice, kernel, taken, kwargs, expected),
-                    overload=None if choice.function is rows else self._overload(kernel, taken, kwargs, expected),
+                    overload=None
+                    if choice.function is rows
+                    else self._overload(choice.function, kernel, taken, kwargs, expected),
                 )
         for choice in self._convolutions(kernel, args):
             if self._writes(choice, kernel, args, kwargs, expected):
@@ -160,12 +162,12 @@ class Binder:
         return writes(choice.function, args, {**kwargs, **choice.out_kwargs(made)}, made, expected)
 
     def _overload(
-        self, kernel: Kernel, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
+        self, found: Function, kernel: Kernel, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
     ) -> OpOverload | None:
-        """The out variant, for whoever calls it otherwise than from Python."""
+        """The out variant, for whoever calls it otherwise than from Python; `found` has been tried already."""
         variant = out_variant(kernel.target)
-        if variant is None:
-            return None
+        if variant is None or found is variant._op:
+            return variant
         choice = _Choice(variant._op, out_names(variant))
         return variant if self._writes(choice, kernel, args, kwargs, expected) else None
 
