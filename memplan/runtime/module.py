@@ -23,6 +23,7 @@ from memplan.runtime.options import Options, device_for, given_plan
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector
+from memplan.trace.refusals import require_traceable
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
@@ -55,6 +56,7 @@ class CompiledModule(nn.Module, Measured):
         train: bool | None = None,
         given: Plan | None = None,
     ) -> None:
+        require_traceable(model)
         self.__dict__["_original"] = model
         super().__init__()
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from memplan.errors import UnsupportedGraph
 from memplan.graph import StorageKind, Value
 from memplan.plan import Plan
 from memplan.runtime.arena import dtype_of, offset_within, view_of
@@ -142,4 +143,8 @@ def run_bound(bound: BoundOp, env: list[torch.Tensor | None]) -> None:
             if out is not None:
                 destination = env[out]
                 assert destination is not None
+                if result.shape != destination.shape:  # which a copy may take for what it has to repeat
+                    reason = f"its result is {tuple(result.shape)}, and was traced as {tuple(destination.shape)}"
+                    hint = "call the model once before compiling it, if it takes sizes from its first call"
+                    raise UnsupportedGraph(str(bound.overload), reason, hint)
                 destination.copy_(result)

@@ -248,8 +248,14 @@ def _call(model: nn.Module, *batch: Any) -> Any:
 
 
 def _positional_arguments(function: Callable[..., Any]) -> int:
-    """How many positional arguments without defaults a function (or a module's forward) takes."""
+    """How many positional arguments without defaults a function (or a module's forward) takes.
+
+    Functions of torch's own (`torch.sum`) may not say: they are reductions, of one.
+    """
     target = function.forward if isinstance(function, nn.Module) else function
-    parameters = inspect.signature(target).parameters.values()
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:
+        return 1
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in kinds and p.default is p.empty for p in parameters)

@@ -163,9 +163,11 @@ class _Builder:
     def _constant(self, node: fx.Node) -> None:
         tensor = getattr(self.captured.graph_module, str(node.target), None)
         if not isinstance(tensor, torch.Tensor):
-            raise self._unsupported(
-                node, "control flow inside the graph (a higher-order op)", "avoid torch.cond and scan"
-            )
+            if isinstance(tensor, fx.GraphModule):
+                what, hint = "control flow inside the graph (a higher-order op)", "avoid torch.cond and scan"
+            else:
+                what, hint = "an object that is no tensor inside the graph", "draw random numbers without a generator="
+            raise self._unsupported(node, what, hint)
         val = node.meta.get("val", tensor)
         origin = replace(origin_of(node), op=node.meta.get(FOLDED, GIVEN))
         storage = self.tables.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)

@@ -17,12 +17,16 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._guards import detect_fake_mode
 
 from memplan.errors import MemplanError, UnsupportedGraph
-from memplan.trace.effects import faked, settle_side_effects
+from memplan.trace.effects import exporting, faked, refuse_random, settle_side_effects
 from memplan.trace.recurrent import call_onednn, require_dropout_kept, size_workspaces
+from memplan.trace.refusals import require_traceable
+from memplan.trace.returns import tag_backward
 from memplan.trace.statistics import correct_statistics
 
+_LOST = ("fork_rng", "rng_state", "manual_seed")  # what dynamo refuses and export would leave out
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
 
 
@@ -61,9 +65,7 @@ def capture(
     `by_dynamo`: the model is one of dynamo's own graphs, which is read as it is and may have no backward. `device`:
     trace as if the model and its inputs were there.
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedGraph(type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs")
-    refuse_backward_hooks(model)
+    require_traceable(model)
     flat, in_spec = pytree.tree_flatten((args, kwargs))
     inputs = flat
     if device is not None or _any_meta(model, flat):
@@ -91,6 +93,7 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
 def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Sequence[Any], *, train: bool) -> Captured:
     """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
     graph_module, out_spec = joint.graph_module, joint.out_spec
+    tag_backward(graph_module.graph)
     size_workspaces(graph_module.graph)
     correct_statistics(graph_module.graph)
     leaves = joint._aot_state.fw_metadata.output_info
@@ -157,6 +160,8 @@ def _capture_joint(
             raise
         except Exception as error:  # whatever a front end raises, the next one may succeed
             complaints.append(error)
+            if any(word in str(error) for word in _LOST):
+                break
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
     clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
     raise unsupported(model, clearest) from clearest
@@ -186,6 +191,8 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
         warnings.simplefilter("always")
         module = front(*args, **kwargs)
     _clear_globals(model, module)
+    refuse_random(model, module.graph)  # type: ignore[arg-type]
+    _take_real_tensors(module)
     for warning in caught:
         settle_side_effects(model, args, kwargs, str(warning.message))
     return module
@@ -202,17 +209,24 @@ def _clear_globals(model: nn.Module, module: nn.Module) -> None:
     get_traced_fn(model)[0].__globals__.pop(made.get("backend_id", ""), None)
 
 
-def refuse_backward_hooks(model: nn.Module) -> None:
-    """They run where autograd passes a module's border, and a traced backward has none."""
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            reason = f"{name or 'the model'} has backward hooks, which a compiled step would not call"
-            raise UnsupportedGraph(type(model).__name__, reason, "remove them, or use hooks on parameters or outputs")
+def _take_real_tensors(module: nn.Module) -> None:
+    """Let tensors that a model holds beside parameters and buffers be mixed with stand-ins, as torch 2.13 does."""
+    codegen: Any = module.graph._codegen  # type: ignore[union-attr]
+    inputs_of = codegen.process_inputs
+
+    def process_inputs(*inputs: Any) -> Any:
+        mode = detect_fake_mode()
+        if mode is not None:
+            mode.allow_non_fake_inputs = True
+        return inputs_of(*inputs)
+
+    codegen.process_inputs = process_inputs
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     require_dropout_kept(model)
-    exported = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
+    with exporting(model, args, kwargs):
+        exported = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
     call_onednn(exported)
     return exported
 
@@ -230,6 +244,8 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
             "shapes or branches depend on tensor values; compute them outside the model or use a static variant "
             '(for mixtures of experts in transformers: model.set_experts_implementation("batched_mm"))'
         )
+    elif "entirely functional graph" in text:
+        hint = "register the tensor that forward changes in place as a buffer of the model"
     elif "graph break" in text or "unsupported" in text:
         hint = (
             "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"

@@ -6,12 +6,19 @@ shift of its windows). They are set as a call of eager's would set them; all els
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
-import re
+import pickle
+import random
+import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._dynamo.convert_frame import get_traced_fn
 from torch.utils import _pytree as pytree
 
 from memplan.errors import UnsupportedGraph
@@ -21,34 +28,102 @@ _Attributes = dict[tuple[str, str], Any]  # (module path, attribute) -> value
 
 
 def settle_side_effects(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
-    """Read dynamo's warning. Sets attributes that settle in one call; raises `UnsupportedGraph` for other effects."""
+    """Read dynamo's warning. Sets attributes that settle in one call; raises `UnsupportedGraph` for other effects.
+
+    The warning ends in a list: of locals (`L['self']._modules['0']`), globals (`G['COUNT']`) and what has no name.
+    """
     if "side effects happened" not in message:
         return
-    changed = [source for source in re.findall(r'"(L\[[^"]+)"', message) if "_active_collector" not in source]
+    sources: list[str] = ast.literal_eval(message[message.index("check:") + len("check:") :].strip())
+    changed = [source for source in sources if not _is_librarys(model, source)]
     if not changed:
         return
     modules = dict(model.named_modules())
-    if all(clean_module_path(source) in modules for source in changed):
-        settled = _settled(model, args, kwargs)
-        if settled is not None:
-            for (path, name), value in settled.items():
-                setattr(modules[path], name, value)
-            return
-    reason = f"forward changes Python state that a compiled step would leave unchanged: {', '.join(changed)}"
+    inside = all(source.startswith("L[") and clean_module_path(source) in modules for source in changed)
+    if not (inside and _settles(model, args, kwargs)):
+        raise _changes(model, ", ".join(changed))
+
+
+def _is_librarys(model: nn.Module, source: str) -> bool:
+    """Whether it is a global of torch's own modules (a cache of `parametrize`), or of transformers' tracing."""
+    name = source.removeprefix("G['").partition("'")[0]
+    held = get_traced_fn(model)[0].__globals__.get(name)
+    torchs = isinstance(held, ModuleType) and held.__name__.startswith("torch.")
+    return "_active_collector" in source or source.startswith("G['__import_torch_dot_") or torchs
+
+
+@contextlib.contextmanager
+def exporting(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """For a front end that runs forward as Python, once, and says nothing of what else that did. Raises
+    `UnsupportedGraph` for attributes that do not settle, and for random numbers that no kernel draws.
+    """
+    seen: list[_Attributes] = []
+    hook = model.register_forward_hook(lambda *_: seen.append(_attributes(model)))  # export puts them back
+    before, drawn = _attributes(model), _generators()
+    try:
+        yield
+    finally:
+        hook.remove()
+    after = seen[0] if seen else before
+    plain = {key: v for key, v in after.items() if _is_plain(tuple(v) if isinstance(v, list) else v)}  # no stand-ins
+    names = [key for key, value in plain.items() if not _same(before.get(key), value)]
+    if names and not _settles(model, args, kwargs):
+        raise _changes(model, ", ".join(".".join(filter(None, key)) for key in names))
+    which = [name for name, state in _generators().items() if state != drawn.get(name, state)]
+    if which:
+        raise _draws(model, " and ".join(which))
+
+
+def refuse_random(model: nn.Module, graph: fx.Graph) -> None:
+    """Raise `UnsupportedGraph` if dynamo gave its graph an input for what Python's `random` draws."""
+    if any(str(node.target).startswith("random_value_") for node in graph.find_nodes(op="placeholder")):
+        raise _draws(model, "Python's random numbers")
+
+
+def _draws(model: nn.Module, which: str) -> UnsupportedGraph:
+    reason = f"forward changes the state of {which}, which a compiled step would leave unchanged"
+    hint = "draw random numbers by torch, and seed outside the model, or pass what is drawn as an input"
+    return UnsupportedGraph(type(model).__name__, reason, hint)
+
+
+def _generators() -> dict[str, Any]:
+    """The states from which random numbers are drawn, by what they are called; on fakes, torch draws none."""
+    states: dict[str, Any] = {"Python's random numbers": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy's random numbers"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
+    return states | {"torch's random numbers": torch.get_rng_state().tolist()}
+
+
+def _changes(model: nn.Module, what: str) -> UnsupportedGraph:
+    reason = f"forward changes Python state that a compiled step would leave unchanged: {what}"
     hint = "return the value instead, or keep it in a registered buffer and change that in place (copy_, add_)"
-    raise UnsupportedGraph(type(model).__name__, reason, hint)
+    return UnsupportedGraph(type(model).__name__, reason, hint)
+
+
+def _settles(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Set the attributes that one call settles; False when a call does more than that."""
+    settled = _settled(model, args, kwargs)
+    modules = dict(model.named_modules())
+    for (path, name), value in (settled or {}).items():
+        setattr(modules[path], name, value)
+    return settled is not None
 
 
 def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Attributes | None:
     """The attributes that one call changes, if a second one changes nothing; found on fake tensors, on a copy."""
     try:
-        twin, (args, kwargs) = faked(model, (args, kwargs))
+        twin, given = faked(model, (args, kwargs))
+        args, kwargs = given
+        leaves, spec = pytree.tree_flatten(given)
         before = _attributes(twin)
         states = []
         for _ in range(2):
             with torch.no_grad():
                 twin(*args, **kwargs)
             states.append(_attributes(twin))
+        now, now_spec = pytree.tree_flatten(given)  # the caller's containers are effects too
+        if now_spec != spec or any(one is not two for one, two in zip(leaves, now, strict=True)):
+            return None
     except Exception:  # whatever a model does that fake tensors or copies do not take: it is not known to settle
         return None
     once, twice = states
@@ -78,16 +153,19 @@ def faked(model: nn.Module, inputs: Any, device: str | None = None) -> tuple[nn.
 
 
 def _attributes(model: nn.Module) -> _Attributes:
+    """Those of all modules; of what can change by itself, what is in it now."""
     held = ("_parameters", "_buffers", "_modules")
     return {
-        (path, name): value
+        (path, name): [*value.items()] if isinstance(value, dict) else [*value] if isinstance(value, list) else value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in held
+        if name not in held and not (name == "meta" and isinstance(module, fx.GraphModule))
     }
 
 
 def _same(one: Any, two: Any) -> bool:
+    if type(one) is type(two) and isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(_same, one, two))
     return one is two or (_is_plain(one) and type(one) is type(two) and bool(one == two))
 
 

@@ -138,6 +138,20 @@ def is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
+def tag_backward(graph: fx.Graph) -> None:
+    """Tag what AOTAutograd left untagged in the backward (a `torch.autograd.Function` of the user's has its own).
+
+    That is what comes after the first node of the backward, or needs a gradient that comes in.
+    """
+    tangents = {n for n in graph.nodes if n.op == "placeholder" and n.meta["desc"].is_tangent()}
+    passed = False
+    for node in graph.nodes:
+        if node.op == "call_function":
+            passed = passed or is_backward(node) or not tangents.isdisjoint(node.all_input_nodes)
+            if passed:
+                node.meta.setdefault("partitioner_tag", "is_backward")
+
+
 def _first_backward(graph: fx.Graph) -> fx.Node | None:
     return next((n for n in graph.nodes if n.op == "call_function" and is_backward(n)), None)
 

@@ -30,10 +30,10 @@ from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
 from memplan.symbolic.sizes import SizesWriter
 from memplan.symbolic.symbols import Symbol
 from memplan.trace import plan_traced
-from memplan.trace.capture import refuse_backward_hooks
 from memplan.trace.conditions import beyond, either, telling
 from memplan.trace.conditions import pinned as pinned_by
 from memplan.trace.dims import Dims, Range, read_dims, without
+from memplan.trace.refusals import require_traceable
 from memplan.trace.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
 from memplan.trace.symbols import Translator
 from memplan.trace.traced import Kernel
@@ -57,9 +57,7 @@ def trace_symbolic(
     Raises `InvalidShapes` when they make no sense, or when the model works for one size of a dimension only (naming
     the line and the condition), and `UnsupportedGraph` when it cannot be traced.
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedGraph(type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs")
-    refuse_backward_hooks(model)
+    require_traceable(model)
     _refuse_fakes(model, args, kwargs)
     dims = without(read_dims(model, args, kwargs, dynamic_shapes), fixed)
     while True:  # a dimension that need not vary is fixed when the model says so, and the rest traced again

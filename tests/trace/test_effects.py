@@ -1,0 +1,258 @@
+"""What a graph of tensors cannot hold is refused before anything is allocated: Python state, random numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils import parametrizations, parametrize
+
+from memplan.errors import UnsupportedGraph
+from memplan.runtime import compile as memplan_compile
+from memplan.runtime import compile_step
+from memplan.trace import plan
+from memplan.trace.symbolic import trace_symbolic
+
+COUNTS = {"calls": 0}
+CALLS = 0
+
+
+class Applies(nn.Module):
+    """`function(self, linear(x), *rest)`."""
+
+    def __init__(self, function: Callable[..., Any], inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4) if inner is None else inner
+        self.function = function
+        self.calls = 0
+        self.log: list[int] = []
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        return self.function(self, self.linear(x), *rest)
+
+
+def _global(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    global CALLS  # noqa: PLW0603
+    CALLS += 1
+    return y * CALLS
+
+
+def _entry(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    COUNTS["calls"] += 1
+    return y * COUNTS["calls"]
+
+
+def _enclosed() -> Callable[..., torch.Tensor]:
+    calls = 0
+
+    def function(model: Applies, y: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return y * calls
+
+    return function
+
+
+def _of_the_class(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    type(model).calls = 3
+    return y
+
+
+def _kept(model: Applies, y: torch.Tensor, cache: dict[str, torch.Tensor]) -> torch.Tensor:
+    cache["y"] = y.detach()
+    return y
+
+
+@pytest.mark.parametrize("function", [_global, _entry, _enclosed(), _of_the_class])
+def test_python_state_that_forward_changes_is_refused_wherever_it_is(function: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedGraph, match="changes Python state"):
+        plan(Applies(function), torch.ones(2, 4))
+
+
+def test_containers_of_the_caller_that_forward_changes_are_refused() -> None:
+    with pytest.raises(UnsupportedGraph, match="changes Python state"):
+        plan(Applies(_kept), (torch.ones(2, 4), {"x": torch.ones(1)}))
+
+
+def _beyond_dynamo(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    np.random.RandomState(0).rand()
+    return y
+
+
+def _count(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    model.calls += 1
+    return _beyond_dynamo(model, y) * model.calls
+
+
+def _append(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    model.log.append(1)
+    return _beyond_dynamo(model, y) * len(model.log)
+
+
+def _settle(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    model.calls = 3
+    return _beyond_dynamo(model, y) * model.calls
+
+
+@pytest.mark.parametrize("function", [_count, _append])
+def test_attributes_are_followed_where_dynamo_cannot_read(function: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedGraph, match="changes Python state"):
+        plan(Applies(function), torch.ones(2, 4))
+
+
+def test_attributes_that_settle_may_be_set_where_dynamo_cannot_read() -> None:
+    model, x = Applies(_settle), torch.ones(2, 4)
+    compiled = memplan_compile(model, x)
+    assert model.calls == 3
+    assert torch.equal(compiled(x), model(x))
+
+
+def _by_python(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    return y * random.random()
+
+
+def _by_integers(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    return y * random.randint(1, 5)
+
+
+def _by_numpy(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    return y * float(np.random.rand())
+
+
+def _seeded(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return F.dropout(y)
+
+
+def _forked(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        noise = torch.rand(4)
+    return F.dropout(y) * noise
+
+
+def _of_a_generator(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    return y * torch.rand(4, generator=torch.Generator())
+
+
+@pytest.mark.parametrize("function", [_by_python, _by_integers, _by_numpy, _seeded, _forked, _of_a_generator])
+def test_random_numbers_that_no_kernel_draws_are_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedGraph):
+        plan(Applies(function), torch.ones(2, 4))
+
+
+def test_caches_of_torchs_own_are_no_effect() -> None:
+    def twice(model: Applies, y: torch.Tensor) -> torch.Tensor:
+        with parametrize.cached():
+            made: torch.Tensor = model.linear(model.linear(y))
+            return made
+
+    model, x = Applies(twice, parametrizations.weight_norm(nn.Linear(4, 4))), torch.ones(2, 4)
+    assert torch.equal(memplan_compile(model, x)(x), model(x))
+
+
+def _itself(model: Applies, y: torch.Tensor) -> torch.Tensor:
+    return y
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("trace", [False, True])
+def test_scripts_are_refused_and_named(trace: bool) -> None:
+    x = torch.ones(2, 4)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    script: Any = torch.jit.trace(inner, x) if trace else torch.jit.script(inner)  # type: ignore[no-untyped-call]
+    for model in (script, nn.Sequential(script), Applies(_itself, nn.Sequential(nn.Linear(4, 4), script))):
+        for ask in (plan, memplan_compile):
+            with pytest.raises(UnsupportedGraph, match="ScriptModule") as caught:
+                ask(model, x)
+            assert "torch.jit.script" in str(caught.value.hint)
+        with pytest.raises(UnsupportedGraph, match="ScriptModule"):
+            trace_symbolic(model, (x,), {}, dynamic_shapes={"x": {0: torch.export.Dim("n")}}, train=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UnsupportedGraph, match="ScriptModule"):
+            compile_step(model, optimizer, torch.sum, x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_functions_are_traced_through() -> None:
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        if x.size(0) > 1:
+            return torch.dropout(x.sin() * 2, 0.5, True)
+        return x
+
+    script = torch.jit.script(plain)
+
+    def function(model: Applies, y: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = script(y)
+        return made
+
+    model, x = Applies(function), torch.ones(2, 4)
+    found = []
+    for call in (memplan_compile(model, x), model):
+        torch.manual_seed(0)
+        call(x).square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_modules_are_compiled_after_their_first_call() -> None:
+    first = nn.LazyLinear(3)
+    model, x = nn.Sequential(first, nn.LazyBatchNorm1d()), torch.randn(4, 5)
+    with pytest.raises(UnsupportedGraph, match="shapes are not known") as caught:
+        memplan_compile(model, x)
+    assert "call the model once" in str(caught.value.hint)
+    assert nn.parameter.is_lazy(first.weight)
+    model(x)
+    assert torch.equal(memplan_compile(model, x)(x), model(x))
+
+
+def test_kernels_that_resize_their_results_are_refused() -> None:
+    torch.manual_seed(0)
+    fake_quantize = torch.ao.quantization.FusedMovingAvgObsFakeQuantize(
+        observer=torch.ao.quantization.MovingAveragePerChannelMinMaxObserver,
+        qscheme=torch.per_channel_symmetric,
+        dtype=torch.qint8,
+        quant_min=-128,
+        quant_max=127,
+    )
+    model, x = nn.Sequential(nn.Linear(4, 4), fake_quantize), torch.randn(4, 4)
+    with pytest.raises(UnsupportedGraph, match="was traced as"):
+        memplan_compile(model, x)
+    model(x)
+    assert torch.equal(memplan_compile(model, x)(x), model(x))
+
+
+class Halves(torch.autograd.Function):
+    """Saves its input, and draws numbers in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad * x.exp() * torch.rand_like(x)
+
+
+def test_a_function_with_a_backward_of_its_own() -> None:
+    def function(model: Applies, y: torch.Tensor) -> Any:
+        return F.dropout(Halves.apply(F.dropout(y)))  # type: ignore[no-untyped-call]
+
+    model, x = Applies(function), torch.randn(3, 4)
+    found = []
+    for call in (memplan_compile(model, x), model):
+        torch.manual_seed(0)
+        for _ in range(3):
+            call(x).square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
