@@ -85,6 +85,8 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
     stack.enter_context(quiet())
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.set_grad_enabled(train))
+    # As loss.backward() after the `with torch.autocast` of the forward, not within it.
+    stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
     if train and any(isinstance(m, nn.RNNBase) for m in model.modules()):
         # cuDNN's LSTM hands its backward a workspace whose size its fake does not know.
         stack.enter_context(_without_cudnn())

@@ -47,13 +47,16 @@ def dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx.
         return result, keep
     result = rw.memory(out)
     rw.call(aten.copy_.default, result, keep)
+    rw.call(aten.div_.Tensor, result, 1 - p)  # rounded to a half, before the product is
     rw.call(aten.mul_.Tensor, result, x)
-    rw.call(aten.mul_.Tensor, result, 1.0 / (1 - p))
     return result, keep
 
 
 def dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -> fx.Node | None:
-    """CPU: grad * (mask * scale), without the two temporaries."""
+    """CPU: grad * (mask * scale), without the two temporaries.
+
+    In halves as in eager, which multiplies by the scale that its forward rounded; the traced kernel rounds once.
+    """
     if value(grad).device.type != "cpu":
         return None
     if value(rw.node).dtype is torch.float32 and rw.constants:
