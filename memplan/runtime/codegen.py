@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -87,10 +88,14 @@ class FunctionWriter:
         for group in groups:
             for value in group:
                 self._use(value)
+        return self._compiled(self.name, groups, self._fitting())
+
+    def _compiled(self, name: str, groups: Sequence[Sequence[int]], fitting: Sequence[bool]) -> Callable[..., Any]:
         parts = ["(" + "".join(f"{self._leaving(value)}, " for value in group) + ")" for group in groups]
-        lines, native = self._written({value for group in groups for value in group})
+        lines, native = self._written({value for group in groups for value in group}, fitting)
         body = [f"{name} = {source}" for source, name in self.live.items()] + lines
         body = _within(f"with {self._guards()}:", body or ["pass"])
+        arguments = ", ".join(f"v{a}" for a in self.arguments)
         if native:
             optimise = self.namespace.add("k", torch._C._set_graph_executor_optimize)
             was = self.namespace.add("k", torch._C._get_graph_executor_optimize)
@@ -98,9 +103,11 @@ class FunctionWriter:
             fail = self.namespace.add("k", raise_as_eager)
             body += _within("except RuntimeError as error:", [f"{fail}(error)", "raise"])
             body += _within("finally:", [f"{optimise}(was)"])
+            modes = self.namespace.add("k", torch._C._len_torch_dispatch_stack)
+            python = self.namespace.add("k", _Python(self, f"{name}_in_python", groups))
+            body = [*_within(f"if {modes}():", [f"return {python}({arguments})"]), *body]
         body.append(f"return {', '.join(parts) if parts else '()'}")
-        header = f"def {self.name}({', '.join(f'v{a}' for a in self.arguments)}):"
-        return self.namespace.define("\n".join(_within(header, body)), self.name)
+        return self.namespace.define("\n".join(_within(f"def {name}({arguments}):", body)), name)
 
     def _leaving(self, index: int) -> str:
         """A value for the caller: what stays in the arena leaves as another tensor over the same bytes."""
@@ -133,15 +140,15 @@ class FunctionWriter:
 
     # -- lines -------------------------------------------------------------------------------------------
 
-    def _written(self, returned: set[int]) -> tuple[list[str], bool]:
-        """The lines as source, and whether torch's interpreter runs any of them."""
+    def _written(self, returned: set[int], fitting: Sequence[bool]) -> tuple[list[str], bool]:
+        """The lines as source, and whether torch's interpreter runs any of them; `fitting`: which it may."""
         written = [source for view in self.views for source in self._python(view)]
         last_use = {value: i for i, line in enumerate(self.lines) for value in line.uses}
         last_use |= dict.fromkeys(returned, len(self.lines))
         native = False
         end = 0
-        for fit, group in groupby(self.lines, key=self._fits):
-            run = list(group)
+        for fit, group in groupby(zip(fitting, self.lines, strict=True), key=itemgetter(0)):
+            run = [line for _, line in group]
             end += len(run)
             if fit and sum(isinstance(line, Call) for line in run) >= _WORTH:
                 native = True
@@ -151,8 +158,15 @@ class FunctionWriter:
                 written += [source for line in run for source in self._python(line)]
         return written, native
 
-    def _fits(self, line: Line) -> bool:
-        return self.layout.native and takes(line, self.layout)
+    def _fitting(self) -> list[bool]:
+        """Which lines torch's interpreter takes, as far as so many stand together that it matters."""
+        found: list[bool] = []
+        asked: dict[Any, bool] = {}
+        for hooked, group in groupby(self.lines, key=lambda line: isinstance(line, Hooked)):
+            lines = list(group)
+            may = self.layout.native and not hooked and sum(isinstance(line, Call) for line in lines) >= _WORTH
+            found += [may and takes(line, self.layout, asked) for line in lines]
+        return found
 
     def _interpreted(self, lines: Sequence[Line], results: Sequence[int]) -> str:
         """One call for all lines, out of which these values come."""
@@ -246,6 +260,20 @@ class FunctionWriter:
         guards: list[type] = [torch._C._AutoDispatchBelowADInplaceOrView]
         guards += [torch._C._DisableAutocast] if self.layout.autocast else []
         return ", ".join(f"{self.namespace.add('k', guard)}()" for guard in guards)
+
+
+class _Python:
+    """A function without runs, made when it is first called: while a `TorchDispatchMode` is active, whose own errors
+    come out of Python alone (out of torch's interpreter, they are no more than a `RuntimeError`)."""
+
+    def __init__(self, writer: FunctionWriter, name: str, groups: Sequence[Sequence[int]]) -> None:
+        self._make = partial(writer._compiled, name, groups, [False] * len(writer.lines))
+        self._made: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return self._made(*arguments)
 
 
 def _within(header: str, body: Iterable[str]) -> list[str]:

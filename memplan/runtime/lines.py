@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.utils._pytree as pytree
-
 from memplan.graph import Graph, Value
 from memplan.runtime.bind import BoundOp
 from memplan.trace.traced import Ref
@@ -112,7 +110,13 @@ Line = Call | Empty | View | Hooked
 
 def refs(tree: Any) -> list[int]:
     """The values that arguments refer to."""
-    return [leaf.value for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
+    if isinstance(tree, Ref):
+        return [tree.value]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [value for item in tree for value in refs(item)]
 
 
 def same_layout(one: Value, two: Value) -> bool:

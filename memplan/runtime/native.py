@@ -36,6 +36,7 @@ _FAILURES = (
 )  # of torch's bindings, for what they do not take
 _MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 _TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
+_LEFT = object()  # stands for arguments that are left to Python
 _PLAIN = {"IntType": int, "BoolType": bool, "FloatType": float}
 _FAILED = (
     "The following operation failed in the TorchScript interpreter.\n"
@@ -55,8 +56,11 @@ class Interpreted:
     arguments: tuple[int, ...]
 
 
-def takes(line: Line, layout: Layout) -> bool:
-    """Whether torch's interpreter runs the same kernel, and nothing can fail there that did not fail in the trial."""
+def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
+    """Whether torch's interpreter runs the same kernel, and nothing can fail there that did not fail in the trial.
+
+    `asked`: what is known of overloads with arguments of some kinds, and grows.
+    """
     if isinstance(line, Hooked):
         return False
     if isinstance(line, Empty):
@@ -67,7 +71,8 @@ def takes(line: Line, layout: Layout) -> bool:
     overload = _overload(line)
     if overload is None or overload.namespace != "aten" or line.adopted or line.bound.hands:
         return False
-    if any(isinstance(leaf, (Handed, Live)) for leaf in pytree.tree_leaves(line.arguments)):
+    kinds = _kinds(line.arguments)
+    if _LEFT in kinds:
         return False
     if overload._opname.startswith(_MAY_FAIL) or _by_number(line, overload, layout):
         return False
@@ -75,7 +80,23 @@ def takes(line: Line, layout: Layout) -> bool:
         return False
     if draws(overload, *line.arguments) and "Tensor" in overload._overloadname:  # with probabilities of its own
         return False
-    return _finds(line, layout)
+    key = (overload, line.bound.out_names, kinds)
+    if key not in asked:
+        asked[key] = _finds(line, layout)
+    return asked[key]
+
+
+def _kinds(thing: Any) -> tuple[Any, ...]:
+    """By what torch's interpreter tells overloads apart: the types of numbers, which things are tensors."""
+    if isinstance(thing, (Ref, torch.Tensor)):
+        return (torch.Tensor,)
+    if isinstance(thing, (Handed, Live)):
+        return (_LEFT,)
+    if isinstance(thing, (list, tuple)):
+        return (type(thing), *(kind for item in thing for kind in _kinds(item)), None)
+    if isinstance(thing, dict):
+        return tuple(kind for name, item in thing.items() for kind in (name, *_kinds(item)))
+    return (type(thing) if isinstance(thing, (int, float, str)) else thing,)
 
 
 def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, names: Mapping[str, Any]) -> Interpreted:

@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo import functional_export
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.zoo import ZOO
 from memplan.errors import StaleActivationsError
-from memplan.runtime import CompiledModule, compile_step
+from memplan.runtime import CompiledModule, compile_step, native
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import program as programs
 from memplan.runtime.native import AVAILABLE
@@ -254,6 +257,66 @@ def test_errors_of_kernels_keep_their_words() -> None:
         found.append((type(caught.value), str(caught.value)))
     assert found[0] == found[1]
     assert torch.equal(compiled(x, y), model(x, y))
+
+
+class Raises(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts ops, and raises an error of its own at the first that is named so."""
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = name
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        if self.name is not None and self.name in str(func):
+            raise KeyError("the mode's own")
+        return func(*args, **(kwargs or {}))
+
+
+@_interpreted
+def test_modes_see_all_ops_and_raise_what_they_raise() -> None:
+    model, x = _tower()
+    eager = copy.deepcopy(model)
+    compiled = memplan_compile(model, x)
+    with _by_python():
+        plain = memplan_compile(copy.deepcopy(model), x)
+    expected = _steps(eager, eager, (x,))
+    seen = []
+    for call, of in ((compiled, model), (plain, plain)):
+        with Raises() as mode:
+            found = _steps(of, call, (x,))
+        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+        seen.append(mode.seen)
+    assert seen[0] == seen[1]
+    assert any("gelu_backward" in name for name in seen[0])
+    with Raises("gelu"), pytest.raises(KeyError, match="the mode's own"):
+        compiled(x)
+    assert all(torch.equal(one, two) for one, two in zip(_steps(model, compiled, (x,)), expected, strict=True))
+
+
+@_interpreted
+def test_flops_are_eagers() -> None:
+    model, inputs = ZOO["gpt2"]("nano")
+    compiled = memplan_compile(model, inputs)
+    counted = []
+    for call in (compiled, model):
+        with FlopCounterMode(display=False) as flops:
+            call(*inputs).backward()
+        counted.append(flops.get_total_flops())
+    assert counted[0] == counted[1] > 0
+
+
+@_interpreted
+def test_torch_is_not_asked_where_no_run_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _tower()
+    compiled = memplan_compile(model, x)
+    expected = compiled(x).detach()
+    asked: list[Any] = []
+    monkeypatch.setattr(native, "_finds", lambda line, layout: asked.append(line))
+    with compiled.hooks.add(lambda event: None):  # hooks stand between all ops
+        assert torch.equal(compiled(x).detach(), expected)
+    assert not asked
 
 
 def test_what_others_compile_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
