@@ -58,16 +58,22 @@ class Ledger:
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `StaleActivationsError` when one is in flight; `keep`: a backward will follow."""
         self.steps += 1
-        self.require_free(f"forward {self.steps}")
+        self._free("forward {}", self.steps)
         step = InFlight(self.steps)
         self._current = weakref.ref(step) if keep else lambda: None
         return step
 
     def require_free(self, who: str) -> None:
         """Raise `StaleActivationsError` when a step is in flight; else no copy is under way either."""
-        if self.pending is not None:
+        self._free(who)
+
+    def _free(self, who: str, *number: int) -> None:
+        """`require_free` of `who`, to be formatted with `number`: each step asks, and the words are for errors."""
+        pending = self.pending
+        if pending is not None:
             raise StaleActivationsError(
-                f"{who} would overwrite the activations of forward {self.pending.number}, whose backward has not run",
+                f"{who.format(*number)} would overwrite the activations of forward {pending.number}, whose backward "
+                "has not run",
                 hint="call backward first, or run forwards that need none under torch.no_grad(), "
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
             )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from operator import is_
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Runner:
         """
         traced = follow(traced, plan)  # from here on values are where the plan has them
         self.traced = traced
+        self.device_type = traced.device.type
         self.arena = arena
         self.slots = Slots(structure, traced)
         self._written_slots = [j for j, i in enumerate(self.slots.bindings) if traced.bindings[i].written]
@@ -115,7 +116,10 @@ class Runner:
         self._gradient_order = ordered
         self._wanted_slots = [slot_of[of[i]] for i in ordered if of[i] in slot_of]
         self._wanted_inputs = [t.bindings[of[i]].index for i in ordered if of[i] not in slot_of]
-        self._watched_slots = [slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of]
+        # of the parameters and buffers as they are: those that get gradients, and those that the backward reads
+        self.wanted = _picking(self._wanted_slots)
+        self.watched = _picking([slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of])
+        self._in_order = _picking(ordered)
         self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
         self.tangents = t.results.tangents
         # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
@@ -246,14 +250,6 @@ class Runner:
 
     # -- what autograd asks for --------------------------------------------------------------------------
 
-    def wanted(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of the parameters and buffers (`current`), those that get gradients, in the order of `in_order`."""
-        return [current[i] for i in self._wanted_slots]
-
-    def watched(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of the parameters and buffers (`current`), those that the backward reads."""
-        return [current[i] for i in self._watched_slots]
-
     def count_writes(self, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
         """Tell autograd that the step changed buffers and inputs, as an in-place op of eager's would."""
         if self._written_slots:
@@ -279,16 +275,23 @@ class Runner:
 
     def in_order(
         self, gradients: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
+    ) -> Sequence[torch.Tensor | None]:
         """The program's gradients in the order in which `PlannedStep` took its differentiable inputs.
 
         None for those that depend only on outputs whose gradients did not come (`grads`).
         """
         missing = {j for j, (i, _) in enumerate(self._tangents) if grads[i] is None}
         if not missing:
-            return [gradients[i] for i in self._gradient_order]
+            return self._in_order(gradients)
         needs = self.traced.results.needs
         return [None if needs[i] and needs[i] <= missing else gradients[i] for i in self._gradient_order]
+
+
+def _picking(positions: Sequence[int]) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+    """The elements at these positions of a sequence, in one call."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda given: [given[i] for i in positions]
 
 
 def _counting(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

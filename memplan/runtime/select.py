@@ -83,7 +83,7 @@ class Selector:
 
     def _check_autocast(self) -> None:
         traced = self.main.traced
-        now = torch.is_autocast_enabled(traced.device.type)
+        now = torch.is_autocast_enabled(self.main.device_type)
         if now is not traced.autocast:
             here, there = ("under autocast" if on else "without autocast" for on in (now, traced.autocast))
             hint = "compile and call in the same autocast state"

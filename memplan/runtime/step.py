@@ -40,8 +40,9 @@ class PlannedStep(torch.autograd.Function):
                 raise
         runner.count_writes(inputs, current)
         # An output saved as itself would keep its own graph alive for ever.
-        outputs = runner.program.saved_outputs
-        ctx.saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
+        if True in (outputs := runner.program.saved_outputs):
+            saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
+        ctx.saved = saved
         ctx.watched = [*ctx.saved, *runner.watched(current)]
         ctx.versions = list(map(_version, ctx.watched))
         ctx.runner, ctx.step = runner, step
