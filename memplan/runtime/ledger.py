@@ -58,29 +58,28 @@ class Ledger:
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `StaleActivationsError` when one is in flight; `keep`: a backward will follow."""
         self.steps += 1
-        self._free("forward {}", self.steps)
+        last = self._current()
+        if (last is None or last.done) and self.move_out is None:
+            self.drain()  # of a forward that was given up
+            self.turn()
+        else:
+            self.require_free(f"forward {self.steps}")
         step = InFlight(self.steps)
         self._current = weakref.ref(step) if keep else lambda: None
         return step
 
     def require_free(self, who: str) -> None:
         """Raise `StaleActivationsError` when a step is in flight; else no copy is under way either."""
-        self._free(who)
-
-    def _free(self, who: str, *number: int) -> None:
-        """`require_free` of `who`, to be formatted with `number`: each step asks, and the words are for errors."""
-        pending = self.pending
-        if pending is not None:
+        if self.pending is not None:
             raise StaleActivationsError(
-                f"{who.format(*number)} would overwrite the activations of forward {pending.number}, whose backward "
-                "has not run",
+                f"{who} would overwrite the activations of forward {self.pending.number}, whose backward has not run",
                 hint="call backward first, or run forwards that need none under torch.no_grad(), "
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
             )
         if self.move_out is not None:
             self.move_out()
             self.move_out = None
-        self.drain()  # of a forward that was given up
+        self.drain()
         self.turn()
 
     @property

@@ -18,6 +18,7 @@ from memplan.trace.traced import Binding, Source, TracedGraph
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
 COMPILE_AGAIN = "compile the model again after changing it"
 _training = attrgetter("training")
+_data_ptr = torch.Tensor.data_ptr
 
 
 class Structure:
@@ -125,14 +126,17 @@ class Slots:
             self._look()
         return list(map(getitem, self._holders, self._keys))
 
-    def unmoved(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether each tensor lies where it was noted and is what it was; False: `moved` knows."""
-        return self._alike(tensors) and list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
+    def look(self) -> tuple[list[torch.Tensor], bool]:
+        """As `tensors`, and whether each lies where it was noted and is what it was; False: `moved` knows."""
+        if self._version != self._structure.version:
+            self._look()
+        tensors = list(map(getitem, self._holders, self._keys))
+        return tensors, self._alike(*tensors) and list(map(_data_ptr, tensors)) == self._pointers
 
     def _note(self, tensors: Sequence[torch.Tensor], state: list[tuple[Any, ...]]) -> None:
         self._noted = state
         self._pointers = [pointer for pointer, *_ in state]
-        self._alike = Alike(tensors)
+        self._alike = Alike(tensors).check
 
     def _state(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
         """Where each tensor lives, and how it is laid out. Raises `InputMismatch` for one that is gone."""
