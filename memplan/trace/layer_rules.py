@@ -34,36 +34,36 @@ def embedding(rw: Rewriter, weight: fx.Node, indices: fx.Node, *_: Any, **__: An
 
 def dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx.Node, fx.Node] | None:
     """CPU only: the CUDA kernel is fused and draws its numbers in another order (native/Dropout.cpp)."""
-    if value(x).device.type != "cpu" or train is not True or not 0.0 < p < 1.0:
+    if value(x).device.type != "cpu" or train is not True or not 0.0 < p < 1.0 or value(x).is_complex():
         return None
     out, mask = value(rw.node)
     keep = rw.memory(mask)
     rw.call(aten.bernoulli_.float, keep, 1 - p)
     if out.dtype is torch.float32 and rw.constants:
         return multiplied(rw, out, keep, x, 1.0 / (1 - p)), keep
-    if out.dtype is torch.float32:  # a kept element is rounded once either way
+    if out.dtype is torch.float32:
         result = rw.making(out, aten.mul.Tensor, keep, 1.0 / (1 - p))
-        rw.call(aten.mul_.Tensor, result, x)
-        return result, keep
-    result = rw.memory(out)
-    rw.call(aten.copy_.default, result, keep)
+    else:
+        result = rw.memory(out)
+        rw.call(aten.copy_.default, result, keep)
+        rw.call(aten.mul_.Tensor, result, 1.0 / (1 - p))  # rounded, as in the kernel
     rw.call(aten.mul_.Tensor, result, x)
-    rw.call(aten.mul_.Tensor, result, 1.0 / (1 - p))
     return result, keep
 
 
 def dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -> fx.Node | None:
-    """CPU: grad * (mask * scale), without the two temporaries."""
-    if value(grad).device.type != "cpu":
+    """CPU: (grad * mask) * scale, without temporaries. In half precision each product is rounded."""
+    if value(grad).device.type != "cpu" or value(grad).is_complex():
         return None
     if value(rw.node).dtype is torch.float32 and rw.constants:
         return multiplied(rw, value(rw.node), mask, grad, scale)
     if value(rw.node).dtype is torch.float32:
         result = rw.instead(aten.mul.Tensor, mask, scale)
-    else:
-        result = copied(rw, mask)
-        rw.call(aten.mul_.Tensor, result, scale)
+        rw.call(aten.mul_.Tensor, result, grad)
+        return result
+    result = copied(rw, mask)
     rw.call(aten.mul_.Tensor, result, grad)
+    rw.call(aten.mul_.Tensor, result, scale)
     return result
 
 
