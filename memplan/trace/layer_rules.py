@@ -92,6 +92,8 @@ def batch_norm(  # noqa: PLR0917  (the op's own signature)
     given = [value(n) for n in (x, weight, bias, mean, var) if n is not None]
     if value(x).device.type != "cpu" or not training or any(t.dtype != torch.float32 for t in given):
         return None
+    if not _is_dense(value(x)):  # of what is laid out otherwise, the kernel that writes to `out` makes other numbers
+        return None
     out, save_mean, save_rstd, new_mean, new_var = (rw.memory(result) for result in value(rw.node))
     rw.call(aten.copy_.default, new_mean, mean)
     rw.call(aten.copy_.default, new_var, var)
@@ -103,6 +105,12 @@ def batch_norm(  # noqa: PLR0917  (the op's own signature)
         save_invstd=save_rstd,
     )
     return out, save_mean, save_rstd, new_mean, new_var
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether it is laid out as convolutions lay out: row by row, channels last or not."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))
 
 
 def embedding_backward(  # noqa: PLR0917  (the op's own signature)
