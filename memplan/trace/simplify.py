@@ -87,7 +87,9 @@ def _share(graph: fx.Graph, made: dict[int, int]) -> None:
     """Let a small result stand for all that are computed from the same, in one phase of the step; and so views."""
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if not isinstance(node.target, OpOverload) or has_effects(node) or not _is_fixed(node):
+        if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+            continue  # a user's op may do more than it says
+        if has_effects(node) or not _is_fixed(node):
             continue
         if any(user.op == "output" for user in node.users):
             continue

@@ -140,6 +140,23 @@ def test_a_clone_keeps_what_a_buffer_was() -> None:
         assert torch.equal(one, two)
 
 
+def test_ops_of_users_run_as_often_as_before() -> None:
+    calls = []
+
+    @torch.library.custom_op("memplan_tests::counted", mutates_args=())
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x + len(calls)
+
+    counted.register_fake(torch.empty_like)
+    model = Apply(lambda w, x: counted(x) * counted(x))
+    compiled = memplan_compile(model, X, train=False)
+    calls.clear()
+    with torch.no_grad():
+        compiled(X)
+    assert len(calls) == 2
+
+
 def test_random_numbers_are_drawn_as_often_as_before() -> None:
     model = Apply(lambda w, x: F.dropout(x * w, 0.5) + F.dropout(x * w, 0.5) + torch.rand(4) + torch.rand(4))
     compiled = memplan_compile(model, X)
