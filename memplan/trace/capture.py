@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.trace.effects import faked, settle_side_effects
+from memplan.trace.layouts import as_kernels_do, settle_layouts
 from memplan.trace.recurrent import call_onednn, require_dropout_kept, size_workspaces
 from memplan.trace.statistics import correct_statistics
 
@@ -92,6 +93,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
     """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
     graph_module, out_spec = joint.graph_module, joint.out_spec
     size_workspaces(graph_module.graph)
+    settle_layouts(graph_module.graph)
     correct_statistics(graph_module.graph)
     leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
@@ -152,7 +154,7 @@ def _capture_joint(
     for front_end in front_ends:
         try:
             module = front_end(model, args, kwargs)
-            return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=AS_KERNELS_DO)
+            return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=as_kernels_do())
         except MemplanError:
             raise
         except Exception as error:  # whatever a front end raises, the next one may succeed
@@ -160,17 +162,6 @@ def _capture_joint(
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
     clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
     raise unsupported(model, clearest) from clearest
-
-
-def _layer_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
-    """The kernels make both contiguous and return a gradient that is; the fake one follows their strides."""
-    if x.is_contiguous() and grad.is_contiguous():
-        return NotImplemented
-    return _LAYER_NORM_BACKWARD(grad.contiguous(), x.contiguous(), *rest)
-
-
-_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
-AS_KERNELS_DO: dict[Any, Callable[..., Any]] = {_LAYER_NORM_BACKWARD: _layer_norm_backward}
 
 
 def _as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
