@@ -92,6 +92,7 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
 def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Sequence[Any], *, train: bool) -> Captured:
     """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
     graph_module, out_spec = joint.graph_module, joint.out_spec
+    _without_assertions(graph_module.graph)
     size_workspaces(graph_module.graph)
     settle_layouts(graph_module.graph)
     correct_statistics(graph_module.graph)
@@ -113,6 +114,12 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
         training=has_backward,
         autocast=any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
     )
+
+
+def _without_assertions(graph: fx.Graph) -> None:
+    """Export asserts the dtypes of what it converts, which the trace has settled."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
 
 
 @contextlib.contextmanager
