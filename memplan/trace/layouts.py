@@ -22,6 +22,7 @@ from torch._prims_common import (
 )
 
 from memplan.trace.rewrite import aten, correct_results, value
+from memplan.trace.touches import is_fixed
 
 Layout = Callable[..., Any]  # the op's arguments -> strides of those of its results that have its input's shape
 _LAYER_NORM_BACKWARD = aten.native_layer_norm_backward.default
@@ -100,12 +101,12 @@ def settle_layouts(graph: fx.Graph) -> None:
         layout = LAYOUTS.get(node.target)
         if layout is None:
             continue
-        args = fx.node.map_arg(node.args, value)
+        args: Any = fx.node.map_arg(node.args, value)
         single = isinstance(value(node), torch.Tensor)
         results = [value(node)] if single else list(value(node))
         for position, made in [(0, node)] if single else _items(node):
             copied = _copied(made)
-            if copied is None or value(made).device.type != "cpu":
+            if copied is None or value(made).device.type != "cpu" or not is_fixed(value(made)):
                 continue
             if not _is_laid_out(value(copied[-1]), layout(*args)):
                 continue
@@ -125,16 +126,16 @@ def _laid_out(op: Any, layout: Layout) -> Callable[..., Any]:
 
     def decomposition(*args: Any, **kwargs: Any) -> Any:
         nonlocal under_way
-        x = next((a for a in args if isinstance(a, torch.Tensor)), None)
-        if under_way or kwargs or x is None or x.device.type != "cpu":
-            return NotImplemented
+        given = [a for a in args if isinstance(a, torch.Tensor)]
+        if under_way or kwargs or given[0].device.type != "cpu" or not all(map(is_fixed, given)):
+            return NotImplemented  # symbols would become guards
         under_way = True
         try:
             made = op(*args)
         finally:
             under_way = False
         results = [made] if isinstance(made, torch.Tensor) else list(made)
-        shape = max((tuple(a.shape) for a in args if isinstance(a, torch.Tensor)), key=len)
+        shape = max((tuple(a.shape) for a in given), key=len)
         strides = layout(*args)
         results = [_copy_to(t, strides) if _has_shape(t, shape) else t for t in results]
         return results[0] if isinstance(made, torch.Tensor) else tuple(results)
