@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from torch._C._dynamo.guards import TensorGuards
 class Alike:
     """Remembers class, shape, strides, dtype, device, dispatch keys and `requires_grad` of tensors.
 
-    `alike(others)` is True only when `others` (as many) are the same in all of that, in the same state of the thread
-    (autocast, inference mode). False proves nothing: look closer. Nothing is kept alive.
+    `alike.check(*others)` is True only when `others` (as many) are the same in all of that, in the same state of the
+    thread (autocast, inference mode). False proves nothing: look closer. Nothing is kept alive.
     """
 
-    __slots__ = ("_check", "_single", "_twins")
+    __slots__ = ("_guards", "_single", "_twins", "check")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         first: dict[int, int] = {}  # the guards refuse to see a tensor twice
@@ -24,12 +24,11 @@ class Alike:
         self._twins = [(i, j) for i, j in pairs if i != j]
         self._single = [i for i, j in pairs if i == j]
         once = [tensors[i] for i in self._single]
-        self._check: Any = TensorGuards(*once, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self._guards: Any = TensorGuards(*once, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self.check: Callable[..., bool] = self._check if self._twins else self._guards
 
-    def __call__(self, tensors: Sequence[Any]) -> bool:
-        if self._twins:
-            if any(tensors[i] is not tensors[j] for i, j in self._twins):
-                return False
-            tensors = [tensors[i] for i in self._single]
-        alike: bool = self._check(*tensors)
+    def _check(self, *tensors: Any) -> bool:
+        if any(tensors[i] is not tensors[j] for i, j in self._twins):
+            return False
+        alike: bool = self._guards(*(tensors[i] for i in self._single))
         return alike

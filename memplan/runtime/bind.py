@@ -8,7 +8,7 @@ that passes is taken: `torch.add` costs half of `torch.ops.aten.add.out`. What f
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.graph import Graph
 from memplan.runtime.callables import Function, fast_bindings, in_place_function, scalars_as_tensors
 from memplan.runtime.convolve import direct_convolutions
+from memplan.runtime.convolve_inner import CONVOLUTIONS, inner_convolution
 from memplan.runtime.probe import as_tuple, returns, scratch, writes
 from memplan.runtime.recurrent import layer_function
 from memplan.runtime.rows import adds_rows, takes_rows
@@ -66,14 +67,15 @@ class _Choice:
     """A callable for a kernel; `names` are its out arguments (None: it returns fresh tensors).
 
     `absent` are the results (by position) that are None although the trace has a tensor (oneDNN's LSTM).
-    `scalars`: Python numbers are passed as tensors of no dimension. `returns`, `as_planned`, `overload`: as in
-    `BoundOp`.
+    `scalars`: Python numbers are passed as tensors of no dimension. `arguments` makes what it takes of what the op
+    takes. `returns`, `as_planned`, `overload`: as in `BoundOp`.
     """
 
     function: Function
     names: tuple[str, ...] | None = None
     absent: frozenset[int] = frozenset()
     scalars: bool = False
+    arguments: Callable[[Sequence[Any]], tuple[Any, ...]] = tuple
     returns: bool = False
     as_planned: frozenset[int] = frozenset()
     overload: OpOverload | None = None
@@ -109,7 +111,7 @@ class Binder:
         return BoundOp(
             form=Form.FUNCTIONAL if choice.names is None else Form.OUT,
             function=choice.function,
-            args=scalars_as_tensors(kernel, self.graph) if choice.scalars else kernel.args,
+            args=scalars_as_tensors(kernel, self.graph) if choice.scalars else choice.arguments(kernel.args),
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
             several=kernel.several,
@@ -152,6 +154,12 @@ class Binder:
         for choice in self._convolutions(kernel, args):
             if self._writes(choice, kernel, args, kwargs, expected):
                 return choice
+        for choice in self._inner(kernel, args):
+            taken = choice.arguments(args)
+            if choice.names is None and returns(choice.function, taken, kwargs, expected):
+                return replace(choice, as_planned=as_planned)
+            if choice.names is not None and self._writes(choice, kernel, taken, kwargs, expected):
+                return choice
         fast = (f for f in fast_bindings(kernel) if returns(f, args, kwargs, expected))
         return _Choice(next(fast, kernel.target._op), as_planned=as_planned, overload=kernel.target)
 
@@ -187,6 +195,14 @@ class Binder:
             return ()
         nbytes = self.graph.storages[self.graph.values[out].storage].nbytes
         return tuple(_Choice(function, ("out",)) for function in direct_convolutions(args, nbytes))
+
+    def _inner(self, kernel: Kernel, args: Any) -> tuple[_Choice, ...]:
+        """What a convolution or its backward calls in the end."""
+        inner = inner_convolution(kernel.target, args, apart=not self._overlaps(kernel))
+        if inner is None:
+            return ()
+        names = inner.out_names or None
+        return (_Choice(inner.overload._op, names, arguments=inner.arguments, overload=inner.overload),)
 
     def _overlaps(self, kernel: Kernel) -> bool:
         """Whether a result lies in the bytes of an argument: what returns fresh memory does not mind."""
@@ -236,12 +252,11 @@ def with_arguments(bound: BoundOp, old: Kernel, new: Kernel, graph: Graph) -> Bo
     What was found for one shape alone does not hold for another: a convolution's algorithm and whose bytes it may
     take, and how a fresh result is laid out.
     """
-    if new.target is torch.ops.aten.convolution.default:
-        function = bound.function if bound.form is Form.FUNCTIONAL else new.target._op
+    if new.target in CONVOLUTIONS:
         return replace(
             bound,
             form=Form.FUNCTIONAL,
-            function=function,
+            function=new.target._op,
             args=new.args,
             kwargs=new.kwargs,
             out_names=(),

@@ -21,19 +21,26 @@ class ThreadCopies:
     """Copies by a thread per direction."""
 
     def __init__(self) -> None:
-        self._lanes = {direction: _Lane(f"memplan copies {direction.value}") for direction in Direction}
+        self._lanes: dict[Direction, _Lane] = {}  # those in which something is ever copied
+        self._timed = False
+        self._before: Before | None = None
 
     def before_each(self, action: Before | None) -> None:
         """Call `action(nbytes)` in the thread before each copy: tests make copies slow, or let them fail."""
+        self._before = action
         for lane in self._lanes.values():
             lane.before = action
 
     def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> ThreadCopy:
         """A new planned copy."""
+        if direction not in self._lanes:
+            lane = self._lanes[direction] = _Lane(f"memplan copies {direction.value}")
+            lane.before, lane.timed = self._before, self._timed
         return ThreadCopy(self._lanes[direction], host)
 
     def time(self, on: bool) -> None:
         """See `Copies`."""
+        self._timed = on
         for lane in self._lanes.values():
             lane.timed = on
 

@@ -6,12 +6,14 @@ the executor's optimisation off for his thread (`codegen.py`). The interpreter l
 meanwhile.
 
 Left to Python is what torch's interpreter does not know (hyperparameters, what is handed from kernel to kernel, our own
-functions), and what may fail for the numbers that it is given with another error than `RuntimeError`: out of torch's
-interpreter comes a plain one, whatever eager raises, to which `raise_as_eager` gives the kernel's own words back.
+functions), and what may fail for the numbers that it is given with an error that its words do not tell apart: out of
+torch's interpreter comes a plain `RuntimeError`, whatever eager raises, to which `raise_as_eager` gives the kernel's
+own words back, and by these its type.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,12 @@ from memplan.trace.outvariants import out_names
 from memplan.trace.randomness import draws
 from memplan.trace.traced import Handed, Live, Ref
 
+# What says of a number out of range what nothing else says, or what is a plain RuntimeError in eager too.
+_TELLS = {
+    *("index_select", "index_add_", "index_add", "nll_loss_forward", "nll_loss_backward"),
+    *("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "max_pool2d_with_indices_backward"),
+}
+_INDEX_ERROR = re.compile(r"index out of range in self$|Target -?\d+ is out of bounds\.$", re.MULTILINE)
 _NUMBERS = {"index", "indices", "target", "repeats", "offsets", "mask_indices"}
 _MAY_FAIL = ("linalg_", "_linalg_", "cholesky", "lu_", "_assert", "_cdist")
 _FAILURES = (
@@ -93,14 +101,17 @@ def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, nam
 
 
 def raise_as_eager(error: RuntimeError) -> None:
-    """Raise an error of a run in the words of the kernel alone; of others, do nothing."""
+    """Raise an error of a run as the kernel alone would; of others, do nothing."""
     words = str(error)
     if words.startswith(_FAILED):
-        raise RuntimeError(words.removeprefix(_FAILED).removesuffix("\n")) from None
+        said = words.removeprefix(_FAILED).removesuffix("\n")
+        raise (IndexError if _INDEX_ERROR.match(said) else RuntimeError)(said) from None
 
 
 def _by_number(line: Call, overload: OpOverload, layout: Layout) -> bool:
-    """Whether it is told where to read or write by numbers, which may be out of range."""
+    """Whether it is told where to read or write by numbers, and does not tell well enough that one is out of range."""
+    if overload._opname in _TELLS:
+        return False
     args, kwargs = line.arguments
     named = {**dict(zip((a.name for a in overload._schema.arguments), args, strict=False)), **kwargs}
     told = [v for name, thing in named.items() if name in _NUMBERS for v in refs(thing)]

@@ -19,9 +19,9 @@ from memplan.runtime.hooks import Hook, Hooks
 from memplan.runtime.owned import OwnedGradients
 from memplan.runtime.program import Functions, build_program
 from memplan.runtime.resident import ResidentGradients
-from memplan.runtime.signature import Signature
+from memplan.runtime.signature import Signature, picking
 from memplan.runtime.slots import Slots, Structure
-from memplan.runtime.step import OwningStep, PlannedStep
+from memplan.runtime.step import run_owning, run_planned
 from memplan.trace.follow import follow
 from memplan.trace.traced import ReturnKind, Source, TracedGraph
 
@@ -48,6 +48,7 @@ class Runner:
         """
         traced = follow(traced, plan)  # from here on values are where the plan has them
         self.traced = traced
+        self.device_type = traced.device.type
         self.arena = arena
         self.slots = Slots(structure, traced)
         self._written_slots = [j for j, i in enumerate(self.slots.bindings) if traced.bindings[i].written]
@@ -115,7 +116,10 @@ class Runner:
         self._gradient_order = ordered
         self._wanted_slots = [slot_of[of[i]] for i in ordered if of[i] in slot_of]
         self._wanted_inputs = [t.bindings[of[i]].index for i in ordered if of[i] not in slot_of]
-        self._watched_slots = [slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of]
+        # of the parameters and buffers as they are: those that get gradients, and those that the backward reads
+        self.wanted = picking(self._wanted_slots)
+        self.watched = picking([slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of])
+        self._in_order = picking(ordered)
         self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
         self.tangents = t.results.tangents
         # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
@@ -152,11 +156,11 @@ class Runner:
             self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
         if training:
-            step, parameters = PlannedStep, self.wanted(current)
-            if self.owned is not None:
-                step, parameters = OwningStep, [self.owned.anchor]
-            wanted = [leaves[i] for i in self._wanted_inputs]
-            fresh = step.run(self, inputs, current, *parameters, *wanted)
+            wanted = [leaves[i] for i in self._wanted_inputs] if self._wanted_inputs else ()
+            if self.owned is None:
+                fresh = run_planned(self, inputs, current, *self.wanted(current), *wanted)
+            else:
+                fresh = run_owning(self, inputs, current, self.owned.anchor, *wanted)
         else:
             with self.arena.ledger as ledger, torch.no_grad():
                 ledger.begin(keep=False)
@@ -194,8 +198,8 @@ class Runner:
         """Parameters, buffers and state as they are now; the program follows those that moved. Raises
         `InputMismatch` for what is not as it was traced.
         """
-        current = self.slots.tensors()
-        if not self.slots.unmoved(current):
+        current, unmoved = self.slots.look()
+        if not unmoved:
             with self.arena.ledger:  # a run of another thread reads its lists of tensors without Python's lock
                 self._follow(current)
         return current
@@ -246,14 +250,6 @@ class Runner:
 
     # -- what autograd asks for --------------------------------------------------------------------------
 
-    def wanted(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of the parameters and buffers (`current`), those that get gradients, in the order of `in_order`."""
-        return [current[i] for i in self._wanted_slots]
-
-    def watched(self, current: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of the parameters and buffers (`current`), those that the backward reads."""
-        return [current[i] for i in self._watched_slots]
-
     def count_writes(self, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
         """Tell autograd that the step changed buffers and inputs, as an in-place op of eager's would."""
         if self._written_slots:
@@ -265,28 +261,28 @@ class Runner:
         if self._written_inputs:
             torch.autograd.graph.increment_version(_counting(inputs[i] for i in self._written_inputs))
 
-    def tangents_from(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The incoming gradients of differentiable outputs, laid out as traced; zeros where none came."""
-        made = []
-        for i, v in self._tangents:
+    def tangents_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], set[int]]:
+        """The incoming gradients of differentiable outputs, laid out as traced, and the positions of those that did
+        not come: zeros."""
+        made, missing = [], set()
+        for position, (i, v) in enumerate(self._tangents):
             grad = grads[i]
             if grad is None or grad.stride() != v.strides:
                 device = torch.device(self.traced.graph.storages[v.storage].device)
                 laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=device)
+                if grad is None:
+                    missing.add(position)
                 grad = laid_out.zero_() if grad is None else laid_out.copy_(grad)
             made.append(grad)
-        return made
+        return made, missing
 
-    def in_order(
-        self, gradients: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
+    def in_order(self, gradients: Sequence[torch.Tensor], missing: set[int]) -> Sequence[torch.Tensor | None]:
         """The program's gradients in the order in which `PlannedStep` took its differentiable inputs.
 
-        None for those that depend only on outputs whose gradients did not come (`grads`).
+        None for those that depend only on outputs whose gradients did not come: `missing`, as `tangents_from` says it.
         """
-        missing = {j for j, (i, _) in enumerate(self._tangents) if grads[i] is None}
         if not missing:
-            return [gradients[i] for i in self._gradient_order]
+            return self._in_order(gradients)
         needs = self.traced.results.needs
         return [None if needs[i] and needs[i] <= missing else gradients[i] for i in self._gradient_order]
 

@@ -44,17 +44,15 @@ class Selector:
         main = self.main
         modes = self._structure.modes()
         grad = main.traced.training and torch.is_grad_enabled()
-        self._check_autocast()
+        if torch.is_autocast_enabled(main.device_type) is not main.traced.autocast:
+            self._check_autocast()
         runner = main
         if modes != self.main_modes or grad is not main.traced.training:
             self._check_modes(modes)
             leaves = main.signature.flatten(args, kwargs)
             example = pytree.tree_unflatten(leaves, main.signature.spec)
             runner = self._cached(State(grad, tuple(modes)), *example, train=grad)
-        leaves = runner.signature.flatten(args, kwargs)
-        if grad:
-            runner.signature.check_gradients(leaves)
-        return runner, leaves
+        return runner, runner.signature.flatten(args, kwargs, training=grad)
 
     def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
         """The runner for a call that differs from the example: planned on its own, kept for the next like it."""
@@ -83,7 +81,7 @@ class Selector:
 
     def _check_autocast(self) -> None:
         traced = self.main.traced
-        now = torch.is_autocast_enabled(traced.device.type)
+        now = torch.is_autocast_enabled(self.main.device_type)
         if now is not traced.autocast:
             here, there = ("under autocast" if on else "without autocast" for on in (now, traced.autocast))
             hint = "compile and call in the same autocast state"

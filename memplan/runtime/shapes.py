@@ -100,10 +100,7 @@ class ShapedSelector(Selector):
             runner = self._made(key[0], flat, args, kwargs)
             self._keep(key, runner)
         self.programs.move_to_end(key)
-        leaves = runner.signature.flatten(args, kwargs)
-        if grad:
-            runner.signature.check_gradients(leaves)
-        return runner, leaves
+        return runner, runner.signature.flatten(args, kwargs, training=grad)
 
     def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
         """As `Selector.replan`, in the one arena."""

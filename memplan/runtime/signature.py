@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,25 +25,43 @@ class Signature:
         self._written = {b.index for b in traced.bound(Source.INPUT) if b.written}
         tensors = [(i, x) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)]
         self._simple = len(tensors) == len(self.examples) and self.spec == _spec_of(self.examples)
-        self._alike = Alike(self.examples) if self._simple else None
+        self._alike = Alike(self.examples).check if self._simple else None
+        self._unlike = any(self.examples[i].requires_grad for i in self._unplanned)
+        self.tensors = picking(self.bound)
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
         self._ties = _ties(self.examples)
         shared = len(set(self._ties.values())) < len(self._ties)
         self._check_ties = len(tensors) > 1 and (bool(self._written) or changes_model or shared)
 
-    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The leaves of a call. Raises `InputMismatch` naming the first difference from the traced call."""
-        if self._alike is not None and not kwargs and len(args) == len(self.examples):
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = False) -> list[Any]:
+        """The leaves of a call; `training`: through autograd.
+
+        Raises `InputMismatch` naming the first difference from the traced call.
+        """
+        simple = self._alike is not None and not kwargs and len(args) == len(self.examples)
+        if simple and self._alike(*args):  # type: ignore[misc]
             leaves = list(args)
-            if self._alike(args):
-                self.check_ties(leaves)
-                return leaves
-        else:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            if spec != self.spec:
-                what = f"the call has {_shape_of_call(spec)}, the plan was made for {_shape_of_call(self.spec)}"
-                raise _mismatch("arguments", what)
+            if self._check_ties:
+                self._require_ties(leaves)
+            if training and self._unlike:
+                self._require_no_gradients(leaves)
+            return leaves
+        leaves = list(args) if simple else self._flattened(args, kwargs)
+        self._lay_out(leaves)
+        if training:
+            self._require_no_gradients(leaves)
+        return leaves
+
+    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self.spec:
+            what = f"the call has {_shape_of_call(spec)}, the plan was made for {_shape_of_call(self.spec)}"
+            raise _mismatch("arguments", what)
+        return leaves
+
+    def _lay_out(self, leaves: list[Any]) -> None:
+        """Put what has other strides than the example's into memory that has those. Raises as `flatten` does."""
         given = leaves if not self._check_ties else list(leaves)
         for i, shape, dtype, device, strides in self._expected:
             x = leaves[i]
@@ -56,7 +75,6 @@ class Signature:
         for i, _ in self._constants:
             self.check_constant(i, leaves[i])
         self.check_ties(given)
-        return leaves
 
     def check_constant(self, i: int, leaf: Any) -> None:
         """Raise when leaf `i`, which is no tensor, is not the example's."""
@@ -66,7 +84,11 @@ class Signature:
 
     def check_ties(self, leaves: Sequence[Any]) -> None:
         """Raise when it matters that tensors share memory, and they do in another way than the example's."""
-        if self._check_ties and _ties(leaves) != self._ties:
+        if self._check_ties:
+            self._require_ties(leaves)
+
+    def _require_ties(self, leaves: Sequence[Any]) -> None:
+        if _ties(leaves) != self._ties:
             what = "tensors share memory in another way than those that the plan was made for"
             raise _mismatch("inputs", what)
 
@@ -76,7 +98,7 @@ class Signature:
             raise _mismatch(f"input {i}", what)
         return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
-    def check_gradients(self, leaves: list[Any]) -> None:
+    def _require_no_gradients(self, leaves: list[Any]) -> None:
         """Raise when an input wants a gradient that was not traced (it would silently get none)."""
         for i in self._unplanned:
             if leaves[i].requires_grad:
@@ -89,9 +111,14 @@ class Signature:
             if what is not None:
                 raise _mismatch(f"input {i}", f"shares its memory with {what}, which the step changes")
 
-    def tensors(self, leaves: list[Any]) -> list[torch.Tensor]:
-        """The leaves that `forward` takes, in the order of its arguments."""
-        return [leaves[i] for i in self.bound]
+
+def picking(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What takes the elements at these positions of a sequence, in one call."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    if positions:
+        return lambda given: (given[positions[0]],)
+    return lambda given: ()
 
 
 def _ties(leaves: Sequence[Any]) -> dict[int, int]:

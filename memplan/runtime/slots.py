@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from operator import attrgetter, getitem
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from memplan.errors import InputMismatch
 from memplan.runtime.alike import Alike
@@ -17,6 +18,7 @@ from memplan.trace.traced import Binding, Source, TracedGraph
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
 COMPILE_AGAIN = "compile the model again after changing it"
 _training = attrgetter("training")
+_data_ptr = torch.Tensor.data_ptr
 
 
 class Structure:
@@ -39,6 +41,9 @@ class Structure:
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         self._hooks = [getattr(m, kind) for m in self.modules for kind in kinds]
         self._hook_count = sum(map(len, self._hooks))
+        self._handles = RemovableHandle.next_id  # the next hook's, of whatever object in this process
+        self._states = [m.__dict__ for m in self.modules]
+        self._plain = all("training" in state for state in self._states)  # no property, as a compiled module's is
 
     def modes(self) -> list[bool]:
         """The training flag of every submodule, after a look at whether they are still the same ones.
@@ -47,9 +52,17 @@ class Structure:
         """
         if list(map(dict.get, self._holders, self._keys)) != self._children:
             self._look_again()
-        if (self._hook_count or any(self._hooks)) and sum(map(len, self._hooks)) != self._hook_count:
-            raise InputMismatch("module hooks were added or removed", where="the model", hint=COMPILE_AGAIN)
+        if self._hook_count or self._handles != RemovableHandle.next_id:
+            self._count_hooks()
+        if self._plain:
+            return list(map(getitem, self._states, repeat("training")))
         return list(map(_training, self.modules))
+
+    def _count_hooks(self) -> None:
+        handles = RemovableHandle.next_id
+        if sum(map(len, self._hooks)) != self._hook_count:
+            raise InputMismatch("module hooks were added or removed", where="the model", hint=COMPILE_AGAIN)
+        self._handles = handles
 
     def _look_again(self) -> None:
         before, count = self._types, self._hook_count
@@ -113,14 +126,17 @@ class Slots:
             self._look()
         return list(map(getitem, self._holders, self._keys))
 
-    def unmoved(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether each tensor lies where it was noted and is what it was; False: `moved` knows."""
-        return self._alike(tensors) and list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
+    def look(self) -> tuple[list[torch.Tensor], bool]:
+        """As `tensors`, and whether each lies where it was noted and is what it was; False: `moved` knows."""
+        if self._version != self._structure.version:
+            self._look()
+        tensors = list(map(getitem, self._holders, self._keys))
+        return tensors, self._alike(*tensors) and list(map(_data_ptr, tensors)) == self._pointers
 
     def _note(self, tensors: Sequence[torch.Tensor], state: list[tuple[Any, ...]]) -> None:
         self._noted = state
         self._pointers = [pointer for pointer, *_ in state]
-        self._alike = Alike(tensors)
+        self._alike = Alike(tensors).check
 
     def _state(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
         """Where each tensor lives, and how it is laid out. Raises `InputMismatch` for one that is gone."""

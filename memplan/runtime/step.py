@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,11 +17,6 @@ _version = attrgetter("_version")
 
 class PlannedStep(torch.autograd.Function):
     """Parameters are inputs, so that their gradients arrive; what the backward reads may not change in between."""
-
-    @classmethod
-    def run(cls, *arguments: Any) -> Any:
-        """`apply`, without a look at each argument for what functorch may have left behind: callers have looked."""
-        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
     @staticmethod
     def forward(
@@ -40,8 +35,9 @@ class PlannedStep(torch.autograd.Function):
                 raise
         runner.count_writes(inputs, current)
         # An output saved as itself would keep its own graph alive for ever.
-        outputs = runner.program.saved_outputs
-        ctx.saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
+        if True in (outputs := runner.program.saved_outputs):
+            saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
+        ctx.saved = saved
         ctx.watched = [*ctx.saved, *runner.watched(current)]
         ctx.versions = list(map(_version, ctx.watched))
         ctx.runner, ctx.step = runner, step
@@ -68,10 +64,11 @@ class PlannedStep(torch.autograd.Function):
             saved, watched, ctx.saved, ctx.watched = ctx.saved, ctx.watched, None, None
             if list(map(_version, watched)) != ctx.versions:
                 raise _changed(watched, ctx.versions, step)
-            gradients = runner.backward(*saved, *runner.tangents_from(grads))
+            tangents, missing = runner.tangents_from(grads)
+            gradients = runner.backward(*saved, *tangents)
             if runner.resident is not None:
                 ledger.move_out = runner.resident.move_out
-        return (None, None, None, *runner.in_order(gradients, grads))
+        return (None, None, None, *runner.in_order(gradients, missing))
 
 
 class OwningStep(PlannedStep):
@@ -100,6 +97,14 @@ class OwningStep(PlannedStep):
         if wanted:
             runner.owned.assign(parameters, gradients[: len(parameters)])
         return (None, None, None, None, *gradients[len(parameters) :])
+
+
+def _without_a_look(step: type[PlannedStep]) -> Callable[..., Any]:
+    """`apply`, without a look at each argument for what functorch may have left behind: callers have looked."""
+    return super(torch.autograd.Function, step).apply  # type: ignore[misc,no-any-return]
+
+
+run_planned, run_owning = map(_without_a_look, (PlannedStep, OwningStep))
 
 
 def _changed(watched: Sequence[torch.Tensor], versions: Sequence[int], step: InFlight) -> StaleActivationsError:

@@ -26,6 +26,7 @@ from memplan.trace.products import product
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, value
 from memplan.trace.touches import written_in
 
+_RESHAPES = {aten.view.default, aten._unsafe_view.default}
 _ROLLED = 2  # dimensions: three would make eight pieces
 Rule = Callable[..., Any]  # (rewriter, *the node's args, **kwargs) -> node, tuple of nodes, or None: leave it
 
@@ -75,6 +76,21 @@ def _relu(rw: Rewriter, x: fx.Node) -> fx.Node:
 
 def _sum(rw: Rewriter, x: fx.Node, *, dtype: torch.dtype | None = None) -> fx.Node:
     return rw.instead(aten.sum.dim_IntList, x, None, dtype=dtype)
+
+
+def _sum_over(
+    rw: Rewriter, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> fx.Node | None:
+    """What is only looked at without the dimensions that were kept (a bias's gradient) is made without them."""
+    user = next(iter(rw.node.users), None)
+    if not keepdim or user is None or len(rw.node.users) > 1 or user.target not in _RESHAPES:
+        return None
+    with rw.mode:
+        whole = torch.empty_like(value(x), dtype=value(rw.node).dtype).sum(dims)
+    seen = value(user)
+    if (seen.shape, seen.stride()) != (whole.shape, whole.stride()):
+        return None
+    return rw.making(seen, aten.sum.dim_IntList, x, dims, dtype=dtype)
 
 
 def _slice_backward(rw: Rewriter, grad: fx.Node, sizes: Any, *where: Any) -> fx.Node:
@@ -198,6 +214,7 @@ RULES: dict[Any, Rule] = {
     aten.sub.Scalar: _as_tensor_op(aten.sub.Tensor),
     aten.relu.default: _relu,
     aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum_over,
     aten.embedding.default: embedding,
     aten.embedding_dense_backward.default: embedding_backward,
     aten.native_dropout.default: dropout,

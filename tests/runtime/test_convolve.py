@@ -11,6 +11,7 @@ from torch import nn
 import memplan
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime.convolve import direct_convolutions
+from memplan.runtime.convolve_inner import inner_convolution
 from memplan.runtime.probe import same_bytes
 
 aten = torch.ops.aten
@@ -86,10 +87,75 @@ def test_a_compiled_convolution_writes_into_the_arena(dims: int) -> None:
     )
 
 
-def test_at_another_shape_a_convolution_is_eagers_again() -> None:
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("stride", [[1, 1], [2, 1]])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_what_runs_inside_gives_the_same_bits(batch: int, bias: bool, stride: list[int], apart: bool) -> None:
+    x, weight = torch.randn(batch, 4, 9, 8), torch.randn(6, 4, 3, 2)
+    given = (x, weight, torch.randn(6) if bias else None, stride, [1, 0], [1, 1], False, [0, 0], 1)
+    expected = aten.convolution(*given)
+    back = (torch.randn_like(expected), x, weight, [6], *given[3:], [True] * 3)
+    for target, args in ((aten.convolution.default, given), (aten.convolution_backward.default, back)):
+        inner = inner_convolution(target, args, apart=apart)
+        if inner is None:  # oneDNN's backward cannot be called
+            assert target is aten.convolution_backward.default
+            continue
+        wanted = (expected,) if target is aten.convolution.default else aten.convolution_backward(*back)
+        outs = [torch.full_like(t, float("nan")) for t in wanted]
+        made = inner.overload(*inner.arguments(args), **dict(zip(inner.out_names, outs, strict=False)))
+        results = (made,) if isinstance(made, torch.Tensor) else made
+        assert all(same_bytes(a, b) for a, b in zip(results, wanted, strict=True))
+        assert not inner.out_names or apart
+        assert not inner.out_names or all(same_bytes(a, b) for a, b in zip(outs, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "how"),
+    [
+        ((1, 4, 9), (6, 4, 3), [[1], [1], [1], False, [0], 1]),
+        ((1, 4, 9, 9), (4, 6, 3, 3), [[1, 1], [1, 1], [1, 1], True, [0, 0], 1]),
+        ((1, 4, 9, 9), (4, 2, 3, 3), [[1, 1], [1, 1], [2, 2], False, [0, 0], 2]),
+    ],
+    ids=["a line", "transposed", "dilated groups in double"],
+)
+def test_other_convolutions_are_left_alone(x: tuple[int, ...], weight: tuple[int, ...], how: list[Any]) -> None:
+    dtype = torch.double if how[-1] > 1 else torch.float
+    args = (torch.randn(x, dtype=dtype), torch.randn(weight, dtype=dtype), None, *how)
+    assert inner_convolution(aten.convolution.default, args, apart=True) is None
+
+
+def test_few_numbers_are_convolved_where_they_belong() -> None:
+    """torch's own algorithm for a small batch has true out variants, forward and backward."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Sigmoid(), nn.Conv2d(8, 8, 3, padding=1))
+    x = torch.randn(1, 3, 8, 8, dtype=torch.double)  # of which oneDNN has none
+    compiled = memplan_compile(model.double(), x, guard="poison")
+    assert [op.direct for op in compiled.plan.graph.ops if op.target == "aten.convolution.default"] == [True, True]
+    expected = model(x)
+    expected.sin().sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    out = compiled(x)
+    out.sin().sum().backward()
+    assert torch.equal(out, expected)
+    pairs = zip(model.parameters(), gradients, strict=True)
+    assert all(p.grad is not None and g is not None and torch.equal(p.grad, g) for p, g in pairs)
+
+
+@pytest.mark.parametrize("size", [8, 24])
+def test_at_another_shape_a_convolution_is_eagers_again(size: int) -> None:
     model = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.Sigmoid(), nn.Conv2d(16, 16, 3, padding=1), nn.Tanh())
     batch = torch.export.Dim("batch", min=1, max=4)
-    compiled = memplan.compile(model, torch.randn(4, 8, 24, 24), dynamic_shapes={"input": {0: batch}})
-    for size in (4, 1, 2, 4):
-        x = torch.randn(size, 8, 24, 24)
-        assert torch.equal(compiled(x), model(x))
+    example = torch.randn(4, 8, size, size, dtype=torch.double if size < 9 else torch.float)
+    compiled = memplan.compile(model.to(example.dtype), example, dynamic_shapes={"input": {0: batch}})
+    for number in (4, 1, 2, 4):
+        x = example[:number] * 0.7
+        expected, out = model(x), compiled(x)
+        assert torch.equal(out, expected)
+        for result in (expected, out):
+            result.square().sum().backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            once = torch.autograd.grad(model(x).square().sum(), p)[0]
+            assert torch.equal(p.grad, once + once)
+            p.grad = None

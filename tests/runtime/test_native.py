@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,6 +87,51 @@ def test_what_fails_for_its_numbers_fails_as_in_eager() -> None:
     with pytest.raises(IndexError, match="out of range"):
         compiled(torch.tensor([1, 5, 2]))
     assert torch.equal(compiled(x), expected)
+
+
+BY_NUMBER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "index_select": lambda x, i: x.index_select(1, i),
+    "index_add": lambda x, i: x.index_add(0, i, x[:3]),
+    "index_add to numbers": lambda x, i: x[:, 0].sin().index_add(0, i, x[:3, 1]),
+    "gather": lambda x, i: x.gather(0, i[:, None]),
+    "scatter": lambda x, i: x.scatter(0, i[:, None], x[:3, :1]),
+    "scatter_add": lambda x, i: x.scatter_add(1, i[None], x[:1, :3]),
+    "index": lambda x, i: x[i],
+    "index_put": lambda x, i: x.index_put((i,), x[:3]),
+    "cross_entropy": lambda x, i: nn.functional.cross_entropy(x[:3], i),
+    "embedding": lambda x, i: nn.functional.embedding(i, x),
+}
+
+
+class ByNumber(nn.Module):
+    """Something told by numbers between enough ops in a row."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.before, self.after = (nn.Sequential(*(nn.Sigmoid() for _ in range(4))) for _ in range(2))
+        self.function = BY_NUMBER[name]
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.after(self.function(self.before(x), index)).sum()
+        return made
+
+
+@_interpreted
+@pytest.mark.parametrize("number", [7, -9])
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_numbers_out_of_range_are_told_as_in_eager(name: str, number: int) -> None:
+    model, x = ByNumber(name), torch.randn(5, 5, requires_grad=True)
+    compiled = memplan_compile(model, (x, torch.tensor([1, 4, 2])))
+    assert _runs(compiled)
+    wrong = torch.tensor([1, number, 2])
+    with pytest.raises((IndexError, RuntimeError)) as eager:
+        model(x, wrong)
+    with pytest.raises((IndexError, RuntimeError)) as ours:
+        compiled(x, wrong)
+    assert (type(ours.value), str(ours.value)) == (type(eager.value), str(eager.value))
+    right = torch.tensor([0, 4, 3])
+    (expected,) = torch.autograd.grad(model(x, right), x)
+    assert torch.equal(torch.autograd.grad(compiled(x, right), x)[0], expected)
 
 
 @_interpreted

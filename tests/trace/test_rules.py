@@ -31,6 +31,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "sub.Scalar": (lambda w, x: aten.sub.Scalar(x * w, 1.5), (X,)),
     "relu": (lambda w, x: torch.relu(x * w), (torch.tensor([-0.0, 0.0, float("nan"), -1.0]),)),
     "sum": (lambda w, x: (x * w).sum(), (X,)),
+    "sum that keeps a dimension nobody sees": (lambda w, x: (x * w).sum(1, keepdim=True).view(2, 4).sin(), (X,)),
+    "sum that keeps two": (lambda w, x: (x * w).sum((0, 2), True, dtype=torch.double).view(3).float(), (X,)),
+    "sum of what is transposed": (lambda w, x: (x * w).transpose(0, 2).sum(1, True).view(4, 2).sin(), (X,)),
+    "sum seen in another shape": (lambda w, x: (x * w).sum(1, keepdim=True).view(4, 2).sin(), (X,)),
     "embedding": (lambda w, i: F.embedding(i, w * torch.ones(5, 4)), (INDEX,)),
     "embedding_dense_backward": (lambda w, i: F.embedding(i, w * torch.ones(5, 4), padding_idx=2).sin(), (INDEX,)),
     "arange": (lambda w, x: x * w * torch.arange(4) + torch.arange(1, 5) + torch.arange(0, 8, 2), (X,)),
@@ -109,6 +113,13 @@ def test_a_rule_gives_the_same_bits(name: str) -> None:
     assert torch.equal(model.w.grad.nan_to_num(99), gradients["w"].nan_to_num(99))
 
 
+def test_a_bias_gets_the_sum_itself() -> None:
+    """Autograd sums what a linear layer's bias gets with a kept dimension, and looks at it without."""
+    graph = trace(nn.Linear(4, 3), (X.view(6, 4),), train=True).graph
+    (made,) = (op.writes for op in graph.ops if op.target == "aten.sum.dim_IntList")
+    assert [graph.values[v].shape for v in made] == [(3,)]
+
+
 def test_every_rule_is_exercised() -> None:
     """Each op that has a rule occurs in a captured case, and none is left after lowering where the rule applies."""
     from memplan.trace.capture import capture
@@ -121,7 +132,7 @@ def test_every_rule_is_exercised() -> None:
         left |= {op.target for op in trace(Apply(function), xs, train=True).graph.ops}
     assert {str(t) for t in RULES} - {str(t) for t in seen} == set()
     # Run functionally: reduction="none", which has nothing to reduce, what rolls one dimension twice, normalisations of
-    # what is transposed. Few products have a factor that is scaled.
+    # what is transposed. Few products have a factor that is scaled; few sums keep a dimension that nobody sees.
     functional = {"aten.mse_loss.default", "aten.roll.default", "aten._native_batch_norm_legit_functional.default"}
-    only_sometimes = {"aten.mul.Tensor", *functional}
+    only_sometimes = {"aten.mul.Tensor", "aten.sum.dim_IntList", *functional}
     assert {str(t) for t in RULES} & left <= only_sometimes

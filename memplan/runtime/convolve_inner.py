@@ -1,0 +1,82 @@
+"""What `aten.convolution` and its backward come down to on the CPU, called without the choice that they make each time.
+
+Which algorithm runs depends on shapes, dtypes and threads (aten/src/ATen/native/Convolution.cpp): torch itself is asked
+once. Its own for few numbers (`_slow_conv2d`) has true out variants, so that no result is copied; oneDNN's has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from memplan.trace.outvariants import out_names
+
+Arguments = Callable[[Sequence[Any]], tuple[Any, ...]]
+aten = torch.ops.aten
+_DIMENSIONS = 4  # of images: what has another number is seen as images first
+CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    """`overload` takes what `arguments` makes of the arguments of the op; `out_names`: where it writes, if it can be
+    told."""
+
+    overload: OpOverload
+    arguments: Arguments
+    out_names: tuple[str, ...] = ()
+
+
+def inner_convolution(target: OpOverload, args: Sequence[Any], *, apart: bool) -> Inner | None:
+    """What runs inside a convolution or its backward with these arguments, where that can be called: to be tried.
+
+    `apart`: the results share no bytes with the arguments, so that they may be written while those are read.
+    """
+    if target not in CONVOLUTIONS:
+        return None
+    backward = target is aten.convolution_backward.default
+    x, weight = args[1:3] if backward else args[:2]
+    tensors = [t for t in args[:3] if t is not None]
+    if x.dim() != _DIMENSIONS or any(t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
+        return None
+    stride, padding, dilation, transposed, output_padding, groups = args[4:10] if backward else args[3:9]
+    if transposed or (backward and not all(args[10])):  # out variants want memory for every result
+        return None
+    bias = weight.new_empty(weight.shape[0]) if backward else args[2]
+    used = torch._C._select_conv_backend(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    if used.name == "Slow2d" and groups == 1:
+        return (_slow_backward if backward else _slow_forward)(list(weight.shape[2:]), apart=apart)
+    if used.name == "Mkldnn" and not backward:
+        return Inner(overload=aten.mkldnn_convolution.default, arguments=_onednn)
+    return None
+
+
+def _slow_forward(kernel: list[int], *, apart: bool) -> Inner:
+    def arguments(args: Sequence[Any]) -> tuple[Any, ...]:
+        x, weight, bias, stride, padding = args[:5]
+        return x, weight, kernel, bias, stride, padding
+
+    return _told(aten._slow_conv2d_forward.output, aten._slow_conv2d_forward.default, arguments, apart=apart)
+
+
+def _slow_backward(kernel: list[int], *, apart: bool) -> Inner:
+    def arguments(args: Sequence[Any]) -> tuple[Any, ...]:
+        grad, x, weight, _, stride, padding = args[:6]
+        return grad, x, weight, kernel, stride, padding, *([] if apart else [args[10]])
+
+    return _told(aten._slow_conv2d_backward.grad_input, aten._slow_conv2d_backward.output_mask, arguments, apart=apart)
+
+
+def _told(out: OpOverload, fresh: OpOverload, arguments: Arguments, *, apart: bool) -> Inner:
+    if apart:
+        return Inner(overload=out, arguments=arguments, out_names=out_names(out))
+    return Inner(overload=fresh, arguments=arguments)
+
+
+def _onednn(args: Sequence[Any]) -> tuple[Any, ...]:
+    x, weight, bias, stride, padding, dilation, _, _, groups = args
+    return x, weight, bias, padding, stride, dilation, groups
