@@ -21,6 +21,7 @@ from torch._guards import detect_fake_mode
 
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.trace.effects import exporting, faked, refuse_random, settle_side_effects
+from memplan.trace.layouts import as_kernels_do, settle_layouts
 from memplan.trace.recurrent import call_onednn, require_dropout_kept, size_workspaces
 from memplan.trace.refusals import require_traceable
 from memplan.trace.returns import tag_backward
@@ -96,7 +97,9 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
     """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
     graph_module, out_spec = joint.graph_module, joint.out_spec
     tag_backward(graph_module.graph)
+    _without_assertions(graph_module.graph)
     size_workspaces(graph_module.graph)
+    settle_layouts(graph_module.graph)
     correct_statistics(graph_module.graph)
     leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
@@ -116,6 +119,12 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
         training=has_backward,
         autocast=any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
     )
+
+
+def _without_assertions(graph: fx.Graph) -> None:
+    """Export asserts the dtypes of what it converts, which the trace has settled."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
 
 
 @contextlib.contextmanager
@@ -157,7 +166,7 @@ def _capture_joint(
     for front_end in front_ends:
         try:
             module = front_end(model, args, kwargs)
-            return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=AS_KERNELS_DO)
+            return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=as_kernels_do())
         except MemplanError:
             raise
         except Exception as error:  # whatever a front end raises, the next one may succeed
@@ -167,17 +176,6 @@ def _capture_joint(
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
     clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
     raise unsupported(model, clearest) from clearest
-
-
-def _layer_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
-    """The kernels make both contiguous and return a gradient that is; the fake one follows their strides."""
-    if x.is_contiguous() and grad.is_contiguous():
-        return NotImplemented
-    return _LAYER_NORM_BACKWARD(grad.contiguous(), x.contiguous(), *rest)
-
-
-_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
-AS_KERNELS_DO: dict[Any, Callable[..., Any]] = {_LAYER_NORM_BACKWARD: _layer_norm_backward}
 
 
 def _as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:

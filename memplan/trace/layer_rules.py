@@ -34,7 +34,7 @@ def embedding(rw: Rewriter, weight: fx.Node, indices: fx.Node, *_: Any, **__: An
 
 def dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx.Node, fx.Node] | None:
     """CPU only: the CUDA kernel is fused and draws its numbers in another order (native/Dropout.cpp)."""
-    if value(x).device.type != "cpu" or train is not True or not 0.0 < p < 1.0:
+    if value(x).device.type != "cpu" or train is not True or not 0.0 < p < 1.0 or value(x).is_complex():
         return None
     out, mask = value(rw.node)
     keep = rw.memory(mask)
@@ -57,7 +57,7 @@ def dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -
 
     In halves as in eager, which multiplies by the scale that its forward rounded; the traced kernel rounds once.
     """
-    if value(grad).device.type != "cpu":
+    if value(grad).device.type != "cpu" or value(grad).is_complex():
         return None
     if value(rw.node).dtype is torch.float32 and rw.constants:
         return multiplied(rw, value(rw.node), mask, grad, scale)
@@ -95,6 +95,8 @@ def batch_norm(  # noqa: PLR0917  (the op's own signature)
     given = [value(n) for n in (x, weight, bias, mean, var) if n is not None]
     if value(x).device.type != "cpu" or not training or any(t.dtype != torch.float32 for t in given):
         return None
+    if not _is_dense(value(x)):  # of what is laid out otherwise, the kernel that writes to `out` makes other numbers
+        return None
     out, save_mean, save_rstd, new_mean, new_var = (rw.memory(result) for result in value(rw.node))
     rw.call(aten.copy_.default, new_mean, mean)
     rw.call(aten.copy_.default, new_var, var)
@@ -106,6 +108,12 @@ def batch_norm(  # noqa: PLR0917  (the op's own signature)
         save_invstd=save_rstd,
     )
     return out, save_mean, save_rstd, new_mean, new_var
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether it is laid out as convolutions lay out: row by row, channels last or not."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))
 
 
 def embedding_backward(  # noqa: PLR0917  (the op's own signature)

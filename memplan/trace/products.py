@@ -13,6 +13,7 @@ from memplan.trace.rewrite import Rewriter, aten, storage_key, value
 from memplan.trace.touches import is_fixed, span
 
 _EXPONENTS = 100  # of powers of two whose inverses are normal numbers of float32 too
+_LARGEST = torch.finfo(torch.float32).max  # mul takes larger numbers as infinite, addcmul refuses them
 
 
 def multiplied(rw: Rewriter, result: torch.Tensor, x: fx.Node, y: fx.Node, scale: float) -> fx.Node:
@@ -24,7 +25,7 @@ def multiplied(rw: Rewriter, result: torch.Tensor, x: fx.Node, y: fx.Node, scale
 def product(rw: Rewriter, x: Any, y: Any) -> fx.Node | None:
     """A product, one of whose factors is a number times something, for this product alone."""
     result = value(rw.node)
-    if not rw.constants or result.dtype is not torch.float32 or result.device.type != "cpu":
+    if not rw.constants or result.dtype is not torch.float32 or result.device.type != "cpu" or x is y:
         return None  # CUDA's kernel multiplies the three in another order
     for inner, other in ((x, y), (y, x)):
         if isinstance(inner, fx.Node) and isinstance(other, fx.Node) and value(other).dtype is torch.float32:
@@ -50,7 +51,7 @@ def _scaled(rw: Rewriter, inner: fx.Node) -> tuple[fx.Node, float] | None:
     if value(x).dtype is not torch.float32 or is_backward(inner) != is_backward(rw.node) or not _can_wait(rw, x, inner):
         return None
     if inner.target is aten.mul.Tensor:
-        return x, float(number)
+        return None if _LARGEST < abs(number) < math.inf else (x, number)
     mantissa, exponent = math.frexp(number)
     return (x, 1 / number) if abs(mantissa) == 0.5 and abs(exponent) < _EXPONENTS else None
 

@@ -149,7 +149,8 @@ def _then_in_place(target: Any) -> Rule:
 
 def _roll(rw: Rewriter, x: fx.Node, shifts: list[int], dims: Any = ()) -> fx.Node | None:
     """Each dimension that is shifted cuts the tensor in two: every piece is copied to its new place."""
-    if len(dims) != len(shifts) or len(set(dims)) != len(dims) or len(dims) > _ROLLED or not value(x).numel():
+    different = {dim % max(value(x).dim(), 1) for dim in dims}
+    if not len(different) == len(dims) == len(shifts) <= _ROLLED or not value(x).numel():
         return None
     result = rw.memory(value(rw.node))
     pieces: list[tuple[fx.Node, fx.Node]] = [(x, result)]

@@ -21,7 +21,7 @@ from memplan.trace.touches import has_effects, is_fixed, is_view, keys_of, span,
 
 _BY_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
 _COPIES = {aten.clone.default, aten._to_copy.default}
-# Rounded once in every kernel (IEEE 754), so that no result depends on where it is written.
+# Rounded once in every kernel (IEEE 754), so that no real result depends on where it is written. Complex ones do.
 _ANYWHERE = {
     *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor),
     *(aten.neg.default, aten.abs.default, aten.where.self),
@@ -77,7 +77,7 @@ def _unchanged(node: fx.Node) -> fx.Node | None:
     if not isinstance(x, fx.Node) or not _is_fixed(x) or not _same_layout(x, node):
         return None
     one = len(node.args) == 2 and type(node.args[1]) in (int, float) and node.args[1] == 1
-    by_one = node.target in _BY_ONE and one and not node.kwargs
+    by_one = node.target in _BY_ONE and one and not node.kwargs and not value(x).is_complex()  # inf * 0i is NaN
     padded = node.target is aten.constant_pad_nd.default and not any(node.args[1])  # type: ignore[arg-type]
     whole = node.target is aten.slice_backward.default  # of the shape that its argument has
     return x if by_one or padded or whole or node.target in _COPIES else None
@@ -87,7 +87,9 @@ def _share(graph: fx.Graph, made: dict[int, int]) -> None:
     """Let a small result stand for all that are computed from the same, in one phase of the step; and so views."""
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if not isinstance(node.target, OpOverload) or has_effects(node) or not _is_fixed(node):
+        if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+            continue  # a user's op may do more than it says
+        if has_effects(node) or not _is_fixed(node):
             continue
         if any(user.op == "output" for user in node.users):
             continue
@@ -124,6 +126,8 @@ def _make_in_place(graph: fx.Graph, mode: FakeTensorMode, copy: fx.Node, made: d
 def _is_its_own(op: fx.Node, copy: fx.Node, made: dict[int, int]) -> bool:
     """Whether what `op` makes is for `copy` alone, and is no other than that."""
     if len(op.users) != 1 or op.kwargs or not _is_fixed(op) or not keys_of(op) <= made.keys():
+        return False
+    if any(tensor.is_complex() for tensor in (value(op), *tensors_of(op.args))):
         return False
     one, two = value(op), value(copy)
     alike = (one.dtype, one.device, one.numel()) == (two.dtype, two.device, two.numel())

@@ -17,9 +17,10 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from memplan.errors import InvalidShapes, MemplanError, UnsupportedGraph
 from memplan.symbolic.sizes import SizesWriter
 from memplan.trace.build import build
-from memplan.trace.capture import AS_KERNELS_DO, Captured, captured, dynamo, prepare, unsupported
+from memplan.trace.capture import Captured, captured, dynamo, prepare, unsupported
 from memplan.trace.dims import Dims, Range
 from memplan.trace.fold import fold
+from memplan.trace.layouts import as_kernels_do
 from memplan.trace.returns import own_the_results, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.symbols import Translator
@@ -93,7 +94,8 @@ def _capture(
         ]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         stack.enter_context(tracing(TracingContext(mode)))
-        return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=AS_KERNELS_DO), translator
+        decompositions = as_kernels_do()
+        return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=decompositions), translator
     except MemplanError:
         raise
     except Exception as error:  # whatever a front end raises

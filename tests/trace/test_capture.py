@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from benchmarks.zoo import ZOO
 from memplan.errors import UnsupportedGraph
+from memplan.runtime import compile as memplan_compile
 from memplan.trace import capture, plan, trace
 
 
@@ -26,9 +28,25 @@ class DataDependent(nn.Module):
         return x[x > 0].sum()
 
 
+class Converts(nn.Module):
+    """Dynamo does not read a generator of the model's own, so that export traces this, and asserts what it converts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double() * random.Random(0).choice([1.5, 2.5])
+
+
 class Raises(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("the model's own complaint")
+
+
+def test_what_export_asserts_of_dtypes_is_settled() -> None:
+    x = torch.randn(4)
+    assert [op.target for op in trace(Converts(), x, train=False).graph.ops] == [
+        "aten.copy_.default",
+        "aten.mul.Tensor",
+    ]
+    assert torch.equal(memplan_compile(Converts(), x, train=False)(x), Converts()(x))
 
 
 @pytest.mark.parametrize(

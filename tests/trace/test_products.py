@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,6 +54,34 @@ def test_a_quotient_by_a_power_of_two_is_a_product(scale: float, divisions: int)
     assert any(op.target == "aten.addcmul.default" for op in traced.graph.ops)
     with torch.no_grad():
         assert _bits(memplan_compile(model, x)(x)) == _bits(model(x))
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def _squared(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a square": lambda x: _squared(x * 3) * 2,
+    "a number beyond float32": lambda x: (x * 1e39) * (x + 1),
+    "infinity": lambda x: (x * -math.inf) * (x + 1),
+    "an integer that float64 rounds": lambda x: (x * (2**60 + 2**36 + 1)) * (x + 1),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_products_are_eager_s(name: str) -> None:
+    model, x = Apply(ODD[name]), torch.tensor(SPECIAL)
+    with torch.no_grad():
+        assert _bits(memplan_compile(model, x, train=False)(x)) == _bits(model(x))
 
 
 def test_a_streamed_step_has_no_numbers_to_copy() -> None:

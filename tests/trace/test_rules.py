@@ -39,7 +39,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "embedding_dense_backward": (lambda w, i: F.embedding(i, w * torch.ones(5, 4), padding_idx=2).sin(), (INDEX,)),
     "arange": (lambda w, x: x * w * torch.arange(4) + torch.arange(1, 5) + torch.arange(0, 8, 2), (X,)),
     "native_dropout": (lambda w, x: F.dropout(x * w, 0.3), (X,)),
+    "native_dropout of double": (lambda w, x: F.dropout(x.double() * w.double(), 0.1).float() * x, (X,)),
     "batch_norm": (lambda w, x: F.batch_norm(x * w, torch.zeros(3), torch.ones(3), training=True), (X,)),
+    "batch_norm of what is transposed": (
+        lambda w, x: F.batch_norm((x * w).transpose(1, 2), torch.zeros(4), torch.ones(4), training=True).contiguous(),
+        (X,),
+    ),
     "slice_backward": (lambda w, x: (x * w)[:, 1:3, ::2] * 2, (X,)),
     "select_backward": (lambda w, x: (x * w)[1] * 2, (X,)),
     "slice_scatter": (lambda w, x: torch.slice_scatter(x * w, x[:, :1] * w, 1, 1, 2), (X,)),
@@ -61,6 +66,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "scalar_tensor": (lambda w, x: torch.where(x > 0, x * w, 2.0), (X,)),
     "lift_fresh_copy": (lambda w, x: torch.tensor([1.0, 2.0, 3.0, 4.0]) * x * w, (X,)),
     "roll": (lambda w, x: torch.roll(x * w, (1, -1), (1, 2)) * 2, (X,)),
+    "roll one dimension twice": (lambda w, x: torch.roll(x * w, (1, 1), (1, -2)) * 2, (X,)),
     "roll by its size": (lambda w, x: torch.roll(x * w, (3, 5), (1, -1)) * 2, (X,)),
     "copy": (lambda w, x: torch.empty(2, 3, 4).copy_(x * w) * 2, (X,)),
     "_safe_softmax": (lambda w, x: aten._safe_softmax((x * w).masked_fill(x < -1, float("-inf")), -1) * x, (X,)),
@@ -105,6 +111,21 @@ def test_a_rule_gives_the_same_bits(name: str) -> None:
     assert torch.equal(model.w.grad.nan_to_num(99), gradients["w"].nan_to_num(99))
 
 
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_dropout_of_halves_has_eagers_bits(dtype: torch.dtype, p: float) -> None:
+    """Which rounds the scale before it multiplies; the kernel that is traced for it rounds once."""
+    model = Apply(lambda w, x: F.dropout(x.to(dtype) * w.to(dtype), p).float() * x)
+    compiled = memplan_compile(model, (X,))
+    results = []
+    for run in (model, compiled):
+        torch.manual_seed(3)
+        out = run(X)
+        (gradient,) = torch.autograd.grad(out, model.w, torch.ones_like(out))
+        results.append((out.detach(), gradient))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
 def test_a_bias_gets_the_sum_itself() -> None:
     """Autograd sums what a linear layer's bias gets with a kept dimension, and looks at it without."""
     graph = trace(nn.Linear(4, 3), (X.view(6, 4),), train=True).graph
@@ -123,7 +144,8 @@ def test_every_rule_is_exercised() -> None:
         seen |= {n.target for n in captured.graph_module.graph.nodes}
         left |= {op.target for op in trace(Apply(function), xs, train=True).graph.ops}
     assert {str(t) for t in RULES} - {str(t) for t in seen} == set()
-    # reduction="none" has nothing to reduce and runs functionally; few products have a factor that is scaled; few sums
-    # keep a dimension that nobody sees
-    only_sometimes = {"aten.mse_loss.default", "aten.mul.Tensor", "aten.sum.dim_IntList"}
+    # Run functionally: reduction="none", which has nothing to reduce, what rolls one dimension twice, normalisations of
+    # what is transposed. Few products have a factor that is scaled; few sums keep a dimension that nobody sees.
+    functional = {"aten.mse_loss.default", "aten.roll.default", "aten._native_batch_norm_legit_functional.default"}
+    only_sometimes = {"aten.mul.Tensor", "aten.sum.dim_IntList", *functional}
     assert {str(t) for t in RULES} & left <= only_sometimes

@@ -72,6 +72,24 @@ def test_fewer_ops_give_the_same_bits(name: str) -> None:
     assert _bits(model.w.grad) == _bits(gradients["w"])
 
 
+COMPLEX: dict[str, Callable[..., Any]] = {
+    "times one": lambda w, x: torch.view_as_real((x * w) * 1) + 1,
+    "by one": lambda w, x: torch.view_as_real((x * w) / 1) + 1,
+    "a transposed product": lambda w, x: torch.view_as_real(((x * w) * (1.7 + 0.3j)).t().contiguous()) * 2,
+    "a transposed negative": lambda w, x: torch.view_as_real((-(x * w)).t().contiguous()) * 2,
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_numbers_keep_their_ops(name: str) -> None:
+    sides = torch.tensor([-0.0, float("inf"), 1.7, 3e38, -1.1, 0.3, 1e-40, 0.0, 1e30])
+    x, model = torch.complex(sides[:, None].expand(9, 9), sides.flip(0)), Apply(COMPLEX[name])
+    with torch.no_grad():
+        ours, theirs = memplan_compile(model, torch.ones_like(x), train=False)(x), model(x)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert _bits(ours.nan_to_num(7.25)) == _bits(theirs.nan_to_num(7.25))
+
+
 def _bits(tensor: torch.Tensor) -> list[int]:
     flat: list[int] = tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()
     return flat
@@ -120,6 +138,23 @@ def test_a_clone_keeps_what_a_buffer_was() -> None:
         one.sum().backward()
         two.sum().backward()
         assert torch.equal(one, two)
+
+
+def test_ops_of_users_run_as_often_as_before() -> None:
+    calls = []
+
+    @torch.library.custom_op("memplan_tests::counted", mutates_args=())
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x + len(calls)
+
+    counted.register_fake(torch.empty_like)
+    model = Apply(lambda w, x: counted(x) * counted(x))
+    compiled = memplan_compile(model, X, train=False)
+    calls.clear()
+    with torch.no_grad():
+        compiled(X)
+    assert len(calls) == 2
 
 
 def test_random_numbers_are_drawn_as_often_as_before() -> None:

@@ -1,0 +1,129 @@
+"""Results are laid out as the kernels lay them out, whatever their fakes say; so sums of them have eager's bits."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from memplan.runtime import compile as memplan_compile
+from memplan.trace import trace
+from memplan.trace.layouts import LAYOUTS
+
+aten = torch.ops.aten
+
+
+def _laid_out(*shape: int) -> Iterator[torch.Tensor]:
+    """The same shape in every way that people meet."""
+    yield torch.rand(shape)
+    yield torch.rand(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+    yield torch.rand(*shape[:-1], 1).expand(shape)
+    yield torch.rand(*shape[:-1], 2 * shape[-1])[..., ::2]
+    if len(shape) == 4:
+        yield torch.rand(shape).contiguous(memory_format=torch.channels_last)
+
+
+def _normalised(x: torch.Tensor) -> tuple[Any, ...]:
+    w = torch.ones(x.shape[1])
+    return x, w, w, w, w
+
+
+# The arguments of each op, made of a gradient and an input.
+ARGUMENTS: dict[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]] = {
+    aten.mse_loss_backward.default: lambda g, x: (g, x, g, 1),
+    aten.smooth_l1_loss_backward.default: lambda g, x: (g, x, g, 1, 1.0),
+    aten.huber_loss_backward.default: lambda g, x: (g, x, g, 1, 1.0),
+    aten.huber_loss.default: lambda g, x: (x, g, 0, 1.0),
+    aten.glu_backward.default: lambda g, x: (g.narrow(0, 0, g.shape[0] // 2), x, 0),
+    aten.log_sigmoid_forward.default: lambda g, x: (x,),
+    aten.log_sigmoid_backward.default: lambda g, x: (g, x, aten.log_sigmoid_forward(x)[1]),
+    aten._log_softmax_backward_data.default: lambda g, x: (g, x, 1, torch.float32),
+    aten.native_batch_norm.default: lambda g, x: (*_normalised(x), True, 0.1, 1e-5),
+    aten._native_batch_norm_legit.default: lambda g, x: (*_normalised(x), True, 0.1, 1e-5),
+    aten._native_batch_norm_legit.no_stats: lambda g, x: (*_normalised(x)[:3], True, 0.1, 1e-5),
+    aten._native_batch_norm_legit_no_training.default: lambda g, x: (*_normalised(x), 0.1, 1e-5),
+    aten._native_batch_norm_legit_functional.default: lambda g, x: (*_normalised(x), True, 0.1, 1e-5),
+    aten.native_batch_norm_backward.default: lambda g, x: (
+        *(g, x, *_normalised(x)[1:4], *_normalised(x)[3:5], True, 1e-5, [True, True, True]),
+    ),
+    aten.native_group_norm_backward.default: lambda g, x: (
+        *(g, x, torch.ones(x.shape[0], 2), torch.ones(x.shape[0], 2), torch.ones(x.shape[1])),
+        *(x.shape[0], x.shape[1], x[0, 0].numel(), 2, [True, True, True]),
+    ),
+    aten.roll.default: lambda g, x: (x, [1], [0]),
+    aten.binary_cross_entropy.default: lambda g, x: (x, g, None, 0),
+    aten.binary_cross_entropy_backward.default: lambda g, x: (g, x, g, None, 1),
+    aten.hardswish_backward.default: lambda g, x: (g, x),
+    aten.hardsigmoid_backward.default: lambda g, x: (g, x),
+    aten.hardtanh_backward.default: lambda g, x: (g, x, -1.0, 1.0),
+    aten.softplus_backward.default: lambda g, x: (g, x, 1.0, 20.0),
+    aten.logit_backward.default: lambda g, x: (g, x, 1e-6),
+    aten.elu_backward.default: lambda g, x: (g, 1.0, 1.0, 1.0, False, x),
+    aten.threshold_backward.default: lambda g, x: (g, x, 0),
+    aten.leaky_relu_backward.default: lambda g, x: (g, x, 0.1, False),
+}
+
+
+@pytest.mark.parametrize("op", LAYOUTS, ids=str)
+def test_the_table_says_what_the_kernels_do(op: Any) -> None:
+    for shape in ((4, 6), (4, 6, 8), (2, 4, 4, 6)):
+        for g, x in itertools.product(_laid_out(*shape), repeat=2):
+            args = ARGUMENTS[op](g, x)
+            made, strides = op(*args), LAYOUTS[op](*args)
+            for result in (made,) if isinstance(made, torch.Tensor) else made:
+                assert result.shape != x.shape or result.stride() == tuple(strides), (g.stride(), x.stride())
+
+
+class Odd(nn.Module):
+    """Convolutions whose results are laid out one way, in a loss that sees them another way."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1)])
+        self.norm = nn.BatchNorm2d(8)
+        self.function = function
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.function(self, self.layers[1](F.silu(self.layers[0](x))), y)
+
+
+ODD: dict[str, Callable[..., torch.Tensor]] = {
+    "batch norm": lambda m, x, y: (m.norm(x.transpose(2, 3)) * y).sum(),
+    "batch norm, transposed back": lambda m, x, y: (m.norm(x.transpose(2, 3)).transpose(2, 3) * y).sum(),
+    "elu": lambda m, x, y: (F.elu(m.norm(x)) * y).sum(),
+    "hard swish": lambda m, x, y: (F.hardswish(x.transpose(2, 3)) * y).sum(),
+    "log sigmoid": lambda m, x, y: F.logsigmoid(x.transpose(2, 3)).sum((0, 2)).sin().sum(),
+    "mean squares": lambda m, x, y: F.mse_loss(x.transpose(2, 3), y),
+    "huber": lambda m, x, y: F.huber_loss(x.transpose(2, 3), y.expand(2, 8, 9, 9)),
+    "cross-entropy": lambda m, x, y: F.cross_entropy(x.transpose(2, 3), y.softmax(1)),
+    "rolled": lambda m, x, y: (torch.roll(x, 1, 2).sum((0, 2)).sin()).sum() * y.sum(),
+}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ODD)
+def test_layouts_that_fakes_get_wrong_are_eager_s(name: str, layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    model = Odd(ODD[name]).to(memory_format=layout)  # type: ignore[call-overload]
+    x, y = torch.randn(2, 3, 11, 11).contiguous(memory_format=layout), torch.randn(2, 8, 9, 9)
+    eager = copy.deepcopy(model)
+    compiled = memplan_compile(model, (torch.ones_like(x), torch.ones_like(y)))
+    for _ in range(2):
+        ours, theirs = compiled(x, y), eager(x, y)
+        ours.backward()
+        theirs.backward()
+        assert torch.equal(ours, theirs)
+        for one, two in zip(model.parameters(), eager.parameters(), strict=True):
+            assert one.grad is None or (two.grad is not None and torch.equal(one.grad, two.grad))
+
+
+def test_what_a_kernel_lays_out_is_not_copied() -> None:
+    model = Odd(ODD["mean squares"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x, y = torch.randn(2, 3, 11, 11).contiguous(memory_format=torch.channels_last), torch.randn(2, 8, 9, 9)
+    assert not any(op.target in ("aten.copy_.default", "aten.clone.default") for op in trace(model, (x, y)).graph.ops)
