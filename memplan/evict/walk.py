@@ -87,8 +87,7 @@ class Walk:
         """Run op i, whose operands are here, in bytes that are found for its results."""
         w, d = self.workload, self.device
         first = [s for s in w.writes[i] if s not in d.given and w.writers[s][0] == i]
-        was = Where.GONE if again else Where.NEVER
-        new = [s for s in first if d.where[s] is was and not (again and d.position > d.limit[s])]
+        new = [s for s in first if (self._is_wanted(s) if again else d.where[s] is Where.NEVER)]
         lost = [s for s in first if s not in new]  # written once more, to be thrown away
         whole = not again or all(len(w.writers[s]) == 1 for s in new)  # no later writer wants the same inputs
         host, result = self._takeover(i, new) if whole else (-1, -1)
@@ -97,6 +96,11 @@ class Walk:
                 host, result = self._room_for(i, s, host, result)
         for s in lost:
             d.take(~s, w.size[s])
+        for s in [s for s in lost if again and self._is_wanted(s)]:  # dropped just now, to make room
+            d.give(~s, w.size[s])
+            d.take(s, w.size[s])
+            lost.remove(s)
+            new.append(s)
         d.hold(new)
         d.emit(Kind.RUN, i)
         self._runs += 1
@@ -111,6 +115,10 @@ class Walk:
         d.let_go(new)
         for s in new:
             d.appear(s)
+
+    def _is_wanted(self, s: int) -> bool:
+        """Whether what is made again takes the place of what was dropped."""
+        return self.device.where[s] is Where.GONE and self.device.position <= self.device.limit[s]
 
     def _takeover(self, i: int, new: Sequence[int]) -> tuple[int, int]:
         """(input, result): the result that takes the bytes of an input that no one needs any more; -1, -1: none."""

@@ -15,16 +15,16 @@ from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.evict.arrays import measure
 from memplan.evict.cpsat import cpsat
 from memplan.evict.dtr import Heuristic, dtr, h_dtr, h_local, h_lru, h_size
-from memplan.evict.events import Events
+from memplan.evict.events import Events, Kind
 from memplan.evict.floor import floor
 from memplan.evict.flow import flow
 from memplan.evict.genoa import genoa
 from memplan.evict.select import POLICIES, fit_policy
 from memplan.evict.workload import Policy, Workload
-from memplan.graph import Graph
+from memplan.graph import Graph, Phase, StorageKind
 from memplan.trace import trace, trace_step
 from tests.evict.judge import judged, workload_of
-from tests.graph_strategies import graphs
+from tests.graph_strategies import GraphBuilder, graphs
 
 _SLOW = {"auto", "recompute", "cpsat"}
 _SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.0)  # of what the step needs without eviction; 0.0: the floor
@@ -117,6 +117,22 @@ def test_flow_is_never_slower_than_genoa_and_needs_no_more(graph: Graph, streame
 def test_dtr_takes_any_heuristic(graph: Graph, heuristic: Heuristic) -> None:
     workload = _at(workload_of(graph), 0.6)
     _fitted(graph, workload, lambda w: dtr(w, heuristic=heuristic))
+
+
+def test_what_is_dropped_for_its_own_maker_is_made_by_that() -> None:
+    """An op of two results runs again for one of them; the room that it takes is the other's."""
+    b = GraphBuilder()
+    _, one, two, three, four, five, six = (b.storage(StorageKind.ACTIVATION, 64, planned=i > 0) for i in range(7))
+    b.op(Phase.BACKWARD, (), (one, two))
+    b.op(Phase.BACKWARD, (), (three, four))
+    b.op(Phase.BACKWARD, (), (five,))
+    b.op(Phase.BACKWARD, (), (six,))
+    b.op(Phase.BACKWARD, (three,), (b.view(1, 0),))
+    b.op(Phase.BACKWARD, (one, four), (b.storage(StorageKind.ACTIVATION, 64, planned=True),))
+    graph = b.graph()
+    events = _fitted(graph, replace(workload_of(graph), budget=192), dtr)
+    assert events is not None
+    assert sum(event == (Kind.RUN, 1) for event in events) == 2
 
 
 @_FEW
