@@ -93,9 +93,9 @@ class _Room:
 
     def kept_by(self, op: int, step: int) -> int | None:
         """Bytes (rounded up) that stay when `op` waits; None when they do not all die at it, so that others could take
-        them in place, or when the caller keeps some."""
+        them in place, when the caller keeps some, or when it makes some, beside those that wait for others."""
         touched = [s for s in self._graph.touched(self._graph.ops[op]) if self._graph.storages[s].planned]
-        if any(self._live[s].end != step + 1 for s in touched):
+        if any(self._live[s].end != step + 1 or self._live[s].start == step for s in touched):
             return None
         return sum(self._rounded(self._graph.storages[s].nbytes) for s in touched)
 

@@ -201,15 +201,19 @@ def search(
             if not failed:
                 for k in range(adj_ptr[b], adj_ptr[b + 1]):
                     c = adj[k]
-                    if placed[c] or allowed[c] >= top:
+                    blocks = hole[c] >= 0 and offset < hole[c] + size[c] and top > hole[c]
+                    if placed[c] or (allowed[c] >= top and not blocks):
                         continue
-                    trail[tp, 0], trail[tp, 1], trail[tp, 2] = _ALLOWED, c, allowed[c]
-                    tp += 1
                     key -= mix(c, allowed[c], hole[c])
-                    if hole[c] >= 0 and offset < hole[c] + size[c]:
+                    if blocks:
                         trail[tp, 0], trail[tp, 1], trail[tp, 2] = _HOLE, c, hole[c]
                         tp += 1
                         hole[c] = -1
+                    if allowed[c] >= top:  # another neighbour, above the hole, keeps it higher up
+                        key += mix(c, allowed[c], hole[c])
+                        continue
+                    trail[tp, 0], trail[tp, 1], trail[tp, 2] = _ALLOWED, c, allowed[c]
+                    tp += 1
                     allowed[c] = top if align[c] == 1 else -(-top // align[c]) * align[c]
                     key += mix(c, allowed[c], hole[c])
                     if reach[c] < allowed[c]:

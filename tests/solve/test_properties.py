@@ -66,6 +66,17 @@ def test_search_and_cpsat_reach_the_brute_force_optimum(seed: int) -> None:
         assert (solution.arena_size, solution.status) == (best, Status.OPTIMAL), name
 
 
+def test_a_hole_may_be_blocked_under_a_neighbour_that_lies_higher() -> None:
+    """b3 cannot sink to 0 for b4's sake; b2, which lies above that, is placed before b4."""
+    given = ((1, 0, 1, 2), (1, 0, 1, 2), (3, 0, 2, 1), (1, 1, 3, 1), (2, 2, 3, 4))  # size, live, alignment
+    buffers = (
+        Buffer(id=f"b{i}", size=size, live=Interval(low, high), alignment=alignment)
+        for i, (size, low, high, alignment) in enumerate(given)
+    )
+    solution = solve(Problem(buffers=tuple(buffers)))
+    assert (solution.arena_size, solution.status) == (5, Status.OPTIMAL)
+
+
 def _brute_force(problem: Problem) -> int:
     """Some optimal placement is what stacking in order of its offsets gives: try every order."""
     best = sum(b.size for b in problem.buffers)
