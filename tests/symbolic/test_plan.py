@@ -43,7 +43,8 @@ def test_a_placement_is_valid_for_every_value(data: st.DataObject, plan: Symboli
 def test_for_the_hint_nothing_is_lost(plan: SymbolicPlan) -> None:
     assert plan.place(plan.hint).arena_size <= plan.plan.arena_size
     assert plan.place(plan.hint).max_live == plan.plan.max_live
-    assert plan.resolve(plan.hint).graph == plan.plan.graph
+    resolved = plan.resolve(plan.hint)  # which is planned anew where the order of the plan was far from the best
+    assert resolved.graph == plan.plan.graph or resolved.arena_size < plan.plan.arena_size
 
 
 @given(data=st.data(), plan=symbolic_plans())
