@@ -1,9 +1,9 @@
-"""Which bytes of a step the kernels write where they belong, and which are copied there: from traces, nothing runs.
+"""Which bytes of a step the kernels write where they belong, and which are copied there.
 
-    python -m benchmarks.direct --size medium
+    python -m benchmarks.direct --compile --threads 1
 
-`memplan.compile` finds a little more than this: convolutions of oneDNN's are tried on the machine that runs them.
-With `--compile`, what it found is counted instead.
+counts what `memplan.compile` found on this machine. Without `--compile`, traces are counted and nothing runs: a little
+less is direct there, because convolutions are tried on the machine that runs them.
 """
 
 from __future__ import annotations

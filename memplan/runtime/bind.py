@@ -151,10 +151,7 @@ class Binder:
                     if choice.function is rows
                     else self._overload(choice.function, kernel, taken, kwargs, expected),
                 )
-        for choice in self._convolutions(kernel, args):
-            if self._writes(choice, kernel, args, kwargs, expected):
-                return choice
-        for choice in self._inner(kernel, args):
+        for choice in (*self._convolutions(kernel, args), *self._inner(kernel, args)):
             taken = choice.arguments(args)
             if choice.names is None and returns(choice.function, taken, kwargs, expected):
                 return replace(choice, as_planned=as_planned)
@@ -198,10 +195,12 @@ class Binder:
 
     def _inner(self, kernel: Kernel, args: Any) -> tuple[_Choice, ...]:
         """What a convolution or its backward calls in the end."""
+        if kernel.target not in CONVOLUTIONS:
+            return ()
         inner = inner_convolution(kernel.target, args, apart=not self._overlaps(kernel))
         if inner is None:
             return ()
-        names = inner.out_names or None
+        names = out_names(inner.overload) or None
         return (_Choice(inner.overload._op, names, arguments=inner.arguments, overload=inner.overload),)
 
     def _overlaps(self, kernel: Kernel) -> bool:

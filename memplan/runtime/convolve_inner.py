@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memplan.trace.outvariants import out_names
-
 Arguments = Callable[[Sequence[Any]], tuple[Any, ...]]
 aten = torch.ops.aten
 _DIMENSIONS = 4  # of images: what has another number is seen as images first
@@ -23,21 +21,17 @@ CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inner:
-    """`overload` takes what `arguments` makes of the arguments of the op; `out_names`: where it writes, if it can be
-    told."""
+    """`overload`, perhaps an out variant, takes what `arguments` makes of the arguments of the op."""
 
     overload: OpOverload
     arguments: Arguments
-    out_names: tuple[str, ...] = ()
 
 
 def inner_convolution(target: OpOverload, args: Sequence[Any], *, apart: bool) -> Inner | None:
-    """What runs inside a convolution or its backward with these arguments, where that can be called: to be tried.
+    """What runs inside `target`, one of `CONVOLUTIONS`, with these arguments, where that can be called: to be tried.
 
     `apart`: the results share no bytes with the arguments, so that they may be written while those are read.
     """
-    if target not in CONVOLUTIONS:
-        return None
     backward = target is aten.convolution_backward.default
     x, weight = args[1:3] if backward else args[:2]
     tensors = [t for t in args[:3] if t is not None]
@@ -60,7 +54,8 @@ def _slow_forward(kernel: list[int], *, apart: bool) -> Inner:
         x, weight, bias, stride, padding = args[:5]
         return x, weight, kernel, bias, stride, padding
 
-    return _told(aten._slow_conv2d_forward.output, aten._slow_conv2d_forward.default, arguments, apart=apart)
+    packet = aten._slow_conv2d_forward
+    return Inner(overload=packet.output if apart else packet.default, arguments=arguments)
 
 
 def _slow_backward(kernel: list[int], *, apart: bool) -> Inner:
@@ -68,13 +63,8 @@ def _slow_backward(kernel: list[int], *, apart: bool) -> Inner:
         grad, x, weight, _, stride, padding = args[:6]
         return grad, x, weight, kernel, stride, padding, *([] if apart else [args[10]])
 
-    return _told(aten._slow_conv2d_backward.grad_input, aten._slow_conv2d_backward.output_mask, arguments, apart=apart)
-
-
-def _told(out: OpOverload, fresh: OpOverload, arguments: Arguments, *, apart: bool) -> Inner:
-    if apart:
-        return Inner(overload=out, arguments=arguments, out_names=out_names(out))
-    return Inner(overload=fresh, arguments=arguments)
+    packet = aten._slow_conv2d_backward
+    return Inner(overload=packet.grad_input if apart else packet.output_mask, arguments=arguments)
 
 
 def _onednn(args: Sequence[Any]) -> tuple[Any, ...]:

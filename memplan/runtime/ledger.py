@@ -58,12 +58,7 @@ class Ledger:
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `StaleActivationsError` when one is in flight; `keep`: a backward will follow."""
         self.steps += 1
-        last = self._current()
-        if (last is None or last.done) and self.move_out is None:
-            self.drain()  # of a forward that was given up
-            self.turn()
-        else:
-            self.require_free(f"forward {self.steps}")
+        self.require_free(f"forward {self.steps}")
         step = InFlight(self.steps)
         self._current = weakref.ref(step) if keep else lambda: None
         return step
@@ -79,7 +74,7 @@ class Ledger:
         if self.move_out is not None:
             self.move_out()
             self.move_out = None
-        self.drain()
+        self.drain()  # of a forward that was given up
         self.turn()
 
     @property

@@ -44,8 +44,7 @@ class Selector:
         main = self.main
         modes = self._structure.modes()
         grad = main.traced.training and torch.is_grad_enabled()
-        if torch.is_autocast_enabled(main.device_type) is not main.traced.autocast:
-            self._check_autocast()
+        self._check_autocast()
         runner = main
         if modes != self.main_modes or grad is not main.traced.training:
             self._check_modes(modes)

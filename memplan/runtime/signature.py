@@ -26,7 +26,6 @@ class Signature:
         tensors = [(i, x) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)]
         self._simple = len(tensors) == len(self.examples) and self.spec == _spec_of(self.examples)
         self._alike = Alike(self.examples).check if self._simple else None
-        self._unlike = any(self.examples[i].requires_grad for i in self._unplanned)
         self.tensors = picking(self.bound)
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
@@ -42,13 +41,10 @@ class Signature:
         simple = self._alike is not None and not kwargs and len(args) == len(self.examples)
         if simple and self._alike(*args):  # type: ignore[misc]
             leaves = list(args)
-            if self._check_ties:
-                self._require_ties(leaves)
-            if training and self._unlike:
-                self._require_no_gradients(leaves)
-            return leaves
-        leaves = list(args) if simple else self._flattened(args, kwargs)
-        self._lay_out(leaves)
+            self.check_ties(leaves)
+        else:
+            leaves = list(args) if simple else self._flattened(args, kwargs)
+            self._lay_out(leaves)
         if training:
             self._require_no_gradients(leaves)
         return leaves
@@ -84,11 +80,7 @@ class Signature:
 
     def check_ties(self, leaves: Sequence[Any]) -> None:
         """Raise when it matters that tensors share memory, and they do in another way than the example's."""
-        if self._check_ties:
-            self._require_ties(leaves)
-
-    def _require_ties(self, leaves: Sequence[Any]) -> None:
-        if _ties(leaves) != self._ties:
+        if self._check_ties and _ties(leaves) != self._ties:
             what = "tensors share memory in another way than those that the plan was made for"
             raise _mismatch("inputs", what)
 

@@ -128,9 +128,7 @@ class Slots:
 
     def look(self) -> tuple[list[torch.Tensor], bool]:
         """As `tensors`, and whether each lies where it was noted and is what it was; False: `moved` knows."""
-        if self._version != self._structure.version:
-            self._look()
-        tensors = list(map(getitem, self._holders, self._keys))
+        tensors = self.tensors()
         return tensors, self._alike(*tensors) and list(map(_data_ptr, tensors)) == self._pointers
 
     def _note(self, tensors: Sequence[torch.Tensor], state: list[tuple[Any, ...]]) -> None:

@@ -24,9 +24,7 @@ def require_traceable(model: Any) -> None:
 
 def _refusal(module: nn.Module) -> tuple[str, str] | None:
     """Why a module cannot be traced, and what to do; None when it can."""
-    if isinstance(
-        module, torch.jit.ScriptModule
-    ):  # its Python is gone, and its parameters are not where a module's are
+    if isinstance(module, torch.jit.ScriptModule):  # no Python is left, and parameters are not where a module's are
         return "is a ScriptModule, which cannot be traced", "pass the module as it was before torch.jit.script or trace"
     if module._backward_hooks or module._backward_pre_hooks:  # they run where autograd passes a module's border
         reason = "has backward hooks, which a compiled step would not call"
