@@ -209,8 +209,9 @@ class _Writer:
         elif len(results) == 1:
             self.graph.registerOutput(self.known[results[0]])
         else:
-            kind = torch._C.TupleType([_TENSOR] * len(results))
-            several = self._insert("prim::TupleConstruct", [self.known[v] for v in results], [kind])
+            # a list: of a tuple, whoever takes it out of the interpreter asks the type of every element
+            kind = torch._C.ListType(_TENSOR)
+            several = self._insert("prim::ListConstruct", [self.known[v] for v in results], [kind])
             self.graph.registerOutput(several.output())
         return self.graph
 

@@ -12,6 +12,10 @@ from torch import fx
 
 from memplan.trace.products import multiplied
 from memplan.trace.rewrite import Rewriter, aten, value
+from memplan.trace.touches import is_fixed
+
+_SUMMED = (torch.float32, torch.float64)  # of halves the mean is rounded once
+_REDUCTIONS = _MEAN, _SUM = 1, 2  # of a loss
 
 
 def copied(rw: Rewriter, source: fx.Node) -> fx.Node:
@@ -70,14 +74,28 @@ def dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -
     return result
 
 
+def mean(rw: Rewriter, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any) -> fx.Node | None:
+    """CPU: the kernel divides the sum by a number that it makes anew in each call (native/ReduceOps.cpp)."""
+    given, result = value(x), value(rw.node)
+    if not rw.constants or result.device.type != "cpu" or given.dtype is not result.dtype or not is_fixed(given):
+        return None
+    if result.dtype not in _SUMMED or not given.numel():
+        return None
+    count = rw.number(float(given.numel() // result.numel()), result.dtype, result.device)
+    made = rw.instead(aten.sum.dim_IntList, x, dims or None, keepdim)
+    rw.call(aten.div_.Tensor, made, count)
+    return made
+
+
 def mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.Node | None:
     """`mse_loss.out` resizes its out; the kernel squares the difference, then reduces (native/Loss.cpp)."""
-    reduce = {1: aten.mean.default, 2: aten.sum.dim_IntList}.get(reduction)
-    if reduce is None:
+    if reduction not in _REDUCTIONS:
         return None
     difference = rw.call(aten.sub.Tensor, x, y)
     rw.call(aten.mul_.Tensor, difference, difference)
-    return rw.instead(reduce, difference, *([None] if reduction == 2 else []))
+    if reduction == _SUM:
+        return rw.instead(aten.sum.dim_IntList, difference, None)
+    return mean(rw, difference) or rw.instead(aten.mean.default, difference)
 
 
 def batch_norm(  # noqa: PLR0917  (the op's own signature)

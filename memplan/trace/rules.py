@@ -19,6 +19,7 @@ from memplan.trace.layer_rules import (
     dropout_backward,
     embedding,
     embedding_backward,
+    mean,
     mse_loss,
     safe_softmax,
 )
@@ -215,6 +216,8 @@ RULES: dict[Any, Rule] = {
     aten.relu.default: _relu,
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum_over,
+    aten.mean.default: mean,
+    aten.mean.dim: mean,
     aten.embedding.default: embedding,
     aten.embedding_dense_backward.default: embedding_backward,
     aten.native_dropout.default: dropout,

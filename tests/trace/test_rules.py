@@ -35,6 +35,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "sum that keeps two": (lambda w, x: (x * w).sum((0, 2), True, dtype=torch.double).view(3).float(), (X,)),
     "sum of what is transposed": (lambda w, x: (x * w).transpose(0, 2).sum(1, True).view(4, 2).sin(), (X,)),
     "sum seen in another shape": (lambda w, x: (x * w).sum(1, keepdim=True).view(4, 2).sin(), (X,)),
+    "mean": (lambda w, x: (x * w).mean() * x, (X,)),
+    "mean.dim": (lambda w, x: (x * w).mean((0, -1)) * x.mean(1, keepdim=True).sum() * w, (X,)),
+    "mean of a transposed double": (lambda w, x: (x * w).double().transpose(0, 1).mean(1).float(), (X,)),
+    "mean of half": (lambda w, x: (x * w).bfloat16().mean(1).float(), (X,)),
+    "mean as double": (lambda w, x: (x * w).mean(1, dtype=torch.double).float(), (X,)),
+    "mean of nothing": (lambda w, x: (x * w)[:, :0].mean(1), (X,)),
+    "mean of infinite and nan": (lambda w, x: (x * w).mean(-1), (SPECIAL,)),
     "embedding": (lambda w, i: F.embedding(i, w * torch.ones(5, 4)), (INDEX,)),
     "embedding_dense_backward": (lambda w, i: F.embedding(i, w * torch.ones(5, 4), padding_idx=2).sin(), (INDEX,)),
     "arange": (lambda w, x: x * w * torch.arange(4) + torch.arange(1, 5) + torch.arange(0, 8, 2), (X,)),
@@ -145,7 +152,8 @@ def test_every_rule_is_exercised() -> None:
         left |= {op.target for op in trace(Apply(function), xs, train=True).graph.ops}
     assert {str(t) for t in RULES} - {str(t) for t in seen} == set()
     # Run functionally: reduction="none", which has nothing to reduce, what rolls one dimension twice, normalisations of
-    # what is transposed. Few products have a factor that is scaled; few sums keep a dimension that nobody sees.
+    # what is transposed, means that are rounded. Few products have a factor that is scaled; few sums keep a dimension
+    # that nobody sees.
     functional = {"aten.mse_loss.default", "aten.roll.default", "aten._native_batch_norm_legit_functional.default"}
-    only_sometimes = {"aten.mul.Tensor", "aten.sum.dim_IntList", *functional}
+    only_sometimes = {"aten.mul.Tensor", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim", *functional}
     assert {str(t) for t in RULES} & left <= only_sometimes
