@@ -93,7 +93,7 @@ class CompiledModule(nn.Module, Measured):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step. Raises `InputMismatch`, `UnsupportedCall` or `StaleActivationsError`, never wrong results."""
-        if torch.compiler.is_compiling():  # a part of a model that is being traced: the outer plan holds it all
+        if _traced_through():  # a part of a model that is being traced: the outer plan holds it all
             return self._original(*args, **kwargs)
         if transforms.around() and (refused := transforms.refusal((args, kwargs), self)):
             if self._asked.on_mismatch == "eager":
@@ -184,6 +184,13 @@ class CompiledModule(nn.Module, Measured):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_original"], name)
+
+
+def _traced_through() -> bool:
+    """Whether this very thread is tracing; torch's flag is up while any thread exports a model."""
+    return torch.compiler.is_dynamo_compiling() or (
+        torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 def compile(

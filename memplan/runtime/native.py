@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ _FAILED = (
     "The following operation failed in the TorchScript interpreter.\n"
     "Traceback of TorchScript (most recent call last):\nRuntimeError: "
 )  # and no place in a source, which a user's own script would have
-AVAILABLE = all(hasattr(torch._C, name) for name in ("Graph", "ScriptList", "_create_function_from_graph"))
+_NEEDED = ("Graph", "ScriptList", "_create_function_from_graph", "_jit_interpret_graph")
+AVAILABLE = all(hasattr(torch._C, name) for name in _NEEDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +115,20 @@ def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, nam
     for line in run:
         writer.write(line)
     tensors = [thing if isinstance(thing, torch.Tensor) else names[f"v{thing}"] for thing in writer.static]
+    graph = writer.returning(results)
+    function: Any = torch._C._create_function_from_graph("memplan_run", graph)
+    function._torchdynamo_inline = partial(_interpret, graph)  # what torch calls while any thread exports a model
     return Interpreted(
-        function=torch._C._create_function_from_graph("memplan_run", writer.returning(results)),
+        function=function,
         tensors=torch._C.ScriptList(tensors),
         values=tuple(None if isinstance(thing, torch.Tensor) else thing for thing in writer.static),
         arguments=tuple(writer.arguments),
     )
+
+
+def _interpret(graph: Any, tensors: Any, *arguments: torch.Tensor) -> Any:
+    """The same run by the same interpreter, without the function around it."""
+    return torch._C._jit_interpret_graph(graph, (list(tensors), *arguments))  # type: ignore[attr-defined]
 
 
 def raise_as_eager(error: RuntimeError) -> None:
