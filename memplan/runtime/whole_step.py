@@ -238,9 +238,11 @@ def _require_sensible(accumulate: int, clip_grad_norm: float | None) -> None:
     if type(accumulate) is not int or accumulate < 1:
         raise MemplanError(f"accumulate={accumulate!r}", hint="pass the number of micro-batches per update, 1 or more")
     if clip_grad_norm is not None and (
-        isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, (int, float))
+        isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, (int, float)) or not clip_grad_norm >= 0
     ):
-        raise MemplanError(f"clip_grad_norm={clip_grad_norm!r}", hint="pass the maximal norm as a number, or None")
+        raise MemplanError(
+            f"clip_grad_norm={clip_grad_norm!r}", hint="pass the maximal norm, a number of at least 0, or None"
+        )
 
 
 def _call(model: nn.Module, *batch: Any) -> Any:
