@@ -200,7 +200,8 @@ def compile_step(
     options are those of `memplan.compile`; with `device` the optimizer's state stays on the CPU too, and parameters and
     state are updated on the device and written back in each step.
 
-    Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `PlanMismatch` when
+    Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `UnsupportedCall` for
+    hooks on parameters or on the optimizer's step, which it would not call (whenever they were set), `PlanMismatch` when
     `plan` was made for another step.
     """
     _require_sensible(accumulate, clip_grad_norm)

@@ -87,6 +87,9 @@ def test_replays_are_the_steps_themselves(name: str, gradients: str, recorder: R
                 m.zero_grad()
     assert recorder.recorded == 2
     assert recorded.pool_bytes == 17
+    with torch.no_grad():
+        recorded(*args)
+    assert recorded.pool_bytes == 2 * 17, "of each program"
 
 
 def test_results_are_the_callers_and_moved_parameters_are_recorded_anew(recorder: Rerun) -> None:

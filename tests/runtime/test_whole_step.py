@@ -204,7 +204,7 @@ def _hook(*_: object) -> None:
 
 
 HOOKS: dict[str, Callable[[nn.Linear, torch.optim.Optimizer], Any]] = {
-    "gradient": lambda net, _: net.weight.register_hook(_hook),
+    "gradient": lambda net, _: net.weight.register_hook(_hook),  # type: ignore[no-untyped-call]
     "accumulated": lambda net, _: net.weight.register_post_accumulate_grad_hook(_hook),  # type: ignore[no-untyped-call]
     "node": lambda net, _: torch.autograd.graph.get_gradient_edge(net.weight).node.register_hook(_hook),
     "several": lambda net, _: torch.autograd.graph.register_multi_grad_hook([net.weight, net.bias], _hook),
