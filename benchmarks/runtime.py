@@ -51,7 +51,7 @@ CUDA_COLUMNS = {
     "max_batch": "max batch",
 }
 CUDA_NOTES = (
-    "The peak of all tensors leaves out what CUDA graphs keep in their pools (graph pool: results, and the workspaces of"
+    "The peak of all tensors leaves out what CUDA graphs keep in their pools (graph pool: results, and workspaces of"
     " libraries); the allocated and reserved peaks of the device are those of one step alone, workspaces included.",
 )
 NOTES = (

@@ -124,7 +124,7 @@ class CompiledModule(nn.Module, Measured):
     @property
     def pool_bytes(self) -> int:
         """Bytes that CUDA graphs keep in private pools, those of other modes too, beside the arena."""
-        return self._selector.pool_bytes
+        return int(self._selector.pool_bytes)
 
     def _turn(self, guide: Guide) -> Runner:
         """Run what the guide says from now on."""

@@ -201,8 +201,8 @@ def compile_step(
     state are updated on the device and written back in each step.
 
     Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `UnsupportedCall` for
-    hooks on parameters or on the optimizer's step, which it would not call (whenever they were set), `PlanMismatch` when
-    `plan` was made for another step.
+    hooks on parameters or on the optimizer's step, which it would not call (a call raises for later ones),
+    `PlanMismatch` when `plan` was made for another step.
     """
     _require_sensible(accumulate, clip_grad_norm)
     given = given_plan(plan, budget)
