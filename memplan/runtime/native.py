@@ -31,11 +31,13 @@ from memplan.trace.randomness import draws
 from memplan.trace.traced import Handed, Live, Ref
 
 # What says of a number out of range what nothing else says, or what is a plain RuntimeError in eager too.
-_TELLS = {
-    *("index_select", "index_add_", "index_add", "nll_loss_forward", "nll_loss_backward"),
-    *("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "max_pool2d_with_indices_backward"),
-}
+_TELLS = {"index_select", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices_backward"}
+_TELLS |= {"_unsafe_index", "_unsafe_index_put"}
 _INDEX_ERROR = re.compile(r"index out of range in self$|Target -?\d+ is out of bounds\.$", re.MULTILINE)
+# Of these, the ones raise an IndexError and the others a RuntimeError, in the same words.
+_INDEXED = {"index", "index_put", "index_put_"}
+_GATHERED = {"index_add", "index_add_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+_OUT_OF_BOUNDS = re.compile(r"index -?\d+ is out of bounds for dimension \d+ with size \d+$", re.MULTILINE)
 _NUMBERS = {"index", "indices", "target", "repeats", "offsets", "mask_indices"}
 _MAY_FAIL = ("linalg_", "_linalg_", "cholesky", "lu_", "_assert", "_cdist")
 _FAILURES = (
@@ -96,6 +98,15 @@ def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
     return asked[key]
 
 
+def told_apart(lines: Sequence[Line], fitting: Sequence[bool]) -> tuple[list[bool], bool]:
+    """Which of the lines that `takes` said yes to may run beside each other in one function, and whether what is out of
+    bounds is an `IndexError` there (see `raise_as_eager`)."""
+    names = [o._opname if isinstance(line, Call) and (o := _overload(line)) is not None else "" for line in lines]
+    if not any(fit and name in _GATHERED for fit, name in zip(fitting, names, strict=True)):
+        return list(fitting), True
+    return [fit and name not in _INDEXED for fit, name in zip(fitting, names, strict=True)], False
+
+
 def _kinds(thing: Any) -> tuple[Any, ...]:
     """By what torch's interpreter tells overloads apart: the types of numbers, which things are tensors."""
     if isinstance(thing, (Ref, torch.Tensor)):
@@ -124,12 +135,13 @@ def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, nam
     )
 
 
-def raise_as_eager(error: RuntimeError) -> None:
-    """Raise an error of a run as the kernel alone would; of others, do nothing."""
+def raise_as_eager(error: RuntimeError, *, indexed: bool) -> None:
+    """Raise an error of a run as the kernel alone would; of others, do nothing. `indexed`: as `told_apart` said."""
     words = str(error)
     if words.startswith(_FAILED):
         said = words.removeprefix(_FAILED).removesuffix("\n")
-        raise (IndexError if _INDEX_ERROR.match(said) else RuntimeError)(said) from None
+        by_index = _INDEX_ERROR.match(said) or (indexed and _OUT_OF_BOUNDS.match(said))
+        raise (IndexError if by_index else RuntimeError)(said) from None
 
 
 @cache
@@ -154,7 +166,7 @@ def _reads_constants() -> bool:
 
 def _by_number(line: Call, overload: OpOverload, layout: Layout) -> bool:
     """Whether it is told where to read or write by numbers, and does not tell well enough that one is out of range."""
-    if overload._opname in _TELLS:
+    if overload._opname in _TELLS | _INDEXED | _GATHERED:
         return False
     args, kwargs = line.arguments
     named = {**dict(zip((a.name for a in overload._schema.arguments), args, strict=False)), **kwargs}

@@ -132,7 +132,12 @@ BY_NUMBER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "scatter": lambda x, i: x.scatter(0, i[:, None], x[:3, :1]),
     "scatter_add": lambda x, i: x.scatter_add(1, i[None], x[:1, :3]),
     "index": lambda x, i: x[i],
+    "index columns": lambda x, i: x[:, i],
+    "index rows and columns": lambda x, i: x[i[:, None], i],
     "index_put": lambda x, i: x.index_put((i,), x[:3]),
+    "index_put that adds": lambda x, i: x.index_put((i,), x[:3], accumulate=True),
+    "index after gather": lambda x, i: x.gather(0, (i % 5)[:, None].expand(3, 5))[:, i],
+    "gather after index": lambda x, i: x[i % 5].gather(1, i[:, None]),
     "cross_entropy": lambda x, i: nn.functional.cross_entropy(x[:3], i),
     "embedding": lambda x, i: nn.functional.embedding(i, x),
 }
