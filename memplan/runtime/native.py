@@ -40,12 +40,7 @@ _GATHERED = {"index_add", "index_add_", "gather", "scatter", "scatter_", "scatte
 _OUT_OF_BOUNDS = re.compile(r"index -?\d+ is out of bounds for dimension \d+ with size \d+$", re.MULTILINE)
 _NUMBERS = {"index", "indices", "target", "repeats", "offsets", "mask_indices"}
 _MAY_FAIL = ("linalg_", "_linalg_", "cholesky", "lu_", "_assert", "_cdist")
-_FAILURES = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-)  # of torch's bindings, for what they do not take
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError)  # of torch's bindings, for what they do not take
 _MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 _TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
 _LEFT = object()  # stands for arguments that are left to Python
@@ -59,8 +54,8 @@ AVAILABLE = all(hasattr(torch._C, name) for name in ("Graph", "ScriptList", "_cr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreted:
-    """`function(tensors, *arguments)`: `arguments` are values that move, `tensors` is the list of those that do not,
-    which are `values` (None: a constant)."""
+    """`function(tensors, *arguments)`: `arguments` are values that move, `tensors` is the list of those that seldom do,
+    which are `values` (None: a tensor of no value)."""
 
     function: Any
     tensors: Any
@@ -147,7 +142,7 @@ def raise_as_eager(error: RuntimeError, *, indexed: bool) -> None:
 @cache
 def _reads_constants() -> bool:
     """Whether this torch reads a graph's constants whenever it runs, and computes nothing with them ahead."""
-    tensor = torch.zeros(1)
+    tensor = torch.zeros(1, device="cpu")
     graph: Any = torch._C.Graph()
     constant, one = graph.insertConstant(tensor), graph.insertConstant(1)
     made = constant
