@@ -96,8 +96,14 @@ def test_hooks_raise_before_anything_is_computed() -> None:
 def test_nodes_are_asked_for_hooks_only_when_someone_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """To ask one sets a hook: two modules must not make each other ask for ever."""
     nets, x = [nn.Linear(4, 4) for _ in range(2)], torch.randn(3, 4)
-    both, asked = [_owned(net, x) for net in nets], []
-    monkeypatch.setattr("memplan.runtime.owned.hooks_of_node", lambda p: asked.append(p) or hooks_of_node(p))
+    both = [_owned(net, x) for net in nets]
+    asked: list[torch.Tensor] = []
+
+    def asking(parameter: torch.Tensor) -> int:
+        asked.append(parameter)
+        return hooks_of_node(parameter)
+
+    monkeypatch.setattr("memplan.runtime.owned.hooks_of_node", asking)
 
     def steps() -> int:
         asked.clear()
