@@ -93,9 +93,8 @@ class CompiledModule(nn.Module, Measured):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step. Raises `InputMismatch`, `UnsupportedCall` or `StaleActivationsError`, never wrong results."""
-        if (
-            torch.compiler.is_compiling() and _in_this_thread()
-        ):  # a part of a model that is being traced: the outer plan holds it all
+        # a part of a model that is being traced: the outer plan holds it all
+        if torch.compiler.is_compiling() and _in_this_thread():
             return self._original(*args, **kwargs)
         if transforms.around() and (refused := transforms.refusal((args, kwargs), self)):
             if self._asked.on_mismatch == "eager":
