@@ -50,6 +50,10 @@ CUDA_COLUMNS = {
     "pool_mb": "graph pool, MB",
     "max_batch": "max batch",
 }
+CUDA_NOTES = (
+    "The peak of all tensors leaves out what CUDA graphs keep in their pools (graph pool: results, and workspaces of"
+    " libraries); the allocated and reserved peaks of the device are those of one step alone, workspaces included.",
+)
 NOTES = (
     "Speed-up: eager's time divided by the contender's, median of per-round ratios. MB = 10^6 bytes.",
     "Peak: model and inputs, what was allocated before the step (arena), and the highest sum of the profiler's"
@@ -90,7 +94,7 @@ def _table(rows: Sequence[Row], options: argparse.Namespace) -> Table:
         columns=COLUMNS | (CUDA_COLUMNS if options.device == "cuda" else {}),
         rows=rows,
         settings=settings,
-        notes=NOTES,
+        notes=NOTES + (CUDA_NOTES if options.device == "cuda" else ()),
     )
 
 

@@ -219,6 +219,7 @@ class Backend:
     """
 
     def __init__(self, *, gradients: str = "safe", **options: Any) -> None:
+        self._asked = {"gradients": gradients, **options}
         self._options = PlanOptions(**options)
         self._owned = gradients == "owned"
         if stay_in_arena(gradients):
@@ -238,6 +239,10 @@ class Backend:
         self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned
 
+    def __reduce__(self) -> Any:
+        """A copy (of a model that was compiled with it) has the same options, and nothing of what was compiled."""
+        return _remade, (self._asked,)
+
     @property
     def graphs(self) -> tuple[PlannedGraph, ...]:
         """In the order in which dynamo found them."""
@@ -248,6 +253,10 @@ class Backend:
         """Bytes of all arenas that its graphs have now."""
         memories = {lane.runner.arena.memory for graph in self.graphs for lane in graph.lanes}
         return sum(memory.numel() for memory in memories)
+
+
+def _remade(options: dict[str, Any]) -> Backend:
+    return Backend(**options)
 
 
 @functools.cache

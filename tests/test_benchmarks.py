@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import adaptive
+from benchmarks import adaptive, first_call
 from benchmarks.contenders import CONTENDERS
 from benchmarks.cuda_memory import MOST, largest
 from benchmarks.direct import count, graph_of, row
 from benchmarks.runtime import main, measure
+from benchmarks.step_memory import row as step_memory_row
 from benchmarks.streamed import main as streamed
 from benchmarks.zoo import ZOO
 
@@ -78,3 +79,18 @@ def test_streamed_models_are_measured_at_every_budget(tmp_path: Path) -> None:
     slowest = next(row for row in rows if row["policy"] == "genoa")
     assert all(row["predicted_ms"] <= slowest["predicted_ms"] for row in rows if row["policy"] == "flow")
     assert all(row["arena"] >= slowest["arena"] for row in rows if row["policy"] == "flow")
+
+
+def test_a_whole_step_is_compared_with_eagers_peak() -> None:
+    found = step_memory_row("mlp", ZOO["mlp"]("nano"))
+    bound, live, peak = (float(str(found[key])) for key in ("bound_ratio", "max_live_ratio", "ratio"))
+    assert 0 < bound <= live <= peak < 1
+    assert found["ratio"] == pytest.approx(float(str(found["peak_mb"])) / float(str(found["eager_mb"])))
+
+
+def test_first_steps_are_timed_in_processes_of_their_own(tmp_path: Path) -> None:
+    arguments = ["--models", "lstm", "--repeats", "1", "--contenders", "memplan", "--directory", str(tmp_path)]
+    assert first_call.main(arguments) == 0
+    (row,) = json.loads((tmp_path / "first-call.json").read_text())["rows"]
+    assert row["memplan"] == 1
+    assert row["memplan_s"] > 0

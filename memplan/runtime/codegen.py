@@ -22,7 +22,7 @@ from memplan.runtime.arena import dtype_of, view_within
 from memplan.runtime.bind import BoundOp, Form
 from memplan.runtime.lines import Call, Empty, Hooked, Layout, Line, View, refs, same_layout
 from memplan.runtime.namespace import Namespace
-from memplan.runtime.native import interpreted, raise_as_eager, takes
+from memplan.runtime.native import interpreted, raise_as_eager, takes, told_apart
 from memplan.trace.traced import Handed, Live, Ref
 
 Hook = Callable[[], None]
@@ -41,6 +41,7 @@ class FunctionWriter:
         self.views: list[View] = []  # of arguments: they come first
         self.lines: list[Line] = []
         self.live: dict[str, str] = {}  # hyperparameters, read once per call
+        self.indexed = False  # as `told_apart` says it of the lines
 
     def op(self, bound: BoundOp) -> None:
         """Call one op; its results land where their values live."""
@@ -88,7 +89,8 @@ class FunctionWriter:
         for group in groups:
             for value in group:
                 self._use(value)
-        return self._compiled(self.name, groups, self._fitting())
+        fitting, self.indexed = told_apart(self.lines, self._fitting())
+        return self._compiled(self.name, groups, fitting)
 
     def _compiled(self, name: str, groups: Sequence[Sequence[int]], fitting: Sequence[bool]) -> Callable[..., Any]:
         parts = ["(" + "".join(f"{self._leaving(value)}, " for value in group) + ")" for group in groups]
@@ -100,7 +102,7 @@ class FunctionWriter:
             optimise = self.namespace.add("k", torch._C._set_graph_executor_optimize)
             was = self.namespace.add("k", torch._C._get_graph_executor_optimize)
             body = [f"was = {was}()", f"{optimise}(False)", *_within("try:", body)]
-            fail = self.namespace.add("k", raise_as_eager)
+            fail = self.namespace.add("k", partial(raise_as_eager, indexed=self.indexed))
             body += _within("except RuntimeError as error:", [f"{fail}(error)", "raise"])
             body += _within("finally:", [f"{optimise}(was)"])
             modes = self.namespace.add("k", torch._C._len_torch_dispatch_stack)

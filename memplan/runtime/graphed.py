@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -61,15 +62,27 @@ class CudaRecorder:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def record(self, function: Function) -> tuple[Callable[[], None], Any]:
-        """Capture; the generators of the device are registered with the graph by torch."""
+        """Capture; the generators of the device are registered with the graph by torch.
+
+        cuBLAS's workspaces are torch's, one per stream: whoever clears them (another graph that is recorded or goes)
+        would take them from under the recorded kernels. So they are made anew in the recording's own pool, by a
+        recording of products alone, so that no place of the arena is asked for them.
+        """
         if not self._graphs:  # the pool of graphs that are gone cannot be used again while a result of theirs is held
             self._pool = torch.cuda.graph_pool_handle()
+        with _workspaces_of_its_own():
+            products, _ = self._capture(partial(_multiply, torch.zeros(16, 16, device=self._device)))
+            graph, results = self._capture(function)
+        del products  # not before the pool has another graph
+        return graph.replay, results
+
+    def _capture(self, function: Function) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph = torch.cuda.CUDAGraph()
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.device(self._device), capture:
             results = function()
         self._graphs.add(graph)
-        return graph.replay, results
+        return graph, results
 
     def placer(self, low: int, high: int) -> PoolPlacer:
         """See `placed.py`."""
@@ -88,6 +101,22 @@ class CudaRecorder:
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         ours = [s for s in segments if tuple(s.get("segment_pool_id", ())) in pools]
         return sum(s["total_size"] for s in ours if not any(s["address"] in arena for arena in arenas))
+
+
+@contextmanager
+def _workspaces_of_its_own() -> Iterator[None]:
+    """As torch.compile's own recordings: what was recorded has them in its pool, where its bytes stay."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def _multiply(square: torch.Tensor) -> None:
+    """By cuBLAS and by cuBLASLt, of which each may have a workspace."""
+    torch.mm(square, square)
+    torch.addmm(square[0], square, square)
 
 
 def make_recorder(device: torch.device, guard: str | None) -> Recorder:

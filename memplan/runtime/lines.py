@@ -15,11 +15,14 @@ from memplan.trace.traced import Ref
 class Layout:
     """Which values are static (globals), and the base (value index) of every dynamic storage (by index).
 
+    `placed`: the static values that stay where they are for good, in the arena and its copies on the host, and have
+    dimensions (of constants without any, torch's interpreter may make numbers).
     `native`: runs of ops may go to torch's interpreter (`native.py`).
     """
 
     graph: Graph
     static: frozenset[int]
+    placed: frozenset[int]
     base_of: Mapping[int, int]
     fresh_storages: frozenset[int]
     autocast: bool

@@ -93,7 +93,7 @@ class CompiledModule(nn.Module, Measured):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step. Raises `InputMismatch`, `UnsupportedCall` or `StaleActivationsError`, never wrong results."""
-        if torch.compiler.is_compiling():  # a part of a model that is being traced: the outer plan holds it all
+        if _traced_through():  # a part of a model that is being traced: the outer plan holds it all
             return self._original(*args, **kwargs)
         if transforms.around() and (refused := transforms.refusal((args, kwargs), self)):
             if self._asked.on_mismatch == "eager":
@@ -123,8 +123,8 @@ class CompiledModule(nn.Module, Measured):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that CUDA graphs keep in their private pool, beside the arena."""
-        return int(self._selector.main.pool_bytes)
+        """Bytes that CUDA graphs keep in private pools, those of other modes too, beside the arena."""
+        return int(self._selector.pool_bytes)
 
     def _turn(self, guide: Guide) -> Runner:
         """Run what the guide says from now on."""
@@ -184,6 +184,13 @@ class CompiledModule(nn.Module, Measured):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_original"], name)
+
+
+def _traced_through() -> bool:
+    """Whether this very thread is tracing; torch's flag is up while any thread exports a model."""
+    return torch.compiler.is_dynamo_compiling() or (
+        torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 def compile(

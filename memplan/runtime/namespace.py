@@ -12,7 +12,7 @@ import torch
 @dataclass(slots=True)
 class Namespace:
     """The globals of generated code: `v12` is value 12, `k3` a kernel, `c4` a constant, `g5` a hook, `s6` a run of ops
-    for torch's interpreter and `l7` the tensors of one that do not move."""
+    for torch's interpreter and `l7` the tensors of one that seldom move."""
 
     names: dict[str, Any] = field(default_factory=dict)
     _known: dict[tuple[str, int], str] = field(default_factory=dict)

@@ -1,9 +1,10 @@
 """Runs of ops as one call: torch's own interpreter goes from kernel to kernel in less time than Python's.
 
-A run becomes a TorchScript graph. Its tensors that never move are one list, given in every call; what moves comes as
-arguments; what the caller will own is made inside and returned. No pass may touch the graph: whoever calls it turns
-the executor's optimisation off for his thread (`codegen.py`). The interpreter lets other Python threads run
-meanwhile.
+A run becomes a TorchScript graph. Tensors over our own memory are constants of the graph; parameters and what else
+may move one day are one list, given in every call; what moves from call to call comes as arguments; what the caller
+will own is made inside and returned. No pass may touch the graph, least of all one that takes a constant's numbers for
+what they will always be: whoever calls it turns the executor's optimisation off for his thread (`codegen.py`). The
+interpreter lets other Python threads run meanwhile.
 
 Left to Python is what torch's interpreter does not know (hyperparameters, what is handed from kernel to kernel, our own
 functions), and what may fail for the numbers that it is given with an error that its words do not tell apart: out of
@@ -16,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,19 +31,16 @@ from memplan.trace.randomness import draws
 from memplan.trace.traced import Handed, Live, Ref
 
 # What says of a number out of range what nothing else says, or what is a plain RuntimeError in eager too.
-_TELLS = {
-    *("index_select", "index_add_", "index_add", "nll_loss_forward", "nll_loss_backward"),
-    *("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "max_pool2d_with_indices_backward"),
-}
+_TELLS = {"index_select", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices_backward"}
+_TELLS |= {"_unsafe_index", "_unsafe_index_put"}
 _INDEX_ERROR = re.compile(r"index out of range in self$|Target -?\d+ is out of bounds\.$", re.MULTILINE)
+# Of these, the ones raise an IndexError and the others a RuntimeError, in the same words.
+_INDEXED = {"index", "index_put", "index_put_"}
+_GATHERED = {"index_add", "index_add_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+_OUT_OF_BOUNDS = re.compile(r"index -?\d+ is out of bounds for dimension \d+ with size \d+$", re.MULTILINE)
 _NUMBERS = {"index", "indices", "target", "repeats", "offsets", "mask_indices"}
 _MAY_FAIL = ("linalg_", "_linalg_", "cholesky", "lu_", "_assert", "_cdist")
-_FAILURES = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-)  # of torch's bindings, for what they do not take
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError)  # of torch's bindings, for what they do not take
 _MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 _TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
 _LEFT = object()  # stands for arguments that are left to Python
@@ -50,13 +49,14 @@ _FAILED = (
     "The following operation failed in the TorchScript interpreter.\n"
     "Traceback of TorchScript (most recent call last):\nRuntimeError: "
 )  # and no place in a source, which a user's own script would have
-AVAILABLE = all(hasattr(torch._C, name) for name in ("Graph", "ScriptList", "_create_function_from_graph"))
+_NEEDED = ("Graph", "ScriptList", "_create_function_from_graph", "_jit_interpret_graph")
+AVAILABLE = all(hasattr(torch._C, name) for name in _NEEDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreted:
-    """`function(tensors, *arguments)`: `arguments` are values that move, `tensors` is the list of those that do not,
-    which are `values` (None: a constant)."""
+    """`function(tensors, *arguments)`: `arguments` are values that move, `tensors` is the list of those that seldom do,
+    which are `values` (None: a tensor of no value)."""
 
     function: Any
     tensors: Any
@@ -94,6 +94,15 @@ def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
     return asked[key]
 
 
+def told_apart(lines: Sequence[Line], fitting: Sequence[bool]) -> tuple[list[bool], bool]:
+    """Which of the lines that `takes` said yes to may run beside each other in one function, and whether what is out of
+    bounds is an `IndexError` there (see `raise_as_eager`)."""
+    names = [o._opname if isinstance(line, Call) and (o := _overload(line)) is not None else "" for line in lines]
+    if not any(fit and name in _GATHERED for fit, name in zip(fitting, names, strict=True)):
+        return list(fitting), True
+    return [fit and name not in _INDEXED for fit, name in zip(fitting, names, strict=True)], False
+
+
 def _kinds(thing: Any) -> tuple[Any, ...]:
     """By what torch's interpreter tells overloads apart: the types of numbers, which things are tensors."""
     if isinstance(thing, (Ref, torch.Tensor)):
@@ -109,29 +118,63 @@ def _kinds(thing: Any) -> tuple[Any, ...]:
 
 def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, names: Mapping[str, Any]) -> Interpreted:
     """One function for a run of lines that `takes` said yes to. `names` has the static values, as `v12`."""
-    writer = _Writer(run, layout)
+    placed = {v: names[f"v{v}"] for line in run for v in line.uses if v in layout.placed} if _reads_constants() else {}
+    writer = _Writer(run, layout, placed)
     for line in run:
         writer.write(line)
     tensors = [thing if isinstance(thing, torch.Tensor) else names[f"v{thing}"] for thing in writer.static]
     return Interpreted(
-        function=torch._C._create_function_from_graph("memplan_run", writer.returning(results)),
+        function=_function_of("memplan_run", writer.returning(results)),
         tensors=torch._C.ScriptList(tensors),
         values=tuple(None if isinstance(thing, torch.Tensor) else thing for thing in writer.static),
         arguments=tuple(writer.arguments),
     )
 
 
-def raise_as_eager(error: RuntimeError) -> None:
-    """Raise an error of a run as the kernel alone would; of others, do nothing."""
+def _function_of(name: str, graph: Any) -> Any:
+    made: Any = torch._C._create_function_from_graph(name, graph)
+    made._torchdynamo_inline = partial(_interpret, graph)  # what torch calls while any thread exports a model
+    return made
+
+
+def _interpret(graph: Any, *given: Any) -> Any:
+    """The same run by the same interpreter, without the function around it; `given` begins with a run's tensors."""
+    tensors = [list(tensors) for tensors in given[:1]]
+    return torch._C._jit_interpret_graph(graph, (*tensors, *given[1:]))  # type: ignore[attr-defined]
+
+
+def raise_as_eager(error: RuntimeError, *, indexed: bool) -> None:
+    """Raise an error of a run as the kernel alone would; of others, do nothing. `indexed`: as `told_apart` said."""
     words = str(error)
     if words.startswith(_FAILED):
         said = words.removeprefix(_FAILED).removesuffix("\n")
-        raise (IndexError if _INDEX_ERROR.match(said) else RuntimeError)(said) from None
+        by_index = _INDEX_ERROR.match(said) or (indexed and _OUT_OF_BOUNDS.match(said))
+        raise (IndexError if by_index else RuntimeError)(said) from None
+
+
+@cache
+def _reads_constants() -> bool:
+    """Whether this torch reads a graph's constants whenever it runs, and computes nothing with them ahead."""
+    tensor = torch.zeros(1, device="cpu")
+    graph: Any = torch._C.Graph()
+    constant, one = graph.insertConstant(tensor), graph.insertConstant(1)
+    made = constant
+    for name, more in (("aten::neg", []), ("aten::mul", [constant]), ("aten::add", [constant, one])):
+        made = graph.insertNode(graph.create(name, [made, *more], 1)).output()
+        made.setType(_TENSOR)
+    graph.registerOutput(made)
+    run = _function_of("memplan_probe", graph)
+    was = torch._C._get_graph_executor_optimize()
+    try:
+        torch._C._set_graph_executor_optimize(False)
+        return all(run().item() == i - i * i for i in range(4) if tensor.fill_(i) is tensor)
+    finally:
+        torch._C._set_graph_executor_optimize(was)
 
 
 def _by_number(line: Call, overload: OpOverload, layout: Layout) -> bool:
     """Whether it is told where to read or write by numbers, and does not tell well enough that one is out of range."""
-    if overload._opname in _TELLS:
+    if overload._opname in _TELLS | _INDEXED | _GATHERED:
         return False
     args, kwargs = line.arguments
     named = {**dict(zip((a.name for a in overload._schema.arguments), args, strict=False)), **kwargs}
@@ -147,23 +190,24 @@ def _finds(line: Call, layout: Layout) -> bool:
     """Whether torch's interpreter finds the overload of a call by the arguments."""
     overload = _overload(line)
     try:
-        writer = _Writer([line], layout)  # whose graph must outlive what is asked of its nodes
+        writer = _Writer([line], layout, {})  # whose graph must outlive what is asked of its nodes
         return bool(writer.call(line).schema() == str(overload._schema))  # type: ignore[union-attr]
     except _FAILURES:
         return False
 
 
 class _Writer:
-    """Writes a TorchScript graph: its first input is the list of what does not move (`static`: values, and tensors
-    that are constants), the others are `arguments`, values that the run does not make itself."""
+    """Writes a TorchScript graph: its first input is the list of what does not move from call to call (`static`:
+    values, and tensors of no value), the others are `arguments`, values that the run does not make itself. What is
+    `placed` is there already."""
 
-    def __init__(self, run: Sequence[Line], layout: Layout) -> None:
+    def __init__(self, run: Sequence[Line], layout: Layout, placed: Mapping[int, torch.Tensor]) -> None:
         self.layout = layout
         made = {value for line in run for value in line.makes}
         used = dict.fromkeys(value for line in run for value in line.uses)
         leaves = [leaf for line in run if isinstance(line, Call) for leaf in pytree.tree_leaves(line.arguments)]
         constants = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        self.static: list[Any] = [*(v for v in used if v in layout.static), *constants.values()]
+        self.static: list[Any] = [*(v for v in used if v in layout.static and v not in placed), *constants.values()]
         self.arguments = [v for v in used if v not in layout.static and v not in made]
         self.graph: Any = torch._C.Graph()
         tensors = self._input(torch._C.ListType(_TENSOR))
@@ -171,6 +215,7 @@ class _Writer:
         elements = zip(self.static, unpacked.outputs(), strict=True)
         self.known: dict[int, Any] = {value: self._input(_TENSOR) for value in self.arguments}
         self.known |= {id(thing) if isinstance(thing, torch.Tensor) else thing: node for thing, node in elements}
+        self.known |= {value: self._constant(tensor) for value, tensor in placed.items()}
 
     def write(self, line: Line) -> None:
         """Add a line to the graph."""
@@ -185,7 +230,7 @@ class _Writer:
             made = list(self.call(line).outputs())
             self.known |= {v: made[position] for position, v in line.born}
             for position, v in line.copied:
-                copy = [self.known[v], made[position], self.graph.insertConstant(False)]
+                copy = [self.known[v], made[position], self._constant(False)]
                 self._insert("aten::copy_", copy, [_TENSOR])
 
     def call(self, line: Call) -> Any:
@@ -205,7 +250,7 @@ class _Writer:
     def returning(self, results: Sequence[int]) -> Any:
         """The graph, once all lines are in it."""
         if not results:
-            self.graph.registerOutput(self.graph.insertConstant(None))
+            self.graph.registerOutput(self._constant(None))
         elif len(results) == 1:
             self.graph.registerOutput(self.known[results[0]])
         else:
@@ -228,6 +273,9 @@ class _Writer:
         made = self.graph.addInput()
         made.setType(kind)
         return made
+
+    def _constant(self, thing: Any) -> Any:
+        return self.graph.insertConstant(thing)
 
     def _insert(self, name: str, inputs: Sequence[Any], kinds: Sequence[Any]) -> Any:
         node = self.graph.create(name, list(inputs), len(kinds))
@@ -253,13 +301,13 @@ class _Writer:
             element = _INT if kind.getElementType().kind() == "SymIntType" else kind.getElementType()
             plain = _PLAIN.get(element.kind())
             if thing and plain is not None and all(type(item) in {plain, int} for item in thing):
-                return self.graph.insertConstant([plain(item) for item in thing])
+                return self._constant([plain(item) for item in thing])
             items = [self._given(item, element) for item in thing]
             return self._insert("prim::ListConstruct", items, [torch._C.ListType(element)]).output()
         if isinstance(thing, torch.memory_format):
-            return self.graph.insertConstant(_MEMORY_FORMATS.index(thing))
+            return self._constant(_MEMORY_FORMATS.index(thing))
         as_float = kind.kind() == "FloatType" and type(thing) is int
-        return self.graph.insertConstant(float(thing) if as_float else thing)
+        return self._constant(float(thing) if as_float else thing)
 
 
 def _as_list(thing: Any) -> Sequence[Any]:

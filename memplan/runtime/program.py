@@ -197,8 +197,8 @@ def _layout(traced: TracedGraph) -> Layout:
     The rest has a base value each.
     """
     graph = traced.graph
-    static_storages = {i for i, s in enumerate(graph.storages) if s.planned or s.kind is StorageKind.HOST}
-    static_storages |= {graph.values[b.value].storage for b in traced.bindings if b.source in _STATIC_SOURCES}
+    ours = {i for i, s in enumerate(graph.storages) if s.planned or s.kind is StorageKind.HOST}
+    static_storages = ours | {graph.values[b.value].storage for b in traced.bindings if b.source in _STATIC_SOURCES}
     base_of: dict[int, int] = {}
     for index, value in enumerate(graph.values):
         if value.storage not in static_storages:
@@ -207,6 +207,7 @@ def _layout(traced: TracedGraph) -> Layout:
     return Layout(
         graph=graph,
         static=frozenset(i for i, v in enumerate(graph.values) if v.storage in static_storages),
+        placed=frozenset(i for i, v in enumerate(graph.values) if v.storage in ours and v.shape),
         base_of=base_of,
         fresh_storages=frozenset(base_of) - bound_storages,
         autocast=traced.autocast,

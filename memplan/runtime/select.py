@@ -36,6 +36,11 @@ class Selector:
         self.main_modes = self._structure.modes()
         self._runners: dict[Any, Runner] = {}
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the CUDA graphs of all its programs keep, each in a private pool."""
+        return sum(runner.pool_bytes for runner in (self.main, *self._runners.values()))
+
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
         """The runner for the current state, and the leaves of the call as it takes them.
 

@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from memplan.errors import InputMismatch
+from memplan.errors import InputMismatch, UnsupportedCall
+from memplan.runtime.owned import hooks_of_node
 from memplan.runtime.slots import COMPILE_AGAIN, Structure
 from memplan.trace.traced import Binding, Source
 from memplan.trace.updates import ACCUMULATED, COUNTERS, LEARNING_RATE
 
 _STEP = "step"  # torch's key of a parameter's counter
+_OF_ALL_OPTIMIZERS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+_SKIPPED = "has a hook, which a compiled step would not call"
+_HOOKS = "remove it, or compile the model alone (memplan.compile) and keep the optimizer"
 _LOAD_OR_COMPILE = "load a checkpoint of the optimizer, or compile the step again, which begins from zero"
 
 
@@ -29,6 +34,7 @@ class StepStructure(Structure):
         self._noted_rates = [group["lr"] for group in optimizer.param_groups]
         super().__init__(model)
         self._note()
+        self._require_no_hooks()
 
     def _note(self) -> None:
         """The parameters of each group, and the state of all, as they are now."""
@@ -49,6 +55,22 @@ class StepStructure(Structure):
             self._note()
             self.version += 1
         return super().modes()
+
+    def _count_hooks(self) -> None:
+        """As `Structure._count_hooks`; those of the optimizer and of what it updates are not called in a step."""
+        self._require_no_hooks()
+        super()._count_hooks()
+
+    def _require_no_hooks(self) -> None:
+        """Raise `UnsupportedCall` for a hook that eager's backward, or `optimizer.step()`, would have called."""
+        own = self.optimizer
+        if any((*_OF_ALL_OPTIMIZERS, own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)):
+            raise UnsupportedCall(
+                "has a hook on its step, which a compiled step would not call", where="optimizer", hint=_HOOKS
+            )
+        for name, p in self.model.named_parameters():
+            if p._backward_hooks or p._post_accumulate_grad_hooks or hooks_of_node(p):
+                raise UnsupportedCall(_SKIPPED, where=name, hint=_HOOKS)
 
     def _require_parameters(self) -> None:
         """Raise `InputMismatch` unless the groups have the same parameters, in whatever lists."""

@@ -200,8 +200,9 @@ def compile_step(
     options are those of `memplan.compile`; with `device` the optimizer's state stays on the CPU too, and parameters and
     state are updated on the device and written back in each step.
 
-    Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `PlanMismatch` when
-    `plan` was made for another step.
+    Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `UnsupportedCall` for
+    hooks on parameters or on the optimizer's step, which it would not call (a call raises for later ones),
+    `PlanMismatch` when `plan` was made for another step.
     """
     _require_sensible(accumulate, clip_grad_norm)
     given = given_plan(plan, budget)
@@ -238,9 +239,11 @@ def _require_sensible(accumulate: int, clip_grad_norm: float | None) -> None:
     if type(accumulate) is not int or accumulate < 1:
         raise MemplanError(f"accumulate={accumulate!r}", hint="pass the number of micro-batches per update, 1 or more")
     if clip_grad_norm is not None and (
-        isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, (int, float))
+        isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, (int, float)) or not clip_grad_norm >= 0
     ):
-        raise MemplanError(f"clip_grad_norm={clip_grad_norm!r}", hint="pass the maximal norm as a number, or None")
+        raise MemplanError(
+            f"clip_grad_norm={clip_grad_norm!r}", hint="pass the maximal norm, a number of at least 0, or None"
+        )
 
 
 def _call(model: nn.Module, *batch: Any) -> Any:

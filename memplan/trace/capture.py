@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._dynamo.convert_frame import compile_lock
 from torch._guards import detect_fake_mode
 
 from memplan.errors import MemplanError, UnsupportedGraph
@@ -81,7 +82,10 @@ def capture(
 
 
 def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> None:
-    """Enter what any front end runs under: no noise, the user's model left as it was."""
+    """Enter what any front end runs under: no other thread's trace, no noise, the user's model left as it was."""
+    # Torch says that it traces by flags of the process, which two threads would leave set for ever. Dynamo holds this
+    # very lock when it calls a backend: another one could be waited for crosswise.
+    stack.enter_context(compile_lock)
     stack.enter_context(_as_it_was(model))
     stack.enter_context(quiet())
     stack.enter_context(torch.inference_mode(False))

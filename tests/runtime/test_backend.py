@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -420,3 +421,18 @@ def test_torch_finds_the_backend_by_name(tmp_path: Path) -> None:
     )
     path = os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")])
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+
+
+def test_a_copy_of_what_was_compiled_is_compiled_by_a_backend_of_its_own() -> None:
+    net, x = nn.Sequential(nn.Linear(8, 4), nn.Tanh()), torch.randn(3, 8)
+    backend = Backend(guard="poison", gradients="owned")
+    compiled: Any = torch.compile(net, backend=backend)
+    compiled(x).sum().backward()
+    twin = copy.deepcopy(compiled)
+    twin(x).sum().backward()
+    for p, q in zip(compiled.parameters(), twin.parameters(), strict=True):
+        assert p is not q
+        assert torch.equal(q.grad, p.grad)
+    assert len(backend.graphs) == 1
+    (other,) = pickle.loads(pickle.dumps([backend]))
+    assert (other._options, other._owned, other.graphs) == (backend._options, True, ())

@@ -152,3 +152,50 @@ def test_threads_with_a_module_each() -> None:
     for thread in threads:
         thread.join()
     assert outcomes == [True] * 40
+
+
+def test_threads_compile_at_the_same_time() -> None:
+    """Torch notes in flags of the process that it traces; crossing threads would leave them up, for ever."""
+    expected = _gradients(_net(), _x())
+    outcomes: list[bool] = []
+    ready = threading.Barrier(2)
+
+    def work() -> None:
+        net = _net()
+        ready.wait()
+        for _ in range(2):
+            ours = _gradients(compile(net, _x()), _x())
+            outcomes.append(all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == [True] * 4
+    assert not torch.compiler.is_compiling()
+    assert not torch.compiler.is_exporting()
+
+
+def test_a_step_is_planned_while_another_thread_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, compiled = _net(), compile(_net(), _x())
+    other = _net()
+    step = compile_step(other, torch.optim.SGD(other.parameters(), lr=0.1), lambda out: out.square().sum(), _x())
+    for flag in ("_is_compiling_flag", "_is_exporting_flag"):  # as torch.export raises them, for all threads
+        monkeypatch.setattr(torch.compiler, flag, True)
+    steps = compiled._arena.ledger.steps
+    ours, theirs = _gradients(compiled, _x(1)), _gradients(eager, _x(1))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert compiled._arena.ledger.steps == steps + 1
+    assert torch.equal(step(_x(1)), _net()(_x(1)).square().sum())
+    with pytest.raises(IndexError, match="out of range"):  # of eager's type, by any way into torch's interpreter
+        _lookups()(torch.tensor([7]))
+
+
+def _lookups() -> CompiledModule:
+    """Enough ops for a run of torch's interpreter; the example's indices are in range."""
+    net = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    with pytest.MonkeyPatch.context() as flags:
+        for flag in ("_is_compiling_flag", "_is_exporting_flag"):
+            flags.setattr(torch.compiler, flag, False)
+        return compile(net, torch.tensor([1]))

@@ -271,6 +271,23 @@ def test_large_fallbacks_are_recorded_in_place() -> None:
     assert graphed._recording.placer.pools
 
 
+def test_recordings_keep_their_workspaces() -> None:
+    """Torch's cuBLAS workspaces may be cleared by anybody who records, and their memory be unmapped."""
+    model, args = _example("gpt2")
+    model.eval()
+    compiled = compile(model, args, train=False, cuda_graph=True)
+    expected = compiled(*args).clone()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            held = torch.full((64 << 20,), 1.0, device="cuda")
+            torch.cuda.synchronize()
+            assert torch.equal(compiled(*args), expected)
+            torch.cuda.synchronize()
+            assert torch.equal(held, torch.ones_like(held))
+
+
 def test_moved_parameters_are_recorded_anew_while_results_are_held() -> None:
     model, args = _example("mlp")
     compiled = compile(model, args, cuda_graph=True)

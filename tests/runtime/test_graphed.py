@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -87,6 +87,9 @@ def test_replays_are_the_steps_themselves(name: str, gradients: str, recorder: R
                 m.zero_grad()
     assert recorder.recorded == 2
     assert recorded.pool_bytes == 17
+    with torch.no_grad():
+        recorded(*args)
+    assert recorded.pool_bytes == 2 * 17, "of each program"
 
 
 def test_results_are_the_callers_and_moved_parameters_are_recorded_anew(recorder: Rerun) -> None:
@@ -142,6 +145,45 @@ def test_a_recorded_step_follows_its_schedule(make: Any, accumulate: int, record
             one(*_batch(seed))
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
     assert recorder.recorded > accumulate
+
+
+def test_workspaces_of_products_are_made_in_the_recordings_own_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `CudaRecorder`, without a device: what would be captured, and when torch's own workspaces are given up."""
+    seen: list[str] = []
+
+    class Capture:
+        def __init__(self, graph: Any, **options: Any) -> None:
+            self.pool = options["pool"]
+
+        def __enter__(self) -> None:
+            seen.append(f"capture in {self.pool}")
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    handles = iter(((0, 1), (0, 2)))
+    for name, fake in {
+        "CUDAGraph": Graph,
+        "Stream": lambda device: None,
+        "graph": Capture,
+        "graph_pool_handle": lambda: next(handles),
+        "device": lambda device: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    clear = "_cuda_clearCublasWorkspaces"
+    monkeypatch.setattr(torch._C, clear, lambda: seen.append("workspaces are cleared"), raising=False)
+    recorder = graphed.CudaRecorder(torch.device("cpu"))
+    replay, results = recorder.record(lambda: seen.append("the step"))
+    cleared, products = "workspaces are cleared", "capture in (0, 2)"
+    assert seen == [cleared, products, products, "the step", cleared]
+    with pytest.raises(ZeroDivisionError):
+        recorder.record(lambda: 1 / 0)
+    assert seen[5:] == [cleared, products, products, cleared]
+    assert (replay, results) == (next(iter(recorder._graphs)).replay, None)
 
 
 def test_what_cannot_be_recorded_says_so() -> None:

@@ -64,6 +64,38 @@ def test_the_same_bits_as_from_python(name: str) -> None:
     assert all(torch.equal(one, two) for one, two in pairs)
 
 
+class Scaled(nn.Module):
+    """Ops whose operands have no dimensions and other numbers in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.5))
+        self.rows = nn.Parameter(torch.linspace(-1, 1, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, largest = (x * self.rows).mean(), x.amax()
+        made: torch.Tensor = (self.rows * mean * largest + mean).sum() * self.weight / largest - largest * mean
+        return made
+
+
+@_interpreted
+@pytest.mark.parametrize("constants", [True, False])
+def test_what_changes_in_the_arena_is_read_anew(constants: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this torch would compute with a graph's constants ahead, and they are given in a list instead."""
+    monkeypatch.setattr("memplan.runtime.native._reads_constants", lambda: constants)
+    model, xs = Scaled(), [torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    eager, compiled = copy.deepcopy(model), memplan_compile(model, xs[0])
+    assert _runs(compiled)
+    for x in xs:
+        for one, two in zip(_steps(model, compiled, (x,)), _steps(eager, eager, (x,)), strict=True):
+            assert torch.equal(one, two)
+
+
+@_interpreted
+def test_this_torch_reads_constants_when_it_runs() -> None:
+    assert native._reads_constants()
+
+
 class Tower(nn.Module):
     """Enough ops in a row, after rows by number."""
 
@@ -100,7 +132,12 @@ BY_NUMBER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "scatter": lambda x, i: x.scatter(0, i[:, None], x[:3, :1]),
     "scatter_add": lambda x, i: x.scatter_add(1, i[None], x[:1, :3]),
     "index": lambda x, i: x[i],
+    "index columns": lambda x, i: x[:, i],
+    "index rows and columns": lambda x, i: x[i[:, None], i],
     "index_put": lambda x, i: x.index_put((i,), x[:3]),
+    "index_put that adds": lambda x, i: x.index_put((i,), x[:3], accumulate=True),
+    "index after gather": lambda x, i: x.gather(0, (i % 5)[:, None].expand(3, 5))[:, i],
+    "gather after index": lambda x, i: x[i % 5].gather(1, i[:, None]),
     "cross_entropy": lambda x, i: nn.functional.cross_entropy(x[:3], i),
     "embedding": lambda x, i: nn.functional.embedding(i, x),
 }

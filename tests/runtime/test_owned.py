@@ -78,8 +78,10 @@ def test_hooks_raise_before_anything_is_computed() -> None:
     net = nn.Linear(4, 4)
     x = torch.randn(3, 4)
     compiled = _owned(net, x)
-    for register in (net.weight.register_hook, net.weight.register_post_accumulate_grad_hook):
-        handle = register(lambda _: None)  # type: ignore[no-untyped-call]
+    node = torch.autograd.graph.get_gradient_edge(net.weight).node
+    registers = (net.weight.register_hook, net.weight.register_post_accumulate_grad_hook)
+    for register in (*registers, node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
         with pytest.raises(UnsupportedCall, match="weight"):
             compiled(x).sum().backward()
         assert net.bias.grad is None

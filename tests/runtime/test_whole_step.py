@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.zoo import ZOO
-from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedGraph
+from memplan.errors import InputMismatch, MemplanError, PlanMismatch, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import CompiledStep, compile_step
 from memplan.trace import plan as memplan_plan
 
@@ -193,6 +194,45 @@ def test_misuse_raises() -> None:
         assert caught.value.hint
     with pytest.raises(UnsupportedGraph, match="loss_fn"):
         compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), F.mse_loss, torch.randn(5, 8))
+    for norm in (-1.0, float("nan"), "1", True):
+        with pytest.raises(MemplanError, match="clip_grad_norm"):
+            compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), F.mse_loss, _batch(), clip_grad_norm=norm)  # type: ignore[arg-type]
+
+
+def _hook(*_: object) -> None:
+    """Of any kind."""
+
+
+HOOKS: dict[str, Callable[[nn.Linear, torch.optim.Optimizer], Any]] = {
+    "gradient": lambda net, _: net.weight.register_hook(_hook),  # type: ignore[no-untyped-call]
+    "accumulated": lambda net, _: net.weight.register_post_accumulate_grad_hook(_hook),  # type: ignore[no-untyped-call]
+    "node": lambda net, _: torch.autograd.graph.get_gradient_edge(net.weight).node.register_hook(_hook),
+    "several": lambda net, _: torch.autograd.graph.register_multi_grad_hook([net.weight, net.bias], _hook),
+    "before": lambda _, optimizer: optimizer.register_step_pre_hook(_hook),
+    "after": lambda _, optimizer: optimizer.register_step_post_hook(_hook),
+    "of all": lambda *_: register_optimizer_step_post_hook(_hook),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_that_a_step_would_not_call_raise(kind: str) -> None:
+    net = nn.Linear(8, 4)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    node = torch.autograd.graph.get_gradient_edge(net.weight).node  # lives while somebody holds it
+    step = compile_step(net, sgd, F.mse_loss, _batch())
+    step(*_batch())
+    before = net.weight.clone()
+    handle = HOOKS[kind](net, sgd)
+    for _ in range(2):
+        with pytest.raises(UnsupportedCall, match="hook"):
+            step(*_batch())
+    with pytest.raises(UnsupportedCall, match="hook"):
+        compile_step(net, sgd, F.mse_loss, _batch())
+    assert torch.equal(net.weight, before)
+    handle.remove()
+    step(*_batch())
+    assert not torch.equal(net.weight, before)
+    assert node is not None
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
