@@ -247,6 +247,8 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         )
     elif "entirely functional graph" in text:
         hint = "register the tensor that forward changes in place as a buffer of the model"
+    elif "not a known type" in text:
+        hint = "return tensors, tuples, lists or dicts, or register the type: torch.export.register_dataclass(...)"
     elif "graph break" in text or "unsupported" in text:
         hint = (
             "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"
