@@ -100,6 +100,7 @@ class _Builder:
         self.tables = tables
         self.bindings: list[Binding] = []
         self.value_of: dict[fx.Node, int] = {}
+        self.bare: set[int] = set()  # storages into which nothing has been written
         self.results_of: dict[fx.Node, tuple[int | None, ...]] = {}
         self.handed_of: dict[tuple[fx.Node, int], Handed] = {}
         self.other: dict[fx.Node, Any] = {}  # numbers, None and `Handed`: what stands for a node that is no value
@@ -206,9 +207,15 @@ class _Builder:
         elif outs[0] is not None:
             self.value_of[node] = outs[0]
         written = written_names(node.target)
-        if node.target in _MEMORY_ONLY or (not written and len(self.tables.storages) == before):
+        if node.target in _MEMORY_ONLY:
+            self.bare |= {*range(before, len(self.tables.storages))}
+            return
+        if not written and len(self.tables.storages) == before:
             return
         self._op(node, written, outs)
+
+    def _storage_of(self, value: int) -> int:
+        return self.tables.values[value].storage
 
     def _result(self, node: fx.Node, i: int, result: Any, owned: dict[int, StorageKind]) -> int | None:
         if result is None:
@@ -238,6 +245,11 @@ class _Builder:
             outs = ()
         else:
             writes = [o for o in outs if o is not None]
+        # Only its shape is asked (`torch.empty_like(x).normal_()`), or its bytes are as good as any: here they begin.
+        begun = [r for r in reads if self._storage_of(r) in self.bare]
+        reads = [r for r in reads if r not in begun]
+        writes += [b for b in begun if b not in writes]
+        self.bare -= {self._storage_of(w) for w in writes}
         self.ops.append(
             Op(
                 name=node.name,

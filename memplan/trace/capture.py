@@ -23,7 +23,7 @@ from torch._guards import detect_fake_mode
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.trace.effects import exporting, faked, refuse_random, settle_side_effects
 from memplan.trace.layouts import as_kernels_do, settle_layouts
-from memplan.trace.recurrent import call_onednn, require_dropout_kept, size_workspaces
+from memplan.trace.recurrent import RecurrentAsEager, size_workspaces
 from memplan.trace.refusals import require_traceable
 from memplan.trace.returns import tag_backward
 from memplan.trace.statistics import correct_statistics
@@ -228,11 +228,8 @@ def _take_real_tensors(module: nn.Module) -> None:
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-    require_dropout_kept(model)
-    with exporting(model, args, kwargs):
-        exported = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
-    call_onednn(exported)
-    return exported
+    with exporting(model, args, kwargs), RecurrentAsEager():
+        return torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
 
 
 def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
@@ -250,6 +247,8 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         )
     elif "entirely functional graph" in text:
         hint = "register the tensor that forward changes in place as a buffer of the model"
+    elif "not a known type" in text:
+        hint = "return tensors, tuples, lists or dicts, or register the type: torch.export.register_dataclass(...)"
     elif "graph break" in text or "unsupported" in text:
         hint = (
             "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"

@@ -1,46 +1,53 @@
-"""LSTMs as eager computes them on a CPU: by one oneDNN kernel for each layer and direction, and one for its backward.
-
-PyTorch's own decomposition, which tracing would meet, takes those kernels in inference only; with gradients it has a
-few operations for each step of the sequence, and it loses the dropout between layers.
+"""Recurrent layers as eager computes them on a CPU; LSTMs by one oneDNN kernel for each layer and direction, and one
+for its backward.
 """
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.rewrite import aten, correct_results, fake_mode_of, value
 
 _LSTM = 2  # oneDNN's number (ideep's rnn_kind)
 _WORKSPACE = 3  # position among the results of `mkldnn_rnn_layer`
+_LAYERS = {getattr(torch, name): getattr(aten, name).input for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 
 
-def call_onednn(module: fx.GraphModule) -> None:
-    """Have every LSTM of a module that `torch.export` made computed as eager would."""
-    nodes = [node for node in module.graph.nodes if node.target is aten.lstm.input]
-    for node in nodes:
-        node.target = lstm
-    if nodes:
-        module.recompile()
+class RecurrentAsEager(TorchFunctionMode):
+    """Recurrent layers that `torch.export` meets, as the operations that eager's C++ calls for them on a CPU.
+
+    Export knows them by decompositions in Python, which are of other operations in another order, lose the dropout
+    between layers, and name types under autocast that eager's results do not have.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._onednn = torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()  # export turns it off
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        op = _LAYERS.get(func)
+        if op is None or len(args) != len(op._schema.arguments) or not isinstance(args[3], bool):
+            return func(*args, **(kwargs or {}))  # or of packed sequences
+        x, state, weights = args[:3]
+        if x.device.type != "cpu":
+            _require_dropout_kept(func.__name__, *args[4:7])
+            return func(*args, **(kwargs or {}))
+        if func is torch.lstm and self._onednn and _is_onednns(x, *state, *weights):
+            return _onednns_lstm(*args)
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 
 
-def require_dropout_kept(model: nn.Module) -> None:
-    """Raise `UnsupportedGraph` for recurrent layers whose dropout tracing would lose."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase) and module.dropout and module.training and module.num_layers > 1:
-            weights = list(module.parameters(recurse=False))
-            if not isinstance(module, nn.LSTM) or module.proj_size or not _is_onednns(weights):
-                raise _lost(type(model).__name__, f"{name or 'the model'} is a {type(module).__name__}")
-
-
-def lstm(  # noqa: PLR0917  (the op's own signature)
+def _onednns_lstm(  # noqa: PLR0917  (the op's own signature)
     x: torch.Tensor,
     state: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
@@ -53,14 +60,6 @@ def lstm(  # noqa: PLR0917  (the op's own signature)
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`aten.lstm.input`, as eager runs it where oneDNN takes it (`lstm_mkldnn` in native/mkldnn/RNN.cpp)."""
     hidden, cell = state
-    if hidden.size(2) != cell.size(2) or not x.numel() or not _is_onednns((x, *state, *weights)):
-        if dropout and train and layers > 1:
-            raise _lost("nn.LSTM", "an LSTM that oneDNN does not run")
-        with _without_onednn():  # the decomposition knows no gradients of its kernels
-            whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = aten.lstm.input(
-                x, state, weights, has_biases, layers, dropout, train, bidirectional, batch_first
-            )
-        return whole
     size, directions, ends = hidden.size(2), 2 if bidirectional else 1, []
     given = _by_direction(weights, has_biases)
     x = x.transpose(0, 1) if batch_first else x
@@ -92,7 +91,8 @@ def size_workspaces(graph: fx.Graph) -> None:
         if not any(item.users for item in items):
             continue
         x, weight, recurrent = (value(n) for n in node.args[:3])
-        nbytes = _workspace_bytes(tuple(x.shape), tuple(weight.shape), tuple(recurrent.shape), tuple(node.args[7:]))
+        shapes = tuple(x.shape), tuple(weight.shape), tuple(recurrent.shape)
+        nbytes = _workspace_bytes(*shapes, x.dtype, tuple(node.args[7:]))
         with fake_mode_of(graph):
             workspace = torch.empty(nbytes, dtype=torch.uint8)
         correct_results(node, (*value(node)[:_WORKSPACE], workspace))
@@ -100,28 +100,26 @@ def size_workspaces(graph: fx.Graph) -> None:
 
 @lru_cache(maxsize=256)
 def _workspace_bytes(
-    x: tuple[int, ...], weight: tuple[int, ...], recurrent: tuple[int, ...], how: tuple[Any, ...]
+    x: tuple[int, ...], weight: tuple[int, ...], recurrent: tuple[int, ...], dtype: torch.dtype, how: tuple[Any, ...]
 ) -> int:
-    bias, state = torch.zeros(weight[0]), torch.zeros(x[1], recurrent[1])
-    given = (torch.zeros(x), torch.zeros(weight), torch.zeros(recurrent), bias, bias, state, state)
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():  # as at run time: only then there is one
+    shapes = x, weight, recurrent, weight[:1], weight[:1], (x[1], recurrent[1]), (x[1], recurrent[1])
+    given = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in shapes]
+    # As at run time: only with gradients there is one. Autocast, under which the graph was traced, would make halves.
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False), torch._C._AutoDispatchBelowAutograd():
         return int(aten.mkldnn_rnn_layer.default(*given, *how)[_WORKSPACE].numel())
 
 
-def _is_onednns(tensors: Sequence[torch.Tensor]) -> bool:
-    plain = all(t.device.type == "cpu" and t.dtype is torch.float32 for t in tensors)
-    return plain and torch._C._has_mkldnn and bool(torch._C._get_mkldnn_enabled())
-
-
-@contextlib.contextmanager
-def _without_onednn() -> Iterator[None]:
-    """`torch.backends.mkldnn.flags` would set what it is not asked to."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
+def _is_onednns(*tensors: torch.Tensor) -> bool:
+    """Whether oneDNN takes eager's LSTM: `use_mkldnn` in native/RNN.cpp, which asks the first for its type."""
+    x, hidden, cell = tensors[:3]
+    if not x.numel() or hidden.size(2) != cell.size(2):  # projections
+        return False
+    takes = {
+        torch.float32: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: not torch.is_grad_enabled() and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return takes.get(x.dtype, False) and all(t.device.type == "cpu" for t in tensors)
 
 
 def _by_direction(weights: Sequence[torch.Tensor], has_biases: bool) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -132,6 +130,7 @@ def _by_direction(weights: Sequence[torch.Tensor], has_biases: bool) -> Iterator
         yield own if has_biases else (*own, *(w.new_zeros(w.size(0)) for w in own))  # no kernel looks at those
 
 
-def _lost(model: str, what: str) -> UnsupportedGraph:
-    hint = "use dropout=0 there and nn.Dropout between single-layer modules"
-    return UnsupportedGraph(model, f"{what} with dropout, which tracing loses", hint)
+def _require_dropout_kept(layer: str, layers: int, dropout: float, train: bool) -> None:
+    if dropout and train and layers > 1:
+        reason = "has dropout between its layers, which tracing loses for other devices than a CPU"
+        raise UnsupportedGraph(layer, reason, "use dropout=0 there and nn.Dropout between single-layer modules")

@@ -176,3 +176,45 @@ def test_a_plan_with_evictions_for_another_model_is_refused_as_such(other: Any) 
     strange = other()
     with pytest.raises(PlanMismatch, match="another graph"):
         memplan_compile(strange, torch.randn(64, 16) if isinstance(strange, _TwoNames) else x, plan=plan)
+
+
+def _in_parts(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(x)
+    made[:, :2], made[:, 2:] = x[:, :2] * 2, x[:, 2:].sin()
+    return made
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda x: nn.functional.alpha_dropout(x, 0.3, True),
+        lambda x: nn.functional.gumbel_softmax(x, 0.5),
+        lambda x: x + torch.empty_like(x).uniform_(-1, 1),
+        lambda x: x * torch.empty_like(x).fill_(2.0),
+        _in_parts,
+    ],
+    ids=["alpha_dropout", "gumbel_softmax", "uniform_", "fill_", "in parts"],
+)
+def test_memory_that_was_never_written_begins_where_it_is_first_read(fill: Any) -> None:
+    torch.manual_seed(0)
+    model = _Between(fill)
+    eager, x = copy.deepcopy(model), torch.randn(4, 6)
+    compiled = memplan_compile(model, x, budget="min", guard="poison")
+    found = []
+    for call, parameters in ((compiled, model.parameters()), (eager, eager.parameters())):
+        torch.manual_seed(1)
+        out = call(x)
+        found.append([out.detach(), *torch.autograd.grad(out.square().mean(), [*parameters]), torch.get_rng_state()])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+class _Between(nn.Module):
+    """Two layers, and what `fill` makes between them."""
+
+    def __init__(self, fill: Any) -> None:
+        super().__init__()
+        self.fill, self.into, self.out = fill, nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.fill(self.into(x).tanh()))
+        return out

@@ -25,7 +25,7 @@ def _steps(model: nn.Module, call: Any, inputs: tuple[Any, ...]) -> list[torch.T
     return found
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "swin"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "swin", "lstm"])
 def test_the_zoo_is_eagers_bits(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = ZOO[name]("nano")

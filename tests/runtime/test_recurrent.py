@@ -1,4 +1,4 @@
-"""LSTMs run the kernels that eager runs: the same bits, forward and backward."""
+"""Recurrent layers run the kernels that eager runs: the same bits, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import memplan
 from memplan.errors import UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import trace
+from memplan.trace.capture import capture
 from tests.runtime.budgets import QUICK_RECOMPUTE
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
     reason="torch was built without oneDNN",
 )
+_CUDA = torch.device("cuda")
 _KERNELS = ["aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"]
 
 
@@ -93,12 +95,72 @@ def test_workspaces_are_planned_and_may_be_made_again() -> None:
         assert torch.equal(one, two)
 
 
-def test_what_onednn_does_not_run_is_decomposed() -> None:
-    x = torch.randn(5, 2, 4)
-    for model, given in ((nn.LSTM(4, 8, proj_size=3), x), (nn.LSTM(4, 8).double(), x.double())):
-        assert not {op.target for op in trace(model, given).graph.ops} & {*_KERNELS}
-    with pytest.raises(UnsupportedGraph, match="dropout"):
-        trace(nn.LSTM(4, 8, num_layers=2, dropout=0.5, proj_size=3), x)
+class Casts(nn.Module):
+    """A recurrent layer between two others; what it makes is read in full precision."""
+
+    def __init__(self, kind: Any, size: int, **options: Any) -> None:
+        super().__init__()
+        self.into, self.rnn, self.out = nn.Linear(6, 6), kind(6, size, **options), nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.out(self.rnn(self.into(x))[0].float())
+        return y.float().square().mean()
+
+
+def _gradients(model: nn.Module, call: Any, x: torch.Tensor, autocast: bool) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = call(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_lstms_under_autocast_are_eagers(autocast: bool) -> None:
+    """Both are compiled in one process: whoever comes first leaves the other's workspace as large as it is."""
+    torch.manual_seed(0)
+    x = torch.randn(7, 19, 6)
+    for under in (not autocast, autocast):
+        model = Casts(nn.LSTM, 16, num_layers=2, bidirectional=True, dropout=0.3, batch_first=True)
+        eager = copy.deepcopy(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=under):
+            compiled = memplan_compile(model, x)
+        pairs = zip(_gradients(model, compiled, x, under), _gradients(eager, eager, x, under), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.GRU, {"num_layers": 2, "dropout": 0.5}),
+        (nn.RNN, {"nonlinearity": "relu", "num_layers": 2, "dropout": 0.5}),
+        (nn.LSTM, {"proj_size": 32, "num_layers": 2, "dropout": 0.5}),
+    ],
+)
+def test_what_onednn_does_not_run_is_what_eager_calls(kind: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, x = Casts(kind, 64 if "proj_size" in options else 32, **options), torch.randn(3, 2, 6)
+    eager = copy.deepcopy(model)
+    compiled = memplan_compile(model, x)
+    assert not {op.target for op in compiled.plan.graph.ops} & {*_KERNELS}
+    pairs = zip(_gradients(model, compiled, x, False), _gradients(eager, eager, x, False), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def test_lstms_of_other_types_are_eagers() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.manual_seed(0)
+        model, x = nn.LSTM(4, 32).to(dtype), torch.randn(3, 2, 4).to(dtype)
+        compiled = memplan_compile(model, x)
+        found, expected = (torch.autograd.grad(c(x)[0].sum(), [*model.parameters()]) for c in (compiled, model))
+        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_dropout_that_tracing_loses_for_other_devices_is_refused() -> None:
+    with pytest.raises(UnsupportedGraph, match="dropout between its layers"):
+        capture(nn.GRU(4, 8, num_layers=2, dropout=0.5), (torch.randn(5, 2, 4),), {}, train=True, device=_CUDA)
 
 
 def test_the_users_settings_stay_as_they_are() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -38,6 +39,25 @@ class Converts(nn.Module):
 class Raises(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("the model's own complaint")
+
+
+@dataclass
+class Made:
+    out: torch.Tensor
+
+
+class MakesItsOwn(nn.Module):
+    def forward(self, x: torch.Tensor) -> Made:
+        return Made(x.sin())
+
+
+def test_results_of_unknown_types_are_refused_with_what_makes_them_known() -> None:
+    x = torch.randn(4)
+    with pytest.raises(UnsupportedGraph, match="not a known type") as caught:
+        plan(MakesItsOwn(), x, train=False)
+    assert "torch.export.register_dataclass" in str(caught.value)
+    torch.export.register_dataclass(Made)
+    assert torch.equal(memplan_compile(MakesItsOwn(), x, train=False)(x).out, x.sin())
 
 
 def test_what_export_asserts_of_dtypes_is_settled() -> None:
