@@ -93,7 +93,8 @@ class CompiledModule(nn.Module, Measured):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step. Raises `InputMismatch`, `UnsupportedCall` or `StaleActivationsError`, never wrong results."""
-        if _traced_through():  # a part of a model that is being traced: the outer plan holds it all
+        # a part of a model that is being traced: the outer plan holds it all
+        if torch.compiler.is_compiling() and _in_this_thread():
             return self._original(*args, **kwargs)
         if transforms.around() and (refused := transforms.refusal((args, kwargs), self)):
             if self._asked.on_mismatch == "eager":
@@ -186,11 +187,9 @@ class CompiledModule(nn.Module, Measured):
             return getattr(self.__dict__["_original"], name)
 
 
-def _traced_through() -> bool:
-    """Whether this very thread is tracing; torch's flag is up while any thread exports a model."""
-    return torch.compiler.is_dynamo_compiling() or (
-        torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
-    )
+def _in_this_thread() -> bool:
+    """Whether it is this very thread that traces; torch's flag is up while any thread exports a model."""
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def compile(

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from memplan.errors import UnsupportedCall
+from memplan.runtime.handles import hooks_ever_set, hooks_of_node
 
 _HINT = 'compile with gradients="safe"'
 
@@ -27,7 +27,7 @@ class OwnedGradients:
         self.anchor = torch.zeros((), requires_grad=True)
         self._names = names
         self._alike = alike
-        self._handles = -1  # the next hook's, of whatever object, when the nodes of autograd had none
+        self._hooks_ever = -1  # when the nodes of autograd had none
 
     def require_no_reducer(self) -> None:
         """Raise inside the forward of DistributedDataParallel, which waits for hooks that would not come."""
@@ -38,13 +38,13 @@ class OwnedGradients:
 
     def require_no_hooks(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise when one of the parameters has a hook, which would not be called."""
-        nodes = self._handles != RemovableHandle.next_id
+        ever = hooks_ever_set()
         for i, p in enumerate(parameters):
-            if p._backward_hooks or p._post_accumulate_grad_hooks or (nodes and hooks_of_node(p)):
+            if p._backward_hooks or p._post_accumulate_grad_hooks or (ever != self._hooks_ever and hooks_of_node(p)):
                 raise UnsupportedCall(
                     'has a hook, which gradients="owned" would not call', where=self._names[i], hint=_HINT
                 )
-        self._handles = RemovableHandle.next_id
+        self._hooks_ever = ever
 
     def assign(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Make each gradient its parameter's `.grad`, or add it to the one that is there."""
@@ -58,20 +58,3 @@ class OwnedGradients:
                 p.grad = gradient
             else:
                 p.grad = torch.empty_like(p).copy_(gradient)
-
-
-def hooks_of_node(parameter: torch.Tensor) -> int:
-    """How many hooks the node has that accumulates a parameter's gradient; torch tells whoever sets one."""
-    if not parameter.requires_grad:
-        return 0
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    count = 0
-    for register in (node.register_hook, node.register_prehook):
-        mine = register(_nothing)
-        count += len(mine.hooks_dict_ref() or ()) - 1
-        mine.remove()
-    return count
-
-
-def _nothing(*_: object) -> None:
-    """Never called."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from memplan.errors import InputMismatch
 from memplan.runtime.alike import Alike
+from memplan.runtime.handles import hooks_ever_set
 from memplan.trace.traced import Binding, Source, TracedGraph
 
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
@@ -41,7 +41,7 @@ class Structure:
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         self._hooks = [getattr(m, kind) for m in self.modules for kind in kinds]
         self._hook_count = sum(map(len, self._hooks))
-        self._handles = RemovableHandle.next_id  # the next hook's, of whatever object in this process
+        self._hooks_ever = hooks_ever_set()
         self._states = [m.__dict__ for m in self.modules]
         self._plain = all("training" in state for state in self._states)  # no property, as a compiled module's is
 
@@ -52,17 +52,17 @@ class Structure:
         """
         if list(map(dict.get, self._holders, self._keys)) != self._children:
             self._look_again()
-        if self._hook_count or self._handles != RemovableHandle.next_id:
+        if self._hook_count or self._hooks_ever != hooks_ever_set():
             self._count_hooks()
         if self._plain:
             return list(map(getitem, self._states, repeat("training")))
         return list(map(_training, self.modules))
 
     def _count_hooks(self) -> None:
-        handles = RemovableHandle.next_id
+        ever = hooks_ever_set()
         if sum(map(len, self._hooks)) != self._hook_count:
             raise InputMismatch("module hooks were added or removed", where="the model", hint=COMPILE_AGAIN)
-        self._handles = handles
+        self._hooks_ever = ever
 
     def _look_again(self) -> None:
         before, count = self._types, self._hook_count

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from memplan.errors import InputMismatch, UnsupportedCall
-from memplan.runtime.owned import hooks_of_node
+from memplan.runtime.handles import hooks_of_node
 from memplan.runtime.slots import COMPILE_AGAIN, Structure
 from memplan.trace.traced import Binding, Source
 from memplan.trace.updates import ACCUMULATED, COUNTERS, LEARNING_RATE

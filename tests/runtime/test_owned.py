@@ -14,6 +14,7 @@ from torch import nn
 from benchmarks.zoo import ZOO
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.runtime import CompiledModule, compile
+from memplan.runtime.handles import hooks_of_node
 
 
 def _owned(model: nn.Module, *args: Any) -> CompiledModule:
@@ -90,6 +91,29 @@ def test_hooks_raise_before_anything_is_computed() -> None:
     assert net.bias.grad is not None
     with pytest.raises(MemplanError, match="gradients"):
         compile(net, x, gradients="stolen")
+
+
+def test_nodes_are_asked_for_hooks_only_when_someone_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask one sets a hook: two modules must not make each other ask for ever."""
+    nets, x = [nn.Linear(4, 4) for _ in range(2)], torch.randn(3, 4)
+    both = [_owned(net, x) for net in nets]
+    asked: list[torch.Tensor] = []
+
+    def asking(parameter: torch.Tensor) -> int:
+        asked.append(parameter)
+        return hooks_of_node(parameter)
+
+    monkeypatch.setattr("memplan.runtime.owned.hooks_of_node", asking)
+
+    def steps() -> int:
+        asked.clear()
+        for compiled in both * 2:
+            compiled(x).sum().backward()
+        return len(asked)
+
+    assert [steps(), steps()] == [4, 0]
+    nets[0].register_forward_hook(lambda *_: None).remove()
+    assert [steps(), steps()] == [4, 0]
 
 
 def _in_parallel() -> list[weakref.ref[nn.Module]]:
