@@ -8,6 +8,7 @@ what it changes (buffers, parameters, optimizer state, random numbers) is put ba
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from memplan.runtime.program import Program
 from memplan.trace.traced import Kernel, Live, Source, TracedGraph, Transfer
 
 Function = Callable[[], Any]
+_CAPTURE = threading.Lock()  # torch captures in one thread of the process at a time
 
 
 class Recorder(Protocol):
@@ -106,11 +108,12 @@ class CudaRecorder:
 @contextmanager
 def _workspaces_of_its_own() -> Iterator[None]:
     """As torch.compile's own recordings: what was recorded has them in its pool, where its bytes stay."""
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
+    with _CAPTURE:
         torch._C._cuda_clearCublasWorkspaces()
+        try:
+            yield
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
 
 
 def _multiply(square: torch.Tensor) -> None:
