@@ -71,13 +71,14 @@ def _row(name: str, options: argparse.Namespace) -> dict[str, Cell]:
 
 
 def _apart(name: str, contender: str, options: argparse.Namespace) -> float | None:
-    """The fastest `first_call` in new processes; None for a contender that cannot compile the model."""
+    """The fastest `first_call` in new processes; None where one fails, as it says on stderr."""
     command = [sys.executable, "-m", "benchmarks.first_call", "--one", name, contender, "--size", options.size]
     seconds = []
     for _ in range(options.repeats):
         run = subprocess.run(command, check=False, capture_output=True, text=True)
         if run.returncode:
-            print(f"{name} {contender}: {run.stderr.strip().splitlines()[-1][:300]}", file=sys.stderr, flush=True)
+            said = [f"exit status {run.returncode}", *run.stderr.strip().splitlines()]
+            print(f"{name} {contender}: {said[-1][:300]}", file=sys.stderr, flush=True)
             return None
         seconds.append(float(run.stdout.split()[-1]))
     return min(seconds)

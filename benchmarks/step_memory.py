@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def table(rows: Sequence[Row]) -> Table:
         title = "Memory of a whole step, full-size models, batch 1, cpu"
-        return Table(name=options.output, title=title, columns=COLUMNS, rows=rows, notes=NOTES)
+        settings: dict[str, Cell] = {"threads": options.threads}
+        return Table(name=options.output, title=title, columns=COLUMNS, rows=rows, settings=settings, notes=NOTES)
 
     return collect((_rows(name) for name in options.models), table, options.directory)
 

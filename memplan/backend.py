@@ -241,7 +241,7 @@ class Backend:
 
     def __reduce__(self) -> Any:
         """A copy (of a model that was compiled with it) has the same options, and nothing of what was compiled."""
-        return _remade, (self._asked,)
+        return _remade, (type(self), self._asked)
 
     @property
     def graphs(self) -> tuple[PlannedGraph, ...]:
@@ -255,8 +255,8 @@ class Backend:
         return sum(memory.numel() for memory in memories)
 
 
-def _remade(options: dict[str, Any]) -> Backend:
-    return Backend(**options)
+def _remade(kind: type[Backend], options: dict[str, Any]) -> Backend:
+    return kind(**options)
 
 
 @functools.cache

@@ -24,7 +24,8 @@ def hooks_of_node(parameter: torch.Tensor) -> int:
     """How many hooks the node has that accumulates a parameter's gradient."""
     if not parameter.requires_grad:
         return 0
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    with torch.inference_mode(False), torch.enable_grad():  # else there is no node to ask
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
     count = 0
     for register in (node.register_hook, node.register_prehook):
         _Ours.count += 1  # before torch does: no thread may note a number that others reach later

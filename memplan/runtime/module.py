@@ -188,7 +188,7 @@ class CompiledModule(nn.Module, Measured):
 
 
 def _in_this_thread() -> bool:
-    """Whether it is this very thread that traces; torch's flag is up while any thread exports a model."""
+    """Whether it is this thread that traces, as far as its modes tell: torch's flag is up while any thread exports."""
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

@@ -3,8 +3,8 @@
 A run becomes a TorchScript graph. Tensors over our own memory are constants of the graph; parameters and what else
 may move one day are one list, given in every call; what moves from call to call comes as arguments; what the caller
 will own is made inside and returned. No pass may touch the graph, least of all one that takes a constant's numbers for
-what they will always be: whoever calls it turns the executor's optimisation off for his thread (`codegen.py`). The
-interpreter lets other Python threads run meanwhile.
+what they will always be, or leaves out what only others read: whoever calls it turns the executor's optimisation off
+for his thread (`codegen.py`). The interpreter lets other Python threads run meanwhile.
 
 Left to Python is what torch's interpreter does not know (hyperparameters, what is handed from kernel to kernel, our own
 functions), and what may fail for the numbers that it is given with an error that its words do not tell apart: out of
@@ -34,7 +34,7 @@ from memplan.trace.traced import Handed, Live, Ref
 _TELLS = {"index_select", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices_backward"}
 _TELLS |= {"_unsafe_index", "_unsafe_index_put"}
 _INDEX_ERROR = re.compile(r"index out of range in self$|Target -?\d+ is out of bounds\.$", re.MULTILINE)
-# Of these, the ones raise an IndexError and the others a RuntimeError, in the same words.
+# In the same words, the first raise an IndexError and the second a RuntimeError.
 _INDEXED = {"index", "index_put", "index_put_"}
 _GATHERED = {"index_add", "index_add_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"}
 _OUT_OF_BOUNDS = re.compile(r"index -?\d+ is out of bounds for dimension \d+ with size \d+$", re.MULTILINE)
@@ -118,7 +118,8 @@ def _kinds(thing: Any) -> tuple[Any, ...]:
 
 def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, names: Mapping[str, Any]) -> Interpreted:
     """One function for a run of lines that `takes` said yes to. `names` has the static values, as `v12`."""
-    placed = {v: names[f"v{v}"] for line in run for v in line.uses if v in layout.placed} if _reads_constants() else {}
+    used = {v for line in run for v in line.uses} & layout.placed if _constants_are_memory() else set()
+    placed = {v: names[f"v{v}"] for v in sorted(used)}
     writer = _Writer(run, layout, placed)
     for line in run:
         writer.write(line)
@@ -153,23 +154,29 @@ def raise_as_eager(error: RuntimeError, *, indexed: bool) -> None:
 
 
 @cache
-def _reads_constants() -> bool:
-    """Whether this torch reads a graph's constants whenever it runs, and computes nothing with them ahead."""
-    tensor = torch.zeros(1, device="cpu")
+def _constants_are_memory() -> bool:
+    """Whether this torch reads and writes a graph's constants whenever it runs: it computes nothing with them ahead,
+    and leaves nothing out that the graph itself does not read."""
     graph: Any = torch._C.Graph()
-    constant, one = graph.insertConstant(tensor), graph.insertConstant(1)
-    made = constant
-    for name, more in (("aten::neg", []), ("aten::mul", [constant]), ("aten::add", [constant, one])):
-        made = graph.insertNode(graph.create(name, [made, *more], 1)).output()
+
+    def call(name: str, *inputs: Any) -> Any:
+        made = graph.insertNode(graph.create(name, list(inputs), 1)).output()
         made.setType(_TENSOR)
+        return made
+
+    read, written = torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")
+    x, one = graph.insertConstant(read), graph.insertConstant(1)
+    made = call("aten::add", call("aten::mul", call("aten::neg", x), x), x, one)
+    call("aten::add", made, x, one, graph.insertConstant(written))
     graph.registerOutput(made)
-    run = _function_of("memplan_probe", graph)
+    run = torch._C._create_function_from_graph("memplan_probe", graph)
     was = torch._C._get_graph_executor_optimize()
     try:
         torch._C._set_graph_executor_optimize(False)
-        return all(run().item() == i - i * i for i in range(4) if tensor.fill_(i) is tensor)
+        found = [(run(), written.clone()) for i in range(4) if read.fill_(i) is read]
     finally:
         torch._C._set_graph_executor_optimize(was)
+    return all((one.item(), two.item()) == (i - i * i, 2 * i - i * i) for i, (one, two) in enumerate(found))
 
 
 def _by_number(line: Call, overload: OpOverload, layout: Layout) -> bool:

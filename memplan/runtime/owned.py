@@ -27,7 +27,7 @@ class OwnedGradients:
         self.anchor = torch.zeros((), requires_grad=True)
         self._names = names
         self._alike = alike
-        self._hooks_ever = -1  # when the nodes of autograd had none
+        self._asked: tuple[int, list[int]] = (-1, [])  # hooks ever set, and the parameters, when none had a hook
 
     def require_no_reducer(self) -> None:
         """Raise inside the forward of DistributedDataParallel, which waits for hooks that would not come."""
@@ -38,13 +38,13 @@ class OwnedGradients:
 
     def require_no_hooks(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise when one of the parameters has a hook, which would not be called."""
-        ever = hooks_ever_set()
+        now = hooks_ever_set(), list(map(id, parameters))  # an id that is another's by now: its hook was set since
         for i, p in enumerate(parameters):
-            if p._backward_hooks or p._post_accumulate_grad_hooks or (ever != self._hooks_ever and hooks_of_node(p)):
+            if p._backward_hooks or p._post_accumulate_grad_hooks or (now != self._asked and hooks_of_node(p)):
                 raise UnsupportedCall(
                     'has a hook, which gradients="owned" would not call', where=self._names[i], hint=_HINT
                 )
-        self._hooks_ever = ever
+        self._asked = now
 
     def assign(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Make each gradient its parameter's `.grad`, or add it to the one that is there."""

@@ -67,7 +67,7 @@ class Structure:
     def _look_again(self) -> None:
         before, count = self._types, self._hook_count
         self._look()
-        self._hook_count = count
+        self._hook_count, self._hooks_ever = count, -1  # to be counted again
         self.version += 1
         if self._types != before:
             pairs = zip_longest(before, self._types, fillvalue=("", None))

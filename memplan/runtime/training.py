@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from memplan.errors import InputMismatch, UnsupportedCall
-from memplan.runtime.handles import hooks_of_node
+from memplan.runtime.handles import hooks_ever_set, hooks_of_node
 from memplan.runtime.slots import COMPILE_AGAIN, Structure
 from memplan.trace.traced import Binding, Source
 from memplan.trace.updates import ACCUMULATED, COUNTERS, LEARNING_RATE
@@ -58,7 +58,8 @@ class StepStructure(Structure):
 
     def _count_hooks(self) -> None:
         """As `Structure._count_hooks`; those of the optimizer and of what it updates are not called in a step."""
-        self._require_no_hooks()
+        if self._hooks_ever != hooks_ever_set():
+            self._require_no_hooks()
         super()._count_hooks()
 
     def _require_no_hooks(self) -> None:

@@ -245,7 +245,8 @@ class _Builder:
             outs = ()
         else:
             writes = [o for o in outs if o is not None]
-        # Only its shape is asked (`torch.empty_like(x).normal_()`), or its bytes are as good as any: here they begin.
+        # Only its shape is asked (`torch.empty_like(x).normal_()`), or its bytes are as good as any: it counts as the
+        # first write, so that there is a place where they begin.
         begun = [r for r in reads if self._storage_of(r) in self.bare]
         reads = [r for r in reads if r not in begun]
         writes += [b for b in begun if b not in writes]

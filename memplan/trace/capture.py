@@ -170,7 +170,8 @@ def _capture_joint(
     for front_end in front_ends:
         try:
             module = front_end(model, args, kwargs)
-            return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=as_kernels_do())
+            with RecurrentAsEager():
+                return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=as_kernels_do())
         except MemplanError:
             raise
         except Exception as error:  # whatever a front end raises, the next one may succeed

@@ -14,8 +14,8 @@ from memplan.trace.products import multiplied
 from memplan.trace.rewrite import Rewriter, aten, value
 from memplan.trace.touches import is_fixed
 
-_SUMMED = (torch.float32, torch.float64)  # of halves the mean is rounded once
-_REDUCTIONS = _MEAN, _SUM = 1, 2  # of a loss
+_DIVIDED = (torch.float32, torch.float64)  # after summing; of halves the mean is rounded once
+_MEAN, _SUM = 1, 2  # `at::Reduction` of losses
 
 
 def copied(rw: Rewriter, source: fx.Node) -> fx.Node:
@@ -79,7 +79,7 @@ def mean(rw: Rewriter, x: fx.Node, dims: Any = None, keepdim: bool = False, **_:
     given, result = value(x), value(rw.node)
     if not rw.constants or result.device.type != "cpu" or given.dtype is not result.dtype or not is_fixed(given):
         return None
-    if result.dtype not in _SUMMED or not given.numel():
+    if result.dtype not in _DIVIDED or not given.numel():
         return None
     count = rw.number(float(given.numel() // result.numel()), result.dtype, result.device)
     made = rw.instead(aten.sum.dim_IntList, x, dims or None, keepdim)
@@ -89,7 +89,7 @@ def mean(rw: Rewriter, x: fx.Node, dims: Any = None, keepdim: bool = False, **_:
 
 def mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.Node | None:
     """`mse_loss.out` resizes its out; the kernel squares the difference, then reduces (native/Loss.cpp)."""
-    if reduction not in _REDUCTIONS:
+    if reduction not in (_MEAN, _SUM):
         return None
     difference = rw.call(aten.sub.Tensor, x, y)
     rw.call(aten.mul_.Tensor, difference, difference)

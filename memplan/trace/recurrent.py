@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.rewrite import aten, correct_results, fake_mode_of, value
+from memplan.trace.touches import is_fixed
 
 _LSTM = 2  # oneDNN's number (ideep's rnn_kind)
 _WORKSPACE = 3  # position among the results of `mkldnn_rnn_layer`
@@ -92,6 +93,9 @@ def size_workspaces(graph: fx.Graph) -> None:
             continue
         x, weight, recurrent = (value(n) for n in node.args[:3])
         shapes = tuple(x.shape), tuple(weight.shape), tuple(recurrent.shape)
+        if not all(map(is_fixed, (x, weight, recurrent))):
+            reason = "has an LSTM, whose workspace oneDNN sizes for one shape, and dimensions that vary"
+            raise UnsupportedGraph("the model", reason, "leave out dynamic_shapes and compile for each shape")
         nbytes = _workspace_bytes(*shapes, x.dtype, tuple(node.args[7:]))
         with fake_mode_of(graph):
             workspace = torch.empty(nbytes, dtype=torch.uint8)

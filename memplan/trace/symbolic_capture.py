@@ -21,6 +21,7 @@ from memplan.trace.capture import Captured, captured, dynamo, prepare, unsupport
 from memplan.trace.dims import Dims, Range
 from memplan.trace.fold import fold
 from memplan.trace.layouts import as_kernels_do
+from memplan.trace.recurrent import RecurrentAsEager
 from memplan.trace.returns import own_the_results, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.symbols import Translator
@@ -95,7 +96,9 @@ def _capture(
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         stack.enter_context(tracing(TracingContext(mode)))
         decompositions = as_kernels_do()
-        return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=decompositions), translator
+        with RecurrentAsEager():
+            joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=decompositions)
+        return joint, translator
     except MemplanError:
         raise
     except Exception as error:  # whatever a front end raises

@@ -82,7 +82,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("constants", [True, False])
 def test_what_changes_in_the_arena_is_read_anew(constants: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where this torch would compute with a graph's constants ahead, and they are given in a list instead."""
-    monkeypatch.setattr("memplan.runtime.native._reads_constants", lambda: constants)
+    monkeypatch.setattr("memplan.runtime.native._constants_are_memory", lambda: constants)
     model, xs = Scaled(), [torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     eager, compiled = copy.deepcopy(model), memplan_compile(model, xs[0])
     assert _runs(compiled)
@@ -92,8 +92,8 @@ def test_what_changes_in_the_arena_is_read_anew(constants: bool, monkeypatch: py
 
 
 @_interpreted
-def test_this_torch_reads_constants_when_it_runs() -> None:
-    assert native._reads_constants()
+def test_this_torch_reads_and_writes_constants_when_it_runs() -> None:
+    assert native._constants_are_memory()
 
 
 class Tower(nn.Module):

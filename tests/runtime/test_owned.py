@@ -116,6 +116,19 @@ def test_nodes_are_asked_for_hooks_only_when_someone_set_one(monkeypatch: pytest
     assert [steps(), steps()] == [4, 0]
 
 
+def test_a_parameter_that_comes_with_a_hook_raises() -> None:
+    net, x = nn.Linear(4, 4), torch.randn(3, 4)
+    compiled = _owned(net, x)
+    other = nn.Parameter(net.weight.detach().clone())
+    node = torch.autograd.graph.get_gradient_edge(other).node
+    handle = node.register_prehook(lambda *_: None)
+    compiled(x).sum().backward()  # the hook is of nobody's business yet
+    net.weight = other
+    with pytest.raises(UnsupportedCall, match="weight"):
+        compiled(x).sum().backward()
+    handle.remove()
+
+
 def _in_parallel() -> list[weakref.ref[nn.Module]]:
     """One refused and one usual step under DistributedDataParallel; returns what must be gone by now."""
     net, x = nn.Linear(4, 4), torch.randn(3, 4)

@@ -158,6 +158,40 @@ def test_lstms_of_other_types_are_eagers() -> None:
         assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
+class ByFunction(nn.Module):
+    """The function of `torch` on parameters of one's own, which dynamo reads."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        kind: Any = {"gru": nn.GRU, "lstm": nn.LSTM}[name]
+        self.name, self.weights = name, nn.ParameterList(kind(32, 32, 2)._flat_weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.new_zeros(2, x.shape[1], 32)
+        given = (h, h) if self.name == "lstm" else h
+        run = getattr(torch, self.name)
+        made: torch.Tensor = run(x, given, list(self.weights), True, 2, 0.5, self.training, False, False)[0].sum()
+        return made
+
+
+@pytest.mark.parametrize("backend", [False, True])
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_the_functions_keep_their_dropout(name: str, backend: bool) -> None:
+    torch.manual_seed(0)
+    model, x = ByFunction(name), torch.randn(5, 3, 32)
+    eager = copy.deepcopy(model)
+    torch._dynamo.reset()
+    call: Any = torch.compile(model, backend=memplan.Backend()) if backend else memplan_compile(model, x)
+    pairs = zip(_gradients(model, call, x, False), _gradients(eager, eager, x, False), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def test_an_lstm_whose_shapes_vary_is_refused() -> None:
+    shapes = {"x": {1: torch.export.Dim("batch", min=2, max=9)}}
+    with pytest.raises(UnsupportedGraph, match="workspace"):
+        memplan.plan(ByFunction("lstm"), torch.randn(5, 3, 32), train=True, dynamic_shapes=shapes)
+
+
 def test_dropout_that_tracing_loses_for_other_devices_is_refused() -> None:
     with pytest.raises(UnsupportedGraph, match="dropout between its layers"):
         capture(nn.GRU(4, 8, num_layers=2, dropout=0.5), (torch.randn(5, 2, 4),), {}, train=True, device=_CUDA)

@@ -328,3 +328,21 @@ def test_an_input_that_is_a_parameter_is_refused() -> None:
         step(x, torch.randn(8, 8))
     with pytest.raises(MemplanError, match="accumulate"):
         compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), F.mse_loss, (x, x), accumulate=0)
+
+
+def test_hooks_of_others_do_not_matter_in_inference_mode() -> None:
+    net, x = nn.Linear(4, 1), torch.randn(3, 4)
+    step = compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda out: out.sum(), x)
+    step(x)
+    nn.Linear(1, 1).register_forward_hook(_hook)
+    with torch.inference_mode():
+        step(x)
+
+
+def test_a_model_with_hooks_of_its_own_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.randn(3, 4)
+    net[0].register_forward_hook(_hook)
+    step = compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda out: out.sum(), x)
+    step(x)
+    monkeypatch.setattr("memplan.runtime.training.hooks_of_node", lambda _: pytest.fail("nobody has set a hook"))
+    step(x)
