@@ -169,7 +169,7 @@ def _constants_are_memory() -> bool:
     made = call("aten::add", call("aten::mul", call("aten::neg", x), x), x, one)
     call("aten::add", made, x, one, graph.insertConstant(written))
     graph.registerOutput(made)
-    run = torch._C._create_function_from_graph("memplan_probe", graph)
+    run = _function_of("memplan_probe", graph)
     was = torch._C._get_graph_executor_optimize()
     try:
         torch._C._set_graph_executor_optimize(False)
