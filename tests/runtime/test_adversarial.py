@@ -202,11 +202,6 @@ def test_backward_hooks_are_refused_and_seen_later() -> None:
         compiled(_x())
 
 
-def test_lost_dropout_of_recurrent_layers_is_refused() -> None:
-    with pytest.raises(UnsupportedGraph, match="dropout"):
-        memplan_compile(nn.GRU(4, 5, num_layers=2, dropout=0.5), _x(3, 2, 4))
-
-
 def test_a_replaced_submodule_of_another_type_raises() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     compiled = memplan_compile(model, _x())
