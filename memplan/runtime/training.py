@@ -13,10 +13,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.handles import hooks_ever_set, hooks_of_node
 from memplan.runtime.slots import COMPILE_AGAIN, Structure
+from memplan.trace.optimizers import DECIDING, STEP
 from memplan.trace.traced import Binding, Source
 from memplan.trace.updates import ACCUMULATED, COUNTERS, LEARNING_RATE
 
-_STEP = "step"  # torch's key of a parameter's counter
 _OF_ALL_OPTIMIZERS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 _SKIPPED = "has a hook, which a compiled step would not call"
 _HOOKS = "remove it, or compile the model alone (memplan.compile) and keep the optimizer"
@@ -31,6 +31,7 @@ class StepStructure(Structure):
         self._accumulated: dict[str, dict[str, Any]] = {}
         self._rates: dict[str, dict[str, Any]] = {}
         self._counters: Counters | None = None
+        self._options = list(map(_deciding, optimizer.param_groups))
         self._noted_rates = [group["lr"] for group in optimizer.param_groups]
         super().__init__(model)
         self._note()
@@ -44,12 +45,14 @@ class StepStructure(Structure):
         self._dicts = list(self.optimizer.state.values())
 
     def modes(self) -> list[bool]:
-        """As `Structure.modes`, after a look at whether the optimizer still has the same state and parameters."""
+        """As `Structure.modes`, after a look at whether the optimizer still has the same parameters, options, state."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self._groups) or not all(
             _same(group["params"], noted) for group, noted in zip(groups, self._groups, strict=True)
         ):
             self._require_parameters()
+        if list(map(_deciding, groups)) != self._options:
+            self._require_options()
         state = self.optimizer.state
         if not (_same(state, self._parameters) and _same(state.values(), self._dicts)):
             self._note()
@@ -79,6 +82,15 @@ class StepStructure(Structure):
         if not _same([p for group in self.optimizer.param_groups for p in group["params"]], noted):
             raise InputMismatch("the optimizer's parameters changed", where="optimizer", hint=COMPILE_AGAIN)
 
+    def _require_options(self) -> None:
+        """Raise `InputMismatch` for a group whose parameters would get another update now."""
+        for i, (group, noted) in enumerate(zip(self.optimizer.param_groups, self._options, strict=True)):
+            for option, now, before in zip(DECIDING, _deciding(group), noted, strict=True):
+                if now != before and not (option == "momentum" and now and before):
+                    what = f"{option} changed from {before} to {now}"
+                    raise InputMismatch(what, where=f"the optimizer's group {i}", hint=COMPILE_AGAIN)
+        self._options = list(map(_deciding, self.optimizer.param_groups))
+
     def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
         """As `Structure.slot`, and for the optimizer's state and what outlives a step beside it, made here at need."""
         if binding.source is not Source.STATE:
@@ -94,7 +106,7 @@ class StepStructure(Structure):
             parameters = [self.model.get_parameter(name) for name in binding.names]
             if self._counters is None or not _same(parameters, self._counters.parameters):
                 self._counters = Counters(parameters)
-            self._counters.look([self._state_of(name, _STEP) for name in binding.names])
+            self._counters.look([self._state_of(name, STEP) for name in binding.names])
             return self._counters.slot, binding.key
         return self._state_of(binding.name, binding.key), binding.key
 
@@ -140,7 +152,7 @@ class Counters:
         self.slot = {COUNTERS: counters}
         self._elements = counters.unbind()
         self._places = [element.data_ptr() for element in self._elements]
-        self._keys = [_STEP] * len(parameters)
+        self._keys = [STEP] * len(parameters)
         self._holders: list[dict[str, Any]] = []
 
     def look(self, holders: list[dict[str, Any]]) -> None:
@@ -158,12 +170,17 @@ class Counters:
             if list(map(torch.Tensor.data_ptr, now)) == self._places:
                 return
         except (KeyError, TypeError) as error:
-            what = f"a parameter's {_STEP!r} is missing or no tensor"
+            what = f"a parameter's {STEP!r} is missing or no tensor"
             raise InputMismatch(what, where="the optimizer's state", hint=_LOAD_OR_COMPILE) from error
         numbers = [step.clone() for step in now]  # they may be elements of this very tensor, in another order
         for holder, number, element in zip(self._holders, numbers, self._elements, strict=True):
             element.copy_(number)
-            holder[_STEP] = element
+            holder[STEP] = element
+
+
+def _deciding(group: dict[str, Any]) -> list[Any]:
+    """The options of a group that decide which update its parameters get."""
+    return list(map(group.get, DECIDING))
 
 
 def _same(ones: Any, others: Any) -> bool:

@@ -17,6 +17,7 @@ from memplan.trace.capture import Captured, capture
 from memplan.trace.divide import divide
 from memplan.trace.fold import fold
 from memplan.trace.hosted import Target, hosted, require_at_home, target_of
+from memplan.trace.optimizers import require_supported
 from memplan.trace.pack import pack_masks
 from memplan.trace.quantize import quantize
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
@@ -24,7 +25,7 @@ from memplan.trace.rewrite import copy_of
 from memplan.trace.rules import lower
 from memplan.trace.simplify import simplify
 from memplan.trace.traced import TracedGraph
-from memplan.trace.updates import Accumulate, append_updates, ensure_state, require_supported
+from memplan.trace.updates import Accumulate, append_updates
 
 
 def trace(
@@ -106,7 +107,6 @@ def trace_step(
     """
     require_supported(optimizer)
     captured, target = _captured_for(device, model, example_inputs, {}, train=True)
-    ensure_state(optimizer)
 
     def update(graph: fx.Graph) -> None:
         append_updates(

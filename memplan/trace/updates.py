@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 
-from memplan.errors import UnsupportedGraph
+from memplan.trace.optimizers import STEP, ensure_state, keys_of
 from memplan.trace.randomness import draws
 from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
@@ -51,42 +51,6 @@ class StateInput:
         return False
 
 
-def require_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UnsupportedGraph` unless `optimizer` is one whose update is known, with options that it knows."""
-    name = type(optimizer).__name__
-    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
-        raise UnsupportedGraph(
-            name, "its update is not known", "use torch.optim.SGD, Adam or AdamW, or memplan.compile"
-        )
-    for group in optimizer.param_groups:
-        for option in ("amsgrad", "differentiable", "capturable"):
-            if group.get(option):
-                raise UnsupportedGraph(
-                    name, f"{option}=True is not supported", f"use {option}=False, or memplan.compile"
-                )
-        if isinstance(group["lr"], torch.Tensor):
-            raise UnsupportedGraph(name, "its learning rate is a tensor", "use a float")
-        if group.get("dampening"):
-            raise UnsupportedGraph(name, "dampening is not supported", "use dampening=0, or memplan.compile")
-
-
-def ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create what the optimizer would create at its first step, laid out as it would."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state[p]
-            if isinstance(optimizer, torch.optim.SGD):
-                if group["momentum"] and state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            elif not state:
-                device = p.device if p.device.type == "cuda" else "cpu"
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            elif p.device.type == "cuda" and state["step"].device != p.device:  # of an optimizer that was not fused
-                state["step"] = state["step"].to(p.device)
-
-
 def append_updates(
     graph: fx.Graph,
     model: nn.Module,
@@ -102,7 +66,7 @@ def append_updates(
     `clip_grad_norm` scales all gradients to that global 2-norm first: every update then waits for the last
     gradient. `accumulate`: updates take sums of gradients, in memory that outlives the step. `rates_in_memory`: updates
     read learning rates from tensors, one for each group, so that a recorded step follows a schedule. `device`: the
-    optimizer's state is seen there, wherever it is.
+    optimizer's state is seen there, wherever it is. State that is not there yet is created, for what has a gradient.
     """
     output, results, descs = returned_by(graph)
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -128,7 +92,9 @@ def append_updates(
         factory.keep_counters(gradients)
         for name, gradient in gradients.items():
             parameter = model.get_parameter(name)
-            factory.update(name, parameters[name], gradient, optimizer.state[parameter], group_of[id(parameter)])
+            group = group_of[id(parameter)]
+            state = ensure_state(optimizer, name, parameter, group)
+            factory.update(name, parameters[name], gradient, state, group)
         factory.count_steps()
     if accumulate is Accumulate.UPDATE:
         factory.start_from_zero(gradients.values())
@@ -222,11 +188,9 @@ class _Updates:
             laid_out = rw.scratch(value(parameter))
             rw.call(aten.copy_.default, laid_out, gradient)
             gradient = laid_out
-        held = {key: tensor for key, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-        if self.counters is not None:
-            del held["step"]
-        inputs = {key: self._state(name, key, tensor) for key, tensor in held.items()}
         options = self.optimizer.param_groups[group]
+        keys = keys_of(self.optimizer, options)
+        inputs = {key: self._state(name, key, state[key]) for key in keys if key != STEP or self.counters is None}
         if isinstance(self.optimizer, torch.optim.SGD):
             packet = aten._fused_sgd_
             momentum = [inputs["momentum_buffer"]] if options["momentum"] else []
@@ -240,13 +204,14 @@ class _Updates:
             decoupled = isinstance(self.optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay")
             packet = aten._fused_adamw_ if decoupled else aten._fused_adam_
             if self.counters is not None:
-                inputs["step"] = rw.call(aten.select.int, self.counters, 0, self.position[name])
+                inputs[STEP] = rw.call(aten.select.int, self.counters, 0, self.position[name])
             else:
-                self.steps.append(inputs["step"])
-            args = ([parameter], [gradient], [inputs["exp_avg"]], [inputs["exp_avg_sq"]], [], [inputs["step"]])
+                self.steps.append(inputs[STEP])
+            largest = [inputs["max_exp_avg_sq"]] if options["amsgrad"] else []
+            args = ([parameter], [gradient], [inputs["exp_avg"]], [inputs["exp_avg_sq"]], largest, [inputs[STEP]])
             live = {key: Live(self.optimizer, group, key) for key in ("lr", "weight_decay", "eps", "maximize")}
             live |= {f"beta{i + 1}": Live(self.optimizer, group, "betas", i) for i in (0, 1)}
-            constants = {"amsgrad": False}
+            constants = {"amsgrad": options["amsgrad"]}
         target = packet.default
         if self.rates_in_memory:
             target, constants["lr"] = packet.tensor_lr, self._rate(group, value(parameter))

@@ -22,6 +22,7 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1, maximize=True, fused=True),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, fused=True),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=1e-3, nesterov=True, fused=True),
 }
@@ -186,10 +187,10 @@ def test_misuse_raises() -> None:
         step(*_batch())
     for optimizer in (
         torch.optim.Adagrad(net.parameters()),
-        torch.optim.AdamW(net.parameters(), amsgrad=True),
+        torch.optim.AdamW(net.parameters(), capturable=True),
         torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
     ):
-        with pytest.raises(UnsupportedGraph, match=r"Adagrad|amsgrad|dampening|not known") as caught:
+        with pytest.raises(UnsupportedGraph, match=r"Adagrad|capturable|dampening|not known") as caught:
             compile_step(net, optimizer, F.mse_loss, _batch())
         assert caught.value.hint
     with pytest.raises(UnsupportedGraph, match="loss_fn"):
@@ -197,6 +198,88 @@ def test_misuse_raises() -> None:
     for norm in (-1.0, float("nan"), "1", True):
         with pytest.raises(MemplanError, match="clip_grad_norm"):
             compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), F.mse_loss, _batch(), clip_grad_norm=norm)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("sgd", {"momentum": 0.9}),
+        ("momentum", {"momentum": 0}),
+        ("momentum", {"dampening": 0.5, "nesterov": False}),
+        ("adamw", {"amsgrad": True}),
+        ("amsgrad", {"amsgrad": False}),
+        ("adam", {"decoupled_weight_decay": True}),
+        ("adam", {"capturable": True}),
+    ],
+)
+def test_options_that_decide_the_update_may_not_change(kind: str, options: dict[str, Any]) -> None:
+    net = WithLoss(_net())
+    optimizer = OPTIMIZERS[kind](net.parameters())
+    step = compile_step(net, optimizer, _itself, _batch())
+    step(*_batch())
+    before, kept = copy.deepcopy(net.state_dict()), dict(optimizer.param_groups[0])
+    optimizer.param_groups[0].update(options)
+    with pytest.raises(InputMismatch, match=f"group 0: {next(iter(options))} changed"):
+        step(*_batch())
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    optimizer.param_groups[0].update(kept)
+    step(*_batch())
+    assert not torch.equal(net.get_parameter("net.0.weight"), before["net.0.weight"])
+
+
+def test_options_come_with_a_checkpoint() -> None:
+    net = WithLoss(_net())
+    step_of = OPTIMIZERS["adamw"](net.parameters())
+    step = compile_step(net, step_of, _itself, _batch())
+    other = WithLoss(_net())
+    checkpoint = OPTIMIZERS["amsgrad"](other.parameters())
+    _eager(other, checkpoint, *_batch())
+    step_of.load_state_dict(checkpoint.state_dict())
+    with pytest.raises(InputMismatch, match="amsgrad changed from False to True"):
+        step(*_batch())
+    step_of.param_groups[0]["amsgrad"] = False  # what the checkpoint has beside it is kept
+    step(*_batch())
+    assert set(step_of.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+
+
+def test_momentum_may_change_from_step_to_step() -> None:
+    net, other = WithLoss(_net()), WithLoss(_net())
+    ours, theirs = (OPTIMIZERS["momentum"](n.parameters()) for n in (net, other))
+    step = compile_step(net, ours, _itself, _batch())
+    for momentum in (0.9, 0.5, 0.99):
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["momentum"] = momentum
+        assert torch.equal(step(*_batch()), _eager(other, theirs, *_batch()))
+    assert _same_parameters(net, other)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw", "amsgrad"])
+def test_state_is_made_for_what_has_gradients(kind: str) -> None:
+    """As in eager: no state, no update and no weight decay for what the loss does not depend on, or is frozen."""
+    nets = [WithLoss(_net()), WithLoss(_net())]
+    for net in nets:
+        net.spare = nn.Linear(3, 3)
+        net.get_parameter("net.0.bias").requires_grad_(False)
+    nets[1].load_state_dict(nets[0].state_dict())
+    ours, theirs = (OPTIMIZERS[kind](n.parameters()) for n in nets)
+    step = compile_step(nets[0], ours, _itself, _batch())
+    for seed in range(3):
+        assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, *_batch(seed)))
+    assert _same_parameters(*nets)
+    assert list(ours.state_dict()["state"]) == list(theirs.state_dict()["state"])
+
+
+def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was() -> None:
+    net = WithLoss(_net())
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.raises(UnsupportedGraph):
+        compile_step(net, optimizer, lambda y: y * float(y), _batch())
+    assert not optimizer.state
+    _eager(net, optimizer, *_batch())
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(UnsupportedGraph, match="'max_exp_avg_sq'") as caught:
+        compile_step(net, optimizer, _itself, _batch())
+    assert caught.value.hint
 
 
 def _hook(*_: object) -> None:

@@ -1,0 +1,66 @@
+"""The optimizers whose updates are known: which options they may have, and what state their updates take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from memplan.errors import UnsupportedGraph
+
+STEP = "step"  # torch's key of a parameter's counter
+
+# Options of a group that decide which update its parameters get; others are read at every step.
+DECIDING = ("momentum", "dampening", "amsgrad", "decoupled_weight_decay", "differentiable", "capturable")
+
+
+def require_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UnsupportedGraph` unless `optimizer` is one whose update is known, with options that it knows."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        raise UnsupportedGraph(
+            name, "its update is not known", "use torch.optim.SGD, Adam or AdamW, or memplan.compile"
+        )
+    for group in optimizer.param_groups:
+        for option in ("differentiable", "capturable"):
+            if group.get(option):
+                raise UnsupportedGraph(
+                    name, f"{option}=True is not supported", f"use {option}=False, or memplan.compile"
+                )
+        if isinstance(group["lr"], torch.Tensor):
+            raise UnsupportedGraph(name, "its learning rate is a tensor", "use a float")
+        if group.get("dampening"):
+            raise UnsupportedGraph(name, "dampening is not supported", "use dampening=0, or memplan.compile")
+
+
+def keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tensors of a parameter's state that its update takes, in order."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return ("momentum_buffer",) if group["momentum"] else ()
+    return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+
+
+def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.Tensor, group: int) -> dict[str, Any]:
+    """The state of a parameter; what the optimizer would create at its first step is created, laid out as it would.
+
+    Raises `UnsupportedGraph` for state that is there, but not all that the update takes.
+    """
+    keys = keys_of(optimizer, optimizer.param_groups[group])
+    if not keys:
+        return {}
+    state: dict[str, Any] = optimizer.state[parameter]
+    place = parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
+    if not state or (keys[0] == "momentum_buffer" and state.get("momentum_buffer") is None):
+        for key in keys:
+            if key == STEP:
+                state[key] = torch.zeros((), dtype=torch.float32, device=place)
+            else:
+                state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    missing = next((key for key in keys if key not in state), None)
+    if missing is not None:
+        what = f"the optimizer's state of it has no {missing!r}, which group {group} needs"
+        raise UnsupportedGraph(name, what, "load a checkpoint made with the same options, or make the optimizer anew")
+    if STEP in keys and place.type == "cuda" and state[STEP].device != place:  # of an optimizer that was not fused
+        state[STEP] = state[STEP].to(place)
+    return state
