@@ -277,9 +277,13 @@ def _trace(section: Section, rest: Sequence[Any], options: PlanOptions) -> Trace
 
 
 def _is_kept(x: Any) -> bool:
-    """Parameters, and what dynamo marks as a module's (buffers): their addresses stay, and gradients end there."""
-    held = isinstance(x, nn.Parameter) or getattr(x, "_dynamo_static_input_type", None) is not None
-    return held and x.is_leaf
+    """Parameters, and what dynamo marks as a module's (buffers): their addresses stay, and gradients end there.
+
+    What stands for a parameter and is none, as in `torch.func.functional_call`, is an input with a gradient.
+    """
+    if isinstance(x, nn.Parameter):
+        return x.is_leaf
+    return getattr(x, "_dynamo_static_input_type", None) is not None and not x.requires_grad
 
 
 def _is_symbolic(x: Any) -> bool:

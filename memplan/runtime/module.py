@@ -102,6 +102,7 @@ class CompiledModule(nn.Module, Measured):
             raise refused
         try:
             runner, leaves = self._selector.select(args, kwargs)
+            current = runner.current()
         except (InputMismatch, BudgetInfeasible) as error:
             how = self._asked.on_mismatch
             if how == "passive":
@@ -110,10 +111,23 @@ class CompiledModule(nn.Module, Measured):
                 raise
             if how == "eager":
                 return self._original(*args, **kwargs)
-            runner, leaves = self._selector.replan(args, kwargs)
+            runner, leaves, current = self._replan(args, kwargs)
         if self._guide is not None and runner is self._selector.main and self._guide.due:
             runner = self._turn(self._guide)
-        return runner(leaves, training=runner.traced.training)
+            current = runner.current()
+        return runner(leaves, current, training=runner.traced.training)
+
+    def _replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any], list[torch.Tensor]]:
+        """A program for a call that differs from the example, or for a model that is not what it was."""
+        try:
+            runner, leaves = self._selector.replan(args, kwargs)
+            return runner, leaves, runner.current()
+        except InputMismatch:  # that program too is of another model
+            train = self._selector.main.traced.training
+            self.__dict__.update(_builder=Builder(self._original, self._asked, self.hooks), _given=None, _guide=None)
+            self._compile(args, kwargs, train)
+            runner, leaves = self._selector.select(args, kwargs)
+            return runner, leaves, runner.current()
 
     def _passively(self, reason: MemplanError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call for which there is no plan, evicting on demand."""
@@ -179,6 +193,14 @@ class CompiledModule(nn.Module, Measured):
             given = self.plan
         made = recipe(self._original, self._selector.main, options, given, self._selector.main_modes)
         return rebuild, (CompiledModule, *made)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set it on the original, whose forward is traced, unless it is this module's own."""
+        own = name in self.__dict__ or hasattr(type(self), name)
+        (super().__setattr__ if own else self._original.__setattr__)(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        (super() if name in self.__dict__ else self._original).__delattr__(name)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat, zip_longest
+from itertools import repeat
 from operator import attrgetter, getitem
 from typing import Any
 
@@ -34,10 +34,11 @@ class Structure:
 
     def _look(self) -> None:
         self.modules = list(self.model.modules())
-        links = [(m._modules, key) for m in self.modules for key in m._modules]
+        self._owners = [m._modules for m in self.modules]
+        links = [(owner, key) for owner in self._owners for key in owner]
         self._holders, self._keys = [holder for holder, _ in links], [key for _, key in links]
         self._children = list(map(getitem, self._holders, self._keys))
-        self._types = [(name, type(m)) for name, m in self.model.named_modules()]
+        self._types = _types(self.model)
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         self._hooks = [getattr(m, kind) for m in self.modules for kind in kinds]
         self._hook_count = sum(map(len, self._hooks))
@@ -50,7 +51,9 @@ class Structure:
 
         Raises `InputMismatch` when a submodule was replaced by one of another type, or hooks came or went.
         """
-        if list(map(dict.get, self._holders, self._keys)) != self._children:
+        if list(map(dict.get, self._holders, self._keys)) != self._children or sum(map(len, self._owners)) != len(
+            self._children
+        ):
             self._look_again()
         if self._hook_count or self._hooks_ever != hooks_ever_set():
             self._count_hooks()
@@ -65,16 +68,17 @@ class Structure:
         self._hooks_ever = ever
 
     def _look_again(self) -> None:
-        before, count = self._types, self._hook_count
+        types, before = _types(self.model), self._types
+        if list(types.items()) != list(before.items()):  # and nothing is noted: the next call raises, too
+            names = {**before, **types}
+            name = next((name for name in names if before.get(name) is not types.get(name)), "")
+            was, now = (found[name].__name__ if name in found else "nothing" for found in (before, types))
+            what = f"was {was}, is {now}" if was != now else "submodules are in another order"
+            raise InputMismatch(what, where=name or "the model", hint=COMPILE_AGAIN)
+        count = self._hook_count
         self._look()
         self._hook_count, self._hooks_ever = count, -1  # to be counted again
         self.version += 1
-        if self._types != before:
-            pairs = zip_longest(before, self._types, fillvalue=("", None))
-            (name, old), (other, new) = next(pair for pair in pairs if pair[0] != pair[1])
-            was, now = (t.__name__ if t else "nothing" for t in (old, new))
-            what = f"was a {was}, is a {now}" if name == other else f"the submodules changed ({name!r}, {other!r})"
-            raise InputMismatch(what, where=name or other or "the model", hint=COMPILE_AGAIN)
 
     def require_modes(self, modes: list[bool]) -> None:
         """Raise `InputMismatch` naming the first submodule whose training flag is not that of `modes`."""
@@ -163,6 +167,10 @@ class Slots:
             raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=COMPILE_AGAIN)
         self._note(tensors, state)
         return moved
+
+
+def _types(model: nn.Module) -> dict[str, type[nn.Module]]:
+    return {name: type(m) for name, m in model.named_modules()}
 
 
 def _describe(state: tuple[Any, ...], device: torch.device) -> str:

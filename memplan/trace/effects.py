@@ -1,7 +1,8 @@
 """What forward changes beside tensors: dynamo names it, and a compiled step would silently leave it unchanged.
 
-One kind is harmless: attributes that the first call sets, and every later call sets to the same again (Swin's
-shift of its windows). They are set as a call of eager's would set them; all else is refused.
+Two kinds are harmless: attributes that the first call sets, and every later call sets to the same again (Swin's
+shift of its windows), which are set as a call of eager's would set them; and buffers that are set to what they are
+(spectral norm's `self._u = normalize(..., out=self._u)`), whose change in place the trace holds. All else is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def settle_side_effects(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if not changed:
         return
     modules = dict(model.named_modules())
-    inside = all(source.startswith("L[") and clean_module_path(source) in modules for source in changed)
+    owners = [source.removesuffix("._buffers") for source in changed]
+    inside = all(source.startswith("L[") and clean_module_path(source) in modules for source in owners)
     if not (inside and _settles(model, args, kwargs)):
         raise _changes(model, ", ".join(changed))
 
@@ -110,12 +112,13 @@ def _settles(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Attributes | None:
-    """The attributes that one call changes, if a second one changes nothing; found on fake tensors, on a copy."""
+    """The attributes that one call changes, if a second one changes nothing, nor does any replace a buffer; found on
+    fake tensors, on a copy."""
     try:
         twin, given = faked(model, (args, kwargs))
         args, kwargs = given
         leaves, spec = pytree.tree_flatten(given)
-        before = _attributes(twin)
+        before, buffers = _attributes(twin), _buffers(twin)
         states = []
         for _ in range(2):
             with torch.no_grad():
@@ -123,6 +126,8 @@ def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             states.append(_attributes(twin))
         now, now_spec = pytree.tree_flatten(given)  # the caller's containers are effects too
         if now_spec != spec or any(one is not two for one, two in zip(leaves, now, strict=True)):
+            return None
+        if any(one is not two for one, two in zip(buffers, _buffers(twin), strict=True)):
             return None
     except Exception:  # whatever a model does that fake tensors or copies do not take: it is not known to settle
         return None
@@ -161,6 +166,10 @@ def _attributes(model: nn.Module) -> _Attributes:
         for name, value in vars(module).items()
         if name not in held and not (name == "meta" and isinstance(module, fx.GraphModule))
     }
+
+
+def _buffers(model: nn.Module) -> list[torch.Tensor | None]:
+    return [buffer for module in model.modules() for buffer in module._buffers.values()]
 
 
 def _same(one: Any, two: Any) -> bool:

@@ -1,0 +1,125 @@
+"""What forward reads of Python beside tensors: attributes, options, globals, what a loss function closes over.
+
+They are constants of a trace. Dynamo guards its own code by them and names each (`L['self']._modules['drop'].p`); a
+compiled step asks for them by the same names whether they are still what they were (`runtime/constants.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+_KINDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH")
+_LENGTH = "SEQUENCE_LENGTH"
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
+GONE = object()
+_CHECKED_ELSEWHERE = "training"  # `Structure.modes`
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One step of a path: an attribute, or an item."""
+
+    key: Any
+    attribute: bool
+
+    def follow(self, owner: Any) -> Any:
+        """Where it leads."""
+        return getattr(owner, self.key) if self.attribute else owner[self.key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """`value`: what lay at the end of a path from `root` (None: the model itself) in the trace, or how long it was."""
+
+    root: Any
+    path: tuple[Link, ...]
+    length: bool = False
+    value: Any = None
+
+    def now(self, model: nn.Module) -> Any:
+        """What lies there now; `GONE` where the path ends before."""
+        found: Any = model if self.root is None else self.root
+        try:
+            for link in self.path:
+                found = link.follow(found)
+            return len(found) if self.length else found
+        except (AttributeError, LookupError, TypeError):
+            return GONE
+
+
+@contextlib.contextmanager
+def noting_guards() -> Iterator[list[Reading]]:
+    """The readings of what dynamo captures for export meanwhile; none where this torch does not hand them out."""
+    from torch._dynamo import functional_export
+
+    found: list[Reading] = []
+    capture: Any = getattr(functional_export, "fullgraph_capture", None)
+    if capture is None:
+        yield found
+        return
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        out = capture(*args, **kwargs)
+        with contextlib.suppress(AttributeError):  # of torch's own, which another version may call otherwise
+            made = out.graph_capture_output
+            found.extend(_readings(made.output_graph.guards, made.f_globals))
+        return out
+
+    with mock.patch.object(functional_export, "fullgraph_capture", noting):
+        yield found
+
+
+def _readings(guards: Any, known: dict[str, Any]) -> list[Reading]:
+    """Those of dynamo's guards that are about plain values, each once."""
+    found: dict[tuple[str, bool], Reading] = {}
+    for guard in guards:
+        kind = guard.create_fn_name()
+        name = guard.name if isinstance(guard.name, str) else guard.name()
+        if kind not in _KINDS and kind != _LENGTH:
+            continue
+        reading = _parsed(name, known, length=kind == _LENGTH)
+        if reading is not None:
+            found.setdefault((name, reading.length), reading)
+    return [found[key] for key in sorted(found)]
+
+
+def _parsed(name: str, known: dict[str, Any], *, length: bool) -> Reading | None:
+    """A name as a path from the model, or from a module of Python's that is not torch's; None for what is neither."""
+    node = ast.parse(name, mode="eval").body
+    path: list[Link] = []
+    while not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)):
+        if isinstance(node, ast.Attribute):
+            path.insert(0, Link(node.attr, attribute=True))
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            path.insert(0, Link(node.slice.value, attribute=False))
+        else:
+            return None
+        node = node.value
+    first = node.slice.value if isinstance(node.slice, ast.Constant) else None
+    if node.value.id == "L":
+        ours = first == "self" and path and path[-1].key != _CHECKED_ELSEWHERE
+        return Reading(root=None, path=tuple(path), length=length) if ours else None
+    root = known.get(first) if isinstance(first, str) else None
+    if isinstance(root, ModuleType) and path:
+        ours = not f"{root.__name__}.".startswith(("torch.", "builtins."))
+        return Reading(root=root, path=tuple(path), length=length) if ours else None
+    return Reading(root=known, path=(Link(first, attribute=False),), length=length) if not path else None
+
+
+def with_values(readings: Iterable[Reading], model: nn.Module) -> tuple[Reading, ...]:
+    """Those whose value, which they note, is one that can be compared."""
+    noted = (replace(reading, value=reading.now(model)) for reading in readings)
+    return tuple(reading for reading in noted if _is_plain(reading.value))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))

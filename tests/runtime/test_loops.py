@@ -1,0 +1,190 @@
+"""What people change around a model while it trains: each is followed, or named in an error; never passed over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import memplan
+from memplan.errors import InputMismatch
+
+
+class Net(nn.Module):
+    """Reads of Python what people change from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+        self.head = nn.Linear(8, 3, bias=False)
+        self.temperature = 1.0
+        self.weights = [1.0, 2.0]
+        self.config = {"scale": (1.0, 2.0)}
+        self.activation = torch.tanh
+        self.unread = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x * weight
+        y: Tensor = self.activation(self.head(self.body(x))) / self.temperature * self.config["scale"][1]
+        return y
+
+
+def _drop(model: Any) -> None:
+    model.body[3].p = 0.25
+
+
+def _momentum(model: Any) -> None:
+    model.body[1].momentum = 0.2
+
+
+def _temperature(model: Any) -> None:
+    model.temperature *= 0.9
+
+
+def _item(model: Any) -> None:
+    model.weights[0] = 3.0
+
+
+def _more_items(model: Any) -> None:
+    model.weights.append(1.0)
+
+
+def _other_config(model: Any) -> None:
+    model.config = {"scale": (1.0, 3.0)}
+
+
+def _function(model: Any) -> None:
+    model.activation = torch.relu
+
+
+def _bias(model: Any) -> None:
+    model.head.bias = nn.Parameter(torch.ones(3))
+
+
+def _more_modules(model: Any) -> None:
+    model.body.append(nn.Tanh())
+
+
+def _other_module(model: Any) -> None:
+    model.body[3] = nn.Dropout(0.1)
+
+
+def _other_kind(model: Any) -> None:
+    model.body[2] = nn.GELU()
+
+
+def _frozen(model: Any) -> None:
+    model.body[0].weight.requires_grad_(not model.body[0].weight.requires_grad)
+
+
+CHANGES: dict[Callable[[Any], None], str] = {
+    _drop: "body.3.p",
+    _momentum: "body.1.momentum",
+    _temperature: "temperature",
+    _item: "weights[0]",
+    _more_items: "the length of weights",
+    _other_config: "config['scale']",
+    _function: "activation",
+    _bias: "head.bias",
+    _more_modules: "body.4",
+    _other_module: "body.3.p",
+    _other_kind: "body.2",
+    _frozen: "body.0.weight",
+}
+_named = pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
+
+
+@_named
+def test_a_change_of_the_model_raises_until_it_is_undone_or_compiled(change: Callable[[Any], None]) -> None:
+    model, x = Net(), torch.randn(5, 4)
+    compiled = memplan.compile(model, x)
+    compiled(x).sum().backward()
+    change(model)
+    for _ in range(2):  # as a cell of a notebook that is run again
+        with pytest.raises(InputMismatch) as caught:
+            compiled(x)
+        assert caught.value.where == CHANGES[change]
+    memplan.compile(model, x)(x)
+
+
+@_named
+@pytest.mark.parametrize("how", ["eager", "replan"])
+def test_a_change_of_the_model_is_followed_where_that_was_asked_for(how: str, change: Callable[[Any], None]) -> None:
+    model, x = Net(), torch.randn(5, 4)
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, x, on_mismatch=how)
+    for step in range(4):
+        if step % 2 and (step == 1 or change in (_temperature, _frozen)):
+            change(model)
+            torch.manual_seed(step)
+            change(twin)
+        outputs = []
+        for one in (compiled, twin):
+            torch.manual_seed(step)
+            one.zero_grad()
+            outputs.append(one(x))
+            outputs[-1].square().sum().backward()
+        assert torch.equal(*outputs)
+        for p, q in zip(compiled.parameters(), twin.parameters(), strict=True):
+            assert (p.grad is None) is (q.grad is None)
+            assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("change", [_temperature, _frozen])
+def test_a_change_is_seen_by_the_program_of_another_shape(change: Callable[[Any], None]) -> None:
+    model, x = Net(), torch.randn(6, 4)
+    change(model)
+    compiled = memplan.compile(model, x, dynamic_shapes={"x": {0: Dim("batch", min=2, max=64)}})
+    compiled(x).sum().backward()
+    change(model)
+    with pytest.raises(InputMismatch, match=CHANGES[change]):
+        compiled(x[:5])
+
+
+def test_what_forward_does_not_read_may_change() -> None:
+    model, x = Net(), torch.randn(5, 4)
+    compiled = memplan.compile(model, x)
+    model.unread += 1
+    model.weights = [1.0, 2.0]  # other lists, the same numbers
+    model.temperature = float("1")
+    compiled(x).sum().backward()
+
+
+def test_what_was_traced_twice_is_still_a_constant() -> None:
+    model, x = Net().eval(), torch.randn(5, 4)
+    for temperature in (1.0, 0.9, 0.8):  # dynamo takes what it has seen change for a variable
+        model.temperature = temperature
+        compiled = memplan.compile(model, x)
+        assert torch.equal(compiled(x), model(x))
+        model.temperature = 3.0
+        with pytest.raises(InputMismatch, match=r"temperature: is 3\.0"):
+            compiled(x)
+
+
+def test_attributes_are_set_where_forward_reads_them() -> None:
+    model, x = Net(), torch.randn(5, 4)
+    compiled = memplan.compile(model, x, on_mismatch="eager")
+    compiled.temperature = 2.0
+    assert model.temperature == 2.0
+    compiled.head = nn.Linear(8, 2)
+    assert model.head is compiled.head
+    assert compiled(x).shape == (5, 2)
+    compiled.note = "mine"
+    del compiled.note
+    assert not hasattr(model, "note")
+
+
+def test_a_step_notices_what_its_loss_closes_over() -> None:
+    model, x, weight = nn.Linear(4, 1), torch.randn(5, 4), {"mse": 1.0}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = memplan.compile_step(model, optimizer, lambda out: out.square().mean() * weight["mse"], x)
+    step(x)
+    weight["mse"] = 0.5
+    with pytest.raises(InputMismatch, match=r"loss_fn.*'mse'.*is 0\.5, the plan was made for 1\.0"):
+        step(x)
