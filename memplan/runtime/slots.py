@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 from operator import attrgetter, getitem
 from typing import Any
 
@@ -117,6 +117,7 @@ class Slots:
         tensors = self.tensors()
         self._devices = [t.device for t in tensors]
         self._ties = _ties(tensors)
+        self._free = all(first == i for i, (first, _) in enumerate(self._ties))  # each in memory of its own
         self._note(tensors, self._state(tensors))
 
     def _look(self) -> None:
@@ -152,7 +153,8 @@ class Slots:
         """Positions whose tensor lives elsewhere than noted; notes where they live now.
 
         Raises `InputMismatch` for a tensor that is not what was traced (shape, dtype, device, strides,
-        requires_grad), and when tensors are no longer tied as they were.
+        requires_grad), and when tensors are no longer tied as they were (parts of one memory, as
+        `vector_to_parameters` makes them, are tied only where they overlap).
         """
         state = self._state(tensors)
         for i, (now, then) in enumerate(zip(state, self._noted, strict=True)):
@@ -162,7 +164,7 @@ class Slots:
                 )
                 raise InputMismatch(what, where=self.names[i], hint=COMPILE_AGAIN)
         moved = [i for i, (now, then) in enumerate(zip(state, self._noted, strict=True)) if now[0] != then[0]]
-        if _ties(tensors) != self._ties:
+        if _ties(tensors) != self._ties and not (self._free and _apart(tensors)):
             what = "parameters that shared their memory no longer do, or the other way round"
             raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=COMPILE_AGAIN)
         self._note(tensors, state)
@@ -186,3 +188,15 @@ def _ties(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
         j = first.setdefault(t.untyped_storage().data_ptr(), i)
         found.append((j, t.data_ptr() - tensors[j].data_ptr()))
     return found
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no byte belongs to two of them."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + _span(t)) for t in tensors if t.numel())
+    return all(one[1] <= two[0] for one, two in pairwise(spans))
+
+
+def _span(t: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return int(last + 1) * t.element_size()
