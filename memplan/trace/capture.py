@@ -39,7 +39,7 @@ class Captured:
     `in_spec` is the pytree of (args, kwargs), `out_spec` that of the module's result; `inputs` are the
     flattened example inputs. Of each leaf of the result, `differentiable` says whether eager's requires a
     gradient, and `alias_of` of which placeholder (by position) it is a view, if of one. `training`: the graph
-    contains the backward. `autocast`: it was traced under autocast.
+    contains the backward. `autocast`: the type to which autocast casts, where it was traced under that.
     """
 
     graph_module: fx.GraphModule
@@ -49,7 +49,7 @@ class Captured:
     differentiable: tuple[bool, ...]
     alias_of: tuple[int | None, ...]
     training: bool
-    autocast: bool
+    autocast: torch.dtype | None
 
 
 def capture(
@@ -121,8 +121,13 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
         differentiable=tuple(leaf.requires_grad for leaf in leaves),
         alias_of=tuple(leaf.base_idx if leaf.output_type.name in _OF_INPUT else None for leaf in leaves),
         training=has_backward,
-        autocast=any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
+        autocast=autocast_dtype("cpu") or autocast_dtype("cuda"),
     )
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The type to which autocast casts on these devices; None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _without_assertions(graph: fx.Graph) -> None:

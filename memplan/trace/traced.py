@@ -149,8 +149,8 @@ class Results:
 class TracedGraph:
     """A graph, `kernels[i]` that runs `graph.ops[i]`, and how the step is fed and what it returns.
 
-    `training`: it has a backward. `autocast`: it was traced under autocast. `device` is where all planned storages are.
-    `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
+    `training`: it has a backward. `autocast`: the type it casts to, if traced under that. `device` is where all planned
+    storages are. `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
     (`hosted.py`); none when it is not.
     `division`: how chains of rows were divided, with `over` settled; `compress`: how what waits is made smaller;
     `again` traces with others.
@@ -165,7 +165,7 @@ class TracedGraph:
     out_spec: pytree.TreeSpec
     example_inputs: tuple[Any, ...]
     training: bool
-    autocast: bool
+    autocast: torch.dtype | None
     device: torch.device
     runs_on: tuple[str, ...] = ()
     division: Division | None = None

@@ -227,6 +227,46 @@ def test_options_that_decide_the_update_may_not_change(kind: str, options: dict[
     assert not torch.equal(net.get_parameter("net.0.weight"), before["net.0.weight"])
 
 
+def test_parameters_may_not_move_to_another_group() -> None:
+    net = WithLoss(_net())
+    weights = [p for p in net.parameters() if p.ndim > 1]
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": [net.get_parameter("net.0.bias")], "lr": 1e-3}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    step = compile_step(net, optimizer, _itself, _batch())
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+    with pytest.raises(InputMismatch, match="groups have other parameters"):
+        step(*_batch())
+
+
+def test_autocast_is_part_of_the_step() -> None:
+    nets = [WithLoss(_net()), WithLoss(_net())]
+    optimizers = [OPTIMIZERS["adamw"](net.parameters()) for net in nets]
+    step = compile_step(nets[0], optimizers[0], _itself, _batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(InputMismatch, match=r"under autocast to torch\.bfloat16"):
+            step(*_batch())
+        step = compile_step(nets[0], optimizers[0], _itself, _batch())
+        for seed in range(3):
+            assert torch.equal(step(*_batch(seed)), _eager(nets[1], optimizers[1], *_batch(seed)))
+    assert _same_parameters(*nets)
+    with pytest.raises(InputMismatch, match="called without autocast"):
+        step(*_batch())
+
+
+def test_inputs_that_want_gradients_are_refused() -> None:
+    """Eager's gradient would go on to what computed them."""
+    net = WithLoss(_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x, y = _batch()
+    with pytest.raises(UnsupportedCall, match="input 0 of the example batch: requires a gradient") as caught:
+        compile_step(net, optimizer, _itself, (x.requires_grad_(), y))
+    assert caught.value.hint
+    step = compile_step(net, optimizer, _itself, (x.detach(), y))
+    with pytest.raises(InputMismatch, match="input 0: requires a gradient"):
+        step(x * 2, y)
+
+
 def test_options_come_with_a_checkpoint() -> None:
     net = WithLoss(_net())
     step_of = OPTIMIZERS["adamw"](net.parameters())
