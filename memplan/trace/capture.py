@@ -234,8 +234,20 @@ def _take_real_tensors(module: nn.Module) -> None:
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-    with exporting(model, args, kwargs), RecurrentAsEager():
+    with exporting(model, args, kwargs), RecurrentAsEager(), _unprinted():
         return torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
+
+
+@contextlib.contextmanager
+def _unprinted() -> Iterator[None]:
+    """Export prints the graph so far of what it cannot trace, to stderr; nothing else of the process goes unheard."""
+    from torch.export import _trace
+
+    vars(_trace)["print"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        vars(_trace).pop("print", None)
 
 
 def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
@@ -253,7 +265,7 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         )
     elif "entirely functional graph" in text:
         hint = "register the tensor that forward changes in place as a buffer of the model"
-    elif "not a known type" in text:
+    elif "not a known type" in text or "unhashable type" in text:
         hint = "return tensors, tuples, lists or dicts, or register the type: torch.export.register_dataclass(...)"
     elif "graph break" in text or "unsupported" in text:
         hint = (

@@ -327,6 +327,47 @@ def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was() -> None:
     assert caught.value.hint
 
 
+class Takes(nn.Module):
+    """A parameter of any kind."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).abs().sum()
+
+
+def test_parameters_that_fused_kernels_cannot_update_are_refused() -> None:
+    x = torch.randn(3, 4)
+    for weight, words in ((torch.randn(4, dtype=torch.cfloat), "complex64"), (torch.randn(4, 2)[:, 0], "gaps")):
+        model = Takes(weight)
+        with pytest.raises(UnsupportedGraph, match=words) as caught:
+            compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), _itself, x)
+        assert caught.value.hint
+
+
+def test_state_lies_as_its_parameter() -> None:
+    """The kernels walk all tensors alike: a state that is laid out otherwise would be mixed up."""
+    x = torch.randn(3, 4, 5)
+    model, other = Takes(torch.ones(4, 5).t().contiguous().t()), Takes(torch.ones(4, 5).t().contiguous().t())
+    ours, theirs = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, other))
+    for _ in range(2):
+        _eager(other, theirs, x)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    state = ours.state[model.weight]
+    kept = dict(state)
+    state["exp_avg"] = state["exp_avg"].contiguous()
+    with pytest.raises(UnsupportedGraph, match=r"strides \(1, 4\), the optimizer's 'exp_avg' of it \(5, 1\)"):
+        compile_step(model, ours, _itself, x)
+    state.update(kept)
+    model.load_state_dict(other.state_dict())
+    step = compile_step(model, ours, _itself, x)
+    for _ in range(2):
+        assert torch.equal(step(x), _eager(other, theirs, x))
+    assert _same_parameters(model, other)
+
+
 def _hook(*_: object) -> None:
     """Of any kind."""
 
