@@ -310,7 +310,7 @@ def _with_numbers(graph: fx.GraphModule, numbers: Mapping[str, float]) -> fx.Gra
         for item in list(node.users) if node.name in numbers else ():
             item.replace_all_uses_with(numbers[node.name])
             made.graph.erase_node(item)
-    made.recompile()  # type: ignore[no-untyped-call]
+    made.recompile()
     return made
 
 

@@ -25,7 +25,7 @@ _Recipe = tuple[nn.Module, _Example, Mapping[str, Any], list[bool]]
 def recipe(model: nn.Module, main: Runner, options: Options, given: Plan | None, modes: list[bool]) -> _Recipe:
     """The arguments of `rebuild`. `modes`: the training flag of every submodule when the model was compiled."""
     traced = main.traced
-    if traced.autocast:
+    if traced.autocast is not None:
         raise UnsupportedCall(
             "a module compiled under autocast cannot be copied or pickled",
             where=type(model).__name__,

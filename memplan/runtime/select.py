@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from memplan.errors import InputMismatch
 from memplan.runtime.builder import Builder
 from memplan.runtime.runner import Runner
+from memplan.trace.capture import autocast_dtype
 
 _MAX_RUNNERS = 8
 
@@ -49,7 +50,7 @@ class Selector:
         main = self.main
         modes = self._structure.modes()
         grad = main.traced.training and torch.is_grad_enabled()
-        self._check_autocast()
+        require_autocast(main)
         runner = main
         if modes != self.main_modes or grad is not main.traced.training:
             self._check_modes(modes)
@@ -66,7 +67,7 @@ class Selector:
             for x in flat
         )
         grad = self.main.traced.training and torch.is_grad_enabled()
-        autocast = torch.is_autocast_enabled(self.main.traced.device.type)
+        autocast = autocast_dtype(self.main.device_type)
         state = State(grad, tuple(self._structure.modes()))
         runner = self._cached((state, autocast, str(spec), layouts), args, kwargs, train=grad)
         return runner, runner.signature.flatten(args, kwargs)
@@ -83,10 +84,11 @@ class Selector:
         if any(modes):
             self._structure.require_modes(self.main_modes)
 
-    def _check_autocast(self) -> None:
-        traced = self.main.traced
-        now = torch.is_autocast_enabled(self.main.device_type)
-        if now is not traced.autocast:
-            here, there = ("under autocast" if on else "without autocast" for on in (now, traced.autocast))
-            hint = "compile and call in the same autocast state"
-            raise InputMismatch(f"called {here}, the plan was made {there}", where="the call", hint=hint)
+
+def require_autocast(runner: Runner) -> None:
+    """Raise `InputMismatch` unless autocast is as where the runner was traced: off, or to the same type."""
+    then, now = runner.traced.autocast, autocast_dtype(runner.device_type)
+    if now is not then:
+        here, there = ("without autocast" if dtype is None else f"under autocast to {dtype}" for dtype in (now, then))
+        hint = "compile and call in the same autocast state"
+        raise InputMismatch(f"called {here}, the plan was made {there}", where="the call", hint=hint)

@@ -25,7 +25,7 @@ from memplan.errors import InputMismatch, InvalidShapes, ShapeOutOfRange, Unsupp
 from memplan.runtime.bind import BoundOp, with_arguments
 from memplan.runtime.builder import Builder
 from memplan.runtime.runner import Runner
-from memplan.runtime.select import Selector, State
+from memplan.runtime.select import Selector, State, require_autocast
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.traced import Kernel, Source, TracedGraph
 from memplan.trace.varying import SymbolicTrace
@@ -89,7 +89,7 @@ class ShapedSelector(Selector):
         """
         modes = self._structure.modes()
         grad = self.main.traced.training and torch.is_grad_enabled()
-        self._check_autocast()
+        require_autocast(self.main)
         self._check_modes(modes)
         flat, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.spec:

@@ -127,7 +127,7 @@ def _same_constant(one: Any, two: Any) -> bool:
 
 
 def _mismatch(where: str, what: str) -> InputMismatch:
-    hint = 'call it like the example inputs, compile again, or pass on_mismatch="eager" or "replan"'
+    hint = "call it like the example inputs, compile again, or choose another on_mismatch="
     return InputMismatch(what, where=where, hint=hint)
 
 

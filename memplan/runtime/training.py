@@ -50,7 +50,8 @@ class StepStructure(Structure):
         if len(groups) != len(self._groups) or not all(
             _same(group["params"], noted) for group, noted in zip(groups, self._groups, strict=True)
         ):
-            self._require_parameters()
+            what = "its groups have other parameters than when the step was compiled"
+            raise InputMismatch(what, where="the optimizer", hint=COMPILE_AGAIN)
         if list(map(_deciding, groups)) != self._options:
             self._require_options()
         state = self.optimizer.state
@@ -75,12 +76,6 @@ class StepStructure(Structure):
         for name, p in self.model.named_parameters():
             if p._backward_hooks or p._post_accumulate_grad_hooks or hooks_of_node(p):
                 raise UnsupportedCall(_SKIPPED, where=name, hint=_HOOKS)
-
-    def _require_parameters(self) -> None:
-        """Raise `InputMismatch` unless the groups have the same parameters, in whatever lists."""
-        noted = [p for group in self._groups for p in group]
-        if not _same([p for group in self.optimizer.param_groups for p in group["params"]], noted):
-            raise InputMismatch("the optimizer's parameters changed", where="optimizer", hint=COMPILE_AGAIN)
 
     def _require_options(self) -> None:
         """Raise `InputMismatch` for a group whose parameters would get another update now."""

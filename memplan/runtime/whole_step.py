@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall, UnsupportedGraph
@@ -21,6 +22,7 @@ from memplan.runtime.options import PlanOptions, device_for, given_plan, require
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.passive_step import eager_step
 from memplan.runtime.runner import Runner
+from memplan.runtime.select import require_autocast
 from memplan.runtime.step_builder import StepBuilder
 from memplan.runtime.training import StepStructure
 from memplan.trace.updates import Accumulate
@@ -101,7 +103,8 @@ class CompiledStep(Measured):
             runner = self._adding
         try:
             self._structure.require_modes(self._modes)
-            leaves = runner.signature.flatten(batch, {})
+            require_autocast(runner)
+            leaves = runner.signature.flatten(batch, {}, training=True)
         except InputMismatch as error:
             if self._passive is None:
                 raise
@@ -201,8 +204,8 @@ def compile_step(
     state are updated on the device and written back in each step.
 
     Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `UnsupportedCall` for
-    hooks on parameters or on the optimizer's step, which it would not call (a call raises for later ones),
-    `PlanMismatch` when `plan` was made for another step.
+    hooks on parameters or on the optimizer's step, which it would not call (a call raises for later ones), and for
+    inputs that require gradients, which they would not get, `PlanMismatch` when `plan` was made for another step.
     """
     _require_sensible(accumulate, clip_grad_norm)
     given = given_plan(plan, budget)
@@ -227,6 +230,7 @@ def compile_step(
     loss = Loss(model, loss_fn)
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss.require_parts(batch)
+    _require_no_gradients(batch)
     builder = StepBuilder(loss, optimizer, options, clip_grad_norm=clip_grad_norm, cuda_graph=cuda_graph)
     kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
     structure, runners, guides = builder.build(batch, kinds, given)
@@ -244,6 +248,15 @@ def _require_sensible(accumulate: int, clip_grad_norm: float | None) -> None:
         raise MemplanError(
             f"clip_grad_norm={clip_grad_norm!r}", hint="pass the maximal norm, a number of at least 0, or None"
         )
+
+
+def _require_no_gradients(batch: tuple[Any, ...]) -> None:
+    """Raise `UnsupportedCall` for an input that eager would give a gradient, which may go on to what made it."""
+    for i, leaf in enumerate(pytree.tree_leaves(batch)):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            what = "requires a gradient, which a compiled step does not give"
+            hint = "pass it detached; make what computes it a part of the model, or use memplan.compile"
+            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint)
 
 
 def _call(model: nn.Module, *batch: Any) -> Any:

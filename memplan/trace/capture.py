@@ -41,7 +41,8 @@ class Captured:
     `in_spec` is the pytree of (args, kwargs), `out_spec` that of the module's result; `inputs` are the
     flattened example inputs. Of each leaf of the result, `differentiable` says whether eager's requires a
     gradient, and `alias_of` of which placeholder (by position) it is a view, if of one. `training`: the graph
-    contains the backward. `autocast`: it was traced under autocast. `readings`: the constants that are Python's.
+    contains the backward. `autocast`: the type to which autocast casts, where it was traced under that. `readings`: the
+    constants that are Python's.
     """
 
     graph_module: fx.GraphModule
@@ -51,7 +52,7 @@ class Captured:
     differentiable: tuple[bool, ...]
     alias_of: tuple[int | None, ...]
     training: bool
-    autocast: bool
+    autocast: torch.dtype | None
     readings: tuple[Reading, ...] = ()
 
 
@@ -124,9 +125,14 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
         differentiable=tuple(leaf.requires_grad for leaf in leaves),
         alias_of=tuple(leaf.base_idx if leaf.output_type.name in _OF_INPUT else None for leaf in leaves),
         training=has_backward,
-        autocast=any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
+        autocast=autocast_dtype("cpu") or autocast_dtype("cuda"),
         readings=with_values(graph_module.meta.get(READINGS, ()), model),
     )
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The type to which autocast casts on these devices; None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _without_assertions(graph: fx.Graph) -> None:
@@ -247,8 +253,20 @@ def _take_real_tensors(module: nn.Module) -> None:
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-    with exporting(model, args, kwargs), RecurrentAsEager():
+    with exporting(model, args, kwargs), RecurrentAsEager(), _unprinted():
         return torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
+
+
+@contextlib.contextmanager
+def _unprinted() -> Iterator[None]:
+    """Export prints the graph so far of what it cannot trace, to stderr; nothing else of the process goes unheard."""
+    from torch.export import _trace
+
+    vars(_trace)["print"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        vars(_trace).pop("print", None)
 
 
 def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
@@ -266,7 +284,7 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         )
     elif "entirely functional graph" in text:
         hint = "register the tensor that forward changes in place as a buffer of the model"
-    elif "not a known type" in text:
+    elif "not a known type" in text or "unhashable type" in text:
         hint = "return tensors, tuples, lists or dicts, or register the type: torch.export.register_dataclass(...)"
     elif "graph break" in text or "unsupported" in text:
         hint = (

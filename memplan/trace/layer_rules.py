@@ -5,6 +5,7 @@ Each gives the bits of the op that it replaces, or None: leave it. `rules.py` sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,9 +94,26 @@ def mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.Nod
         return None
     difference = rw.call(aten.sub.Tensor, x, y)
     rw.call(aten.mul_.Tensor, difference, difference)
+    return _reduced(rw, difference, reduction)
+
+
+def loss_of(unreduced: Any) -> Callable[..., Any]:
+    """Losses whose `out` variants compute the loss of each element in `out`, resized, and then reduce that."""
+
+    def rule(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1, *options: Any) -> fx.Node | None:
+        in_rows = value(x).is_contiguous() and value(y).is_contiguous()  # else each loss has a layout of its own
+        if reduction not in (_MEAN, _SUM) or not in_rows:
+            return None
+        return _reduced(rw, rw.call(unreduced, x, y, 0, *options), reduction)
+
+    return rule
+
+
+def _reduced(rw: Rewriter, losses: fx.Node, reduction: int) -> fx.Node:
+    """The mean or the sum of all elements, in the place of the op."""
     if reduction == _SUM:
-        return rw.instead(aten.sum.dim_IntList, difference, None)
-    return mean(rw, difference) or rw.instead(aten.mean.default, difference)
+        return rw.instead(aten.sum.dim_IntList, losses, None)
+    return mean(rw, losses) or rw.instead(aten.mean.default, losses)
 
 
 def batch_norm(  # noqa: PLR0917  (the op's own signature)

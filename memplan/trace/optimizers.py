@@ -44,8 +44,10 @@ def keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple
 def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.Tensor, group: int) -> dict[str, Any]:
     """The state of a parameter; what the optimizer would create at its first step is created, laid out as it would.
 
-    Raises `UnsupportedGraph` for state that is there, but not all that the update takes.
+    Raises `UnsupportedGraph` for a parameter that torch's fused kernels cannot update, or would in wrong places: they
+    go through the memory of a parameter and of its state as it lies. Also when a part of the state is missing.
     """
+    _require_updatable(name, parameter)
     keys = keys_of(optimizer, optimizer.param_groups[group])
     if not keys:
         return {}
@@ -61,6 +63,26 @@ def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.T
     if missing is not None:
         what = f"the optimizer's state of it has no {missing!r}, which group {group} needs"
         raise UnsupportedGraph(name, what, "load a checkpoint made with the same options, or make the optimizer anew")
+    for key in keys:
+        if key != STEP and _places(state[key]) != _places(parameter):
+            what = f"has strides {parameter.stride()}, the optimizer's {key!r} of it {state[key].stride()}"
+            raise UnsupportedGraph(name, what, "lay out that state like the parameter, or make the optimizer anew")
     if STEP in keys and place.type == "cuda" and state[STEP].device != place:  # of an optimizer that was not fused
         state[STEP] = state[STEP].to(place)
     return state
+
+
+def _places(x: torch.Tensor) -> list[tuple[int, int]]:
+    """Where its elements lie: size and stride of each dimension along which there are several."""
+    return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
+
+def _require_updatable(name: str, parameter: torch.Tensor) -> None:
+    what, hint = "", ""
+    if not parameter.is_floating_point():
+        what = f"is {parameter.dtype}, which torch's fused updates do not take"
+        hint = "keep it as two real parameters"
+    elif torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        what, hint = f"has gaps in memory (strides {parameter.stride()})", "make the parameter of a contiguous copy"
+    if what:
+        raise UnsupportedGraph(name, what, f"{hint}, or use memplan.compile")

@@ -10,9 +10,6 @@ from functools import cache
 import torch
 from torch._ops import OpOverload
 
-# Its kernel resizes `out` to the unreduced shape first: in an arena that would overwrite the neighbours.
-_LIARS = {torch.ops.aten.mse_loss.default}
-
 
 @cache
 def out_variant(op: OpOverload) -> OpOverload | None:
@@ -20,8 +17,6 @@ def out_variant(op: OpOverload) -> OpOverload | None:
 
     Schemas are compared instead of tags or names: the tag for out variants was renamed between releases.
     """
-    if op in _LIARS:
-        return None
     wanted = [_argument(a) for a in op._schema.arguments]
     packet = op.overloadpacket
     for name in packet.overloads():

@@ -150,8 +150,8 @@ class Results:
 class TracedGraph:
     """A graph, `kernels[i]` that runs `graph.ops[i]`, and how the step is fed and what it returns.
 
-    `training`: it has a backward. `autocast`: it was traced under autocast. `readings`: which of Python's values
-    are constants of it. `device` is where all planned storages are.
+    `training`: it has a backward. `autocast`: the type it casts to, if traced under that. `readings`: which of Python's
+    values are constants of it. `device` is where all planned storages are.
     `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
     (`hosted.py`); none when it is not.
     `division`: how chains of rows were divided, with `over` settled; `compress`: how what waits is made smaller;
@@ -167,7 +167,7 @@ class TracedGraph:
     out_spec: pytree.TreeSpec
     example_inputs: tuple[Any, ...]
     training: bool
-    autocast: bool
+    autocast: torch.dtype | None
     device: torch.device
     readings: tuple[Reading, ...] = ()
     runs_on: tuple[str, ...] = ()

@@ -304,6 +304,8 @@ def test_autocast_is_part_of_the_call() -> None:
         out = cast(_x())
         assert out.dtype is torch.bfloat16
         assert torch.equal(out, model(_x()))
+    with torch.autocast("cpu", torch.float16), pytest.raises(InputMismatch, match=r"under autocast to torch\.float16"):
+        cast(_x())
     out.sum().backward()
     with pytest.raises(InputMismatch, match="autocast"):
         cast(_x())

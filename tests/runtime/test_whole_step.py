@@ -227,6 +227,51 @@ def test_options_that_decide_the_update_may_not_change(kind: str, options: dict[
     assert not torch.equal(net.get_parameter("net.0.weight"), before["net.0.weight"])
 
 
+def test_parameters_may_not_move_to_another_group() -> None:
+    net = WithLoss(_net())
+    weights = [p for p in net.parameters() if p.ndim > 1]
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": [net.get_parameter("net.0.bias")], "lr": 1e-3}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    step = compile_step(net, optimizer, _itself, _batch())
+    first, second = optimizer.param_groups
+    second["params"].insert(0, first["params"].pop())
+    with pytest.raises(InputMismatch, match="groups have other parameters"):
+        step(*_batch())
+
+
+def test_autocast_is_part_of_the_step() -> None:
+    nets = [WithLoss(_net()), WithLoss(_net())]
+    optimizers = [OPTIMIZERS["adamw"](net.parameters()) for net in nets]
+    step = compile_step(nets[0], optimizers[0], _itself, _batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(InputMismatch, match=r"under autocast to torch\.bfloat16"):
+            step(*_batch())
+        step = compile_step(nets[0], optimizers[0], _itself, _batch())
+    for seed in range(3):
+        with torch.autocast("cpu", torch.bfloat16):  # one for each step: it keeps what it has cast until its end
+            ours, theirs = step(*_batch(seed)), nets[1](*_batch(seed))
+        theirs.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert torch.equal(ours, theirs)
+    assert _same_parameters(*nets)
+    with pytest.raises(InputMismatch, match="called without autocast"):
+        step(*_batch())
+
+
+def test_inputs_that_want_gradients_are_refused() -> None:
+    """Eager's gradient would go on to what computed them."""
+    net = WithLoss(_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x, y = _batch()
+    with pytest.raises(UnsupportedCall, match="input 0 of the example batch: requires a gradient") as caught:
+        compile_step(net, optimizer, _itself, (x.requires_grad_(), y))
+    assert caught.value.hint
+    step = compile_step(net, optimizer, _itself, (x.detach(), y))
+    with pytest.raises(InputMismatch, match="input 0: requires a gradient"):
+        step(x * 2, y)
+
+
 def test_options_come_with_a_checkpoint() -> None:
     net = WithLoss(_net())
     step_of = OPTIMIZERS["adamw"](net.parameters())
@@ -280,6 +325,47 @@ def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was() -> None:
     with pytest.raises(UnsupportedGraph, match="'max_exp_avg_sq'") as caught:
         compile_step(net, optimizer, _itself, _batch())
     assert caught.value.hint
+
+
+class Takes(nn.Module):
+    """A parameter of any kind."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).abs().sum()
+
+
+def test_parameters_that_fused_kernels_cannot_update_are_refused() -> None:
+    x = torch.randn(3, 4)
+    for weight, words in ((torch.randn(4, dtype=torch.cfloat), "complex64"), (torch.randn(4, 2)[:, 0], "gaps")):
+        model = Takes(weight)
+        with pytest.raises(UnsupportedGraph, match=words) as caught:
+            compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), _itself, x)
+        assert caught.value.hint
+
+
+def test_state_lies_as_its_parameter() -> None:
+    """The kernels walk all tensors alike: a state that is laid out otherwise would be mixed up."""
+    x = torch.randn(3, 4, 5)
+    model, other = Takes(torch.ones(4, 5).t().contiguous().t()), Takes(torch.ones(4, 5).t().contiguous().t())
+    ours, theirs = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, other))
+    for _ in range(2):
+        _eager(other, theirs, x)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    state = ours.state[model.weight]
+    kept = dict(state)
+    state["exp_avg"] = state["exp_avg"].contiguous()
+    with pytest.raises(UnsupportedGraph, match=r"strides \(1, 4\), the optimizer's 'exp_avg' of it \(5, 1\)"):
+        compile_step(model, ours, _itself, x)
+    state.update(kept)
+    model.load_state_dict(other.state_dict())
+    step = compile_step(model, ours, _itself, x)
+    for _ in range(2):
+        assert torch.equal(step(x), _eager(other, theirs, x))
+    assert _same_parameters(model, other)
 
 
 def _hook(*_: object) -> None:

@@ -87,6 +87,14 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "mul of a part that is scaled": (lambda w, x: ((x * w)[:, 1:] * 0.5) * x[:, :-1].sin(), (X,)),
     "mse_loss mean": (lambda w, x: F.mse_loss(x * w, x.sin()), (X,)),
     "mse_loss sum": (lambda w, x: F.mse_loss(x * w, x.sin(), reduction="sum"), (X,)),
+    "huber_loss mean": (lambda w, x: F.huber_loss(x * w, x.sin(), delta=0.3), (X,)),
+    "huber_loss sum": (lambda w, x: F.huber_loss(x * w, x.sin(), reduction="sum"), (X,)),
+    "huber_loss none": (lambda w, x: F.huber_loss(x * w, x.sin(), reduction="none"), (X,)),
+    "huber_loss of what is transposed": (lambda w, x: F.huber_loss((x * w).mT, x.sin().mT), (X,)),
+    "smooth_l1_loss mean": (lambda w, x: F.smooth_l1_loss(x * w, x.sin(), beta=0.2), (X,)),
+    "smooth_l1_loss sum": (lambda w, x: F.smooth_l1_loss(x * w, x.sin(), reduction="sum"), (X,)),
+    "soft_margin_loss mean": (lambda w, x: F.soft_margin_loss(x * w, x.sin().sign()), (X,)),
+    "soft_margin_loss sum": (lambda w, x: F.soft_margin_loss(x * w, x.sin().sign(), reduction="sum"), (X,)),
     "mse_loss none": (lambda w, x: F.mse_loss(x * w, x.sin(), reduction="none"), (X,)),
 }
 
@@ -154,6 +162,7 @@ def test_every_rule_is_exercised() -> None:
     # Run functionally: reduction="none", which has nothing to reduce, what rolls one dimension twice, normalisations of
     # what is transposed, means that are rounded. Few products have a factor that is scaled; few sums keep a dimension
     # that nobody sees.
-    functional = {"aten.mse_loss.default", "aten.roll.default", "aten._native_batch_norm_legit_functional.default"}
+    losses = {f"aten.{loss}.default" for loss in ("mse_loss", "huber_loss", "smooth_l1_loss", "soft_margin_loss")}
+    functional = {*losses, "aten.roll.default", "aten._native_batch_norm_legit_functional.default"}
     only_sometimes = {"aten.mul.Tensor", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim", *functional}
     assert {str(t) for t in RULES} & left <= only_sometimes
