@@ -91,6 +91,9 @@ class Structure:
                 hint="switch the whole model with .train() or .eval(), or compile again in this mode",
             )
 
+    def require_known(self) -> None:
+        """Called when parameters moved; raises `InputMismatch` where something else still has the old ones."""
+
     def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
         """The dict and the key under which the model keeps a parameter or buffer."""
         path, _, key = binding.name.rpartition(".")
@@ -167,6 +170,7 @@ class Slots:
         if _ties(tensors) != self._ties and not (self._free and _apart(tensors)):
             what = "parameters that shared their memory no longer do, or the other way round"
             raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=COMPILE_AGAIN)
+        self._structure.require_known()
         self._note(tensors, state)
         return moved
 

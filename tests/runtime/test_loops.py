@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import memplan
-from memplan.errors import InputMismatch
+from memplan.errors import InputMismatch, UnsupportedGraph
 
 
 class Net(nn.Module):
@@ -188,3 +188,67 @@ def test_a_step_notices_what_its_loss_closes_over() -> None:
     weight["mse"] = 0.5
     with pytest.raises(InputMismatch, match=r"loss_fn.*'mse'.*is 0\.5, the plan was made for 1\.0"):
         step(x)
+
+
+def test_a_step_refuses_parameters_that_its_optimizer_does_not_know() -> None:
+    model, x = nn.Linear(4, 1), torch.randn(5, 4)
+    step = memplan.compile_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda out: out.square().mean(), x)
+    step(x)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state)
+    step(x)
+    model.load_state_dict(state, assign=True)
+    for _ in range(2):
+        with pytest.raises(InputMismatch, match="another parameter than the optimizer's"):
+            step(x)
+
+
+def test_parameters_that_are_parts_of_one_vector_train() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), torch.randn(5, 4)
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, x)
+    for _ in range(3):
+        for one in (compiled, twin):
+            one.zero_grad()
+            one(x).square().mean().backward()
+            values = nn.utils.parameters_to_vector(one.parameters())
+            slopes = nn.utils.parameters_to_vector([p.grad for p in one.parameters() if p.grad is not None])
+            nn.utils.vector_to_parameters((values - 0.1 * slopes).detach(), one.parameters())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_spectral_norm_trains_like_eager() -> None:
+    model, x = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), torch.randn(5, 4)
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, x)
+    for mode in (True, True, False, True):
+        for one in (compiled, twin):
+            one.train(mode).zero_grad()
+            one(x).square().mean().backward()
+    for p, q in zip((*model.parameters(), *model.buffers()), (*twin.parameters(), *twin.buffers()), strict=True):
+        assert torch.equal(p, q)
+        assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
+
+
+def test_an_op_with_effects_is_named() -> None:
+    model = nn.utils.parametrizations.orthogonal(nn.Linear(4, 3), orthogonal_map="cayley")
+    with pytest.raises(UnsupportedGraph, match=r"aten\._linalg_check_errors"):
+        memplan.compile(model, torch.randn(5, 4))
+
+
+def test_numbers_that_change_behind_torch_compile() -> None:
+    model, x = Net().eval(), torch.randn(5, 4)
+    compiled = torch.compile(model, backend=memplan.Backend())
+    for temperature in (1.0, 0.9, 0.8, 0.9):
+        model.temperature = temperature
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_stand_ins_for_parameters_get_gradients_behind_torch_compile() -> None:
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    compiled: Any = torch.compile(model, backend=memplan.Backend())
+    for one in (compiled, model, compiled):
+        given = {name: p.detach().clone().requires_grad_() for name, p in one.named_parameters()}
+        torch.func.functional_call(one, given, (x,)).sum().backward()
+        assert all(p.grad is not None for p in given.values())
