@@ -58,7 +58,9 @@ class CompiledModule(nn.Module, Measured):
     ) -> None:
         require_traceable(model)
         self.__dict__["_original"] = model
+        mode = model.training
         super().__init__()
+        model.training = mode
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         # past nn.Module's own __setattr__: the model may have a submodule of any name
@@ -169,7 +171,8 @@ class CompiledModule(nn.Module, Measured):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """Set by `nn.Module.__init__` and `train`; the original has its own."""
+        """Set that of the original alone, as Lightning does for each submodule."""
+        self._original.training = mode
 
     def train(self, mode: bool = True) -> CompiledModule:
         """Set the mode of the original."""

@@ -31,6 +31,8 @@ from memplan.trace.statistics import correct_statistics
 
 _LOST = ("fork_rng", "rng_state", "manual_seed")  # what dynamo refuses and export would leave out
 READINGS = "memplan's readings"  # key of what a front end notes of a graph
+_IGNORED = "ignore_logging_functions"  # torch's option
+_LOGS = ("debug", "info", "warning", "error", "critical", "exception", "log", "info_once", "warning_once")
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
 
 
@@ -204,7 +206,7 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
-    with warnings.catch_warnings(record=True) as caught, noting_guards() as readings, _constant_numbers():
+    with warnings.catch_warnings(record=True) as caught, noting_guards() as readings, _as_export_does():
         warnings.simplefilter("always")
         module = front(*args, **kwargs)
     _meta_of(module)[READINGS] = tuple(readings)
@@ -216,10 +218,13 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     return module
 
 
-def _constant_numbers() -> Any:
+def _as_export_does() -> Any:
     """Without what dynamo remembers of earlier traces: it takes for a variable whatever number had another value there,
-    and then guards by nothing."""
-    return torch._dynamo.config.patch(specialize_int=True, specialize_float=True, automatic_dynamic_shapes=False)
+    and then guards by nothing. And what a forward logs is not logged by a compiled step."""
+    config: dict[str, Any] = {"specialize_int": True, "specialize_float": True, "automatic_dynamic_shapes": False}
+    if hasattr(torch._dynamo.config, _IGNORED):
+        config[_IGNORED] = {getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)}
+    return torch._dynamo.config.patch(config)
 
 
 def _clear_globals(model: nn.Module, module: nn.Module) -> None:
@@ -286,6 +291,8 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         hint = "register the tensor that forward changes in place as a buffer of the model"
     elif "not a known type" in text or "unhashable type" in text:
         hint = "return tensors, tuples, lists or dicts, or register the type: torch.export.register_dataclass(...)"
+        if "cache" in text:
+            hint = "set model.config.use_cache = False, which training needs not (transformers)"
     elif "graph break" in text or "unsupported" in text:
         hint = (
             "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -252,3 +253,46 @@ def test_stand_ins_for_parameters_get_gradients_behind_torch_compile() -> None:
         given = {name: p.detach().clone().requires_grad_() for name, p in one.named_parameters()}
         torch.func.functional_call(one, given, (x,)).sum().backward()
         assert all(p.grad is not None for p in given.values())
+
+
+def test_modes_that_are_set_module_by_module() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = memplan.compile(Net().train(), torch.randn(5, 4))
+
+    outer = Outer()
+    modes = {module: module.training for module in outer.modules()}
+    outer.eval()
+    outer.net(torch.randn(5, 4))
+    for module, mode in modes.items():  # as Lightning does after validation
+        module.training = mode
+    outer.net(torch.randn(5, 4)).sum().backward()
+    assert not memplan.compile(Net().eval(), torch.randn(5, 4)).training
+
+
+def test_what_a_configuration_settles_and_what_forward_logs() -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.kind: str | None = None
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Config()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.config.kind is None:
+                self.config.kind = "single label"
+            logging.getLogger(__name__).warning("called")
+            y: Tensor = self.head(x)
+            return y
+
+    model, x = Classifier(), torch.randn(5, 4)
+    compiled = memplan.compile(model, x)
+    assert model.config.kind == "single label"
+    assert torch.equal(compiled(x), model(x))
+    model.config.kind = None
+    with pytest.raises(InputMismatch, match=r"config\.kind: is None, the plan was made for 'single label'"):
+        compiled(x)
