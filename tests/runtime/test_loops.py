@@ -15,6 +15,8 @@ from torch.export import Dim
 import memplan
 from memplan.errors import InputMismatch, UnsupportedGraph
 
+LOG = logging.getLogger(__name__)
+
 
 class Net(nn.Module):
     """Reads of Python what people change from step to step."""
@@ -285,7 +287,7 @@ def test_what_a_configuration_settles_and_what_forward_logs() -> None:
         def forward(self, x: Tensor) -> Tensor:
             if self.config.kind is None:
                 self.config.kind = "single label"
-            logging.getLogger(__name__).warning("called")
+            LOG.warning("called")
             y: Tensor = self.head(x)
             return y
 
