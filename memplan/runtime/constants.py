@@ -42,7 +42,7 @@ class Constants:
         for reading in self._readings:
             now = reading.now(self._structure.model)
             if not _same(now, reading.value):
-                what = f"is {'gone' if now is GONE else repr(now)}, the plan was made for {reading.value!r}"
+                what = f"is {_shown(now)}, the plan was made for {_shown(reading.value)}"
                 raise InputMismatch(what, where=_name(reading), hint=_HINT)
         self._look()
 
@@ -78,7 +78,7 @@ def _is_structure(owner: Any, link: Link) -> bool:
 def _same(now: Any, before: Any) -> bool:
     if now is before:
         return True
-    if type(now) is not type(before):
+    if type(now) is not type(before) or isinstance(now, torch.Tensor):
         return False
     if isinstance(now, tuple):
         return len(now) == len(before) and all(map(_same, now, before))
@@ -87,9 +87,15 @@ def _same(now: Any, before: Any) -> bool:
     return bool(now == before)
 
 
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dtype} {tuple(value.shape)} at {value.data_ptr():#x}"
+    return "gone" if value is GONE else repr(value)
+
+
 def _name(reading: Reading) -> str:
     """As the user would write it, without the model itself: "drop.p", "config.scale", "loss_fn.__defaults__[0]"."""
-    words = "" if reading.root is None else getattr(reading.root, "__name__", "the globals")
+    words = "" if reading.root is None else getattr(reading.root, "__name__", "what forward reads from outside")
     submodule = False
     for link in reading.path:
         if link.attribute and link.key in _OF_MODULES:

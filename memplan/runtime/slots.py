@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise, repeat
-from operator import attrgetter, getitem
+from operator import attrgetter, contains, getitem
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Structure:
         self._hook_count = sum(map(len, self._hooks))
         self._hooks_ever = hooks_ever_set()
         self._states = [m.__dict__ for m in self.modules]
+        self._patched = list(map(contains, self._states, repeat("forward")))
         self._plain = all("training" in state for state in self._states)  # no property, as a compiled module's is
 
     def modes(self) -> list[bool]:
@@ -55,11 +56,20 @@ class Structure:
             self._children
         ):
             self._look_again()
+        if list(map(contains, self._states, repeat("forward"))) != self._patched:
+            self._require_forwards()
         if self._hook_count or self._hooks_ever != hooks_ever_set():
             self._count_hooks()
         if self._plain:
             return list(map(getitem, self._states, repeat("training")))
         return list(map(_training, self.modules))
+
+    def _require_forwards(self) -> None:
+        """Raise `InputMismatch` for a submodule that has been given a forward of its own, or has lost it."""
+        for i, (state, patched) in enumerate(zip(self._states, self._patched, strict=True)):
+            if ("forward" in state) is not patched:
+                where = self.name_of(i) or "the model"
+                raise InputMismatch("its forward is another function", where=where, hint=COMPILE_AGAIN)
 
     def _count_hooks(self) -> None:
         ever = hooks_ever_set()

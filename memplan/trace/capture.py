@@ -83,7 +83,8 @@ def capture(
         inputs = flat if device is None else inputs
     with contextlib.ExitStack() as stack:
         prepare(stack, traced, train=train)
-        joint = _capture_joint(stack, traced, args, kwargs, (_as_it_is,) if by_dynamo else (dynamo, _export))
+        front_ends = (_as_it_is,) if by_dynamo else (_export,) if _is_patched(traced) else (dynamo, _export)
+        joint = _capture_joint(stack, traced, args, kwargs, front_ends)
     return captured(model, joint, in_spec, inputs, train=train and not by_dynamo)
 
 
@@ -197,6 +198,12 @@ def _capture_joint(
     raise unsupported(model, clearest) from clearest
 
 
+def _is_patched(model: nn.Module) -> bool:
+    """Whether its forward is a function of someone else, whose parameters dynamo would take for constants."""
+    forward = vars(model).get("forward")
+    return forward is not None and getattr(forward, "__self__", None) is not model
+
+
 def _as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     return model
 
@@ -206,7 +213,7 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
-    with warnings.catch_warnings(record=True) as caught, noting_guards() as readings, _as_export_does():
+    with warnings.catch_warnings(record=True) as caught, noting_guards(model) as readings, _as_export_does():
         warnings.simplefilter("always")
         module = front(*args, **kwargs)
     _meta_of(module)[READINGS] = tuple(readings)
@@ -289,8 +296,8 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         )
     elif "entirely functional graph" in text:
         hint = "register the tensor that forward changes in place as a buffer of the model"
-    elif "not a known type" in text or "unhashable type" in text:
-        hint = "return tensors, tuples, lists or dicts, or register the type: torch.export.register_dataclass(...)"
+    elif "not a known type" in text or "unhashable type" in text or "pytree-flattenable" in text:
+        hint = "take and return tensors, tuples, lists or dicts, or register the type (torch.export.register_dataclass)"
         if "cache" in text:
             hint = "set model.config.use_cache = False, which training needs not (transformers)"
     elif "graph break" in text or "unsupported" in text:

@@ -16,8 +16,10 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import get_traced_fn
 
-_KINDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH")
+_KINDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "TENSOR_MATCH")
+_FOLLOWED = ("_parameters", "_buffers")  # whose tensors are no constants, but looked up in each call
 _LENGTH = "SEQUENCE_LENGTH"
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
 GONE = object()
@@ -57,8 +59,8 @@ class Reading:
 
 
 @contextlib.contextmanager
-def noting_guards() -> Iterator[list[Reading]]:
-    """The readings of what dynamo captures for export meanwhile; none where this torch does not hand them out."""
+def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
+    """The readings of `model`, which dynamo captures for export meanwhile; none where this torch does not tell them."""
     from torch._dynamo import functional_export
 
     found: list[Reading] = []
@@ -71,14 +73,15 @@ def noting_guards() -> Iterator[list[Reading]]:
         out = capture(*args, **kwargs)
         with contextlib.suppress(AttributeError):  # of torch's own, which another version may call otherwise
             made = out.graph_capture_output
-            found.extend(_readings(made.output_graph.guards, made.f_globals))
+            forward = get_traced_fn(model)[0]
+            found.extend(_readings(made.output_graph.guards, made.f_globals, forward))
         return out
 
     with mock.patch.object(functional_export, "fullgraph_capture", noting):
         yield found
 
 
-def _readings(guards: Any, known: dict[str, Any]) -> list[Reading]:
+def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list[Reading]:
     """Those of dynamo's guards that are about plain values, each once."""
     found: dict[tuple[str, bool], Reading] = {}
     for guard in guards:
@@ -86,27 +89,37 @@ def _readings(guards: Any, known: dict[str, Any]) -> list[Reading]:
         name = guard.name if isinstance(guard.name, str) else guard.name()
         if kind not in _KINDS and kind != _LENGTH:
             continue
-        reading = _parsed(name, known, length=kind == _LENGTH)
+        reading = _parsed(name, known, forward, length=kind == _LENGTH)
         if reading is not None:
             found.setdefault((name, reading.length), reading)
     return [found[key] for key in sorted(found)]
 
 
-def _parsed(name: str, known: dict[str, Any], *, length: bool) -> Reading | None:
+def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: bool) -> Reading | None:
     """A name as a path from the model, or from a module of Python's that is not torch's; None for what is neither."""
-    node = ast.parse(name, mode="eval").body
+    node: Any = ast.parse(name, mode="eval").body
     path: list[Link] = []
-    while not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)):
+    while not _is_root(node):
         if isinstance(node, ast.Attribute):
             path.insert(0, Link(node.attr, attribute=True))
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            path.insert(0, Link(node.slice.value, attribute=False))
-        else:
+            node = node.value
+        elif not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)):
             return None
-        node = node.value
+        elif isinstance(node.value, ast.Call):  # `dict(type(owner).__dict__)['key']`: what a class has for its objects
+            key, node = node.slice.value, _object_of_class(node.value)
+            if node is None or path:
+                return None
+            path.insert(0, Link(key, attribute=True))
+        else:
+            path.insert(0, Link(node.slice.value, attribute=False))
+            node = node.value
     first = node.slice.value if isinstance(node.slice, ast.Constant) else None
     if node.value.id == "L":
-        ours = first == "self" and path and path[-1].key != _CHECKED_ELSEWHERE
+        code = forward.__code__
+        if first in code.co_freevars:  # of a class in a function
+            cell = (forward.__closure__ or ())[code.co_freevars.index(first)]
+            return Reading(root=cell, path=(Link("cell_contents", attribute=True), *path), length=length)
+        ours = first == code.co_varnames[0] and path and path[-1].key != _CHECKED_ELSEWHERE
         return Reading(root=None, path=tuple(path), length=length) if ours else None
     root = known.get(first) if isinstance(first, str) else None
     if isinstance(root, ModuleType) and path:
@@ -115,11 +128,38 @@ def _parsed(name: str, known: dict[str, Any], *, length: bool) -> Reading | None
     return Reading(root=known, path=(Link(first, attribute=False),), length=length) if not path else None
 
 
+def _is_root(node: Any) -> bool:
+    """Whether it is `L['self']`, `G['module']` or the like."""
+    return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
+
+
+def _object_of_class(call: ast.Call) -> ast.expr | None:
+    """The owner in `dict(type(owner).__dict__)` or `dict(type(owner).__mro__[1].__dict__)`."""
+    node: Any = call.args[0] if len(call.args) == 1 else call
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type":
+        return node.args[0]
+    return None
+
+
 def with_values(readings: Iterable[Reading], model: nn.Module) -> tuple[Reading, ...]:
     """Those whose value, which they note, is one that can be compared."""
     noted = (replace(reading, value=reading.now(model)) for reading in readings)
-    return tuple(reading for reading in noted if _is_plain(reading.value))
+    kept = (reading for reading in noted if _is_plain(reading.value) or _is_constant_tensor(reading))
+    return tuple(reading for reading in kept if not _is_computed(reading, model))
 
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _is_computed(reading: Reading, model: nn.Module) -> bool:
+    """Whether it is a property, which another object may answer each time."""
+    owner = replace(reading, path=reading.path[:-1]).now(model)
+    return isinstance(getattr(type(owner), str(reading.path[-1].key), None), property)
+
+
+def _is_constant_tensor(reading: Reading) -> bool:
+    """Whether it is a tensor that the trace holds: one that is no parameter and no buffer."""
+    return isinstance(reading.value, torch.Tensor) and not any(link.key in _FOLLOWED for link in reading.path)

@@ -21,6 +21,8 @@ LOG = logging.getLogger(__name__)
 class Net(nn.Module):
     """Reads of Python what people change from step to step."""
 
+    offset = 1.0
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
@@ -29,13 +31,14 @@ class Net(nn.Module):
         self.weights = [1.0, 2.0]
         self.config = {"scale": (1.0, 2.0)}
         self.activation = torch.tanh
+        self.mask = torch.ones(())
         self.unread = 0
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
             x = x * weight
         y: Tensor = self.activation(self.head(self.body(x))) / self.temperature * self.config["scale"][1]
-        return y
+        return y * self.mask + self.offset
 
 
 def _drop(model: Any) -> None:
@@ -82,6 +85,19 @@ def _other_kind(model: Any) -> None:
     model.body[2] = nn.GELU()
 
 
+def _class(model: Any) -> None:
+    model.offset = 3.0
+
+
+def _tensor(model: Any) -> None:
+    model.mask = torch.zeros(())
+
+
+def _patched(model: Any) -> None:
+    was = model.head.forward
+    model.head.forward = lambda x: was(x) / 2
+
+
 def _frozen(model: Any) -> None:
     model.body[0].weight.requires_grad_(not model.body[0].weight.requires_grad)
 
@@ -98,6 +114,9 @@ CHANGES: dict[Callable[[Any], None], str] = {
     _more_modules: "body.4",
     _other_module: "body.3.p",
     _other_kind: "body.2",
+    _class: "offset",
+    _tensor: "mask",
+    _patched: "head",
     _frozen: "body.0.weight",
 }
 _named = pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
@@ -298,3 +317,13 @@ def test_what_a_configuration_settles_and_what_forward_logs() -> None:
     model.config.kind = None
     with pytest.raises(InputMismatch, match=r"config\.kind: is None, the plan was made for 'single label'"):
         compiled(x)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_parameters_of_a_model_whose_forward_was_patched_are_followed(train: bool) -> None:
+    model: Any = nn.Linear(4, 3)
+    was, x = model.forward, torch.randn(5, 4)
+    model.forward = lambda given: was(given) / 2
+    compiled = memplan.compile(model, x, train=train)
+    model.load_state_dict({"weight": torch.randn(3, 4), "bias": torch.randn(3)}, assign=True)
+    assert torch.equal(compiled(x), model(x))
