@@ -347,6 +347,7 @@ def test_a_step_that_would_minimise_nothing_is_refused() -> None:
         assert torch.equal(step(x), loss)
         with torch.no_grad():
             for p in other.parameters():
+                assert p.grad is not None
                 p.sub_(p.grad, alpha=0.1)
     assert _same_parameters(net, other)
 
