@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -11,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from memplan.division import Division, compression_of
+from memplan.errors import UnsupportedGraph
 from memplan.inplace import with_chances
 from memplan.trace.build import build
 from memplan.trace.capture import Captured, capture
@@ -21,7 +23,7 @@ from memplan.trace.optimizers import require_supported
 from memplan.trace.pack import pack_masks
 from memplan.trace.quantize import quantize
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
-from memplan.trace.rewrite import copy_of
+from memplan.trace.rewrite import copy_of, value
 from memplan.trace.rules import lower
 from memplan.trace.simplify import simplify
 from memplan.trace.traced import TracedGraph
@@ -107,6 +109,7 @@ def trace_step(
     """
     require_supported(optimizer)
     captured, target = _captured_for(device, model, example_inputs, {}, train=True)
+    _require_one_number(captured)
 
     def update(graph: fx.Graph) -> None:
         append_updates(
@@ -120,6 +123,16 @@ def trace_step(
         )
 
     return _divisible(captured, type(model).__name__, update, target, in_place=in_place)
+
+
+def _require_one_number(captured: Captured) -> None:
+    """Raise `UnsupportedGraph` for a loss of which `backward()` would not know the gradient to begin with."""
+    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
+    shapes = [tuple(value(n).shape) for n in nodes if n.meta["desc"].is_tangent()]
+    leaves = captured.out_spec.num_leaves
+    if leaves != 1 or math.prod(shapes[0]) != 1:
+        what = f"returns {leaves} values" if leaves != 1 else f"returns a tensor of shape {shapes[0]}"
+        raise UnsupportedGraph("loss_fn", f"{what}, a step minimises one number", "return the mean or the sum alone")
 
 
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:

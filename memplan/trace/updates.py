@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 
+from memplan.errors import UnsupportedGraph
 from memplan.trace.optimizers import STEP, ensure_state, keys_of
 from memplan.trace.randomness import draws
 from memplan.trace.returns import is_backward, returned_by
@@ -80,6 +81,9 @@ def append_updates(
             and id(model.get_parameter(of.target)) in group_of
         ):
             gradients[of.target] = node
+    if not gradients:
+        name = type(optimizer).__name__
+        raise UnsupportedGraph(name, "the loss depends on none of its parameters", "give it those of this very model")
     kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
     output.args = (tuple(n for n, _ in kept),)
     output.meta["desc"] = [d for _, d in kept]

@@ -327,6 +327,31 @@ def test_a_step_that_is_refused_leaves_the_optimizer_as_it_was() -> None:
     assert caught.value.hint
 
 
+def test_a_step_that_would_minimise_nothing_is_refused() -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x, _ = _batch()
+    with pytest.raises(UnsupportedGraph, match=r"loss_fn: returns a tensor of shape \(5, 4\)"):
+        compile_step(net, optimizer, lambda y: y.square(), x)
+    with pytest.raises(UnsupportedGraph, match="loss_fn: returns 2 values"):
+        compile_step(net, optimizer, lambda y: (y.mean(), y), x)  # type: ignore[arg-type, return-value]
+    with pytest.raises(UnsupportedGraph, match="depends on none of its parameters"):
+        compile_step(net, torch.optim.SGD(_net().parameters(), lr=0.1), lambda y: y.mean(), x)
+    step = compile_step(net, optimizer, lambda y: y.square().mean().reshape(1, 1), x)
+    other = WithLoss(_net())
+    for seed in range(2):
+        x, _ = _batch(seed)
+        loss = other.net(x).square().mean().reshape(1, 1)
+        other.zero_grad()
+        loss.backward()
+        assert torch.equal(step(x), loss)
+        with torch.no_grad():
+            for p in other.parameters():
+                assert p.grad is not None
+                p.sub_(p.grad, alpha=0.1)
+    assert _same_parameters(net, other)
+
+
 class Takes(nn.Module):
     """A parameter of any kind."""
 
