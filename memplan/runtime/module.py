@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 class CompiledModule(nn.Module, Measured):
     """A model that runs in one planned arena. Made by `memplan.compile`.
 
-    It shares the parameters, buffers and submodules of the original under the same names: optimizers,
-    `state_dict`, `.train()`, `.eval()` and hooks on parameters work on both alike. Calls under
-    `torch.no_grad()` and in `eval()` mode run plans of their own, made at the first such call, in the same
-    arena. Python attributes (constants, dropout rates) are read when it is compiled. `plan` is the plan that
-    training (or, compiled with `train=False`, every call) runs. With `dynamic_shapes` it is the example's, and
-    `symbolic` the one for all shapes. `hooks` see what its steps do.
+    It shares the parameters, buffers and submodules of the original under the same names: optimizers, `state_dict`,
+    `.train()`, `.eval()` and hooks on parameters work on both alike. Calls under `torch.no_grad()` and in `eval()` mode
+    run plans of their own, made at the first such call, in the same arena. Python attributes (constants, dropout rates)
+    are constants of a plan, and compared at each call. `plan` is the plan that training (or, compiled with
+    `train=False`, every call) runs. With `dynamic_shapes` it is the example's, and `symbolic` the one for all shapes.
+    `hooks` see what its steps do.
     """
 
     plan: Plan
@@ -244,23 +244,23 @@ def compile(
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
-    `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others: real
-    tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
-    (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
-    of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`,
-    `layout`, `time_limit`: as in `memplan.plan`; `costs="measure"` measures the first steps and plans anew from that
-    (`measurements`; `memplan/runtime/guided.py` says how many and how often). `in_place`: let results take the bytes of
-    inputs that die there, where the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the
-    backward set `.grad` itself, which is faster, and has limits: hooks on parameters and DistributedDataParallel raise
+    `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others: real tensors,
+    with the shapes, dtypes and devices of every later call. `train`: plan forward and backward (None: as
+    `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead of making one; it
+    must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`, `layout`, `time_limit`:
+    as in `memplan.plan`; `costs="measure"` measures the first steps and plans anew from that (`measurements`;
+    `memplan/runtime/guided.py` says how many and how often). `in_place`: let results take the bytes of inputs that die
+    there, where the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the backward set
+    `.grad` itself, which is faster, and has limits: hooks on parameters and DistributedDataParallel raise
     `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters; "arena" leaves
-    parameters' gradients in the arena until the next call, which takes least memory: what is then still in a `.grad`
-    is moved out, and a view, an array or another name that still refers to one raises `StaleActivationsError`; it does
-    not go with `budget`, `device`, `cuda_graph` or `dynamic_shapes`. `guard`: "poison" or
-    "redzone" checks every step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the
-    original model ("eager"), gets a plan of its own ("replan"), or runs the original model and evicts on demand to keep
-    the budget ("passive"; also where another mode's plan would be over it). `cuda_graph`: record forward and backward
-    as two CUDA graphs at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie
-    beside the arena).
+    parameters' gradients in the arena until the next call, which takes least memory: what is then still in a `.grad` is
+    moved out, and a view, an array or another name that still refers to one raises `StaleActivationsError`; it does not
+    go with `budget`, `device`, `cuda_graph` or `dynamic_shapes`. `guard`: "poison" or "redzone" checks every step
+    (slowly). `on_mismatch`: a call that differs from the example, or of a model that has changed since, raises
+    ("error"), runs the original model ("eager"), gets a plan of its own ("replan"), or runs the original model and
+    evicts on demand to keep the budget ("passive"; also where another mode's plan would be over it). `cuda_graph`:
+    record forward and backward as two CUDA graphs at the first call, and replay them; inputs are copied in, results
+    copied out (`pool_bytes` lie beside the arena).
     `dynamic_shapes`: which dimensions of the inputs vary and how far, as `torch.export` takes it; then every shape in
     range runs in one arena, which grows when a shape needs more, and those out of range are a mismatch. `bucketing`:
     `{"seq": 64}` plans sizes of that dimension for the next multiple of 64, so that the arena grows less often and

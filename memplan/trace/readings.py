@@ -105,14 +105,12 @@ def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: 
             node = node.value
         elif not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)):
             return None
-        elif isinstance(node.value, ast.Call):  # `dict(type(owner).__dict__)['key']`: what a class has for its objects
-            key, node = node.slice.value, _object_of_class(node.value)
-            if node is None or path:
+        else:  # an item, or `dict(type(owner).__dict__)['key']`: what a class has for its objects
+            of_class = isinstance(node.value, ast.Call)
+            path.insert(0, Link(node.slice.value, attribute=of_class))
+            node = _object_of_class(node.value) if of_class else node.value
+            if node is None or (of_class and len(path) > 1):
                 return None
-            path.insert(0, Link(key, attribute=True))
-        else:
-            path.insert(0, Link(node.slice.value, attribute=False))
-            node = node.value
     first = node.slice.value if isinstance(node.slice, ast.Constant) else None
     if node.value.id == "L":
         code = forward.__code__
@@ -133,7 +131,7 @@ def _is_root(node: Any) -> bool:
     return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
 
 
-def _object_of_class(call: ast.Call) -> ast.expr | None:
+def _object_of_class(call: Any) -> ast.expr | None:
     """The owner in `dict(type(owner).__dict__)` or `dict(type(owner).__mro__[1].__dict__)`."""
     node: Any = call.args[0] if len(call.args) == 1 else call
     while isinstance(node, (ast.Attribute, ast.Subscript)):
