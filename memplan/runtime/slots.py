@@ -16,7 +16,7 @@ from memplan.runtime.handles import hooks_ever_set
 from memplan.trace.traced import Binding, Source, TracedGraph
 
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
-COMPILE_AGAIN = "compile the model again after changing it"
+COMPILE_AGAIN = "compile the model again after changing it (or once, by memplan.compile with on_mismatch='replan')"
 _training = attrgetter("training")
 _data_ptr = torch.Tensor.data_ptr
 

@@ -23,7 +23,7 @@ from torch._guards import detect_fake_mode
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.trace.effects import exporting, faked, refuse_random, settle_side_effects
 from memplan.trace.layouts import as_kernels_do, settle_layouts
-from memplan.trace.readings import Reading, noting_guards, with_values
+from memplan.trace.readings import Reading, noting_guards, options_of_layers, with_values
 from memplan.trace.recurrent import RecurrentAsEager, size_workspaces
 from memplan.trace.refusals import require_traceable
 from memplan.trace.returns import tag_backward
@@ -266,7 +266,9 @@ def _take_real_tensors(module: nn.Module) -> None:
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     with exporting(model, args, kwargs), RecurrentAsEager(), _unprinted():
-        return torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
+        module: nn.Module = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
+    _meta_of(module)[READINGS] = tuple(options_of_layers(model))
+    return module
 
 
 @contextlib.contextmanager

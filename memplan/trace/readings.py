@@ -141,6 +141,16 @@ def _object_of_class(call: Any) -> ast.expr | None:
     return None
 
 
+def options_of_layers(model: nn.Module) -> Iterator[Reading]:
+    """What torch's own layers are set to, for a front end that does not tell what forward reads."""
+    for name, module in model.named_modules():
+        parts = name.split(".") if name else []
+        path = tuple(link for part in parts for link in (Link("_modules", attribute=True), Link(part, attribute=False)))
+        for key in vars(module) if type(module).__module__.startswith("torch.nn.") else ():
+            if not key.startswith("_") and key != _CHECKED_ELSEWHERE:
+                yield Reading(root=None, path=(*path, Link(key, attribute=True)))
+
+
 def with_values(readings: Iterable[Reading], model: nn.Module) -> tuple[Reading, ...]:
     """Those whose value, which they note, is one that can be compared."""
     noted = (replace(reading, value=reading.now(model)) for reading in readings)

@@ -327,3 +327,35 @@ def test_parameters_of_a_model_whose_forward_was_patched_are_followed(train: boo
     compiled = memplan.compile(model, x, train=train)
     model.load_state_dict({"weight": torch.randn(3, 4), "bias": torch.randn(3)}, assign=True)
     assert torch.equal(compiled(x), model(x))
+
+
+def test_options_of_layers_are_compared_where_dynamo_cannot_read() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.drop = nn.GRU(4, 4), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.drop(self.rnn(x)[0])
+            return y
+
+    model, x = Recurrent(), torch.randn(3, 2, 4)
+    compiled = memplan.compile(model, x)
+    compiled(x).sum().backward()
+    model.drop.p = 0.1
+    with pytest.raises(InputMismatch, match=r"drop\.p: is 0\.1, the plan was made for 0\.5"):
+        compiled(x)
+
+
+def test_tensors_with_ways_of_their_own_are_refused() -> None:
+    class Doubling(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            return result * 2 if getattr(function, "__name__", "") == "linear" else result
+
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    compiled = memplan.compile(model, x)
+    compiled(nn.Parameter(x, requires_grad=False))
+    with pytest.raises(InputMismatch, match="Doubling, whose operations are its own"):
+        compiled(x.as_subclass(Doubling))
