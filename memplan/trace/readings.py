@@ -69,9 +69,11 @@ def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
         yield found
         return
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        out = capture(*args, **kwargs)
-        with contextlib.suppress(AttributeError):  # of torch's own, which another version may call otherwise
+    def noting(function: Any, *args: Any, **kwargs: Any) -> Any:
+        out = capture(function, *args, **kwargs)
+        if function is not model:  # another thread exports
+            return out
+        with contextlib.suppress(AttributeError, SyntaxError):  # torch's own names, which another version may change
             made = out.graph_capture_output
             forward = get_traced_fn(model)[0]
             found.extend(_readings(made.output_graph.guards, made.f_globals, forward))
