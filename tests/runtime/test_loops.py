@@ -259,6 +259,39 @@ def test_an_op_with_effects_is_named() -> None:
         memplan.compile(model, torch.randn(5, 4))
 
 
+def test_a_parameter_that_forward_changes_is_named() -> None:
+    with pytest.raises(UnsupportedGraph, match="forward changes weight in place"):
+        memplan.compile(nn.Embedding(10, 4, max_norm=1.0), torch.arange(3))
+
+
+@pytest.mark.parametrize("skipped", [(0, 3), (2,)])
+def test_losses_that_are_skipped_behind_torch_compile(skipped: tuple[int, ...]) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.one(x).relu()
+            torch._dynamo.graph_break()
+            y: Tensor = self.two(x)
+            return y
+
+    model = Broken()
+    twin = copy.deepcopy(model)
+    compiled: Any = torch.compile(model, backend=memplan.Backend())
+    for step in range(6):
+        x = torch.randn(5, 4)
+        for one in (compiled, twin):
+            if step not in skipped:
+                one(x).square().mean().backward()
+            one(x).mean()  # looked at, and dropped
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
 def test_numbers_that_change_behind_torch_compile() -> None:
     model, x = Net().eval(), torch.randn(5, 4)
     compiled = torch.compile(model, backend=memplan.Backend())
