@@ -26,6 +26,7 @@ from memplan.runtime.bind import BoundOp, with_arguments
 from memplan.runtime.builder import Builder
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector, State, require_autocast
+from memplan.runtime.signature import in_order, keywords_of
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.traced import Kernel, Source, TracedGraph
 from memplan.trace.varying import SymbolicTrace
@@ -75,6 +76,7 @@ class ShapedSelector(Selector):
         self.family = Family(*builder.symbolic(args, kwargs, train, frozenset()))
         _check_buckets(self._bucketing, self.family)
         flat, self.spec = pytree.tree_flatten((args, kwargs))
+        self._names = keywords_of(self.spec)
         self._main_state = State(train, tuple(self._structure.modes()))
         self._families = {self._main_state: [self.family]}
         self.programs: OrderedDict[Any, Runner] = OrderedDict()
@@ -91,6 +93,7 @@ class ShapedSelector(Selector):
         grad = self.main.traced.training and torch.is_grad_enabled()
         require_autocast(self.main)
         self._check_modes(modes)
+        kwargs = in_order(kwargs, self._names)
         flat, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.spec:
             self.main.signature.flatten(args, kwargs)  # which says how they differ
