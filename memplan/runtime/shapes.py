@@ -26,7 +26,6 @@ from memplan.runtime.bind import BoundOp, with_arguments
 from memplan.runtime.builder import Builder
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector, State, require_autocast
-from memplan.runtime.signature import in_order, keywords_of
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.traced import Kernel, Source, TracedGraph
 from memplan.trace.varying import SymbolicTrace
@@ -76,7 +75,6 @@ class ShapedSelector(Selector):
         self.family = Family(*builder.symbolic(args, kwargs, train, frozenset()))
         _check_buckets(self._bucketing, self.family)
         flat, self.spec = pytree.tree_flatten((args, kwargs))
-        self._names = keywords_of(self.spec)
         self._main_state = State(train, tuple(self._structure.modes()))
         self._families = {self._main_state: [self.family]}
         self.programs: OrderedDict[Any, Runner] = OrderedDict()
@@ -93,14 +91,11 @@ class ShapedSelector(Selector):
         grad = self.main.traced.training and torch.is_grad_enabled()
         require_autocast(self.main)
         self._check_modes(modes)
-        kwargs = in_order(kwargs, self._names)
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self.spec:
-            self.main.signature.flatten(args, kwargs)  # which says how they differ
+        flat = self.main.signature.leaves_of(args, kwargs)
         key = (State(grad, tuple(modes)), _shapes(flat))
         runner = self.programs.get(key)
         if runner is None:
-            runner = self._made(key[0], flat, args, kwargs)
+            runner = self._made(key[0], flat, *pytree.tree_unflatten(flat, self.spec))
             self._keep(key, runner)
         self.programs.move_to_end(key)
         return runner, runner.signature.flatten(args, kwargs, training=grad)

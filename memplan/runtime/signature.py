@@ -24,7 +24,7 @@ class Signature:
         self._unplanned = [b.index for b in traced.bound(Source.INPUT) if traced.training and not b.requires_grad]
         self._written = {b.index for b in traced.bound(Source.INPUT) if b.written}
         tensors = [(i, x) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)]
-        self._names = keywords_of(self.spec)
+        self._names = dict.fromkeys(self.spec.children()[1].context)
         self._count = self.spec.children()[0].num_children
         plain = pytree.tree_flatten((tuple(range(self._count)), dict.fromkeys(self._names, 0)))[1]
         simple = len(tensors) == len(self.examples) and self.spec == plain
@@ -45,7 +45,7 @@ class Signature:
             leaves = [*args, *map(kwargs.__getitem__, self._names)] if kwargs else list(args)
             alike = self._alike(*leaves)
         else:
-            leaves, alike = self._flattened(args, kwargs), False
+            leaves, alike = self.leaves_of(args, kwargs), False
         if alike:
             self.check_ties(leaves)
         else:
@@ -54,12 +54,17 @@ class Signature:
             self._require_no_gradients(leaves)
         return leaves
 
-    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        leaves, spec = pytree.tree_flatten((args, in_order(kwargs, self._names)))
-        if spec != self.spec:
-            what = f"the call has {_shape_of_call(spec)}, the plan was made for {_shape_of_call(self.spec)}"
-            raise _mismatch("arguments", what)
-        return leaves
+    def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves of a call in the order of the example's; keys of dicts, and keywords, may come in any.
+
+        Raises `InputMismatch` for another structure; what the leaves are is not looked at.
+        """
+        try:
+            return self.spec.flatten_up_to((args, kwargs))
+        except ValueError as error:
+            call = pytree.tree_flatten((args, kwargs))[1]
+            what = f"the call has {_shape_of_call(call)}, the plan was made for {_shape_of_call(self.spec)}"
+            raise _mismatch("arguments", what) from error
 
     def _lay_out(self, leaves: list[Any]) -> None:
         """Put what has other strides than the example's into memory that has those. Raises as `flatten` does."""
@@ -107,16 +112,6 @@ class Signature:
             what = written.get(leaves[i].untyped_storage().data_ptr())
             if what is not None:
                 raise _mismatch(f"input {i}", f"shares its memory with {what}, which the step changes")
-
-
-def keywords_of(spec: pytree.TreeSpec) -> dict[str, None]:
-    """The names of the keyword arguments of a call, in order."""
-    return dict.fromkeys(spec.children()[1].context)
-
-
-def in_order(kwargs: dict[str, Any], names: Mapping[str, None]) -> dict[str, Any]:
-    """Keyword arguments in the order of `names`, which says nothing about a call; others behind them."""
-    return {**{name: kwargs[name] for name in names if name in kwargs}, **kwargs}
 
 
 def picking(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

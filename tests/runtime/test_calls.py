@@ -173,6 +173,22 @@ class Keywords(nn.Module):
         return result
 
 
+def test_keys_come_in_any_order() -> None:
+    model = Structured()
+    x, y = torch.randn(3, 4), torch.zeros(3, 4)
+    compiled = memplan_compile(copy.deepcopy(model), ({"x": x, "y": y.clone()}, True))
+    for pair in ({"x": x, "y": y.clone()}, {"y": y.clone(), "x": x}):
+        with torch.no_grad():
+            out, expected = compiled(pair, True), model({"x": x, "y": y.clone()}, True)
+        assert out.keys() == expected.keys()
+        assert torch.equal(compiled.count, model.count)
+    for pair in ({"x": x}, {"x": x, "z": y}):
+        with pytest.raises(InputMismatch, match="1 positional arguments"):
+            compiled(pair, True)
+    with pytest.raises(InputMismatch, match="is a tuple, the plan was made for a tensor"):
+        compiled({"x": (x,), "y": y}, True)
+
+
 @pytest.mark.parametrize("more", [{}, {"scale": 0.5}])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_keywords_come_in_any_order(more: dict[str, float], *, dynamic: bool) -> None:
