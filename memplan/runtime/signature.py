@@ -64,7 +64,7 @@ class Signature:
         except ValueError as error:
             call = pytree.tree_flatten((args, kwargs))[1]
             what = f"the call has {_shape_of_call(call)}, the plan was made for {_shape_of_call(self.spec)}"
-            raise _mismatch("arguments", what) from error
+            raise _mismatch("arguments", f"{what}: {error}") from error
 
     def _lay_out(self, leaves: list[Any]) -> None:
         """Put what has other strides than the example's into memory that has those. Raises as `flatten` does."""

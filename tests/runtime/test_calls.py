@@ -183,7 +183,7 @@ def test_keys_come_in_any_order() -> None:
         assert out.keys() == expected.keys()
         assert torch.equal(compiled.count, model.count)
     for pair in ({"x": x}, {"x": x, "z": y}):
-        with pytest.raises(InputMismatch, match="1 positional arguments"):
+        with pytest.raises(InputMismatch, match=r"2 positional arguments .* (arity|key)"):
             compiled(pair, True)
     with pytest.raises(InputMismatch, match="is a tuple, the plan was made for a tensor"):
         compiled({"x": (x,), "y": y}, True)
