@@ -15,6 +15,7 @@ def eager_step(
     structure: StepStructure,
     run: Callable[..., Any],
     batch: tuple[Any, ...],
+    kwargs: dict[str, Any],
     *,
     accumulate: int,
     update: bool,
@@ -22,8 +23,8 @@ def eager_step(
 ) -> torch.Tensor:
     """The loss (detached) of a batch, after its backward, and after the optimizer's step where `update` says so.
 
-    `run(model, *batch)` calls the model. `.grad` is left alone; gradients that wait for an update are added where the
-    planned step keeps them. Raises `UnsupportedCall` for a gradient that it keeps nowhere.
+    `run(model, *batch, **kwargs)` calls the model. `.grad` is left alone; gradients that wait for an update are added
+    where the planned step keeps them. Raises `UnsupportedCall` for a gradient that it keeps nowhere.
     """
     optimizer = structure.optimizer
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -33,7 +34,7 @@ def eager_step(
         for p in everyone:
             p.grad = None
         with torch.enable_grad():
-            loss = run(structure.model, *batch)
+            loss = run(structure.model, *batch, **kwargs)
             loss.backward(torch.full_like(loss, 1 / accumulate))
         if accumulate > 1:
             _add(structure, parameters)

@@ -91,13 +91,11 @@ class ShapedSelector(Selector):
         grad = self.main.traced.training and torch.is_grad_enabled()
         require_autocast(self.main)
         self._check_modes(modes)
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self.spec:
-            self.main.signature.flatten(args, kwargs)  # which says how they differ
+        flat = self.main.signature.leaves_of(args, kwargs)
         key = (State(grad, tuple(modes)), _shapes(flat))
         runner = self.programs.get(key)
         if runner is None:
-            runner = self._made(key[0], flat, args, kwargs)
+            runner = self._made(key[0], flat, *pytree.tree_unflatten(flat, self.spec))
             self._keep(key, runner)
         self.programs.move_to_end(key)
         return runner, runner.signature.flatten(args, kwargs, training=grad)

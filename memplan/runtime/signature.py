@@ -24,8 +24,11 @@ class Signature:
         self._unplanned = [b.index for b in traced.bound(Source.INPUT) if traced.training and not b.requires_grad]
         self._written = {b.index for b in traced.bound(Source.INPUT) if b.written}
         tensors = [(i, x) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)]
-        self._simple = len(tensors) == len(self.examples) and self.spec == _spec_of(self.examples)
-        self._alike = Alike(self.examples).check if self._simple else None
+        self._names = dict.fromkeys(self.spec.children()[1].context)
+        self._count = self.spec.children()[0].num_children
+        plain = pytree.tree_flatten((tuple(range(self._count)), dict.fromkeys(self._names, 0)))[1]
+        simple = len(tensors) == len(self.examples) and self.spec == plain
+        self._alike = Alike(self.examples).check if simple else None
         self.tensors = picking(self.bound)
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
@@ -38,23 +41,30 @@ class Signature:
 
         Raises `InputMismatch` naming the first difference from the traced call.
         """
-        simple = self._alike is not None and not kwargs and len(args) == len(self.examples)
-        if simple and self._alike(*args):  # type: ignore[misc]
-            leaves = list(args)
+        if self._alike is not None and len(args) == self._count and kwargs.keys() == self._names.keys():
+            leaves = [*args, *map(kwargs.__getitem__, self._names)] if kwargs else list(args)
+            alike = self._alike(*leaves)
+        else:
+            leaves, alike = self.leaves_of(args, kwargs), False
+        if alike:
             self.check_ties(leaves)
         else:
-            leaves = list(args) if simple else self._flattened(args, kwargs)
             self._lay_out(leaves)
         if training:
             self._require_no_gradients(leaves)
         return leaves
 
-    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self.spec:
-            what = f"the call has {_shape_of_call(spec)}, the plan was made for {_shape_of_call(self.spec)}"
-            raise _mismatch("arguments", what)
-        return leaves
+    def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves of a call in the order of the example's; keys of dicts, and keywords, may come in any.
+
+        Raises `InputMismatch` for another structure; what the leaves are is not looked at.
+        """
+        try:
+            return self.spec.flatten_up_to((args, kwargs))
+        except ValueError as error:
+            call = pytree.tree_flatten((args, kwargs))[1]
+            what = f"the call has {_shape_of_call(call)}, the plan was made for {_shape_of_call(self.spec)}"
+            raise _mismatch("arguments", f"{what}: {error}") from error
 
     def _lay_out(self, leaves: list[Any]) -> None:
         """Put what has other strides than the example's into memory that has those. Raises as `flatten` does."""
@@ -139,10 +149,6 @@ def _same_constant(one: Any, two: Any) -> bool:
 def _mismatch(where: str, what: str) -> InputMismatch:
     hint = "call it like the example inputs, compile again, or choose another on_mismatch="
     return InputMismatch(what, where=where, hint=hint)
-
-
-def _spec_of(args: tuple[Any, ...]) -> pytree.TreeSpec:
-    return pytree.tree_flatten((args, {}))[1]
 
 
 def _shape_of_call(spec: pytree.TreeSpec) -> str:

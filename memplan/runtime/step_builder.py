@@ -46,13 +46,13 @@ class StepBuilder:
             require_recordable(options.device)
 
     def build(
-        self, batch: tuple[Any, ...], kinds: Sequence[Accumulate | None], given: Plan | None
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any], kinds: Sequence[Accumulate | None], given: Plan | None
     ) -> tuple[StepStructure, list[Runner], list[Guide]]:
         """What the programs act on, a program of each kind, by the `given` plan or one that is made now, and, where
         steps are measured and something is evicted, their guides."""
-        require_real(self._loss, batch, {})
+        require_real(self._loss, batch, kwargs)
         options = self._options
-        traced = [self._trace(batch, kind) for kind in kinds]
+        traced = [self._trace(batch, kwargs, kind) for kind in kinds]
         prepare_host(self._loss, traced[0], self._optimizer)
         device = traced[0].device
         recorder = make_recorder(device, options.guard) if self._cuda_graph else None
@@ -77,11 +77,12 @@ class StepBuilder:
         ]
         return structure, runners, guides
 
-    def _trace(self, batch: tuple[Any, ...], kind: Accumulate | None) -> TracedGraph:
+    def _trace(self, batch: tuple[Any, ...], kwargs: dict[str, Any], kind: Accumulate | None) -> TracedGraph:
         return trace_step(
             self._loss,
             self._optimizer,
             batch,
+            kwargs,
             clip_grad_norm=self._clip_grad_norm,
             accumulate=kind,
             rates_in_memory=self._cuda_graph,

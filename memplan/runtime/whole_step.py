@@ -43,16 +43,16 @@ class Loss(nn.Module):
             what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
             raise UnsupportedGraph("example_batch", what, "pass (inputs, targets), or a loss_fn of one argument")
 
-    def forward(self, *batch: Any) -> torch.Tensor:
+    def forward(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
         if not self.with_targets:
-            return self.loss_fn(self.model(*batch))
+            return self.loss_fn(self.model(*batch, **kwargs))
         inputs, targets = batch
-        output = self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
+        output = self.model(*inputs, **kwargs) if isinstance(inputs, tuple) else self.model(inputs, **kwargs)
         return self.loss_fn(output, *targets) if isinstance(targets, tuple) else self.loss_fn(output, targets)
 
 
 class CompiledStep(Measured):
-    """One training step. Made by `memplan.compile_step`; `step(*batch)` returns the loss, detached.
+    """One training step. Made by `memplan.compile_step`; `step(*batch, **kwargs)` returns the loss, detached.
 
     The parameters and the optimizer's state are changed in place, as `optimizer.step()` would; gradients
     live and die in the arena, and `.grad` is left alone. `plan` is the plan that it runs, `hooks` see what it does
@@ -95,20 +95,20 @@ class CompiledStep(Measured):
         home = torch.device(updating.traced.graph.storages[loss.storage].device)
         self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=home)
 
-    def __call__(self, *batch: Any) -> torch.Tensor:
+    def __call__(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
         """Run a step. Raises `InputMismatch` or `UnsupportedCall` rather than be silently wrong."""
-        transforms.refuse(batch, self._structure.model)
+        transforms.refuse((batch, kwargs), self._structure.model)
         runner = self._updating
         if self._adding is not None and self.pending + 1 < self.accumulate:
             runner = self._adding
         try:
             self._structure.require_modes(self._modes)
             require_autocast(runner)
-            leaves = runner.signature.flatten(batch, {}, training=True)
+            leaves = runner.signature.flatten(batch, kwargs, training=True)
         except InputMismatch as error:
             if self._passive is None:
                 raise
-            return self._passively(error, batch, update=runner is self._updating)
+            return self._passively(error, batch, kwargs, update=runner is self._updating)
         self._structure.follow()
         if self._guides:
             runner = self._guided(runner)
@@ -118,12 +118,14 @@ class CompiledStep(Measured):
         self.pending = (self.pending + 1) % self.accumulate
         return loss
 
-    def _passively(self, reason: InputMismatch, batch: tuple[Any, ...], *, update: bool) -> torch.Tensor:
+    def _passively(
+        self, reason: InputMismatch, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool
+    ) -> torch.Tensor:
         """Run a step for which there is no plan, evicting on demand."""
         passive = self.passive = passive_for(reason, self.plan, self._updating.traced.device)
         run = _call if passive is None else passive.run
         assert self._passive is not None
-        loss = self._passive(self._structure, run, batch, accumulate=self.accumulate, update=update)
+        loss = self._passive(self._structure, run, batch, kwargs, accumulate=self.accumulate, update=update)
         self.pending = (self.pending + 1) % self.accumulate
         return loss
 
@@ -160,7 +162,8 @@ def compile_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss_fn: Callable[..., torch.Tensor],
-    example_batch: Any,
+    example_batch: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
     *,
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
@@ -183,9 +186,10 @@ def compile_step(
     """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
 
     `loss_fn(model(*batch))` is computed when `loss_fn` takes one argument; otherwise the batch is
-    `(inputs, targets)` and `loss_fn(model(inputs), targets)` is, tuples unpacked. `optimizer` is SGD, Adam or
-    AdamW; it stays the owner of its state and hyperparameters, which are read at every step. Each parameter
-    is updated as soon as its gradient exists and its old value has had its last reader; `clip_grad_norm`
+    `(inputs, targets)` and `loss_fn(model(inputs), targets)` is, tuples unpacked. `example_kwargs` are further
+    arguments of the model: with `lambda out: out.loss`, `step(**batch)` trains a model of transformers. `optimizer` is
+    SGD, Adam or AdamW; it stays the owner of its state and hyperparameters, which are read at every step. Each
+    parameter is updated as soon as its gradient exists and its old value has had its last reader; `clip_grad_norm`
     (the maximal global 2-norm) makes all updates wait for all gradients.
 
     `accumulate=k`: each call is a micro-batch, and every k-th updates the parameters, as k times eager's
@@ -230,10 +234,11 @@ def compile_step(
     loss = Loss(model, loss_fn)
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss.require_parts(batch)
-    _require_no_gradients(batch)
+    kwargs = example_kwargs or {}
+    _require_no_gradients((batch, kwargs))
     builder = StepBuilder(loss, optimizer, options, clip_grad_norm=clip_grad_norm, cuda_graph=cuda_graph)
     kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
-    structure, runners, guides = builder.build(batch, kinds, given)
+    structure, runners, guides = builder.build(batch, kwargs, kinds, given)
     passive = partial(eager_step, clip_grad_norm=clip_grad_norm) if on_mismatch == "passive" else None
     adding = runners[0] if accumulate > 1 else None
     return CompiledStep(structure, adding, runners[-1], accumulate=accumulate, guides=guides, passive=passive)
@@ -250,7 +255,7 @@ def _require_sensible(accumulate: int, clip_grad_norm: float | None) -> None:
         )
 
 
-def _require_no_gradients(batch: tuple[Any, ...]) -> None:
+def _require_no_gradients(batch: Any) -> None:
     """Raise `UnsupportedCall` for an input that eager would give a gradient, which may go on to what made it."""
     for i, leaf in enumerate(pytree.tree_leaves(batch)):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -259,8 +264,8 @@ def _require_no_gradients(batch: tuple[Any, ...]) -> None:
             raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint)
 
 
-def _call(model: nn.Module, *batch: Any) -> Any:
-    return model(*batch)
+def _call(model: nn.Module, *batch: Any, **kwargs: Any) -> Any:
+    return model(*batch, **kwargs)
 
 
 def _positional_arguments(function: Callable[..., Any]) -> int:

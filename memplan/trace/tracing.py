@@ -94,6 +94,7 @@ def trace_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     example_inputs: tuple[Any, ...],
+    example_kwargs: dict[str, Any] | None = None,
     *,
     clip_grad_norm: float | None = None,
     accumulate: Accumulate | None = None,
@@ -108,7 +109,7 @@ def trace_step(
     Raises `UnsupportedGraph`.
     """
     require_supported(optimizer)
-    captured, target = _captured_for(device, model, example_inputs, {}, train=True)
+    captured, target = _captured_for(device, model, example_inputs, example_kwargs or {}, train=True)
     _require_one_number(captured)
 
     def update(graph: fx.Graph) -> None:

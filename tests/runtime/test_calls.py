@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 from memplan.errors import InputMismatch, InvalidPlan, MemplanError, PlanMismatch, StaleActivationsError
 from memplan.runtime import compile as memplan_compile
@@ -160,6 +161,48 @@ def test_a_call_that_differs_names_the_first_difference(args: Any, kwargs: Any, 
     with pytest.raises(InputMismatch, match=what) as caught:
         compiled(*args, **kwargs)
     assert caught.value.hint
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = _linear()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x) * scale + y
+        return result
+
+
+def test_keys_come_in_any_order() -> None:
+    model = Structured()
+    x, y = torch.randn(3, 4), torch.zeros(3, 4)
+    compiled = memplan_compile(copy.deepcopy(model), ({"x": x, "y": y.clone()}, True))
+    for pair in ({"x": x, "y": y.clone()}, {"y": y.clone(), "x": x}):
+        with torch.no_grad():
+            out, expected = compiled(pair, True), model({"x": x, "y": y.clone()}, True)
+        assert out.keys() == expected.keys()
+        assert torch.equal(compiled.count, model.count)
+    for pair in ({"x": x}, {"x": x, "z": y}):
+        with pytest.raises(InputMismatch, match=r"2 positional arguments .* (arity|key)"):
+            compiled(pair, True)
+    with pytest.raises(InputMismatch, match="is a tuple, the plan was made for a tensor"):
+        compiled({"x": (x,), "y": y}, True)
+
+
+@pytest.mark.parametrize("more", [{}, {"scale": 0.5}])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_keywords_come_in_any_order(more: dict[str, float], *, dynamic: bool) -> None:
+    model = Keywords()
+    x, y = torch.randn(3, 4), torch.zeros(3, 4)
+    batch = Dim("batch", min=2, max=8)
+    shapes = {"x": {0: batch}, "y": {0: batch}} if dynamic else None
+    compiled = memplan_compile(model, (), {"x": x, "y": y, **more}, dynamic_shapes=shapes)
+    expected = model(x, y, **more)
+    assert torch.equal(compiled(x=x, y=y, **more), expected)
+    assert torch.equal(compiled(**more, y=y, x=x), expected)
+    for kwargs in ({"x": x}, {"x": x, "z": y, **more}, {"x": x, "y": y, "z": y, **more}):
+        with pytest.raises(InputMismatch, match="arguments: the call has 0 positional arguments and keywords x"):
+            compiled(**kwargs)
 
 
 def test_a_changed_constant_is_a_mismatch() -> None:

@@ -352,6 +352,32 @@ def test_a_step_that_would_minimise_nothing_is_refused() -> None:
     assert _same_parameters(net, other)
 
 
+def test_a_batch_by_keywords() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+    other = copy.deepcopy(model)
+    ours, theirs = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, other))
+    ids = torch.arange(16).reshape(2, 8)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    step = compile_step(model, ours, lambda out: out.loss, example_kwargs=batch)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loss = step(**dict(reversed(batch.items())))  # their order says nothing
+        torch.manual_seed(seed)
+        expected = other(**batch).loss
+        expected.backward()
+        theirs.step()
+        theirs.zero_grad()
+        assert torch.equal(loss, expected)
+    assert _same_parameters(model, other)
+    with pytest.raises(InputMismatch, match="keywords input_ids, labels"):
+        step(input_ids=ids, labels=ids)
+    with pytest.raises(InputMismatch, match="input 0"):
+        step(**{**batch, "input_ids": ids[:1]})
+
+
 class Takes(nn.Module):
     """A parameter of any kind."""
 
