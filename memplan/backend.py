@@ -9,6 +9,7 @@ code): each call that is in flight has a lane, which is a program. Lanes that ru
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import weakref
@@ -151,6 +152,7 @@ class PlannedGraph:
         self._hooks = hooks
         self._owned = owned
         self._conductors = conductors
+        self._numbers = {name: i for i, name in enumerate(names) if _is_number(graph, name)}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._lanes: dict[Any, list[Lane]] = {}
 
@@ -168,14 +170,17 @@ class PlannedGraph:
         """Run the graph at planned addresses. Raises `UnsupportedGraph` when it cannot be planned."""
         conductor = self._conductors.mine()
         conductor.settle()
-        key = conductor, tuple(_layout(x) for x in inputs) if self._varies else ()
+        numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
+        key = conductor, tuple(_layout(x) for x in inputs) if self._varies else (), repr(numbers)
         if key not in self._lanes:
             if len(self._lanes) == _MAX_PLANS:
                 del self._lanes[next(iter(self._lanes))]
             self._lanes[key] = []
-        return self._lane(self._lanes[key], conductor, inputs)(inputs)
+        return self._lane(self._lanes[key], conductor, inputs, numbers)(inputs)
 
-    def _lane(self, lanes: list[Lane], conductor: Conductor, inputs: Sequence[Any]) -> Lane:
+    def _lane(
+        self, lanes: list[Lane], conductor: Conductor, inputs: Sequence[Any], numbers: Mapping[str, float]
+    ) -> Lane:
         """An idle lane, best one with these very parameters, or a new one."""
         idle = [lane for lane in lanes if lane.idle]
         found = next((lane for lane in idle if lane.section.holds(inputs)), None)
@@ -185,7 +190,7 @@ class PlannedGraph:
                 raise InputMismatch(what, where="the call", hint="run the backward, or call under torch.no_grad()")
             found = idle[0]
         if found is None:
-            section = Section(self._graph, self._kept, inputs)
+            section = Section(_with_numbers(self._graph, numbers), self._kept, inputs)
             like = lanes[0] if lanes else None
             with compile_lock:  # torch traces in one thread at a time
                 found = Lane(section, inputs, self._options, conductor, self._hooks, owned=self._owned, like=like)
@@ -277,9 +282,36 @@ def _trace(section: Section, rest: Sequence[Any], options: PlanOptions) -> Trace
 
 
 def _is_kept(x: Any) -> bool:
-    """Parameters, and what dynamo marks as a module's (buffers): their addresses stay, and gradients end there."""
-    held = isinstance(x, nn.Parameter) or getattr(x, "_dynamo_static_input_type", None) is not None
-    return held and x.is_leaf
+    """Parameters, and what dynamo marks as a module's (buffers): their addresses stay, and gradients end there.
+
+    What stands for a parameter and is none, as in `torch.func.functional_call`, is an input with a gradient.
+    """
+    if isinstance(x, nn.Parameter):
+        return x.is_leaf
+    return getattr(x, "_dynamo_static_input_type", None) is not None and not x.requires_grad
+
+
+def _is_number(graph: fx.GraphModule, name: str) -> bool:
+    """Whether an input is a number of Python's that has changed before (an annealed temperature, a dropout rate), which
+    dynamo hands over as a tensor, for its `item()`."""
+    node = next(node for node in graph.graph.find_nodes(op="placeholder") if node.name == name)
+    items = [user for user in node.users if user.op == "call_method" and user.target == "item"]
+    return len(items) == len(node.users) > 0 and all(
+        isinstance(user.meta.get("example_value"), torch.SymFloat) for user in items
+    )
+
+
+def _with_numbers(graph: fx.GraphModule, numbers: Mapping[str, float]) -> fx.GraphModule:
+    """The graph for these numbers, which are constants of a plan."""
+    if not numbers:
+        return graph
+    made = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    for node in made.graph.find_nodes(op="placeholder"):
+        for item in list(node.users) if node.name in numbers else ():
+            item.replace_all_uses_with(numbers[node.name])
+            made.graph.erase_node(item)
+    made.recompile()
+    return made
 
 
 def _is_symbolic(x: Any) -> bool:

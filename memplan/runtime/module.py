@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 class CompiledModule(nn.Module, Measured):
     """A model that runs in one planned arena. Made by `memplan.compile`.
 
-    It shares the parameters, buffers and submodules of the original under the same names: optimizers,
-    `state_dict`, `.train()`, `.eval()` and hooks on parameters work on both alike. Calls under
-    `torch.no_grad()` and in `eval()` mode run plans of their own, made at the first such call, in the same
-    arena. Python attributes (constants, dropout rates) are read when it is compiled. `plan` is the plan that
-    training (or, compiled with `train=False`, every call) runs. With `dynamic_shapes` it is the example's, and
-    `symbolic` the one for all shapes. `hooks` see what its steps do.
+    It shares the parameters, buffers and submodules of the original under the same names: optimizers, `state_dict`,
+    `.train()`, `.eval()` and hooks on parameters work on both alike. Calls under `torch.no_grad()` and in `eval()` mode
+    run plans of their own, made at the first such call, in the same arena. Python attributes (constants, dropout rates)
+    are constants of a plan, and compared at each call. `plan` is the plan that training (or, compiled with
+    `train=False`, every call) runs. With `dynamic_shapes` it is the example's, and `symbolic` the one for all shapes.
+    `hooks` see what its steps do.
     """
 
     plan: Plan
@@ -58,7 +58,9 @@ class CompiledModule(nn.Module, Measured):
     ) -> None:
         require_traceable(model)
         self.__dict__["_original"] = model
+        mode = model.training
         super().__init__()
+        model.training = mode
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         # past nn.Module's own __setattr__: the model may have a submodule of any name
@@ -102,6 +104,7 @@ class CompiledModule(nn.Module, Measured):
             raise refused
         try:
             runner, leaves = self._selector.select(args, kwargs)
+            current = runner.current()
         except (InputMismatch, BudgetInfeasible) as error:
             how = self._asked.on_mismatch
             if how == "passive":
@@ -110,10 +113,23 @@ class CompiledModule(nn.Module, Measured):
                 raise
             if how == "eager":
                 return self._original(*args, **kwargs)
-            runner, leaves = self._selector.replan(args, kwargs)
+            runner, leaves, current = self._replan(args, kwargs)
         if self._guide is not None and runner is self._selector.main and self._guide.due:
             runner = self._turn(self._guide)
-        return runner(leaves, training=runner.traced.training)
+            current = runner.current()
+        return runner(leaves, current, training=runner.traced.training)
+
+    def _replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any], list[torch.Tensor]]:
+        """A program for a call that differs from the example, or for a model that is not what it was."""
+        try:
+            runner, leaves = self._selector.replan(args, kwargs)
+            return runner, leaves, runner.current()
+        except InputMismatch:  # that program too is of another model
+            train = self._selector.main.traced.training
+            self.__dict__.update(_builder=Builder(self._original, self._asked, self.hooks), _given=None, _guide=None)
+            self._compile(args, kwargs, train)
+            runner, leaves = self._selector.select(args, kwargs)
+            return runner, leaves, runner.current()
 
     def _passively(self, reason: MemplanError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call for which there is no plan, evicting on demand."""
@@ -155,7 +171,8 @@ class CompiledModule(nn.Module, Measured):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """Set by `nn.Module.__init__` and `train`; the original has its own."""
+        """Set that of the original alone, as Lightning does for each submodule."""
+        self._original.training = mode
 
     def train(self, mode: bool = True) -> CompiledModule:
         """Set the mode of the original."""
@@ -179,6 +196,14 @@ class CompiledModule(nn.Module, Measured):
             given = self.plan
         made = recipe(self._original, self._selector.main, options, given, self._selector.main_modes)
         return rebuild, (CompiledModule, *made)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set it on the original, whose forward is traced, unless it is this module's own."""
+        own = name in self.__dict__ or hasattr(type(self), name)
+        (super().__setattr__ if own else self._original.__setattr__)(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        (super() if name in self.__dict__ else self._original).__delattr__(name)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -219,23 +244,23 @@ def compile(
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
-    `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others: real
-    tensors, with the shapes, dtypes and devices of every later call. `train`: plan forward and backward
-    (None: as `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead
-    of making one; it must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`,
-    `layout`, `time_limit`: as in `memplan.plan`; `costs="measure"` measures the first steps and plans anew from that
-    (`measurements`; `memplan/runtime/guided.py` says how many and how often). `in_place`: let results take the bytes of
-    inputs that die there, where the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the
-    backward set `.grad` itself, which is faster, and has limits: hooks on parameters and DistributedDataParallel raise
+    `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others: real tensors,
+    with the shapes, dtypes and devices of every later call. `train`: plan forward and backward (None: as
+    `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead of making one; it
+    must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`, `layout`, `time_limit`:
+    as in `memplan.plan`; `costs="measure"` measures the first steps and plans anew from that (`measurements`;
+    `memplan/runtime/guided.py` says how many and how often). `in_place`: let results take the bytes of inputs that die
+    there, where the kernel allows it. `gradients`: "safe" hands them to autograd; "owned" makes the backward set
+    `.grad` itself, which is faster, and has limits: hooks on parameters and DistributedDataParallel raise
     `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters; "arena" leaves
-    parameters' gradients in the arena until the next call, which takes least memory: what is then still in a `.grad`
-    is moved out, and a view, an array or another name that still refers to one raises `StaleActivationsError`; it does
-    not go with `budget`, `device`, `cuda_graph` or `dynamic_shapes`. `guard`: "poison" or
-    "redzone" checks every step (slowly). `on_mismatch`: a call that differs from the example raises ("error"), runs the
-    original model ("eager"), gets a plan of its own ("replan"), or runs the original model and evicts on demand to keep
-    the budget ("passive"; also where another mode's plan would be over it). `cuda_graph`: record forward and backward
-    as two CUDA graphs at the first call, and replay them; inputs are copied in, results copied out (`pool_bytes` lie
-    beside the arena).
+    parameters' gradients in the arena until the next call, which takes least memory: what is then still in a `.grad` is
+    moved out, and a view, an array or another name that still refers to one raises `StaleActivationsError`; it does not
+    go with `budget`, `device`, `cuda_graph` or `dynamic_shapes`. `guard`: "poison" or "redzone" checks every step
+    (slowly). `on_mismatch`: a call that differs from the example, or of a model that has changed since, raises
+    ("error"), runs the original model ("eager"), gets a plan of its own ("replan"), or runs the original model and
+    evicts on demand to keep the budget ("passive"; also where another mode's plan would be over it). `cuda_graph`:
+    record forward and backward as two CUDA graphs at the first call, and replay them; inputs are copied in, results
+    copied out (`pool_bytes` lie beside the arena).
     `dynamic_shapes`: which dimensions of the inputs vary and how far, as `torch.export` takes it; then every shape in
     range runs in one arena, which grows when a shape needs more, and those out of range are a mismatch. `bucketing`:
     `{"seq": 64}` plans sizes of that dimension for the next multiple of 64, so that the arena grows less often and

@@ -13,6 +13,7 @@ from memplan.errors import UnsupportedCall
 from memplan.plan import Plan
 from memplan.runtime.arena import Arena, Memory, dtype_of, view_within
 from memplan.runtime.bind import BoundOp
+from memplan.runtime.constants import Constants
 from memplan.runtime.graphed import GraphedProgram, Recorder
 from memplan.runtime.guards import NO_GUARDS, Guards, make_poison, make_redzone
 from memplan.runtime.hooks import Hook, Hooks
@@ -51,6 +52,7 @@ class Runner:
         self.device_type = traced.device.type
         self.arena = arena
         self.slots = Slots(structure, traced)
+        self.constants = Constants(structure, traced.readings)
         self._written_slots = [j for j, i in enumerate(self.slots.bindings) if traced.bindings[i].written]
         self.signature = Signature(traced, changes_model=bool(self._written_slots))
         self._note_written(self.slots.tensors())
@@ -149,9 +151,10 @@ class Runner:
 
     # -- a call ------------------------------------------------------------------------------------------
 
-    def __call__(self, leaves: list[Any], *, training: bool) -> Any:
-        """Run the forward on checked leaves; `training`: through autograd, so that a backward can follow."""
-        current = self.current()
+    def __call__(self, leaves: list[Any], current: list[torch.Tensor] | None = None, *, training: bool) -> Any:
+        """Run the forward on checked leaves, with what is `current`; `training`: through autograd, so that a backward
+        can follow."""
+        current = self.current() if current is None else current
         if self._written:
             self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
@@ -196,8 +199,9 @@ class Runner:
 
     def current(self) -> list[torch.Tensor]:
         """Parameters, buffers and state as they are now; the program follows those that moved. Raises
-        `InputMismatch` for what is not as it was traced.
+        `InputMismatch` for what is not as it was traced, constants of Python's too.
         """
+        self.constants.require_same()
         current, unmoved = self.slots.look()
         if not unmoved:
             with self.arena.ledger:  # a run of another thread reads its lists of tensors without Python's lock

@@ -130,8 +130,9 @@ class ShapedSelector(Selector):
     # -- what is made ------------------------------------------------------------------------------------
 
     def _made(self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
-        """A new program. What varies is checked before anything is built."""
+        """A new program. What varies is checked before anything is built, and that the model is what was traced."""
         self._require_alike(flat)
+        self.main.current()
         self.family.plan.require_in_range(self.family.trace.values_of(flat))
         return self._new(state, flat, args, kwargs)
 

@@ -136,6 +136,7 @@ class Conductor:
             if not events or any(e.lane.ledger.pending is not None for e in events):
                 return
             self._events = []
+        events = _completed(events)
         timeline = tuple((id(e.lane), e.backward) for e in events)
         role = events[0].lane.role
         if role is not None and role.timeline == timeline:
@@ -146,6 +147,22 @@ class Conductor:
             _lay_out(lanes, events, timeline)
 
 
+def _completed(events: list[Event]) -> list[Event]:
+    """With the backwards that did not come (a loss that was infinite, say, or only looked at), in the order in which a
+    later step would run them."""
+    came = {id(e.lane) for e in events if e.backward}
+    missing = list(dict.fromkeys(e.lane for e in events if id(e.lane) not in came and _has_backward(e.lane)))
+    added = [
+        Event(lane, True, frozenset(id(earlier) for earlier in missing[:i]))
+        for i, lane in reversed(list(enumerate(missing)))
+    ]
+    return events + added
+
+
+def _has_backward(lane: Lane) -> bool:
+    return len(lane.plan.graph.ops) > lane.plan.graph.forward_ops
+
+
 def _lay_out(lanes: Sequence[Lane], events: Sequence[Event], timeline: tuple[tuple[int, bool], ...]) -> None:
     """Place all buffers of all lanes in one arena, and move the lanes there."""
     starts, end = {}, 0
@@ -153,7 +170,7 @@ def _lay_out(lanes: Sequence[Lane], events: Sequence[Event], timeline: tuple[tup
         starts[id(event.lane), event.backward] = end
         forward = event.lane.plan.graph.forward_ops
         end += len(event.lane.plan.graph.ops) - forward if event.backward else forward
-    buffers = [b for i, lane in enumerate(lanes) for b in _shifted(lane, i, starts, end)]
+    buffers = [b for i, lane in enumerate(lanes) for b in _shifted(lane, i, starts)]
     solution = solve(Problem(buffers=tuple(buffers)))
     arena = Arena(solution.arena_size, lanes[0].device)
     members = tuple(weakref.ref(lane) for lane in lanes)
@@ -167,16 +184,16 @@ def _lay_out(lanes: Sequence[Lane], events: Sequence[Event], timeline: tuple[tup
         lane.layouts += 1
 
 
-def _shifted(lane: Lane, number: int, starts: dict[tuple[int, bool], int], end: int) -> list[Buffer]:
-    """The buffers of a lane on the time axis of the whole step; without a backward they live to its end."""
+def _shifted(lane: Lane, number: int, starts: dict[tuple[int, bool], int]) -> list[Buffer]:
+    """The buffers of a lane on the time axis of the whole step."""
     split = lane.plan.graph.forward_ops
-    forward, backward = starts[id(lane), False], starts.get((id(lane), True))
+    forward, backward = starts[id(lane), False], starts.get((id(lane), True), 0)  # without one, nothing lives there
 
     def at(step: int) -> int:
-        return forward + step if step < split else end if backward is None else backward + step - split
+        return forward + step if step < split else backward + step - split
 
     def until(step: int) -> int:
-        return forward + step if step <= split else end if backward is None else backward + step - split
+        return forward + step if step <= split else backward + step - split
 
     moved = [(b, Interval(at(b.live.start), until(b.live.end))) for b in lane.plan.problem.buffers]
     return [replace(b, id=_name(number, b), live=live, gaps=()) for b, live in moved if not live.is_empty]

@@ -76,6 +76,9 @@ class Signature:
             if x.shape != shape or x.dtype is not dtype or x.device != device or x.layout is not torch.strided:
                 wanted = f"the plan was made for {dtype} {tuple(shape)} on {device}"
                 raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} ({x.layout}) on {x.device}, {wanted}")
+            if _has_ways_of_its_own(type(x)):
+                what = f"is a {type(x).__name__}, whose operations are its own; the plan was made for a plain tensor"
+                raise _mismatch(f"input {i}", what)
             if x.stride() != strides:
                 leaves[i] = self._laid_out(i, x, strides)
         for i, _ in self._constants:
@@ -128,6 +131,13 @@ def _ties(leaves: Sequence[Any]) -> dict[int, int]:
     first: dict[int, int] = {}
     tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     return {i: first.setdefault(x.untyped_storage().data_ptr() or -i, i) for i, x in tensors}
+
+
+def _has_ways_of_its_own(kind: type[torch.Tensor]) -> bool:
+    """Whether a class of tensors says itself what operations on it do."""
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    plain = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+    return function not in plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _same_constant(one: Any, two: Any) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat, zip_longest
-from operator import attrgetter, getitem
+from itertools import pairwise, repeat
+from operator import attrgetter, contains, getitem
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from memplan.runtime.handles import hooks_ever_set
 from memplan.trace.traced import Binding, Source, TracedGraph
 
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
-COMPILE_AGAIN = "compile the model again after changing it"
+COMPILE_AGAIN = "compile the model again after changing it (or once, by memplan.compile with on_mismatch='replan')"
 _training = attrgetter("training")
 _data_ptr = torch.Tensor.data_ptr
 
@@ -34,15 +34,17 @@ class Structure:
 
     def _look(self) -> None:
         self.modules = list(self.model.modules())
-        links = [(m._modules, key) for m in self.modules for key in m._modules]
+        self._owners = [m._modules for m in self.modules]
+        links = [(owner, key) for owner in self._owners for key in owner]
         self._holders, self._keys = [holder for holder, _ in links], [key for _, key in links]
         self._children = list(map(getitem, self._holders, self._keys))
-        self._types = [(name, type(m)) for name, m in self.model.named_modules()]
+        self._types = _types(self.model)
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         self._hooks = [getattr(m, kind) for m in self.modules for kind in kinds]
         self._hook_count = sum(map(len, self._hooks))
         self._hooks_ever = hooks_ever_set()
         self._states = [m.__dict__ for m in self.modules]
+        self._patched = list(map(contains, self._states, repeat("forward")))
         self._plain = all("training" in state for state in self._states)  # no property, as a compiled module's is
 
     def modes(self) -> list[bool]:
@@ -50,13 +52,24 @@ class Structure:
 
         Raises `InputMismatch` when a submodule was replaced by one of another type, or hooks came or went.
         """
-        if list(map(dict.get, self._holders, self._keys)) != self._children:
+        if list(map(dict.get, self._holders, self._keys)) != self._children or sum(map(len, self._owners)) != len(
+            self._children
+        ):
             self._look_again()
+        if list(map(contains, self._states, repeat("forward"))) != self._patched:
+            self._require_forwards()
         if self._hook_count or self._hooks_ever != hooks_ever_set():
             self._count_hooks()
         if self._plain:
             return list(map(getitem, self._states, repeat("training")))
         return list(map(_training, self.modules))
+
+    def _require_forwards(self) -> None:
+        """Raise `InputMismatch` for a submodule that has been given a forward of its own, or has lost it."""
+        for i, (state, patched) in enumerate(zip(self._states, self._patched, strict=True)):
+            if ("forward" in state) is not patched:
+                where = self.name_of(i) or "the model"
+                raise InputMismatch("its forward is another function", where=where, hint=COMPILE_AGAIN)
 
     def _count_hooks(self) -> None:
         ever = hooks_ever_set()
@@ -65,16 +78,17 @@ class Structure:
         self._hooks_ever = ever
 
     def _look_again(self) -> None:
-        before, count = self._types, self._hook_count
+        types, before = _types(self.model), self._types
+        if list(types.items()) != list(before.items()):  # and nothing is noted: the next call raises, too
+            names = {**before, **types}
+            name = next((name for name in names if before.get(name) is not types.get(name)), "")
+            was, now = (found[name].__name__ if name in found else "nothing" for found in (before, types))
+            what = f"was {was}, is {now}" if was != now else "submodules are in another order"
+            raise InputMismatch(what, where=name or "the model", hint=COMPILE_AGAIN)
+        count = self._hook_count
         self._look()
         self._hook_count, self._hooks_ever = count, -1  # to be counted again
         self.version += 1
-        if self._types != before:
-            pairs = zip_longest(before, self._types, fillvalue=("", None))
-            (name, old), (other, new) = next(pair for pair in pairs if pair[0] != pair[1])
-            was, now = (t.__name__ if t else "nothing" for t in (old, new))
-            what = f"was a {was}, is a {now}" if name == other else f"the submodules changed ({name!r}, {other!r})"
-            raise InputMismatch(what, where=name or other or "the model", hint=COMPILE_AGAIN)
 
     def require_modes(self, modes: list[bool]) -> None:
         """Raise `InputMismatch` naming the first submodule whose training flag is not that of `modes`."""
@@ -86,6 +100,9 @@ class Structure:
                 where=self.name_of(i) or "the model",
                 hint="switch the whole model with .train() or .eval(), or compile again in this mode",
             )
+
+    def require_known(self) -> None:
+        """Called when parameters moved; raises `InputMismatch` where something else still has the old ones."""
 
     def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
         """The dict and the key under which the model keeps a parameter or buffer."""
@@ -113,6 +130,7 @@ class Slots:
         tensors = self.tensors()
         self._devices = [t.device for t in tensors]
         self._ties = _ties(tensors)
+        self._free = all(first == i for i, (first, _) in enumerate(self._ties))  # each in memory of its own
         self._note(tensors, self._state(tensors))
 
     def _look(self) -> None:
@@ -148,7 +166,8 @@ class Slots:
         """Positions whose tensor lives elsewhere than noted; notes where they live now.
 
         Raises `InputMismatch` for a tensor that is not what was traced (shape, dtype, device, strides,
-        requires_grad), and when tensors are no longer tied as they were.
+        requires_grad), and when tensors are no longer tied as they were (parts of one memory, as
+        `vector_to_parameters` makes them, are tied only where they overlap).
         """
         state = self._state(tensors)
         for i, (now, then) in enumerate(zip(state, self._noted, strict=True)):
@@ -158,11 +177,16 @@ class Slots:
                 )
                 raise InputMismatch(what, where=self.names[i], hint=COMPILE_AGAIN)
         moved = [i for i, (now, then) in enumerate(zip(state, self._noted, strict=True)) if now[0] != then[0]]
-        if _ties(tensors) != self._ties:
+        if _ties(tensors) != self._ties and not (self._free and _apart(tensors)):
             what = "parameters that shared their memory no longer do, or the other way round"
             raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=COMPILE_AGAIN)
+        self._structure.require_known()
         self._note(tensors, state)
         return moved
+
+
+def _types(model: nn.Module) -> dict[str, type[nn.Module]]:
+    return {name: type(m) for name, m in model.named_modules()}
 
 
 def _describe(state: tuple[Any, ...], device: torch.device) -> str:
@@ -178,3 +202,15 @@ def _ties(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
         j = first.setdefault(t.untyped_storage().data_ptr(), i)
         found.append((j, t.data_ptr() - tensors[j].data_ptr()))
     return found
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no byte belongs to two of them."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + _span(t)) for t in tensors if t.numel())
+    return all(one[1] <= two[0] for one, two in pairwise(spans))
+
+
+def _span(t: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return int(last + 1) * t.element_size()

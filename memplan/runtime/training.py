@@ -35,6 +35,8 @@ class StepStructure(Structure):
         self._noted_rates = [group["lr"] for group in optimizer.param_groups]
         super().__init__(model)
         self._note()
+        own = {id(p) for group in self._groups for p in group}
+        self._updated = [(name, p) for name, p in model.named_parameters() if id(p) in own]
         self._require_no_hooks()
 
     def _note(self) -> None:
@@ -59,6 +61,14 @@ class StepStructure(Structure):
             self._note()
             self.version += 1
         return super().modes()
+
+    def require_known(self) -> None:
+        """As `Structure.require_known`: eager's step would go on updating what is no longer in the model."""
+        for name, p in self._updated:
+            if self.model.get_parameter(name) is not p:
+                what = "is another parameter than the optimizer's"
+                hint = "load without assign=True, or make the optimizer anew and compile the step again"
+                raise InputMismatch(what, where=name, hint=hint)
 
     def _count_hooks(self) -> None:
         """As `Structure._count_hooks`; those of the optimizer and of what it updates are not called in a step."""

@@ -158,8 +158,17 @@ class _Builder:
         if isinstance(desc, TangentAOTInput):
             index = sum(b.source is Source.TANGENT for b in self.bindings)
             return Binding(source=Source.TANGENT, value=value, index=index)
+        if "Token" in type(desc).__name__:
+            raise self._effects(node)
         what = f"an input of kind {type(desc).__name__}"
         raise self._unsupported(node, what, "pass plain, unshared tensors as inputs")
+
+    def _effects(self, token: fx.Node) -> UnsupportedGraph:
+        """Ops with effects take and return a token, in the order in which they must run."""
+        names = {str(user.args[1]) for user in token.users if len(user.args) > 1}
+        what = f"an op that does more than compute its results: {', '.join(sorted(names))}"
+        hint = "take one that does not (torch.linalg.solve_ex in the place of solve), or run it outside of the model"
+        return self._unsupported(token, what, hint)
 
     def _constant(self, node: fx.Node) -> None:
         tensor = getattr(self.captured.graph_module, str(node.target), None)
@@ -311,6 +320,7 @@ class _Builder:
             example_inputs=self.captured.inputs,
             training=self.captured.training,
             autocast=self.captured.autocast,
+            readings=self.captured.readings,
             device=self._device(),
         )
 

@@ -23,12 +23,16 @@ from torch._guards import detect_fake_mode
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.trace.effects import exporting, faked, refuse_random, settle_side_effects
 from memplan.trace.layouts import as_kernels_do, settle_layouts
+from memplan.trace.readings import Reading, noting_guards, options_of_layers, with_values
 from memplan.trace.recurrent import RecurrentAsEager, size_workspaces
 from memplan.trace.refusals import require_traceable
 from memplan.trace.returns import tag_backward
 from memplan.trace.statistics import correct_statistics
 
 _LOST = ("fork_rng", "rng_state", "manual_seed")  # what dynamo refuses and export would leave out
+READINGS = "memplan's readings"  # key of what a front end notes of a graph
+_IGNORED = "ignore_logging_functions"  # torch's option
+_LOGS = ("debug", "info", "warning", "error", "critical", "exception", "log", "info_once", "warning_once")
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
 
 
@@ -39,7 +43,8 @@ class Captured:
     `in_spec` is the pytree of (args, kwargs), `out_spec` that of the module's result; `inputs` are the
     flattened example inputs. Of each leaf of the result, `differentiable` says whether eager's requires a
     gradient, and `alias_of` of which placeholder (by position) it is a view, if of one. `training`: the graph
-    contains the backward. `autocast`: the type to which autocast casts, where it was traced under that.
+    contains the backward. `autocast`: the type to which autocast casts, where it was traced under that. `readings`: the
+    constants that are Python's.
     """
 
     graph_module: fx.GraphModule
@@ -50,6 +55,7 @@ class Captured:
     alias_of: tuple[int | None, ...]
     training: bool
     autocast: torch.dtype | None
+    readings: tuple[Reading, ...] = ()
 
 
 def capture(
@@ -69,15 +75,16 @@ def capture(
     """
     require_traceable(model)
     flat, in_spec = pytree.tree_flatten((args, kwargs))
-    inputs = flat
+    inputs, traced = flat, model
     if device is not None or _any_meta(model, flat):
         # Meta kernels would trace another attention than the CPU's.
-        model, flat = faked(model, flat, device="cpu" if device is None else str(device))
+        traced, flat = faked(model, flat, device="cpu" if device is None else str(device))
         args, kwargs = pytree.tree_unflatten(flat, in_spec)
         inputs = flat if device is None else inputs
     with contextlib.ExitStack() as stack:
-        prepare(stack, model, train=train)
-        joint = _capture_joint(stack, model, args, kwargs, (_as_it_is,) if by_dynamo else (dynamo, _export))
+        prepare(stack, traced, train=train)
+        front_ends = (_as_it_is,) if by_dynamo else (_export,) if _is_patched(traced) else (dynamo, _export)
+        joint = _capture_joint(stack, traced, args, kwargs, front_ends)
     return captured(model, joint, in_spec, inputs, train=train and not by_dynamo)
 
 
@@ -122,6 +129,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
         alias_of=tuple(leaf.base_idx if leaf.output_type.name in _OF_INPUT else None for leaf in leaves),
         training=has_backward,
         autocast=autocast_dtype("cpu") or autocast_dtype("cuda"),
+        readings=with_values(graph_module.meta.get(READINGS, ()), model),
     )
 
 
@@ -176,7 +184,9 @@ def _capture_joint(
         try:
             module = front_end(model, args, kwargs)
             with RecurrentAsEager():
-                return aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=as_kernels_do())
+                joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=as_kernels_do())
+            joint.graph_module.meta[READINGS] = _meta_of(module).get(READINGS, ())
+            return joint
         except MemplanError:
             raise
         except Exception as error:  # whatever a front end raises, the next one may succeed
@@ -188,6 +198,12 @@ def _capture_joint(
     raise unsupported(model, clearest) from clearest
 
 
+def _is_patched(model: nn.Module) -> bool:
+    """Whether its forward is a function of someone else, whose parameters dynamo would take for constants."""
+    forward = vars(model).get("forward")
+    return forward is not None and getattr(forward, "__self__", None) is not model
+
+
 def _as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     return model
 
@@ -197,15 +213,25 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, noting_guards(model) as readings, _as_export_does():
         warnings.simplefilter("always")
         module = front(*args, **kwargs)
+    _meta_of(module)[READINGS] = tuple(readings)
     _clear_globals(model, module)
     refuse_random(model, module.graph)  # type: ignore[arg-type]
     _take_real_tensors(module)
     for warning in caught:
         settle_side_effects(model, args, kwargs, str(warning.message))
     return module
+
+
+def _as_export_does() -> Any:
+    """Without what dynamo remembers of earlier traces: it takes for a variable whatever number had another value there,
+    and then guards by nothing. And what a forward logs is not logged by a compiled step."""
+    config: dict[str, Any] = {"specialize_int": True, "specialize_float": True, "automatic_dynamic_shapes": False}
+    if hasattr(torch._dynamo.config, _IGNORED):
+        config[_IGNORED] = {getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)}
+    return torch._dynamo.config.patch(config)
 
 
 def _clear_globals(model: nn.Module, module: nn.Module) -> None:
@@ -215,8 +241,13 @@ def _clear_globals(model: nn.Module, module: nn.Module) -> None:
     """
     from torch._dynamo.convert_frame import get_traced_fn
 
-    made: dict[str, Any] = getattr(module, "meta", {})
-    get_traced_fn(model)[0].__globals__.pop(made.get("backend_id", ""), None)
+    get_traced_fn(model)[0].__globals__.pop(_meta_of(module).get("backend_id", ""), None)
+
+
+def _meta_of(module: nn.Module) -> dict[str, Any]:
+    """What front ends note of a graph."""
+    found: dict[str, Any] = getattr(module, "meta", {})
+    return found
 
 
 def _take_real_tensors(module: nn.Module) -> None:
@@ -235,7 +266,9 @@ def _take_real_tensors(module: nn.Module) -> None:
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     with exporting(model, args, kwargs), RecurrentAsEager(), _unprinted():
-        return torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
+        module: nn.Module = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
+    _meta_of(module)[READINGS] = tuple(options_of_layers(model))
+    return module
 
 
 @contextlib.contextmanager
@@ -265,8 +298,10 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         )
     elif "entirely functional graph" in text:
         hint = "register the tensor that forward changes in place as a buffer of the model"
-    elif "not a known type" in text or "unhashable type" in text:
-        hint = "return tensors, tuples, lists or dicts, or register the type: torch.export.register_dataclass(...)"
+    elif "not a known type" in text or "unhashable type" in text or "pytree-flattenable" in text:
+        hint = "take and return tensors, tuples, lists or dicts, or register the type (torch.export.register_dataclass)"
+        if "cache" in text:
+            hint = "set model.config.use_cache = False, which training needs not (transformers)"
     elif "graph break" in text or "unsupported" in text:
         hint = (
             "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"

@@ -1,7 +1,9 @@
 """What forward changes beside tensors: dynamo names it, and a compiled step would silently leave it unchanged.
 
-One kind is harmless: attributes that the first call sets, and every later call sets to the same again (Swin's
-shift of its windows). They are set as a call of eager's would set them; all else is refused.
+Two kinds are harmless: attributes that the first call sets, and every later call sets to the same again (Swin's shift
+of its windows, the kind of problem in a BERT's configuration), which are set as a call of eager's would set them; and
+buffers that are set to what they are (spectral norm's `self._u = normalize(..., out=self._u)`), whose change in place
+is traced. All else is refused.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import copy
 import pickle
 import random
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Container, Iterator
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.utils import _pytree as pytree
 from memplan.errors import UnsupportedGraph
 from memplan.trace.origins import clean_module_path
 
+_CODE = (ModuleType, FunctionType, MethodType)  # which have attributes, too
 _Attributes = dict[tuple[str, str], Any]  # (module path, attribute) -> value
 
 
@@ -39,9 +42,14 @@ def settle_side_effects(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if not changed:
         return
     modules = dict(model.named_modules())
-    inside = all(source.startswith("L[") and clean_module_path(source) in modules for source in changed)
+    inside = all(source.startswith("L[") and _is_held(clean_module_path(source), modules) for source in changed)
     if not (inside and _settles(model, args, kwargs)):
         raise _changes(model, ", ".join(changed))
+
+
+def _is_held(path: str, modules: Container[str]) -> bool:
+    """Whether it is a module, or what one holds: its configuration, its buffers."""
+    return path in modules or path.rpartition(".")[0] in modules
 
 
 def _is_librarys(model: nn.Module, source: str) -> bool:
@@ -105,17 +113,19 @@ def _settles(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     settled = _settled(model, args, kwargs)
     modules = dict(model.named_modules())
     for (path, name), value in (settled or {}).items():
-        setattr(modules[path], name, value)
+        *holder, attribute = name.split(".")
+        setattr(getattr(modules[path], *holder) if holder else modules[path], attribute, value)
     return settled is not None
 
 
 def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Attributes | None:
-    """The attributes that one call changes, if a second one changes nothing; found on fake tensors, on a copy."""
+    """The attributes that one call changes, if a second one changes nothing, nor does any replace a buffer; found on
+    fake tensors, on a copy."""
     try:
         twin, given = faked(model, (args, kwargs))
         args, kwargs = given
         leaves, spec = pytree.tree_flatten(given)
-        before = _attributes(twin)
+        before, buffers = _attributes(twin), _buffers(twin)
         states = []
         for _ in range(2):
             with torch.no_grad():
@@ -123,6 +133,8 @@ def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             states.append(_attributes(twin))
         now, now_spec = pytree.tree_flatten(given)  # the caller's containers are effects too
         if now_spec != spec or any(one is not two for one, two in zip(leaves, now, strict=True)):
+            return None
+        if any(one is not two for one, two in zip(buffers, _buffers(twin), strict=True)):
             return None
     except Exception:  # whatever a model does that fake tensors or copies do not take: it is not known to settle
         return None
@@ -153,14 +165,25 @@ def faked(model: nn.Module, inputs: Any, device: str | None = None) -> tuple[nn.
 
 
 def _attributes(model: nn.Module) -> _Attributes:
-    """Those of all modules; of what can change by itself, what is in it now."""
+    """Those of all modules and of objects that they hold; of what can change by itself, what is in it now."""
     held = ("_parameters", "_buffers", "_modules")
-    return {
-        (path, name): [*value.items()] if isinstance(value, dict) else [*value] if isinstance(value, list) else value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in held and not (name == "meta" and isinstance(module, fx.GraphModule))
-    }
+    found: _Attributes = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in held or (name == "meta" and isinstance(module, fx.GraphModule)):
+                continue
+            found[path, name] = _contents(value)
+            if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, torch.Tensor, type, *_CODE)):
+                found |= {(path, f"{name}.{inner}"): _contents(v) for inner, v in vars(value).items()}
+    return found
+
+
+def _contents(value: Any) -> Any:
+    return [*value.items()] if isinstance(value, dict) else [*value] if isinstance(value, list) else value
+
+
+def _buffers(model: nn.Module) -> list[torch.Tensor | None]:
+    return [buffer for module in model.modules() for buffer in module._buffers.values()]
 
 
 def _same(one: Any, two: Any) -> bool:

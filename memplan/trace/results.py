@@ -41,6 +41,15 @@ def read_results(  # noqa: PLR0917
     fresh = _fresh_outputs(outputs, set(tangents), value_of, values, made - set(base_of))
     unused = [output for output in tangents if output not in {d for _, d in fresh}]
     if unused:
+        changed = getattr(getattr(unused[0], "mutated_input", None), "target", None)
+        if changed is not None:
+            what, hint = (
+                f"forward changes {changed} in place, through autograd",
+                "change it between steps, without grad",
+            )
+            raise UnsupportedGraph(
+                changed, what, f"{hint} (max_norm of an embedding: renormalise after optimizer.step())"
+            )
         what = f"its outputs need gradients in a way that is not supported ({unused[0]!r})"
         raise UnsupportedGraph("output", what, "return copies instead of several views of one tensor")
     base_of.update({values[value_of[node]].storage: value_of[node] for node, _ in fresh})

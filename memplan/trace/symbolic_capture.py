@@ -17,7 +17,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from memplan.errors import InvalidShapes, MemplanError, UnsupportedGraph
 from memplan.symbolic.sizes import SizesWriter
 from memplan.trace.build import build
-from memplan.trace.capture import Captured, captured, dynamo, prepare, unsupported
+from memplan.trace.capture import READINGS, Captured, captured, dynamo, prepare, unsupported
 from memplan.trace.dims import Dims, Range
 from memplan.trace.fold import fold
 from memplan.trace.layouts import as_kernels_do
@@ -98,6 +98,7 @@ def _capture(
         decompositions = as_kernels_do()
         with RecurrentAsEager():
             joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=decompositions)
+        joint.graph_module.meta[READINGS] = module.meta[READINGS]
         return joint, translator
     except MemplanError:
         raise

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from memplan.division import Division
 from memplan.errors import UnsupportedProblem
 from memplan.graph import Graph
+from memplan.trace.readings import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +150,9 @@ class Results:
 class TracedGraph:
     """A graph, `kernels[i]` that runs `graph.ops[i]`, and how the step is fed and what it returns.
 
-    `training`: it has a backward. `autocast`: the type it casts to, if traced under that. `device` is where all planned
-    storages are. `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
+    `training`: it has a backward. `autocast`: the type it casts to, if traced under that. `readings`: which of Python's
+    values are constants of it. `device` is where all planned storages are.
+    `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
     (`hosted.py`); none when it is not.
     `division`: how chains of rows were divided, with `over` settled; `compress`: how what waits is made smaller;
     `again` traces with others.
@@ -167,6 +169,7 @@ class TracedGraph:
     training: bool
     autocast: torch.dtype | None
     device: torch.device
+    readings: tuple[Reading, ...] = ()
     runs_on: tuple[str, ...] = ()
     division: Division | None = None
     compress: str = ""

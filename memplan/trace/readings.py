@@ -1,0 +1,175 @@
+"""What forward reads of Python beside tensors: attributes, options, globals, what a loss function closes over.
+
+They are constants of a trace. Dynamo guards its own code by them and names each (`L['self']._modules['drop'].p`); a
+compiled step asks for them by the same names whether they are still what they were (`runtime/constants.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._dynamo.convert_frame import get_traced_fn
+
+_KINDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "TENSOR_MATCH")
+_FOLLOWED = ("_parameters", "_buffers")  # whose tensors are no constants, but looked up in each call
+_LENGTH = "SEQUENCE_LENGTH"
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
+GONE = object()
+_CHECKED_ELSEWHERE = "training"  # `Structure.modes`
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One step of a path: an attribute, or an item."""
+
+    key: Any
+    attribute: bool
+
+    def follow(self, owner: Any) -> Any:
+        """Where it leads."""
+        return getattr(owner, self.key) if self.attribute else owner[self.key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """`value`: what lay at the end of a path from `root` (None: the model itself) in the trace, or how long it was."""
+
+    root: Any
+    path: tuple[Link, ...]
+    length: bool = False
+    value: Any = None
+
+    def now(self, model: nn.Module) -> Any:
+        """What lies there now; `GONE` where the path ends before."""
+        found: Any = model if self.root is None else self.root
+        try:
+            for link in self.path:
+                found = link.follow(found)
+            return len(found) if self.length else found
+        except (AttributeError, LookupError, TypeError):
+            return GONE
+
+
+@contextlib.contextmanager
+def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
+    """The readings of `model`, which dynamo captures for export meanwhile; none where this torch does not tell them."""
+    from torch._dynamo import functional_export
+
+    found: list[Reading] = []
+    capture: Any = getattr(functional_export, "fullgraph_capture", None)
+    if capture is None:
+        yield found
+        return
+
+    def noting(function: Any, *args: Any, **kwargs: Any) -> Any:
+        out = capture(function, *args, **kwargs)
+        if function is not model:  # another thread exports
+            return out
+        with contextlib.suppress(AttributeError, SyntaxError):  # torch's own names, which another version may change
+            made = out.graph_capture_output
+            forward = get_traced_fn(model)[0]
+            found.extend(_readings(made.output_graph.guards, made.f_globals, forward))
+        return out
+
+    with mock.patch.object(functional_export, "fullgraph_capture", noting):
+        yield found
+
+
+def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list[Reading]:
+    """Those of dynamo's guards that are about plain values, each once."""
+    found: dict[tuple[str, bool], Reading] = {}
+    for guard in guards:
+        kind = guard.create_fn_name()
+        name = guard.name if isinstance(guard.name, str) else guard.name()
+        if kind not in _KINDS and kind != _LENGTH:
+            continue
+        reading = _parsed(name, known, forward, length=kind == _LENGTH)
+        if reading is not None:
+            found.setdefault((name, reading.length), reading)
+    return [found[key] for key in sorted(found)]
+
+
+def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: bool) -> Reading | None:
+    """A name as a path from the model, or from a module of Python's that is not torch's; None for what is neither."""
+    node: Any = ast.parse(name, mode="eval").body
+    path: list[Link] = []
+    while not _is_root(node):
+        if isinstance(node, ast.Attribute):
+            path.insert(0, Link(node.attr, attribute=True))
+            node = node.value
+        elif not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)):
+            return None
+        else:  # an item, or `dict(type(owner).__dict__)['key']`: what a class has for its objects
+            of_class = isinstance(node.value, ast.Call)
+            path.insert(0, Link(node.slice.value, attribute=of_class))
+            node = _object_of_class(node.value) if of_class else node.value
+            if node is None or (of_class and len(path) > 1):
+                return None
+    first = node.slice.value if isinstance(node.slice, ast.Constant) else None
+    if node.value.id == "L":
+        code = forward.__code__
+        if first in code.co_freevars:  # of a class in a function
+            cell = (forward.__closure__ or ())[code.co_freevars.index(first)]
+            return Reading(root=cell, path=(Link("cell_contents", attribute=True), *path), length=length)
+        ours = first == code.co_varnames[0] and path and path[-1].key != _CHECKED_ELSEWHERE
+        return Reading(root=None, path=tuple(path), length=length) if ours else None
+    root = known.get(first) if isinstance(first, str) else None
+    if isinstance(root, ModuleType) and path:
+        ours = not f"{root.__name__}.".startswith(("torch.", "builtins."))
+        return Reading(root=root, path=tuple(path), length=length) if ours else None
+    return Reading(root=known, path=(Link(first, attribute=False),), length=length) if not path else None
+
+
+def _is_root(node: Any) -> bool:
+    """Whether it is `L['self']`, `G['module']` or the like."""
+    return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
+
+
+def _object_of_class(call: Any) -> ast.expr | None:
+    """The owner in `dict(type(owner).__dict__)` or `dict(type(owner).__mro__[1].__dict__)`."""
+    node: Any = call.args[0] if len(call.args) == 1 else call
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type":
+        return node.args[0]
+    return None
+
+
+def options_of_layers(model: nn.Module) -> Iterator[Reading]:
+    """What torch's own layers are set to, for a front end that does not tell what forward reads."""
+    for name, module in model.named_modules():
+        parts = name.split(".") if name else []
+        path = tuple(link for part in parts for link in (Link("_modules", attribute=True), Link(part, attribute=False)))
+        for key in vars(module) if type(module).__module__.startswith("torch.nn.") else ():
+            if not key.startswith("_") and key != _CHECKED_ELSEWHERE:
+                yield Reading(root=None, path=(*path, Link(key, attribute=True)))
+
+
+def with_values(readings: Iterable[Reading], model: nn.Module) -> tuple[Reading, ...]:
+    """Those whose value, which they note, is one that can be compared."""
+    noted = (replace(reading, value=reading.now(model)) for reading in readings)
+    kept = (reading for reading in noted if _is_plain(reading.value) or _is_constant_tensor(reading))
+    return tuple(reading for reading in kept if not _is_computed(reading, model))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _is_computed(reading: Reading, model: nn.Module) -> bool:
+    """Whether it is a property, which another object may answer each time."""
+    owner = replace(reading, path=reading.path[:-1]).now(model)
+    return isinstance(getattr(type(owner), str(reading.path[-1].key), None), property)
+
+
+def _is_constant_tensor(reading: Reading) -> bool:
+    """Whether it is a tensor that the trace holds: one that is no parameter and no buffer."""
+    return isinstance(reading.value, torch.Tensor) and not any(link.key in _FOLLOWED for link in reading.path)

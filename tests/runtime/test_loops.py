@@ -1,0 +1,395 @@
+"""What people change around a model while it trains: each is followed, or named in an error; never passed over."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+import memplan
+from memplan.errors import InputMismatch, UnsupportedGraph
+
+LOG = logging.getLogger(__name__)
+
+
+class Net(nn.Module):
+    """Reads of Python what people change from step to step."""
+
+    offset = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+        self.head = nn.Linear(8, 3, bias=False)
+        self.temperature = 1.0
+        self.weights = [1.0, 2.0]
+        self.config = {"scale": (1.0, 2.0)}
+        self.activation = torch.tanh
+        self.mask = torch.ones(())
+        self.unread = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x * weight
+        y: Tensor = self.activation(self.head(self.body(x))) / self.temperature * self.config["scale"][1]
+        return y * self.mask + self.offset
+
+
+def _drop(model: Any) -> None:
+    model.body[3].p = 0.25
+
+
+def _momentum(model: Any) -> None:
+    model.body[1].momentum = 0.2
+
+
+def _temperature(model: Any) -> None:
+    model.temperature *= 0.9
+
+
+def _item(model: Any) -> None:
+    model.weights[0] = 3.0
+
+
+def _more_items(model: Any) -> None:
+    model.weights.append(1.0)
+
+
+def _other_config(model: Any) -> None:
+    model.config = {"scale": (1.0, 3.0)}
+
+
+def _function(model: Any) -> None:
+    model.activation = torch.relu
+
+
+def _bias(model: Any) -> None:
+    model.head.bias = nn.Parameter(torch.ones(3))
+
+
+def _more_modules(model: Any) -> None:
+    model.body.append(nn.Tanh())
+
+
+def _other_module(model: Any) -> None:
+    model.body[3] = nn.Dropout(0.1)
+
+
+def _other_kind(model: Any) -> None:
+    model.body[2] = nn.GELU()
+
+
+def _class(model: Any) -> None:
+    model.offset = 3.0
+
+
+def _tensor(model: Any) -> None:
+    model.mask = torch.zeros(())
+
+
+def _patched(model: Any) -> None:
+    was = model.head.forward
+    model.head.forward = lambda x: was(x) / 2
+
+
+def _frozen(model: Any) -> None:
+    model.body[0].weight.requires_grad_(not model.body[0].weight.requires_grad)
+
+
+CHANGES: dict[Callable[[Any], None], str] = {
+    _drop: "body.3.p",
+    _momentum: "body.1.momentum",
+    _temperature: "temperature",
+    _item: "weights[0]",
+    _more_items: "the length of weights",
+    _other_config: "config['scale']",
+    _function: "activation",
+    _bias: "head.bias",
+    _more_modules: "body.4",
+    _other_module: "body.3.p",
+    _other_kind: "body.2",
+    _class: "offset",
+    _tensor: "mask",
+    _patched: "head",
+    _frozen: "body.0.weight",
+}
+_named = pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
+
+
+@_named
+def test_a_change_of_the_model_raises_until_it_is_undone_or_compiled(change: Callable[[Any], None]) -> None:
+    model, x = Net(), torch.randn(5, 4)
+    compiled = memplan.compile(model, x)
+    compiled(x).sum().backward()
+    change(model)
+    for _ in range(2):  # as a cell of a notebook that is run again
+        with pytest.raises(InputMismatch) as caught:
+            compiled(x)
+        assert caught.value.where == CHANGES[change]
+    memplan.compile(model, x)(x)
+
+
+@_named
+@pytest.mark.parametrize("how", ["eager", "replan"])
+def test_a_change_of_the_model_is_followed_where_that_was_asked_for(how: str, change: Callable[[Any], None]) -> None:
+    model, x = Net(), torch.randn(5, 4)
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, x, on_mismatch=how)
+    for step in range(4):
+        if step % 2 and (step == 1 or change in (_temperature, _frozen)):
+            change(model)
+            torch.manual_seed(step)
+            change(twin)
+        outputs = []
+        for one in (compiled, twin):
+            torch.manual_seed(step)
+            one.zero_grad()
+            outputs.append(one(x))
+            outputs[-1].square().sum().backward()
+        assert torch.equal(*outputs)
+        for p, q in zip(compiled.parameters(), twin.parameters(), strict=True):
+            assert (p.grad is None) is (q.grad is None)
+            assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("change", [_temperature, _frozen])
+def test_a_change_is_seen_by_the_program_of_another_shape(change: Callable[[Any], None]) -> None:
+    model, x = Net(), torch.randn(6, 4)
+    change(model)
+    compiled = memplan.compile(model, x, dynamic_shapes={"x": {0: Dim("batch", min=2, max=64)}})
+    compiled(x).sum().backward()
+    change(model)
+    with pytest.raises(InputMismatch, match=CHANGES[change]):
+        compiled(x[:5])
+
+
+def test_what_forward_does_not_read_may_change() -> None:
+    model, x = Net(), torch.randn(5, 4)
+    compiled = memplan.compile(model, x)
+    model.unread += 1
+    model.weights = [1.0, 2.0]  # other lists, the same numbers
+    model.temperature = float("1")
+    compiled(x).sum().backward()
+
+
+def test_what_was_traced_twice_is_still_a_constant() -> None:
+    model, x = Net().eval(), torch.randn(5, 4)
+    for temperature in (1.0, 0.9, 0.8):  # dynamo takes what it has seen change for a variable
+        model.temperature = temperature
+        compiled = memplan.compile(model, x)
+        assert torch.equal(compiled(x), model(x))
+        model.temperature = 3.0
+        with pytest.raises(InputMismatch, match=r"temperature: is 3\.0"):
+            compiled(x)
+
+
+def test_attributes_are_set_where_forward_reads_them() -> None:
+    model, x = Net(), torch.randn(5, 4)
+    compiled = memplan.compile(model, x, on_mismatch="eager")
+    compiled.temperature = 2.0
+    assert model.temperature == 2.0
+    compiled.head = nn.Linear(8, 2)
+    assert model.head is compiled.head
+    assert compiled(x).shape == (5, 2)
+    compiled.note = "mine"
+    del compiled.note
+    assert not hasattr(model, "note")
+
+
+def test_a_step_notices_what_its_loss_closes_over() -> None:
+    model, x, weight = nn.Linear(4, 1), torch.randn(5, 4), {"mse": 1.0}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = memplan.compile_step(model, optimizer, lambda out: out.square().mean() * weight["mse"], x)
+    step(x)
+    weight["mse"] = 0.5
+    with pytest.raises(InputMismatch, match=r"loss_fn.*'mse'.*is 0\.5, the plan was made for 1\.0"):
+        step(x)
+
+
+def test_a_step_refuses_parameters_that_its_optimizer_does_not_know() -> None:
+    model, x = nn.Linear(4, 1), torch.randn(5, 4)
+    step = memplan.compile_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda out: out.square().mean(), x)
+    step(x)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state)
+    step(x)
+    model.load_state_dict(state, assign=True)
+    for _ in range(2):
+        with pytest.raises(InputMismatch, match="another parameter than the optimizer's"):
+            step(x)
+
+
+def test_parameters_that_are_parts_of_one_vector_train() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), torch.randn(5, 4)
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, x)
+    for _ in range(3):
+        for one in (compiled, twin):
+            one.zero_grad()
+            one(x).square().mean().backward()
+            values = nn.utils.parameters_to_vector(one.parameters())
+            slopes = nn.utils.parameters_to_vector([p.grad for p in one.parameters() if p.grad is not None])
+            nn.utils.vector_to_parameters((values - 0.1 * slopes).detach(), one.parameters())
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_spectral_norm_trains_like_eager() -> None:
+    model, x = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), torch.randn(5, 4)
+    twin = copy.deepcopy(model)
+    compiled = memplan.compile(model, x)
+    for mode in (True, True, False, True):
+        for one in (compiled, twin):
+            one.train(mode).zero_grad()
+            one(x).square().mean().backward()
+    for p, q in zip((*model.parameters(), *model.buffers()), (*twin.parameters(), *twin.buffers()), strict=True):
+        assert torch.equal(p, q)
+        assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
+
+
+def test_an_op_with_effects_is_named() -> None:
+    model = nn.utils.parametrizations.orthogonal(nn.Linear(4, 3), orthogonal_map="cayley")
+    with pytest.raises(UnsupportedGraph, match=r"aten\._linalg_check_errors"):
+        memplan.compile(model, torch.randn(5, 4))
+
+
+def test_a_parameter_that_forward_changes_is_named() -> None:
+    with pytest.raises(UnsupportedGraph, match="forward changes weight in place"):
+        memplan.compile(nn.Embedding(10, 4, max_norm=1.0), torch.arange(3))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's, after a graph break
+@pytest.mark.parametrize("skipped", [(0, 3), (2,)])
+def test_losses_that_are_skipped_behind_torch_compile(skipped: tuple[int, ...]) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.one(x).relu()
+            torch._dynamo.graph_break()
+            y: Tensor = self.two(x)
+            return y
+
+    model = Broken()
+    twin = copy.deepcopy(model)
+    compiled: Any = torch.compile(model, backend=memplan.Backend())
+    for step in range(6):
+        x = torch.randn(5, 4)
+        for one in (compiled, twin):
+            if step not in skipped:
+                one(x).square().mean().backward()
+            one(x).mean()  # looked at, and dropped
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_numbers_that_change_behind_torch_compile() -> None:
+    model, x = Net().eval(), torch.randn(5, 4)
+    compiled = torch.compile(model, backend=memplan.Backend())
+    for temperature in (1.0, 0.9, 0.8, 0.9):
+        model.temperature = temperature
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_stand_ins_for_parameters_get_gradients_behind_torch_compile() -> None:
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    compiled: Any = torch.compile(model, backend=memplan.Backend())
+    for one in (compiled, model, compiled):
+        given = {name: p.detach().clone().requires_grad_() for name, p in one.named_parameters()}
+        torch.func.functional_call(one, given, (x,)).sum().backward()
+        assert all(p.grad is not None for p in given.values())
+
+
+def test_modes_that_are_set_module_by_module() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = memplan.compile(Net().train(), torch.randn(5, 4))
+
+    outer = Outer()
+    modes = {module: module.training for module in outer.modules()}
+    outer.eval()
+    outer.net(torch.randn(5, 4))
+    for module, mode in modes.items():  # as Lightning does after validation
+        module.training = mode
+    outer.net(torch.randn(5, 4)).sum().backward()
+    assert not memplan.compile(Net().eval(), torch.randn(5, 4)).training
+
+
+def test_what_a_configuration_settles_and_what_forward_logs() -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.kind: str | None = None
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Config()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.config.kind is None:
+                self.config.kind = "single label"
+            LOG.warning("called")
+            y: Tensor = self.head(x)
+            return y
+
+    model, x = Classifier(), torch.randn(5, 4)
+    compiled = memplan.compile(model, x)
+    assert model.config.kind == "single label"
+    assert torch.equal(compiled(x), model(x))
+    model.config.kind = None
+    with pytest.raises(InputMismatch, match=r"config\.kind: is None, the plan was made for 'single label'"):
+        compiled(x)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_parameters_of_a_model_whose_forward_was_patched_are_followed(train: bool) -> None:
+    model: Any = nn.Linear(4, 3)
+    was, x = model.forward, torch.randn(5, 4)
+    model.forward = lambda given: was(given) / 2
+    compiled = memplan.compile(model, x, train=train)
+    model.load_state_dict({"weight": torch.randn(3, 4), "bias": torch.randn(3)}, assign=True)
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_options_of_layers_are_compared_where_dynamo_cannot_read() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.drop = nn.GRU(4, 4), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.drop(self.rnn(x)[0])
+            return y
+
+    model, x = Recurrent(), torch.randn(3, 2, 4)
+    compiled = memplan.compile(model, x)
+    compiled(x).sum().backward()
+    model.drop.p = 0.1
+    with pytest.raises(InputMismatch, match=r"drop\.p: is 0\.1, the plan was made for 0\.5"):
+        compiled(x)
+
+
+def test_tensors_with_ways_of_their_own_are_refused() -> None:
+    class Doubling(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            return result * 2 if getattr(function, "__name__", "") == "linear" else result
+
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+    compiled = memplan.compile(model, x)
+    compiled(nn.Parameter(x, requires_grad=False))
+    with pytest.raises(InputMismatch, match="Doubling, whose operations are its own"):
+        compiled(x.as_subclass(Doubling))
