@@ -9,7 +9,6 @@ code): each call that is in flight has a lane, which is a program. Lanes that ru
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 import weakref
@@ -31,6 +30,7 @@ from memplan.runtime.runner import Runner
 from memplan.runtime.shared import Conductor, NotedLedger, Role, part_of
 from memplan.runtime.slots import Structure
 from memplan.trace import stay_in_arena, trace_graph
+from memplan.trace.numbers import is_number, with_numbers
 from memplan.trace.traced import TracedGraph
 
 _MAX_PLANS = 8  # kept of a graph: one for each thread, and each shape where sizes vary
@@ -152,7 +152,7 @@ class PlannedGraph:
         self._hooks = hooks
         self._owned = owned
         self._conductors = conductors
-        self._numbers = {name: i for i, name in enumerate(names) if _is_number(graph, name)}
+        self._numbers = {name: i for i, name in enumerate(names) if is_number(graph, name)}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._lanes: dict[Any, list[Lane]] = {}
 
@@ -190,7 +190,7 @@ class PlannedGraph:
                 raise InputMismatch(what, where="the call", hint="run the backward, or call under torch.no_grad()")
             found = idle[0]
         if found is None:
-            section = Section(_with_numbers(self._graph, numbers), self._kept, inputs)
+            section = Section(with_numbers(self._graph, numbers), self._kept, inputs)
             like = lanes[0] if lanes else None
             with compile_lock:  # torch traces in one thread at a time
                 found = Lane(section, inputs, self._options, conductor, self._hooks, owned=self._owned, like=like)
@@ -289,29 +289,6 @@ def _is_kept(x: Any) -> bool:
     if isinstance(x, nn.Parameter):
         return x.is_leaf
     return getattr(x, "_dynamo_static_input_type", None) is not None and not x.requires_grad
-
-
-def _is_number(graph: fx.GraphModule, name: str) -> bool:
-    """Whether an input is a number of Python's that has changed before (an annealed temperature, a dropout rate), which
-    dynamo hands over as a tensor, for its `item()`."""
-    node = next(node for node in graph.graph.find_nodes(op="placeholder") if node.name == name)
-    items = [user for user in node.users if user.op == "call_method" and user.target == "item"]
-    return len(items) == len(node.users) > 0 and all(
-        isinstance(user.meta.get("example_value"), torch.SymFloat) for user in items
-    )
-
-
-def _with_numbers(graph: fx.GraphModule, numbers: Mapping[str, float]) -> fx.GraphModule:
-    """The graph for these numbers, which are constants of a plan."""
-    if not numbers:
-        return graph
-    made = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    for node in made.graph.find_nodes(op="placeholder"):
-        for item in list(node.users) if node.name in numbers else ():
-            item.replace_all_uses_with(numbers[node.name])
-            made.graph.erase_node(item)
-    made.recompile()
-    return made
 
 
 def _is_symbolic(x: Any) -> bool:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterable, Iterator
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -22,6 +24,7 @@ _KINDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "T
 _FOLLOWED = ("_parameters", "_buffers")  # whose tensors are no constants, but looked up in each call
 _LENGTH = "SEQUENCE_LENGTH"
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
+_INSTALLED = tuple(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 GONE = object()
 _CHECKED_ELSEWHERE = "training"  # `Structure.modes`
 
@@ -98,7 +101,7 @@ def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list
 
 
 def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: bool) -> Reading | None:
-    """A name as a path from the model, or from a module of Python's that is not torch's; None for what is neither."""
+    """A name as a path from the model, or from a module that is no installed library; None for what is neither."""
     node: Any = ast.parse(name, mode="eval").body
     path: list[Link] = []
     while not _is_root(node):
@@ -123,9 +126,16 @@ def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: 
         return Reading(root=None, path=tuple(path), length=length) if ours else None
     root = known.get(first) if isinstance(first, str) else None
     if isinstance(root, ModuleType) and path:
-        ours = not f"{root.__name__}.".startswith(("torch.", "builtins."))
-        return Reading(root=root, path=tuple(path), length=length) if ours else None
-    return Reading(root=known, path=(Link(first, attribute=False),), length=length) if not path else None
+        return None if _is_installed(vars(root)) else Reading(root=root, path=tuple(path), length=length)
+    if path or _is_installed(known):
+        return None
+    return Reading(root=known, path=(Link(first, attribute=False),), length=length)
+
+
+def _is_installed(module: Mapping[str, Any]) -> bool:
+    """Whether these are the globals of a library, as Python's own or torch's: its functions and tables stay."""
+    file = module.get("__file__")
+    return (file is None and module.get("__name__") != "__main__") or str(file).startswith(_INSTALLED)
 
 
 def _is_root(node: Any) -> bool:

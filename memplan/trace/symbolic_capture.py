@@ -17,11 +17,12 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from memplan.errors import InvalidShapes, MemplanError, UnsupportedGraph
 from memplan.symbolic.sizes import SizesWriter
 from memplan.trace.build import build
-from memplan.trace.capture import READINGS, Captured, captured, dynamo, prepare, unsupported
+from memplan.trace.capture import READINGS, Captured, captured, dynamo, prepare
 from memplan.trace.dims import Dims, Range
 from memplan.trace.fold import fold
 from memplan.trace.layouts import as_kernels_do
 from memplan.trace.recurrent import RecurrentAsEager
+from memplan.trace.refusals import unsupported
 from memplan.trace.returns import own_the_results, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
 from memplan.trace.symbols import Translator

@@ -1,0 +1,32 @@
+"""Numbers of Python's that dynamo hands over as tensors, since they have changed before: constants of a plan each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+
+def is_number(graph: fx.GraphModule, name: str) -> bool:
+    """Whether an input is a number of Python's that has changed before (an annealed temperature, a dropout rate), which
+    dynamo hands over as a tensor, for its `item()`."""
+    node = next(node for node in graph.graph.find_nodes(op="placeholder") if node.name == name)
+    items = [user for user in node.users if user.op == "call_method" and user.target == "item"]
+    return len(items) == len(node.users) > 0 and all(
+        isinstance(user.meta.get("example_value"), torch.SymFloat) for user in items
+    )
+
+
+def with_numbers(graph: fx.GraphModule, numbers: Mapping[str, float]) -> fx.GraphModule:
+    """The graph for these numbers, which are constants of a plan."""
+    if not numbers:
+        return graph
+    made = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    for node in made.graph.find_nodes(op="placeholder"):
+        for item in list(node.users) if node.name in numbers else ():
+            item.replace_all_uses_with(numbers[node.name])
+            made.graph.erase_node(item)
+    made.recompile()
+    return made
