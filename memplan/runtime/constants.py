@@ -33,7 +33,7 @@ class Constants:
             if (
                 self._version == self._structure.version
                 and all(map(is_, map(getitem, self._holders, self._keys), self._items))
-                and all(map(is_, map(getattr, self._owners, self._names), self._attributes))
+                and (not self._attributes or all(map(is_, map(getattr, self._owners, self._names), self._attributes)))
                 and list(map(len, self._sized)) == self._lengths
             ):
                 return
@@ -61,7 +61,7 @@ class Constants:
                     kept, place = (items, held) if plain else (attributes, owner)
                     kept[id(place), link.key] = place, link.key, value
                 owner = value
-            if reading.length:
+            if reading.length and not isinstance(owner, tuple):
                 self._sized.append(owner)
         self._lengths = list(map(len, self._sized))
         self._holders, self._keys, self._items = map(list, zip(*items.values(), strict=True)) if items else ([], [], [])

@@ -16,6 +16,7 @@ from memplan.runtime.handles import hooks_ever_set
 from memplan.trace.traced import Binding, Source, TracedGraph
 
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # which call or hand over what they have, few or many
 COMPILE_AGAIN = "compile the model again after changing it (or once, by memplan.compile with on_mismatch='replan')"
 _training = attrgetter("training")
 _data_ptr = torch.Tensor.data_ptr
@@ -34,8 +35,8 @@ class Structure:
 
     def _look(self) -> None:
         self.modules = list(self.model.modules())
-        self._owners = [m._modules for m in self.modules]
-        links = [(owner, key) for owner in self._owners for key in owner]
+        owners = [m._modules for m in self.modules]
+        links = [(owner, key) for owner in owners for key in owner]
         self._holders, self._keys = [holder for holder, _ in links], [key for _, key in links]
         self._children = list(map(getitem, self._holders, self._keys))
         self._types = _types(self.model)
@@ -45,6 +46,12 @@ class Structure:
         self._hooks_ever = hooks_ever_set()
         self._states = [m.__dict__ for m in self.modules]
         self._patched = list(map(contains, self._states, repeat("forward")))
+        growing = [m._modules for m in self.modules if m._modules or isinstance(m, _CONTAINERS)]
+        self._dicts = [
+            *growing,
+            *self._states,
+        ]  # whose sizes tell of new submodules, and of a forward of a module's own
+        self._sizes = list(map(len, self._dicts))
         self._plain = all("training" in state for state in self._states)  # no property, as a compiled module's is
 
     def modes(self) -> list[bool]:
@@ -52,24 +59,28 @@ class Structure:
 
         Raises `InputMismatch` when a submodule was replaced by one of another type, or hooks came or went.
         """
-        if list(map(dict.get, self._holders, self._keys)) != self._children or sum(map(len, self._owners)) != len(
-            self._children
-        ):
+        if list(map(dict.get, self._holders, self._keys)) != self._children:
             self._look_again()
-        if list(map(contains, self._states, repeat("forward"))) != self._patched:
-            self._require_forwards()
+        if list(map(len, self._dicts)) != self._sizes:
+            self._look_at_new()
         if self._hook_count or self._hooks_ever != hooks_ever_set():
             self._count_hooks()
         if self._plain:
             return list(map(getitem, self._states, repeat("training")))
         return list(map(_training, self.modules))
 
-    def _require_forwards(self) -> None:
-        """Raise `InputMismatch` for a submodule that has been given a forward of its own, or has lost it."""
+    def _look_at_new(self) -> None:
+        """Modules have got or lost submodules, or attributes, of which a forward matters.
+
+        Raises `InputMismatch` for a submodule that has been given a forward of its own, or has lost it.
+        """
+        if sum(len(m._modules) for m in self.modules) != len(self._children):
+            self._look_again()
         for i, (state, patched) in enumerate(zip(self._states, self._patched, strict=True)):
             if ("forward" in state) is not patched:
                 where = self.name_of(i) or "the model"
                 raise InputMismatch("its forward is another function", where=where, hint=COMPILE_AGAIN)
+        self._sizes = list(map(len, self._dicts))
 
     def _count_hooks(self) -> None:
         ever = hooks_ever_set()
