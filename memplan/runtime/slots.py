@@ -50,7 +50,7 @@ class Structure:
         self._dicts = [
             *growing,
             *self._states,
-        ]  # whose sizes tell of new submodules, and of a forward of a module's own
+        ]  # whose sizes tell of what is new in them
         self._sizes = list(map(len, self._dicts))
         self._plain = all("training" in state for state in self._states)  # no property, as a compiled module's is
 
