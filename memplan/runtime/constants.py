@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from operator import getitem, is_
 from typing import Any
 
+import numpy as np
 import torch
 
 from memplan.errors import InputMismatch
 from memplan.runtime.slots import COMPILE_AGAIN, Structure
-from memplan.trace.readings import GONE, Link, Reading
+from memplan.trace.readings import GONE, Reading
 
 _OF_MODULES = ("_modules", "_parameters", "_buffers")  # dicts that stay; submodules are `Structure`'s to look at
 _HINT = f"{COMPILE_AGAIN}; a registered buffer, changed in place, may have another value in each step"
@@ -53,9 +54,10 @@ class Constants:
         self._sized: list[Any] = []
         for reading in self._readings:
             owner: Any = self._structure.model if reading.root is None else reading.root
-            for link in reading.path:
+            structure = len(reading.path) - len(reading.beyond_modules())
+            for i, link in enumerate(reading.path):
                 value = link.follow(owner)
-                if not _is_structure(owner, link):
+                if i >= structure and not (link.attribute and link.key in _OF_MODULES):
                     held = owner if not link.attribute else getattr(owner, "__dict__", {})
                     plain = not link.attribute or link.key in held
                     kept, place = (items, held) if plain else (attributes, owner)
@@ -70,11 +72,6 @@ class Constants:
         self._version = self._structure.version
 
 
-def _is_structure(owner: Any, link: Link) -> bool:
-    """Whether a link leads along the tree of modules, or to what they keep their tensors in."""
-    return (link.attribute and link.key in _OF_MODULES) or isinstance(link.follow(owner), torch.nn.Module)
-
-
 def _same(now: Any, before: Any) -> bool:
     if now is before:
         return True
@@ -82,14 +79,14 @@ def _same(now: Any, before: Any) -> bool:
         return False
     if isinstance(now, tuple):
         return len(now) == len(before) and all(map(_same, now, before))
-    if isinstance(now, (float, complex)):  # NaN is NaN, and -0.0 is not 0.0
+    if isinstance(now, (float, complex, np.generic)):  # NaN is NaN, and -0.0 is not 0.0
         return repr(now) == repr(before)
     return bool(now == before)
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a tensor of {value.dtype} {tuple(value.shape)} at {value.data_ptr():#x}"
+        return f"a tensor of {value.dtype} {tuple(value.shape)} (object {id(value):#x})"
     return "gone" if value is GONE else repr(value)
 
 

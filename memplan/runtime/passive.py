@@ -57,7 +57,7 @@ class Passive:
         )  # by the storage's address
         self._reserved = 0
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call `function`; its backward, whenever it comes, is seen too."""
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         given = {x.grad_fn for x in inputs if x.grad_fn is not None}

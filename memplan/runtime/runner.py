@@ -54,7 +54,7 @@ class Runner:
         self.slots = Slots(structure, traced)
         self.constants = Constants(structure, traced.readings)
         self._written_slots = [j for j, i in enumerate(self.slots.bindings) if traced.bindings[i].written]
-        self.signature = Signature(traced, changes_model=bool(self._written_slots))
+        self.signature = Signature(traced, structure.called.forward, changes_model=bool(self._written_slots))
         self._note_written(self.slots.tensors())
         self._counted: tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] = ((None,) * len(self.slots.bindings), ())
         tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -17,7 +18,8 @@ from memplan.trace.traced import Source, TracedGraph
 class Signature:
     """Checks a call against the traced one and turns it into the tensors that `forward` takes."""
 
-    def __init__(self, traced: TracedGraph, *, changes_model: bool) -> None:
+    def __init__(self, traced: TracedGraph, forward: Callable[..., Any], *, changes_model: bool) -> None:
+        """`forward`: what takes the arguments; where it takes keywords as a dict, it may see their order."""
         self.spec = traced.in_spec
         self.examples = traced.example_inputs
         self.bound = [b.index for b in traced.bound(Source.INPUT)]
@@ -25,6 +27,7 @@ class Signature:
         self._written = {b.index for b in traced.bound(Source.INPUT) if b.written}
         tensors = [(i, x) for i, x in enumerate(self.examples) if isinstance(x, torch.Tensor)]
         self._names = dict.fromkeys(self.spec.children()[1].context)
+        self._any_order = set(self._names) <= _parameters_of(forward)
         self._count = self.spec.children()[0].num_children
         plain = pytree.tree_flatten((tuple(range(self._count)), dict.fromkeys(self._names, 0)))[1]
         simple = len(tensors) == len(self.examples) and self.spec == plain
@@ -41,7 +44,12 @@ class Signature:
 
         Raises `InputMismatch` naming the first difference from the traced call.
         """
-        if self._alike is not None and len(args) == self._count and kwargs.keys() == self._names.keys():
+        if (
+            self._alike is not None
+            and len(args) == self._count
+            and kwargs.keys() == self._names.keys()
+            and (self._any_order or list(kwargs) == list(self._names))
+        ):
             leaves = [*args, *map(kwargs.__getitem__, self._names)] if kwargs else list(args)
             alike = self._alike(*leaves)
         else:
@@ -55,16 +63,18 @@ class Signature:
         return leaves
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The leaves of a call in the order of the example's; keys of dicts, and keywords, may come in any.
+        """The leaves of a call in the order of the example's; keywords of named parameters may come in any.
 
         Raises `InputMismatch` for another structure; what the leaves are is not looked at.
         """
-        try:
-            return self.spec.flatten_up_to((args, kwargs))
-        except ValueError as error:
-            call = pytree.tree_flatten((args, kwargs))[1]
-            what = f"the call has {_shape_of_call(call)}, the plan was made for {_shape_of_call(self.spec)}"
-            raise _mismatch("arguments", f"{what}: {error}") from error
+        if self._any_order:
+            kwargs = {**{name: kwargs[name] for name in self._names if name in kwargs}, **kwargs}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self.spec:
+            what = f"the call has {_shape_of_call(spec)}, the plan was made for {_shape_of_call(self.spec)}"
+            what += "" if spec.num_leaves != self.spec.num_leaves else "; containers, or the order of keys, differ"
+            raise _mismatch("arguments", what)
+        return leaves
 
     def _lay_out(self, leaves: list[Any]) -> None:
         """Put what has other strides than the example's into memory that has those. Raises as `flatten` does."""
@@ -115,6 +125,15 @@ class Signature:
             what = written.get(leaves[i].untyped_storage().data_ptr())
             if what is not None:
                 raise _mismatch(f"input {i}", f"shares its memory with {what}, which the step changes")
+
+
+def _parameters_of(forward: Callable[..., Any]) -> set[str]:
+    """The parameters that it names."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    try:
+        return {name for name, p in inspect.signature(forward).parameters.items() if p.kind not in kinds}
+    except (TypeError, ValueError):
+        return set()
 
 
 def picking(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -30,6 +30,7 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.called = model  # what takes the arguments of a call
         self.version = 0
         self._look()
 

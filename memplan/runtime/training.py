@@ -34,6 +34,7 @@ class StepStructure(Structure):
         self._options = list(map(_deciding, optimizer.param_groups))
         self._noted_rates = [group["lr"] for group in optimizer.param_groups]
         super().__init__(model)
+        self.called = getattr(model, "model", model)  # with its loss
         self._note()
         own = {id(p) for group in self._groups for p in group}
         self._updated = [(name, p) for name, p in model.named_parameters() if id(p) in own]

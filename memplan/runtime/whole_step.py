@@ -264,7 +264,7 @@ def _require_no_gradients(batch: Any) -> None:
             raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint)
 
 
-def _call(model: nn.Module, *batch: Any, **kwargs: Any) -> Any:
+def _call(model: nn.Module, /, *batch: Any, **kwargs: Any) -> Any:
     return model(*batch, **kwargs)
 
 

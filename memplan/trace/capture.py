@@ -21,7 +21,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._guards import detect_fake_mode
 
 from memplan.errors import MemplanError, UnsupportedGraph
-from memplan.trace.effects import exporting, faked, refuse_random, settle_side_effects
+from memplan.trace.effects import exporting, faked, refuse_random, require_same_call, settle_side_effects
 from memplan.trace.layouts import as_kernels_do, settle_layouts
 from memplan.trace.readings import Reading, noting_guards, options_of_layers, with_values
 from memplan.trace.recurrent import RecurrentAsEager, size_workspaces
@@ -118,7 +118,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
         raise UnsupportedGraph(
             type(model).__name__,
             "has no output that requires a gradient, so there is no backward to plan",
-            "pass train=False, or give the model parameters that require gradients",
+            "give the model parameters that require gradients, or pass train=False (memplan.compile)",
         )
     return Captured(
         graph_module=graph_module,
@@ -220,9 +220,12 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     _clear_globals(model, module)
     refuse_random(model, module.graph)  # type: ignore[arg-type]
     _take_real_tensors(module)
-    for warning in caught:
-        settle_side_effects(model, args, kwargs, str(warning.message))
-    return module
+    undo = [back for w in caught for back in settle_side_effects(model, args, kwargs, str(w.message))]
+    if not undo:
+        return module
+    settled = dynamo(model, args, kwargs)
+    require_same_call(model, module.graph, settled.graph, undo)  # type: ignore[arg-type]
+    return settled
 
 
 def _as_export_does() -> Any:

@@ -14,7 +14,8 @@ import copy
 import pickle
 import random
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -30,21 +31,35 @@ _CODE = (ModuleType, FunctionType, MethodType)  # which have attributes, too
 _Attributes = dict[tuple[str, str], Any]  # (module path, attribute) -> value
 
 
-def settle_side_effects(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+def settle_side_effects(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> list[Callable[[], None]]:
     """Read dynamo's warning. Sets attributes that settle in one call; raises `UnsupportedGraph` for other effects.
 
-    The warning ends in a list: of locals (`L['self']._modules['0']`), globals (`G['COUNT']`) and what has no name.
+    Returns what undoes each; where there is something, what was traced is the first call, which may differ. The warning
+    ends in a list: of locals (`L['self']._modules['0']`), globals (`G['COUNT']`) and what has no name.
     """
     if "side effects happened" not in message:
-        return
+        return []
     sources: list[str] = ast.literal_eval(message[message.index("check:") + len("check:") :].strip())
     changed = [source for source in sources if not _is_librarys(model, source)]
     if not changed:
-        return
+        return []
     modules = dict(model.named_modules())
     inside = all(source.startswith("L[") and _is_held(clean_module_path(source), modules) for source in changed)
-    if not (inside and _settles(model, args, kwargs)):
+    undo = _settle(model, args, kwargs) if inside else None
+    if undo is None:
         raise _changes(model, ", ".join(changed))
+    return undo
+
+
+def require_same_call(model: nn.Module, first: fx.Graph, second: fx.Graph, undo: list[Callable[[], None]]) -> None:
+    """Raise `UnsupportedGraph`, with all as it was, when the first call computes what later ones do not."""
+    if str(first) != str(second):
+        for back in undo:
+            back()
+        reason = "forward does something else in its first call (to initialise, to warm up)"
+        raise UnsupportedGraph(type(model).__name__, reason, "call the model once, then compile it")
 
 
 def _is_held(path: str, modules: Container[str]) -> bool:
@@ -75,7 +90,7 @@ def exporting(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     after = seen[0] if seen else before
     plain = {key: v for key, v in after.items() if _is_plain(tuple(v) if isinstance(v, list) else v)}  # no stand-ins
     names = [key for key, value in plain.items() if not _same(before.get(key), value)]
-    if names and not _settles(model, args, kwargs):
+    if names and _settle(model, args, kwargs) is None:
         raise _changes(model, ", ".join(".".join(filter(None, key)) for key in names))
     which = [name for name, state in _generators().items() if state != drawn.get(name, state)]
     if which:
@@ -108,14 +123,22 @@ def _changes(model: nn.Module, what: str) -> UnsupportedGraph:
     return UnsupportedGraph(type(model).__name__, reason, hint)
 
 
-def _settles(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Set the attributes that one call settles; False when a call does more than that."""
+def _settle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Callable[[], None]] | None:
+    """Set the attributes that one call settles, and say how to undo each; None when a call does more than that."""
     settled = _settled(model, args, kwargs)
+    if settled is None:
+        return None
     modules = dict(model.named_modules())
-    for (path, name), value in (settled or {}).items():
-        *holder, attribute = name.split(".")
-        setattr(getattr(modules[path], *holder) if holder else modules[path], attribute, value)
-    return settled is not None
+    undo: list[Callable[[], None]] = []
+    for (path, name), value in settled.items():
+        *names, attribute = name.split(".")
+        holder = getattr(modules[path], *names) if names else modules[path]
+        if attribute in vars(holder):
+            undo.append(partial(setattr, holder, attribute, vars(holder)[attribute]))
+        else:
+            undo.append(partial(delattr, holder, attribute))
+        setattr(holder, attribute, value)
+    return undo
 
 
 def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Attributes | None:

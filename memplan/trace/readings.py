@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import enum
+import inspect
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,17 +18,19 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
 from torch._dynamo.convert_frame import get_traced_fn
 
-_KINDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "TENSOR_MATCH")
+_KINDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "ID_MATCH", "TENSOR_MATCH")
 _FOLLOWED = ("_parameters", "_buffers")  # whose tensors are no constants, but looked up in each call
+_FROM_NUMPY = "___from_numpy("
 _LENGTH = "SEQUENCE_LENGTH"
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
+_NUMBERS = (bool, int, float, complex, np.generic)
+_PLAIN = (*_NUMBERS, str, enum.Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
 _INSTALLED = tuple(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 GONE = object()
-_CHECKED_ELSEWHERE = "training"  # `Structure.modes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,9 @@ class Link:
         return getattr(owner, self.key) if self.attribute else owner[self.key]
 
 
+_SUBMODULES, _TRAINING = Link("_modules", attribute=True), Link("training", attribute=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """`value`: what lay at the end of a path from `root` (None: the model itself) in the trace, or how long it was."""
@@ -49,6 +56,13 @@ class Reading:
     path: tuple[Link, ...]
     length: bool = False
     value: Any = None
+
+    def beyond_modules(self) -> tuple[Link, ...]:
+        """The path without its way through the model's tree of modules."""
+        i = 0
+        while self.root is None and self.path[i : i + 1] == (_SUBMODULES,):
+            i += 2
+        return self.path[i:]
 
     def now(self, model: nn.Module) -> Any:
         """What lies there now; `GONE` where the path ends before."""
@@ -92,6 +106,7 @@ def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list
     for guard in guards:
         kind = guard.create_fn_name()
         name = guard.name if isinstance(guard.name, str) else guard.name()
+        name = name.removeprefix(_FROM_NUMPY).removesuffix(")") if name.startswith(_FROM_NUMPY) else name
         if kind not in _KINDS and kind != _LENGTH:
             continue
         reading = _parsed(name, known, forward, length=kind == _LENGTH)
@@ -122,14 +137,17 @@ def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: 
         if first in code.co_freevars:  # of a class in a function
             cell = (forward.__closure__ or ())[code.co_freevars.index(first)]
             return Reading(root=cell, path=(Link("cell_contents", attribute=True), *path), length=length)
-        ours = first == code.co_varnames[0] and path and path[-1].key != _CHECKED_ELSEWHERE
+        whole = code.co_argcount == 0 and code.co_flags & inspect.CO_VARARGS  # a wrapper's `*args`
+        if whole and path and first == code.co_varnames[code.co_kwonlyargcount] and path.pop(0).key != 0:
+            return None
+        ours = path and first in (code.co_varnames[0], code.co_varnames[code.co_kwonlyargcount] if whole else None)
         return Reading(root=None, path=tuple(path), length=length) if ours else None
     root = known.get(first) if isinstance(first, str) else None
     if isinstance(root, ModuleType) and path:
         return None if _is_installed(vars(root)) else Reading(root=root, path=tuple(path), length=length)
-    if path or _is_installed(known):
+    if root is None or str(first).startswith("__") or _is_installed(known):  # as `__builtins_dict___0`
         return None
-    return Reading(root=known, path=(Link(first, attribute=False),), length=length)
+    return Reading(root=known, path=(Link(first, attribute=False), *path), length=length)
 
 
 def _is_installed(module: Mapping[str, Any]) -> bool:
@@ -159,13 +177,14 @@ def options_of_layers(model: nn.Module) -> Iterator[Reading]:
         parts = name.split(".") if name else []
         path = tuple(link for part in parts for link in (Link("_modules", attribute=True), Link(part, attribute=False)))
         for key in vars(module) if type(module).__module__.startswith("torch.nn.") else ():
-            if not key.startswith("_") and key != _CHECKED_ELSEWHERE:
+            if not key.startswith("_"):
                 yield Reading(root=None, path=(*path, Link(key, attribute=True)))
 
 
 def with_values(readings: Iterable[Reading], model: nn.Module) -> tuple[Reading, ...]:
     """Those whose value, which they note, is one that can be compared."""
     noted = (replace(reading, value=reading.now(model)) for reading in readings)
+    noted = (reading for reading in noted if reading.beyond_modules() != (_TRAINING,))  # which `Structure.modes` has
     kept = (reading for reading in noted if _is_plain(reading.value) or _is_constant_tensor(reading))
     return tuple(reading for reading in kept if not _is_computed(reading, model))
 
@@ -181,5 +200,7 @@ def _is_computed(reading: Reading, model: nn.Module) -> bool:
 
 
 def _is_constant_tensor(reading: Reading) -> bool:
-    """Whether it is a tensor that the trace holds: one that is no parameter and no buffer."""
-    return isinstance(reading.value, torch.Tensor) and not any(link.key in _FOLLOWED for link in reading.path)
+    """Whether it is a tensor that the trace holds: one that is no parameter and no buffer of the model."""
+    rest = reading.beyond_modules()
+    followed = reading.root is None and rest and rest[0].attribute and rest[0].key in _FOLLOWED
+    return isinstance(reading.value, torch.Tensor) and not followed
