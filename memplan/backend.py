@@ -30,7 +30,7 @@ from memplan.runtime.runner import Runner
 from memplan.runtime.shared import Conductor, NotedLedger, Role, part_of
 from memplan.runtime.slots import Structure
 from memplan.trace import stay_in_arena, trace_graph
-from memplan.trace.numbers import is_number, with_numbers
+from memplan.trace.numbers import numbers_of, with_numbers
 from memplan.trace.traced import TracedGraph
 
 _MAX_PLANS = 8  # kept of a graph: one for each thread, and each shape where sizes vary
@@ -152,7 +152,8 @@ class PlannedGraph:
         self._hooks = hooks
         self._owned = owned
         self._conductors = conductors
-        self._numbers = {name: i for i, name in enumerate(names) if is_number(graph, name)}
+        numbers = numbers_of(graph)
+        self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._lanes: dict[Any, list[Lane]] = {}
 

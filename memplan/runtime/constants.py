@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from memplan.errors import InputMismatch
+from memplan.runtime.signature import same_constant
 from memplan.runtime.slots import COMPILE_AGAIN, Structure
 from memplan.trace.readings import GONE, Reading
 
@@ -79,9 +80,7 @@ def _same(now: Any, before: Any) -> bool:
         return False
     if isinstance(now, tuple):
         return len(now) == len(before) and all(map(_same, now, before))
-    if isinstance(now, (float, complex, np.generic)):  # NaN is NaN, and -0.0 is not 0.0
-        return repr(now) == repr(before)
-    return bool(now == before)
+    return repr(now) == repr(before) if isinstance(now, np.generic) else same_constant(now, before)
 
 
 def _shown(value: Any) -> str:

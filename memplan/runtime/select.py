@@ -87,10 +87,7 @@ class Selector:
 
 def require_autocast(runner: Runner) -> None:
     """Raise `InputMismatch` unless autocast is as where the runner was traced: off, or to the same type."""
-    then = runner.traced.autocast
-    if then is None and not torch.is_autocast_enabled(runner.device_type):
-        return
-    now = autocast_dtype(runner.device_type)
+    then, now = runner.traced.autocast, autocast_dtype(runner.device_type)
     if now is not then:
         here, there = ("without autocast" if dtype is None else f"under autocast to {dtype}" for dtype in (now, then))
         hint = "compile and call in the same autocast state"

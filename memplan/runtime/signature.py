@@ -98,7 +98,7 @@ class Signature:
     def check_constant(self, i: int, leaf: Any) -> None:
         """Raise when leaf `i`, which is no tensor, is not the example's."""
         constant = self.examples[i]
-        if type(leaf) is not type(constant) or not _same_constant(leaf, constant):
+        if type(leaf) is not type(constant) or not same_constant(leaf, constant):
             raise _mismatch(f"input {i}", f"is {leaf!r}, the plan was made for {constant!r}")
 
     def check_ties(self, leaves: Sequence[Any]) -> None:
@@ -159,7 +159,8 @@ def _has_ways_of_its_own(kind: type[torch.Tensor]) -> bool:
     return function not in plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
-def _same_constant(one: Any, two: Any) -> bool:
+def same_constant(one: Any, two: Any) -> bool:
+    """Whether two values of one type, which are no tensors, are one constant of a trace."""
     if isinstance(one, (float, complex)):  # NaN is NaN, and -0.0 is not 0.0
         return repr(one) == repr(two)
     return one is two or bool(one == two)

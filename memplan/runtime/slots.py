@@ -48,10 +48,7 @@ class Structure:
         self._states = [m.__dict__ for m in self.modules]
         self._patched = list(map(contains, self._states, repeat("forward")))
         growing = [m._modules for m in self.modules if m._modules or isinstance(m, _CONTAINERS)]
-        self._dicts = [
-            *growing,
-            *self._states,
-        ]  # whose sizes tell of what is new in them
+        self._dicts = [*growing, *self._states]  # whose sizes tell of what is new in them
         self._sizes = list(map(len, self._dicts))
         self._plain = all("training" in state for state in self._states)  # no property, as a compiled module's is
 

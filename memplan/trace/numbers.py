@@ -9,10 +9,13 @@ import torch
 from torch import fx
 
 
-def is_number(graph: fx.GraphModule, name: str) -> bool:
-    """Whether an input is a number of Python's that has changed before (an annealed temperature, a dropout rate), which
-    dynamo hands over as a tensor, for its `item()`."""
-    node = next(node for node in graph.graph.find_nodes(op="placeholder") if node.name == name)
+def numbers_of(graph: fx.GraphModule) -> frozenset[str]:
+    """The inputs that are numbers of Python's which have changed before (an annealed temperature, a dropout rate): each
+    has no use but its `item()`."""
+    return frozenset(node.name for node in graph.graph.find_nodes(op="placeholder") if _is_number(node))
+
+
+def _is_number(node: fx.Node) -> bool:
     items = [user for user in node.users if user.op == "call_method" and user.target == "item"]
     return len(items) == len(node.users) > 0 and all(
         isinstance(user.meta.get("example_value"), torch.SymFloat) for user in items

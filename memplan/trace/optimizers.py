@@ -38,7 +38,7 @@ def keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple
     """The tensors of a parameter's state that its update takes, in order."""
     if isinstance(optimizer, torch.optim.SGD):
         return ("momentum_buffer",) if group["momentum"] else ()
-    return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    return (STEP, "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
 def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.Tensor, group: int) -> dict[str, Any]:

@@ -27,8 +27,8 @@ _KINDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "I
 _FOLLOWED = ("_parameters", "_buffers")  # whose tensors are no constants, but looked up in each call
 _FROM_NUMPY = "___from_numpy("
 _LENGTH = "SEQUENCE_LENGTH"
-_NUMBERS = (bool, int, float, complex, np.generic)
-_PLAIN = (*_NUMBERS, str, enum.Enum, torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
+_CODE = (FunctionType, BuiltinFunctionType)
+_PLAIN = (bool, int, float, complex, np.generic, str, enum.Enum, torch.dtype, torch.device, *_CODE)
 _INSTALLED = tuple(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 GONE = object()
 
