@@ -6,6 +6,7 @@ Every generator is a pure function of its arguments (the seed among them).
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from memplan.problem import Buffer, Interval, Problem
 
@@ -83,6 +84,35 @@ def scattered(n: int, *, seed: int, mean_life: float = 40.0) -> Problem:
         start = chance.randrange(2 * n)
         buffers.append((start, start + 1 + int(chance.expovariate(1 / mean_life)), chance.randint(1, 1000) * 1024))
     return _problem(buffers)
+
+
+def mixed(n: int, *, seed: int, pins: int = 0, longest: int | None = None) -> Problem:
+    """`n` buffers, most of them brief, some long, one alive throughout; some with gaps, alignments, `pins` pinned.
+
+    Sizes are a network's: a few values, from bytes to megabytes. No life but one is longer than `longest` steps.
+    """
+    chance = random.Random(seed)
+    horizon = 2 * n
+    longest = longest or max(4, horizon * 3 // 8)
+    buffers = [Buffer(id="throughout", size=4100, live=Interval(0, horizon))]
+    top = chance.choice((0, 4096))
+    share_long, share_gaps, share_aligned = chance.choice((0.0, 0.05, 0.5)), chance.choice((0.0, 0.1)), chance.random()
+    while len(buffers) < n:
+        life = 1 + chance.randrange(longest if chance.random() < share_long else max(3, longest // 20))
+        start = chance.randrange(horizon - life)
+        size = chance.choice((4, 640, 4096, 4100, 1 << 20, 3 << 20, chance.randint(1, 1 << 16)))
+        gaps: tuple[Interval, ...] = ()
+        if life >= 4 and chance.random() < share_gaps:
+            begin = chance.randint(start + 1, start + life - 3)
+            gaps = (Interval(begin, chance.randint(begin + 1, start + life - 2)),)
+        alignment = chance.choice((64, 256, 3)) if chance.random() < share_aligned / 2 else 1
+        pinned = None
+        if len(buffers) <= pins:  # stacked, so that they never collide
+            alignment, pinned = 1, top
+            top += size + chance.randrange(1 << 12)
+        made = Buffer(id=str(len(buffers)), size=size, live=Interval(start, start + life), alignment=alignment)
+        buffers.append(replace(made, gaps=gaps, pinned_offset=pinned))
+    return Problem(buffers=tuple(buffers))
 
 
 def _problem(buffers: list[tuple[int, int, int]]) -> Problem:

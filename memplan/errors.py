@@ -33,6 +33,10 @@ class InvalidSolution(MemplanError, ValueError):
         self.violation = violation
 
 
+class SolverFault(UserWarning):
+    """A warning: a part of the solver gave a wrong answer, which was dropped. A bug to report; the plan is valid."""
+
+
 class UnsupportedProblem(MemplanError, ValueError):
     """The named solver does not take this problem (pinned offsets, gaps, ...)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -60,3 +61,22 @@ def random_problem(seed: int) -> Problem:
     if chance.random() < 0.3:
         problem = Problem(buffers=problem.buffers, capacity=int(problem.max_live * chance.uniform(0.8, 1.4)))
     return problem
+
+
+@st.composite
+def layered_problems(draw: st.DrawFn, *, most: int = 12, horizon: int = 12) -> Problem:
+    """Problems with everything at once: buffers that live throughout (they go to the bottom), gaps, alignments, pins.
+
+    Pinned buffers do not collide: they are stacked, with room between them.
+    """
+    long = draw(st.lists(st.integers(1, 30), max_size=2))
+    made = [Buffer(id=f"long{i}", size=size, live=Interval(0, 2 * horizon)) for i, size in enumerate(long)]
+    made.extend(draw(problems(most=most)).buffers)
+    top = 0
+    if draw(st.booleans()):
+        for i in range(draw(st.integers(1, 3))):
+            pinned = draw(buffers(f"pin{i}", horizon=horizon, aligned=False, gaps=False))
+            top += draw(st.integers(0, 30))
+            made.append(replace(pinned, pinned_offset=top))
+            top += pinned.size
+    return Problem(buffers=tuple(draw(st.permutations(made))))

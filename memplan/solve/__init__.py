@@ -8,8 +8,9 @@ The default, in the order in which it works: `portfolio.py` (a valid placement a
 capacity to try next) -> `attempt.py` (one capacity) -> `core.py` (normalise), `reduce.py` (what need not be
 searched), `quick.py` (heuristics), `search.py`, `search_kernel.py` and `branch_kernel.py` (place or skip),
 `eject.py` (push out what is in the way), `cpsat_model.py`; `squeaky.py` for what is large and stays open.
-`*_kernel.py` are numba's and imported only when they run. Solvers never import torch and never call the
-validator's code; whoever asks for a solution (`solve` here) validates it.
+`*_kernel.py` are numba's and imported only when they run. The sizes at which they change how they work are in
+`thresholds.py`. Solvers never import torch. None rests on the validator's code: whoever asks for a solution (`solve`
+here) validates it, and the portfolio shows it each answer (`accept.py`), to drop those that it refuses.
 """
 
 from __future__ import annotations

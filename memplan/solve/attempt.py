@@ -10,7 +10,7 @@ from itertools import islice
 
 import numpy as np
 
-from memplan.solve import cpsat_model
+from memplan.solve import cpsat_model, thresholds
 from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints, load_of, subset
 from memplan.solve.eject import Learnt
@@ -19,10 +19,7 @@ from memplan.solve.quick import fill, first_answers
 from memplan.solve.reduce import reduce
 from memplan.solve.search import search
 
-_QUICK = 2  # heuristics that are tried on what will be searched
-LARGE = 2_000  # buffers: larger pieces are searched through their busiest sections
 _OVERHEAD = 300  # units of work that an attempt costs besides three per buffer
-_TRACKED, _ADDED = 16, 8  # sections searched at first, and added after every round
 
 
 def attempt(
@@ -80,10 +77,10 @@ def _attempt(
 
 def _place(core: Core, max_offset: Ints, budget: Budget, seed: int, learnt: Learnt | None) -> tuple[Outcome, Ints]:
     offsets = np.full(core.n, -1, np.int64)
-    for offsets in islice(first_answers(core), _QUICK if core.n <= LARGE else None):
+    for offsets in islice(first_answers(core), thresholds.QUICK if core.n <= thresholds.LARGE else None):
         if (offsets <= max_offset).all():
             return Outcome.SOLVED, offsets
-    if core.n > LARGE:
+    if core.n > thresholds.LARGE:
         return _place_large(core, max_offset, budget, seed, offsets)
     return search(instance_of(core, max_offset), budget, seed, learnt)
 
@@ -92,7 +89,7 @@ def _place_large(core: Core, max_offset: Ints, budget: Budget, seed: int, known:
     """Search only the buffers alive in some tracked sections, fill in the rest, track where that overflows."""
     load = load_of(core)
     tracked = np.zeros(core.sections, np.bool_)
-    tracked[np.argsort(-load, kind="stable")[:_TRACKED]] = True
+    tracked[np.argsort(-load, kind="stable")[: thresholds.TRACKED]] = True
     _track_overflows(core, known, max_offset, load, tracked)
     while not budget.is_over:
         inside = _alive_in(core, tracked)
@@ -125,7 +122,7 @@ def _track_overflows(
     over = offsets - max_offset
     added = 0
     for b in np.argsort(-over, kind="stable"):
-        if over[b] <= 0 or added == _ADDED:
+        if over[b] <= 0 or added == thresholds.ADDED:
             return
         busiest = int(core.lo[b] + load[core.lo[b] : core.hi[b]].argmax())
         added += not tracked[busiest]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from memplan.solve import thresholds
 from memplan.solve.core import Core, load_of
 
 
@@ -31,7 +32,7 @@ def _largest(
     """The largest `value` among the buffers of each section: painted in ascending order, last one wins."""
     segment_of = np.repeat(np.arange(core.n), np.diff(core.seg_ptr))
     top = np.zeros(core.sections, np.int64)
-    if core.n > 20_000:  # painting could take n x sections: fall back to the weaker, still valid, global maximum
+    if core.n > thresholds.PAINTED:  # painting could take n x sections; the largest of all is weaker, and valid
         top[:] = value.max()
         return top
     for k in np.argsort(value[segment_of], kind="stable"):

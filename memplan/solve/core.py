@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from memplan.problem import Buffer, Problem
+from memplan.solve import thresholds
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-_STEPS_EACH = 4  # per segment: with no more steps than that, a table of all of them is quicker than sorting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +156,7 @@ def sections_of(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
 def _places(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     """Steps, ascending, and the place of every start and end among them."""
     first, last = int(start.min()), int(end.max())
-    if last - first < _STEPS_EACH * start.shape[0]:
+    if last - first < thresholds.STEPS_EACH * start.shape[0]:
         return np.arange(first, last + 1), start - first, end - first
     steps, place = np.unique(np.concatenate((start, end)), return_inverse=True)
     return steps, place[: start.shape[0]], place[start.shape[0] :]

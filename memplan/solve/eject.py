@@ -18,7 +18,6 @@ from memplan.solve.budget import Budget
 from memplan.solve.core import Ints
 from memplan.solve.instance import Instance
 
-MOST = 4_000  # buffers: a table of pairs is kept
 _MOVES = 4  # of neighbours, after each ejection
 _BASE, _POWER = 1_000, 0.5  # a buffer's first penalty: its area to this power; the mean one's is _BASE
 TURN_NODES = 1  # nodes of the tree search that take as long as a turn

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from memplan.solve import thresholds
 from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints, load_of
 from memplan.solve.instance import Instance, Outcome
@@ -23,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 # Rules for the section: how few candidates make it urgent, and whether buffers that fit a corner come first.
 RULES = ((3, True), (4, True), (5, False), (1, False))
 _NOISES = (0.05, 0.3)  # of the logarithm of a key
-_FIRST_NODES, _SLICE_NODES, _LEAST_NODES = 2, 1, 100  # per buffer, per buffer, at least
+_FIRST_NODES, _SLICE_NODES = 2, 1  # per buffer
 _THOROUGH_NODES = 3  # nodes that take as long as one after which all conclusions are drawn
 
 
@@ -63,7 +64,7 @@ class Form:
             key,
             rule=self._arms[arm][1],
             thorough=run >= len(RULES) and run % 2 == 0 and (run < arms or self._guessed),
-            nodes=max(nodes, _LEAST_NODES),
+            nodes=max(nodes, thresholds.LEAST_NODES),
             table=self._table,
             salt=self._salt,
             budget=budget,
@@ -93,7 +94,8 @@ def search_once(
     status, spent, area = kernel.search(
         capacity, core.size, core.align, core.low, piece.max_offset, core.seg_ptr, core.seg_lo, core.seg_hi,
         core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, *rule, thorough,
-        budget.nodes(nodes * cost, core.n) // cost + 1, table, salt, offsets,
+        budget.nodes(nodes * cost, core.n) // cost + 1, thresholds.ROOM, thresholds.ENDS, thresholds.ROUNDS,
+        table, salt, offsets,
     )  # fmt: skip
     budget.spend(spent * cost, core.n)
     outcome = {kernel.SOLVED: Outcome.SOLVED, kernel.EXHAUSTED: Outcome.EXHAUSTED}.get(status, Outcome.LIMIT)

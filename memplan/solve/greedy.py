@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from memplan.problem import Problem, Solution
+from memplan.problem import Buffer, Problem, Solution
 from memplan.solve.base import NO_LIMITS, finish
 from memplan.solve.budget import Limits
 from memplan.solve.sequence import in_order
@@ -31,6 +31,10 @@ class Greedy:
 
     def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
-        order = sorted(problem.buffers, key=lambda b: (-b.size, b.live.start))
-        offsets = in_order(problem, order, best=self.best_fit)
+        offsets = in_order(problem, by_size(problem), best=self.best_fit)
         return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)
+
+
+def by_size(problem: Problem) -> list[Buffer]:
+    """The buffers of `problem`, largest first; ties by birth, then by definition order."""
+    return sorted(problem.buffers, key=lambda b: (-b.size, b.live.start))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memplan.solve import thresholds
 from memplan.solve.core import Core, Ints, load_of, sections_of
 from memplan.solve.instance import Instance, instance_of
 
@@ -49,6 +50,7 @@ def joined(piece: Instance, *, chance: float = 0.0, seed: int = 0) -> Joined:
     up, above, lo, hi, size, ceiling = kernel.join(
         core.size, core.lo, core.hi, core.seg_ptr, core.seg_lo, core.seg_hi, free, core.low, ceiling, load_of(core),
         int(ceiling.max() - core.low.min()), chance > 0.0, round(chance * kernel.CERTAIN), seed,
+        thresholds.BLOCK,
     )  # fmt: skip
     kept = np.flatnonzero(up < 0)
     if len(kept) == core.n:

@@ -13,7 +13,6 @@ from numba import njit
 from memplan.solve.cells_kernel import mix
 
 CERTAIN = 1024  # a chance
-_MOST = 6  # buffers of a block at most
 
 
 @njit(cache=True)
@@ -42,9 +41,9 @@ def _sums(first, following, size, sums):
 
 
 @njit(cache=True)
-def _is_block(k, dying, dying_next, born, born_next, size):
+def _is_block(k, dying, dying_next, born, born_next, size, most):
     """Does no part of what dies at `k` need the very bytes of a part of what is born there?"""
-    one, two = np.empty(1 << _MOST, np.int64), np.empty(1 << _MOST, np.int64)
+    one, two = np.empty(1 << most, np.int64), np.empty(1 << most, np.int64)
     parts = _sums(dying[k], dying_next, size, one)
     others = _sums(born[k], born_next, size, two)
     for i in range(1, parts - 1):
@@ -118,12 +117,13 @@ def _side_by_side(k, exact, chance, seed, first, following, other, other_next, e
 
 
 @njit(cache=True)
-def join(size, lo, hi, seg_ptr, seg_lo, seg_hi, free, low, ceiling, load, capacity, loose, chance, seed):
+def join(size, lo, hi, seg_ptr, seg_lo, seg_hi, free, low, ceiling, load, capacity, loose, chance, seed, most):
     """Join buffers; returns (up, above, lo, hi, size, ceiling): of each the one that it lies in (-1: none), how
     far above that one's bottom, and what those that lie in none have become.
 
     Only those that are `free` are joined. Without `loose`, only where it is certain that a placement of all in
-    `capacity` (above `low`) leaves no choice; else also where it is likely, each with `chance` of CERTAIN.
+    `capacity` (above `low`) leaves no choice; else also where it is likely, each with `chance` of CERTAIN. A block
+    has `most` buffers at most.
     """
     n, sections = size.shape[0], load.shape[0]
     lo, hi, size, ceiling = lo.copy(), hi.copy(), size.copy(), ceiling.copy()
@@ -150,7 +150,7 @@ def join(size, lo, hi, seg_ptr, seg_lo, seg_hi, free, low, ceiling, load, capaci
             )  # fmt: skip
             if dying[k] < 0 or born[k] < 0:
                 continue
-            exact = exact and _is_block(k, dying, dying_next, born, born_next, size)
+            exact = exact and _is_block(k, dying, dying_next, born, born_next, size, most)
             moved |= _side_by_side(
                 k, exact, chance * loose, seed, dying, dying_next, born, born_next, lo, size, low, ceiling, up, above
             )  # fmt: skip

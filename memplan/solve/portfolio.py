@@ -2,17 +2,18 @@
 
 Heuristics first; if the arena meets the lower bound, that is the proof. Otherwise the search tries the bound
 itself as the capacity, then smaller and smaller capacities below the best arena. A capacity that the search
-exhausts raises the bound. What is still open goes to CP-SAT when it is small enough (`cpsat.py`).
+exhausts raises the bound. What is still open goes to CP-SAT when it is small enough (`cpsat.py`). Every answer is
+shown to the validator before it is kept (`accept.py`): a heuristic that is wrong costs its answer, not the plan.
 """
 
 from __future__ import annotations
 
 from memplan.problem import Problem, Solution
+from memplan.solve import thresholds
+from memplan.solve.accept import refusal, warn_of_fault
 from memplan.solve.base import NO_LIMITS, finish
 from memplan.solve.budget import Budget, Limits, Progress
 from memplan.solve.greedy import Greedy
-
-_SMALL = 400  # buffers: up to here plain Python greedy is tried before numba is even imported
 
 
 class Portfolio:
@@ -25,23 +26,27 @@ class Portfolio:
 
     def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
         budget = Budget(limits)
-        if len(problem.buffers) <= _SMALL:
+        if len(problem.buffers) <= thresholds.SMALL:
             quick = Greedy().solve(problem)
-            if quick.arena_size == problem.max_live or _is_enough(problem, quick.arena_size, limits):
+            enough = quick.arena_size <= problem.max_live or _is_enough(problem, quick.arena_size, limits)
+            reason = refusal(problem, quick.offsets) if enough else None
+            if reason is not None:
+                warn_of_fault(f"greedy gave a placement that the validator refuses: {reason}")
+            elif enough:
                 found = finish(problem, quick.offsets, solver=self.name, seconds=budget.seconds)
                 if limits.on_progress is not None:
                     limits.on_progress(Progress(incumbent=found.arena_size, bound=found.bound, seconds=found.seconds))
                 return found
         # numpy and numba are imported only now: most small problems never need them.
+        from memplan.solve.answers import Answers
         from memplan.solve.core import core_of
         from memplan.solve.race import Race
 
         core = core_of(problem)
-        race = Race(core, problem.capacity, budget, limits)
+        answers = Answers(problem, core)
+        race = Race(core, answers, problem, budget, limits)
         race.run(seed)
-        offsets = {b.id: b.pinned_offset or 0 for b in problem.buffers}
-        values = (race.offsets * core.unit).tolist()
-        offsets.update(zip((problem.buffers[i].id for i in core.source.tolist()), values, strict=True))
+        offsets = answers.named(answers.offsets)
         return finish(problem, offsets, solver=self.name, seconds=budget.seconds, bound=race.bound)
 
 

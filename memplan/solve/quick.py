@@ -6,12 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from memplan.solve import thresholds
 from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints
-
-_PAIRS = 2_000_000  # above as many pairs of buffers alive together, fitting one by one takes longer than 0.3 s
-
-_FEW = 2_000  # buffers that are looked through faster than found
 
 PAIRS_PER_UNIT = 16  # pairs met while fitting, for one unit of work
 
@@ -33,7 +30,7 @@ def first_fit(core: Core, order: Ints, offsets: Ints, *, best: bool = False) -> 
     from memplan.solve import fit_kernel
 
     policy = fit_kernel.BEST if best else fit_kernel.FIRST
-    if core.n <= _FEW:
+    if core.n <= thresholds.FEW:
         fit_kernel.fit_few(
             order, policy, core.size, core.align, core.low, core.seg_ptr, core.seg_lo, core.seg_hi, offsets,
         )  # fmt: skip
@@ -65,14 +62,14 @@ def online(core: Core, *policies: bool) -> Iterator[Ints]:
     deaths = np.argsort(core.hi)  # the order of equal ones does not matter: all are freed before the next birth
     for best in policies:
         offsets = np.full(core.n, -1, np.int64)
-        skyline_kernel.online(births, deaths, core.lo, core.hi, core.size, core.align, best, offsets)
+        skyline_kernel.online(births, deaths, core.lo, core.hi, core.size, core.align, core.low, best, offsets)
         yield offsets
 
 
 def first_answers(core: Core) -> Iterator[Ints]:
     """Complete placements (offsets in units), quick ones first, each valid."""
     free = np.flatnonzero(~core.pinned)
-    if pairs_alive_together(core) <= _PAIRS or core.pinned.any():
+    if pairs_alive_together(core) <= thresholds.PAIRS or core.pinned.any():
         life = core.hi - core.lo
         for key in (core.size, core.size * life, life):
             for best in (False, True):
@@ -98,7 +95,7 @@ def fill(core: Core, order: Ints, max_offset: Ints, offsets: Ints, budget: Budge
     if (on_top <= max_offset).all():
         offsets[:] = on_top
         return refused[:0]
-    if pairs > 10 * _PAIRS:  # fitting all of them one by one would take seconds
+    if pairs > 10 * thresholds.PAIRS:  # fitting all of them one by one would take seconds
         offsets[:] = on_top
         return np.flatnonzero(offsets > max_offset)
     first_fit(core, order, offsets)

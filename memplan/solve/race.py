@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from memplan.solve import squeaky
-from memplan.solve.attempt import LARGE, attempt
+from memplan.problem import Problem
+from memplan.solve import squeaky, thresholds
+from memplan.solve.accept import warn_of_fault
+from memplan.solve.answers import Answers
+from memplan.solve.attempt import attempt
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget, Limits, Progress
 from memplan.solve.core import Core, Ints
@@ -16,56 +17,67 @@ from memplan.solve.quick import first_answers
 # Of the budget: on the capacity if that is enough, else on the bound itself (of large problems).
 _FIT_SHARE, _FIRST_SHARE, _LARGE_SHARE = 0.95, 0.1, 0.6
 _PROMOTE_SHARE = 0.7  # of what is left then, on large problems
-_EFFORT = 20_000  # units of work at first, on each capacity above the bound
 _STEPS = (0.85, 0.7, 0.5, 0.25, 0.0)  # the next capacity, between the bound (0) and the best arena (1)
-_SEARCH_SHARE, _EXACT = 0.7, 64  # of the budget before CP-SAT; buffers up to which CP-SAT is asked at all
+_SEARCH_SHARE = 0.7  # of the budget before CP-SAT
 
 
 class Race:
     """The best placement so far and the bound, which `run` brings together as far as the budget goes."""
 
-    def __init__(self, core: Core, capacity: int | None, budget: Budget, limits: Limits) -> None:
-        self.core, self.budget, self.limits, self.capacity = core, budget, limits, capacity
-        self.offsets: Ints = np.zeros(core.n, np.int64)
-        self.arena: int | None = None
+    def __init__(self, core: Core, answers: Answers, problem: Problem, budget: Budget, limits: Limits) -> None:
+        self.core, self.answers, self.budget, self.limits = core, answers, budget, limits
+        self.capacity, self.max_live = problem.capacity, problem.max_live
         self.bound = lower_bound(core)
+
+    @property
+    def arena(self) -> int | None:
+        """Of the best valid placement so far, bytes."""
+        return self.answers.arena
 
     def run(self, seed: int) -> None:
         """Heuristics, then capacities from the bound upwards."""
         if not self.core.n:
             return
         for offsets in first_answers(self.core):
-            self._offer(offsets)
+            self._offer(offsets, "quick.first_answers")
             if self._is_done():
                 return
+        if self.arena is None and not self._fall_back():
+            return
+        if self._is_done():
+            return
         if self.capacity is not None and self.capacity < self.bound:
             return
         if self.capacity is not None and not self.limits.minimize:
             self._try(self.capacity, self.budget.share(_FIT_SHARE), seed)
         else:
-            share = _LARGE_SHARE if self.core.n > LARGE else _FIRST_SHARE
+            share = _LARGE_SHARE if self.core.n > thresholds.LARGE else _FIRST_SHARE
             self._try(self.bound, self.budget.share(share), seed)
-        if self.core.n > LARGE and not self._is_done():
+        if self.core.n > thresholds.LARGE and not self._is_done():
             self._promote(self.budget.share(_PROMOTE_SHARE))
         self._descend(self.budget.share(_SEARCH_SHARE) if self._is_small() else self.budget, seed)
         if self._is_small():
             self._close()
 
+    def _fall_back(self) -> bool:
+        """Answer by the simplest means, for when every heuristic was refused."""
+        return any(self._offer(offsets, source) for source, offsets in self.answers.simple())
+
     def _is_small(self) -> bool:
-        return self.core.n <= _EXACT
+        return self.core.n <= thresholds.EXACT
 
     def _close(self) -> None:
         """Hand what is open to CP-SAT: is there anything below the best arena?"""
         while not self._is_done() and not self.budget.is_over:
             assert self.arena is not None
-            outcome = self._try(self.arena - 1, self.budget, 0, hint=self.offsets)
+            outcome = self._try(self.arena - 1, self.budget, 0, hint=self.answers.offsets)
             if outcome is Outcome.LIMIT:
                 return
 
     def _promote(self, budget: Budget) -> None:
         goal = self.core.max_offset(self.bound)
         for offsets in squeaky.rounds(self.core, goal, budget):
-            self._offer(offsets)
+            self._offer(offsets, "squeaky.rounds")
             if self._is_done():
                 return
 
@@ -74,7 +86,7 @@ class Race:
 
         Small steps under little effort soon reach the region where the effort must be doubled again and again.
         """
-        effort, step = _EFFORT, 0
+        effort, step = thresholds.EFFORT, 0
         memory: dict[bytes, Learnt] = {}
         while not self._is_done() and not budget.is_over:
             assert self.arena is not None
@@ -97,20 +109,26 @@ class Race:
         memory: dict[bytes, Learnt] | None = None,
     ) -> Outcome:
         outcome, offsets = attempt(self.core, self.core.max_offset(capacity), budget, seed, hint=hint, memory=memory)
-        if outcome is Outcome.SOLVED:
-            self._offer(offsets)
-        elif outcome is Outcome.EXHAUSTED:
+        if outcome is Outcome.SOLVED and not self._offer(offsets, "attempt.attempt"):
+            if memory is not None:  # it may be wrong too
+                memory.clear()
+            return Outcome.LIMIT
+        if outcome is Outcome.EXHAUSTED:
             exact = bool((self.core.raw % self.core.unit == 0).all())
             above = (capacity // self.core.unit + 1) * self.core.unit if exact else capacity + 1
             self.bound = max(self.bound, above)
             self._report()
         return outcome
 
-    def _offer(self, offsets: Ints) -> None:
-        arena = int((offsets * self.core.unit + self.core.raw).max())
-        if self.arena is None or arena < self.arena:
-            self.arena, self.offsets = arena, offsets.copy()
-            self._report()
+    def _offer(self, offsets: Ints, source: str) -> bool:
+        """Offer a placement; returns whether it is valid and the best so far."""
+        if not self.answers.offer(offsets, source):
+            return False
+        if self.arena is not None and self.arena < self.bound:
+            warn_of_fault(f"a proof that no arena is below {self.bound} bytes is refuted by one of {self.arena} bytes")
+            self.bound = self.max_live
+        self._report()
+        return True
 
     def _is_done(self) -> bool:
         if self.arena is None:

@@ -76,7 +76,7 @@ def _always_fits(core: Core, ids: Ints, base: int, max_offset: Ints) -> np.ndarr
     count = _started(lo, hi, np.ones(len(ids), np.int64), width)
     total = _started(lo, hi, size, width) - size
     ruled_out = (total + (count - 1) * (size + align - 2)) // align
-    offsets = (max_offset[ids] - base) // align + 1
+    offsets = (max_offset[ids] - np.maximum(core.low[ids], base)) // align + 1
     return (ruled_out < offsets) & ~core.pinned[ids]
 
 
@@ -101,6 +101,10 @@ def _bottom(
     # Moving b down lifts what was under it: harmless unless b could reach higher than they can (padding on top).
     ceiling = (max_offset + core.size)[ids]
     whole &= ceiling == ceiling.min()
+    low = core.low[ids]  # above 0 where `core` is itself a piece that lies above others
+    if low.min() < low.max():
+        return ids, base, False
+    base = max(base, int(low[0]))
     for b in ids[whole]:
         bottoms.append((int(b), base))
         base += int(core.size[b])

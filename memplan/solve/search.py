@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from memplan.solve import thresholds
 from memplan.solve.budget import Budget
 from memplan.solve.core import Ints
-from memplan.solve.eject import MOST, Ejection, Learnt
+from memplan.solve.eject import Ejection, Learnt
 from memplan.solve.form import RULES, Form, luby
 from memplan.solve.instance import Instance, Outcome
 from memplan.solve.join import joined
 
-_TABLE = 1 << 18  # remembered states
 _ALL, _AS_IT_IS, _SOME = 0, 1, 2  # kinds of forms, by the likely joins that are made
 _CHANCES = (0.95, 0.9, 0.8)  # how many of them where some are
-_FORM_RUNS = 10  # on such a form, before another one is made
 _BUFFERS_PER_UNIT = 2  # that are looked at while a form is made, for one unit of work
-_TURNS = 1_000  # of the ejection search, in one go
-_HEAD_START = 500_000  # units of work that the tree search alone gets at first, where capacities may be tight
 
 
 def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = None) -> tuple[Outcome, Ints]:
@@ -33,14 +30,14 @@ def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = N
     Returns the outcome and, if SOLVED, the offsets (units).
     """
     n = piece.core.n
-    ejection = Ejection(piece, seed, learnt) if n <= MOST else None
+    ejection = Ejection(piece, seed, learnt) if n <= thresholds.EJECTED else None
     runs = _Runs(piece, budget, seed)
     run, treed = 0, 0  # of the tree search: runs, units of work
-    ejected = _HEAD_START if learnt is None else 0  # units of work
+    ejected = thresholds.HEAD_START if learnt is None else 0  # units of work
     while not budget.is_over:
         before = budget.spent
         if ejection is not None and run >= len(RULES) and ejected < treed:
-            if ejection.run(_TURNS, budget):
+            if ejection.run(thresholds.TURNS, budget):
                 return Outcome.SOLVED, ejection.offsets
             ejected += budget.spent - before
             continue
@@ -62,7 +59,7 @@ class _Runs:
     def __init__(self, piece: Instance, budget: Budget, seed: int) -> None:
         self._piece, self._budget = piece, budget
         self._random = np.random.default_rng(seed)
-        self._table = np.zeros(_TABLE, np.int64)
+        self._table = np.zeros(thresholds.TABLE, np.int64)
         self._made = 0  # forms
         self._forms = {_AS_IT_IS: self._make(0.0, guessed=False), _ALL: self._make(1.0, guessed=True)}
         self._spent = {_ALL: 0, _AS_IT_IS: 0, _SOME: 0}  # units of work, of the kinds that are searched
@@ -84,7 +81,7 @@ class _Runs:
 
     def _form(self, kind: int) -> Form:
         form = self._forms.get(kind)
-        if form is None or (kind == _SOME and form.runs >= _FORM_RUNS * luby(self._made - 2)):
+        if form is None or (kind == _SOME and form.runs >= thresholds.FORM_RUNS * luby(self._made - 2)):
             form = self._forms[kind] = self._make(_CHANCES[self._made % len(_CHANCES)], guessed=True)
         return form
 

@@ -17,7 +17,7 @@ from numba import njit
 
 from memplan.solve.branch_kernel import pick_buffer, pick_section
 from memplan.solve.cells_kernel import key_of, mix, slot, split
-from memplan.solve.tighten_kernel import ALL, FEW, LATEST, REACH, ROOM, tighten
+from memplan.solve.tighten_kernel import ALL, FEW, LATEST, REACH, tighten
 
 SOLVED, EXHAUSTED, LIMIT = 0, 1, 2
 
@@ -62,13 +62,14 @@ def _grow(array):
 @njit(cache=True, nogil=True)
 def search(
     capacity, size, align, low, maxoff, seg_ptr, seg_lo, seg_hi, sections, adj_ptr, adj, mem_ptr, mem, rank, few,
-    corners, thorough, node_limit, table, salt, offsets,
+    corners, thorough, node_limit, room, ends, rounds, table, salt, offsets,
 ):  # fmt: skip
     """Place everything under `capacity`, or prove that it cannot be done, or give up after `node_limit` nodes.
 
     Returns (SOLVED | EXHAUSTED | LIMIT, nodes, smallest area that was left unplaced, in units x sections).
     `few` and `corners` are the branching rule's (`branch_kernel.py`), `rank` breaks its ties; `thorough` asks
-    for all conclusions after each decision (`tighten_kernel.py`).
+    for all conclusions after each decision (`tighten_kernel.py`); `room`, `ends` and `rounds` limit how many
+    (`thresholds.py`).
     `offsets` receives the placement; `table` remembers failed states between calls with the same `salt`.
     """
     n = size.shape[0]
@@ -176,7 +177,7 @@ def search(
             placed[b] = True
             offsets[b] = offset
             need = adj_ptr[b + 1] - adj_ptr[b] + buf_hi[b] - buf_lo[b] + 4
-            while tp + 3 * need + ROOM * n > trail.shape[0]:
+            while tp + 3 * need + room * n > trail.shape[0]:
                 trail = _grow(trail)
             trail[tp, 0], trail[tp, 1], trail[tp, 2] = _PLACED, b, 0
             tp += 1
@@ -230,7 +231,7 @@ def search(
             else:
                 consistent, tp = tighten(
                     thorough, capacity, unplaced, hole, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo,
-                    buf_hi, weight, changed, trail, tp, queue,
+                    buf_hi, weight, changed, trail, tp, queue, ends, rounds,
                 )  # fmt: skip
                 failed = not consistent
             if not failed and area < best_area:
@@ -260,7 +261,7 @@ def search(
                 changed[s] = ALL
             consistent, tp = tighten(
                 thorough, capacity, unplaced, hole, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo,
-                buf_hi, weight, changed, trail, tp, queue,
+                buf_hi, weight, changed, trail, tp, queue, ends, rounds,
             )  # fmt: skip
             failed = not consistent
         if failed:

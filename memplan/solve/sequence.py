@@ -7,18 +7,20 @@ from bisect import insort
 from collections.abc import Sequence
 
 from memplan.problem import Buffer, Problem
+from memplan.solve import thresholds
 from memplan.solve.base import align_up
 
-_COMPILED = 400  # buffers: above, compiling (or loading) the numba kernel pays for itself
 
-
-def in_order(problem: Problem, order: Sequence[Buffer], *, best: bool = False) -> dict[str, int]:
+def in_order(
+    problem: Problem, order: Sequence[Buffer], *, best: bool = False, compiled: bool | None = None
+) -> dict[str, int]:
     """Offsets (bytes) when each buffer of `order` takes the first (`best`: tightest) offset that is free.
 
     Free means: during its whole lifetime, among the pinned buffers and those before it in `order`. At equal
-    room the lower offset wins. `order` must hold every buffer that is not pinned.
+    room the lower offset wins. `order` must hold every buffer that is not pinned. `compiled` says by which
+    code; without it, by the compiled one where there are many buffers.
     """
-    if len(problem.buffers) > _COMPILED:
+    if len(problem.buffers) > thresholds.COMPILED if compiled is None else compiled:
         return _compiled(problem, order, best=best)
     placed: list[tuple[int, int, Buffer]] = []  # (offset, rank, buffer), by offset
     offsets: dict[str, int] = {}

@@ -82,8 +82,8 @@ def on_skyline(order, size, align, low, max_offset, seg_ptr, seg_lo, seg_hi, sec
 
 
 @njit(cache=True, nogil=True)
-def online(births, deaths, lo, hi, size, align, best_fit, offsets):
-    """Allocate at birth, free at death, never look ahead. `births` and `deaths` order the buffers by time."""
+def online(births, deaths, lo, hi, size, align, low, best_fit, offsets):
+    """Allocate at birth (at `low` or above), free at death, never look ahead; two orders of the buffers by time."""
     n = size.shape[0]
     hole_at = np.empty(n + 2, np.int64)
     hole_end = np.empty(n + 2, np.int64)
@@ -96,13 +96,13 @@ def online(births, deaths, lo, hi, size, align, best_fit, offsets):
             died += 1
         chosen, room = -1, 0
         for k in range(holes):
-            at = -(-hole_at[k] // align[b]) * align[b]
+            at = -(-max(hole_at[k], low[b]) // align[b]) * align[b]
             left = hole_end[k] - at - size[b]
             if left >= 0 and (chosen < 0 or left < room):
                 chosen, room = k, left
                 if not best_fit:
                     break
-        at = -(-hole_at[chosen] // align[b]) * align[b]
+        at = -(-max(hole_at[chosen], low[b]) // align[b]) * align[b]
         offsets[b] = at
         end = hole_end[chosen]
         keep_low, keep_high = hole_at[chosen] < at, at + size[b] < end

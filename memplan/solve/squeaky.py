@@ -15,6 +15,7 @@ from memplan.solve.core import Core, Ints, load_of
 from memplan.solve.quick import PAIRS_PER_UNIT, first_fit, pairs_alive_together, unplaced
 
 _BUSY, _PROMOTION = 8.0, 1.3  # exponent of the load, factor on the key of a buffer that ended too high
+_HIGHEST_KEY = 1e200  # keys grow with every promotion, and would overflow after some thousand rounds
 _PAIRS_PER_SECOND = 5_000_000  # of first-fit: a round that would not end in time is not begun
 
 
@@ -34,6 +35,8 @@ def rounds(core: Core, goal: Ints, budget: Budget) -> Iterator[Ints]:
         budget.spend(pairs // PAIRS_PER_UNIT, 1)
         yield offsets
         key = np.where(offsets > goal, key * _PROMOTION, key)
+        if key.max() > _HIGHEST_KEY:
+            key = key / key.max()
 
 
 def _highest(value: Ints, lo: Ints, hi: Ints) -> Ints:

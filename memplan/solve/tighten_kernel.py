@@ -26,9 +26,6 @@ from memplan.solve.branch_kernel import can_block
 
 REACH, LATEST = 4, 5  # kinds of trail entries
 FEW, ALL = 1, 2  # what to look at again in a section: who can be lowest; every start
-ROOM = 32  # trail entries per buffer that one call may add; it stops early where they do not suffice
-_ENDS = 3  # how far up a section starts are looked at
-_ROUNDS = 3
 
 
 @njit(cache=True, inline="always")
@@ -74,14 +71,14 @@ def _lower(b, value, reach, latest, size, placed, adj_ptr, adj, changed, buf_lo,
 
 
 @njit(cache=True)
-def _forbid(s, highest, reach, latest, size, placed, mem_ptr, mem, changed, buf_lo, buf_hi, trail, tp):
+def _forbid(s, highest, reach, latest, size, placed, mem_ptr, mem, changed, buf_lo, buf_hi, trail, tp, ends):
     """Raise the buffers of section `s` that begin where too much would stay empty under them.
 
-    Only in front of the `_ENDS` lowest ends; further up nearly every offset is possible. Returns (consistent,
+    Only in front of the `ends` lowest ends; further up nearly every offset is possible. Returns (consistent,
     something was raised, tp).
     """
     last, moved = np.int64(-1), False
-    for _ in range(_ENDS):
+    for _ in range(ends):
         below, end = 0, np.int64(1) << 62
         for k in range(mem_ptr[s], mem_ptr[s + 1]):
             b = mem[k]
@@ -107,9 +104,11 @@ def _forbid(s, highest, reach, latest, size, placed, mem_ptr, mem, changed, buf_
 
 
 @njit(cache=True)
-def _skipped(capacity, hole, reach, latest, size, placed, adj_ptr, adj, buf_lo, buf_hi, weight, changed, trail, tp):
+def _skipped(
+    capacity, hole, reach, latest, size, placed, adj_ptr, adj, buf_lo, buf_hi, weight, changed, trail, tp, rounds
+):  # fmt: skip
     """Every skipped buffer ends on top of one that can block its hole; returns (consistent, tp)."""
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         moved = False
         for b in range(size.shape[0]):
             if hole[b] < 0 or placed[b]:
@@ -134,10 +133,10 @@ def _skipped(capacity, hole, reach, latest, size, placed, adj_ptr, adj, buf_lo, 
 @njit(cache=True)
 def _sections(
     thorough, capacity, unplaced, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi, weight,
-    changed, trail, tp, queue,
+    changed, trail, tp, queue, ends, rounds,
 ):  # fmt: skip
     """Look at every section that changed, alone; returns (consistent, tp)."""
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         moved = False
         for s in range(unplaced.shape[0]):
             starts = thorough and changed[s] >= ALL
@@ -162,7 +161,7 @@ def _sections(
             consistent, more = candidates > 0, False
             if starts and others and candidates:
                 consistent, more, tp = _forbid(
-                    s, highest, reach, latest, size, placed, mem_ptr, mem, changed, buf_lo, buf_hi, trail, tp
+                    s, highest, reach, latest, size, placed, mem_ptr, mem, changed, buf_lo, buf_hi, trail, tp, ends
                 )  # fmt: skip
             if thorough and consistent and candidates == 1 and latest[lowest] > highest and tp < trail.shape[0]:
                 more = True
@@ -182,20 +181,21 @@ def _sections(
 @njit(cache=True)
 def tighten(
     thorough, capacity, unplaced, hole, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi,
-    weight, changed, trail, tp, queue,
+    weight, changed, trail, tp, queue, ends, rounds,
 ):  # fmt: skip
     """Draw conclusions from what changed; returns (consistent, tp). All of them if `thorough`, else the cheap ones.
 
     `changed` says what to look at again in each section (0, FEW or ALL) and is all 0 afterwards; the sections
-    that prove a dead end gain `weight`. `queue` is scratch for one number per buffer.
+    that prove a dead end gain `weight`. `queue` is scratch for one number per buffer;
+    `ends` and `rounds` are limits (`thresholds.py`).
     """
     consistent, tp = _skipped(
-        capacity, hole, reach, latest, size, placed, adj_ptr, adj, buf_lo, buf_hi, weight, changed, trail, tp
+        capacity, hole, reach, latest, size, placed, adj_ptr, adj, buf_lo, buf_hi, weight, changed, trail, tp, rounds
     )  # fmt: skip
     if consistent:
         consistent, tp = _sections(
             thorough, capacity, unplaced, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi,
-            weight, changed, trail, tp, queue,
+            weight, changed, trail, tp, queue, ends, rounds,
         )  # fmt: skip
     changed[:] = 0
     return consistent, tp

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.instances import network, planted, scattered
 from memplan.problem import Buffer, Interval, Problem
-from memplan.solve import Limits, cpsat_model, quick, solve, squeaky
+from memplan.solve import Limits, cpsat_model, solve, squeaky, thresholds
 from memplan.solve.base import finish
 from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget
@@ -51,7 +51,7 @@ def test_few_buffers_are_placed_as_many_are(problem: Problem, best: bool, seed: 
     found = []
     for few in (0, core.n):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(quick, "_FEW", few)
+            patch.setattr(thresholds, "FEW", few)
             found.append(unplaced(core))
             first_fit(core, order, found[-1], best=best)
     assert found[0].tolist() == found[1].tolist()
