@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.problem import Buffer, Interval, Problem, Status
-from memplan.solve import attempt, cpsat_model, fit_kernel, quick, race, search, sequence, solve, thresholds
+from memplan.solve import attempt, cpsat_model, eject, fit_kernel, quick, search, sequence, solve, squeaky, thresholds
 from memplan.solve.base import finish
 from memplan.solve.budget import Budget, Limits
 from memplan.solve.core import Core, Ints, core_of, subset
 from memplan.solve.instance import Outcome
 from memplan.validate import validate
-from tests.strategies import layered_problems
+from tests.strategies import knotted, layered_problems
 
 # Values under which a dozen buffers are many. No `SolverFault` may come: here a warning is an error.
 LOWERED = {
@@ -115,17 +114,6 @@ def _always(*_: object) -> bool:
     return True
 
 
-def _knotted(seed: int) -> list[Buffer]:
-    """Buffers that meet in a ring, which gaps allow: they need more than max live, and it takes long to prove."""
-    chance = random.Random(seed)
-    lives = ((Interval(0, 5), (Interval(1, 4),)), (Interval(0, 3), ()), (Interval(2, 5), ()))
-    return [
-        Buffer(id=f"{i}.{k}", size=chance.randint(10, 99), live=live, gaps=gaps)
-        for i in range(8)
-        for k, (live, gaps) in enumerate(lives)
-    ]
-
-
 @pytest.mark.parametrize(
     ("lowered", "module", "name", "counts"),
     [
@@ -135,8 +123,8 @@ def _knotted(seed: int) -> list[Buffer]:
         (("LARGE",), attempt, "_place_large", _is_raised),
         (("LARGE", "PAIRS"), attempt, "_place_large", _is_raised),
         (("LARGE", "TRACKED", "ADDED"), attempt, "fill", lambda core, order, *_: _is_raised(core) and len(order) > 0),
-        (("LARGE",), race.squeaky, "rounds", _always),
-        (("HEAD_START",), search.Ejection, "run", lambda ejection, *_: _is_raised(ejection.piece.core)),
+        (("LARGE",), squeaky, "rounds", _always),
+        (("HEAD_START",), eject.Ejection, "run", lambda ejection, *_: _is_raised(ejection.piece.core)),
         ((), search, "joined", lambda piece, *_: _is_raised(piece.core)),
         ((), cpsat_model, "decide", _is_raised),
         (("COMPILED",), sequence, "_compiled", _always),
@@ -154,7 +142,7 @@ def test_small_problems_go_down_every_path(
     noted = _calls(monkeypatch, module, name, counts)
     for seed in range(20):
         whole = Buffer(id="whole", size=7, live=Interval(0, 5))  # goes to the bottom
-        solve((*_knotted(seed), whole), work_limit=5_000, solver="greedy" if name == "_compiled" else "auto")
+        solve((*knotted(seed), whole), work_limit=5_000, solver="greedy" if name == "_compiled" else "auto")
         if noted:
             return
     pytest.fail(f"{name} was never called")
