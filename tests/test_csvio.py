@@ -86,3 +86,47 @@ def test_a_solution_without_offsets_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(InvalidSolution, match="buffer 'a': has no offset"):
         write_solution(tmp_path / "out.csv", problem, nothing)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity"),
+    [("x.4096.csv", 4096), ("x.csv", None), ("x", None), ("x.part.csv", None), ("x.².csv", None), ("x.٣.csv", None)],
+)
+def test_only_a_number_in_the_name_is_a_capacity(tmp_path: Path, name: str, capacity: int | None) -> None:
+    path = tmp_path / name
+    path.write_text("id,lower,upper,size\na,0,1,1\n")
+    assert read_problem(path).capacity == capacity
+
+
+@pytest.mark.parametrize(
+    ("header", "row"),
+    [
+        ("id,lower,upper,size,colour", "a,0,1,1,red"),  # unknown
+        ("id,lower,upper,size,size", "a,0,1,1,1"),  # twice
+        ("id,lower,upper,alignment", "a,0,1,1"),  # missing
+    ],
+)
+def test_headers_with_other_columns_are_refused(tmp_path: Path, header: str, row: str) -> None:
+    path = tmp_path / "odd.csv"
+    path.write_text(f"{header}\n{row}\n")
+    with pytest.raises(UnreadableFile, match=f"the header is '{header}'") as caught:
+        read_problem(path)
+    assert caught.value.where == f"{path}:1"
+
+
+@pytest.mark.parametrize(("row", "count"), [("a,0,1", 3), ("a,0,1,10,9", 5)])
+def test_rows_that_are_shorter_or_longer_than_the_header_are_refused(tmp_path: Path, row: str, count: int) -> None:
+    path = tmp_path / "row.csv"
+    path.write_text(f"id,lower,upper,size\nb,0,1,1\n{row}\n")
+    with pytest.raises(UnreadableFile, match=f"{count} fields, the header has 4") as caught:
+        read_problem(path)
+    assert caught.value.where == f"{path}:3"
+
+
+def test_nothing_is_left_beside_a_file_that_could_not_be_written(tmp_path: Path) -> None:
+    target = tmp_path / "folder"
+    target.mkdir()
+    problem = Problem(buffers=(Buffer(id="a", size=1, live=Interval(0, 1)),))
+    with pytest.raises(UnreadableFile, match="cannot be written"):
+        write_solution(target, problem, solve(problem))
+    assert list(tmp_path.iterdir()) == [target]

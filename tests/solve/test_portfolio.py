@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
 from benchmarks.instances import network, planted, scattered, tiled
 from memplan.errors import InvalidProblem
 from memplan.problem import Buffer, Interval, Problem, Status
-from memplan.solve import Progress, solve
+from memplan.solve import Progress, solve, thresholds
 from memplan.validate import validate
 
 
@@ -59,14 +60,26 @@ def test_work_limits_are_reproducible() -> None:
     assert one == two
 
 
-def test_progress_reports_better_arenas_and_bounds_only() -> None:
+@pytest.mark.parametrize("rises", [False, True])
+def test_each_progress_report_is_better_and_the_last_is_the_solution(
+    monkeypatch: pytest.MonkeyPatch, rises: bool
+) -> None:
+    """`rises`: the bound, where the search proves that max live is too little."""
+    monkeypatch.setattr(thresholds, "SMALL", 0)
+    problem = _find_above_max_live() if rises else _without_capacity(planted(80, seed=2))
     heard: list[Progress] = []
-    problem = _without_capacity(planted(80, seed=2))
     solution = solve(problem, on_progress=heard.append)
-    arenas = [p.incumbent for p in heard if p.incumbent is not None]
-    assert arenas == sorted(arenas, reverse=True)
-    assert arenas[-1] == solution.arena_size
-    assert all(p.bound <= solution.bound for p in heard)
+    known = [(p.incumbent, p.bound) for p in heard]
+    assert len(known) > 1
+    for (arena, bound), (next_arena, next_bound) in pairwise(known):
+        assert arena is not None
+        assert next_arena is not None
+        assert (next_arena < arena, next_bound > bound) in ((True, False), (False, True))
+        assert next_arena <= arena
+        assert next_bound >= bound
+    assert known[-1] == (solution.arena_size, solution.bound)
+    assert (known[0][1] < known[-1][1]) == rises
+    assert [p.seconds for p in heard] == sorted(p.seconds for p in heard)
 
 
 def test_with_a_capacity_the_first_placement_that_fits_is_enough() -> None:
