@@ -15,7 +15,7 @@ from memplan.graph import Phase
 from memplan.groups import grouped, pattern
 from memplan.holders import Holder, alive_at
 from memplan.plan import Plan
-from memplan.schedule.base import live_bytes
+from memplan.schedule import live_bytes, working_set_bound
 from memplan.units import format_bytes
 from memplan.uses import homes, last_use, next_use, own_touches, touches
 
@@ -186,23 +186,25 @@ def _gradients(plan: Plan) -> Iterator[Lever]:
 
 
 def _layout(plan: Plan) -> Iterator[Lever]:
-    lost = plan.arena_size - plan.solution.bound
+    least, how = (plan.max_live, "max live") if plan.solution.claimed else (plan.solution.bound, "the proven bound")
+    lost = plan.arena_size - least
     if lost > 0:
         yield Lever(
             name="layout",
             saves=lost,
-            text=f"solver {plan.solution.solver!r} left at most {format_bytes(lost)} above the proven bound: "
+            text=f"solver {plan.solution.solver!r} left at most {format_bytes(lost)} above {how}: "
             "another solver or more time may find it",
         )
 
 
 def _order(plan: Plan) -> Iterator[Lever]:
-    room = plan.schedule.max_live - plan.schedule.bound
+    least = working_set_bound(plan.graph) if plan.schedule.claimed else plan.schedule.bound
+    room = plan.schedule.max_live - least
     if room > 0:
         yield Lever(
             name="order",
             saves=room,
-            text=f"order {plan.schedule.policy!r} is not proven to be the best: no order can save more than "
+            text=f"a better order than {plan.schedule.policy!r} may exist: no order can save more than "
             f"{format_bytes(room)}",
         )
 

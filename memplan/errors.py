@@ -6,6 +6,8 @@ purpose; anything else that escapes is a bug. The command line prints them witho
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MemplanError(Exception):
     """Base class. `where` is a path into the input ("buffers[3].size"), `hint` the user's next step."""
@@ -19,6 +21,15 @@ class MemplanError(Exception):
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
         return f"{text}\n  next step: {self.hint}" if self.hint else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles, as between processes: subclasses take other arguments than `args`."""
+        return _remade, (type(self), self.args), dict(self.__dict__)
+
+
+def _remade(kind: type[MemplanError], args: tuple[Any, ...]) -> MemplanError:
+    """An error whose attributes are still to be set."""
+    return kind.__new__(kind, *args)
 
 
 class InvalidProblem(MemplanError, ValueError):

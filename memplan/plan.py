@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,14 @@ from memplan.evict.packed import compressions_of
 from memplan.evict.record import Eviction, EvictionPlan, Section, check_record, evictions_of
 from memplan.graph import Graph, StorageKind, check_graph
 from memplan.problem import Problem, Solution, Status
-from memplan.schedule import Schedule, live_bytes, require_evidence, require_legal, working_set_bound
+from memplan.schedule import (
+    Schedule,
+    is_proven_again,
+    live_bytes,
+    require_evidence,
+    require_legal,
+    working_set_bound,
+)
 from memplan.schedule.base import storage_intervals
 from memplan.schedule.reuse import placed
 from memplan.solve import Solver, solve
@@ -43,6 +50,10 @@ _MODEL_KINDS = (
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A validated plan. Sizes are bytes; steps are positions in `schedule.order`.
+
+    What a fresh plan says of all orders and all layouts was proven here. Of a plan that was loaded, that holds where
+    loading it proved it again; the rest is claimed: `schedule.claimed` (then `schedule.certified` is False) and
+    `solution.claimed` say so, and `memplan check --verify` proves it again.
 
     `alignment` and `redzone` (bytes) shaped the problem. `temporaries[op]` are the bytes that the op's
     kernel allocates outside the arena by itself while it runs, measured when the plan was compiled; None
@@ -237,7 +248,7 @@ def make_plan(
 def check_consistency(plan: Plan) -> None:
     """Raise `InvalidPlan` or `InvalidSolution` unless every part of `plan` follows from its graph.
 
-    Run on every plan that comes from a file: after it, the plan is as trustworthy as a fresh one.
+    Run on every plan that comes from a file. Two things it does not prove: see `as_loaded`.
     """
     check_graph(plan.graph)
     require_legal(plan.graph, plan.schedule.order)
@@ -258,6 +269,16 @@ def check_consistency(plan: Plan) -> None:
         validate(lifetimes.host_problem(plan.graph, plan.schedule, alignment=plan.alignment), plan.eviction.host)
         check_sections(plan)
         require_budget(plan)
+
+
+def as_loaded(plan: Plan) -> Plan:
+    """A plan from a file after `check_consistency`, with what that did not prove again marked as claimed: the bound
+    of a long search through all orders, and a bound of all layouts above max live."""
+    return replace(
+        plan,
+        schedule=replace(plan.schedule, claimed=not is_proven_again(plan.schedule)),
+        solution=replace(plan.solution, claimed=plan.solution.bound > plan.max_live),
+    )
 
 
 def check_sections(plan: Plan) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from memplan.csvio import write_atomic
 from memplan.errors import InvalidPlan, MemplanError, UnreadableFile
 from memplan.jsonio import clip, from_json, show, to_json
-from memplan.plan import SCHEMA_VERSION, Plan, check_consistency
+from memplan.plan import SCHEMA_VERSION, Plan, as_loaded, check_consistency
 from memplan.schema import json_schema
 
 _READERS = {"schema_version": "read it with memplan.load", "symbolic_version": "read it with memplan.load_symbolic"}
@@ -41,7 +41,7 @@ class Form(Generic[_Held]):
     """A kind of plan file: its head (version, fingerprint, checksum), and what it holds below.
 
     `called` and `version_of` are words of its errors, `root` begins their paths; `check` raises unless all parts of
-    what was read agree; `hint` says how to have such a file anew.
+    what was read agree; `mark` marks as claimed what that did not prove; `hint` says how to have such a file anew.
     """
 
     holds: type[_Held]
@@ -50,6 +50,7 @@ class Form(Generic[_Held]):
     version: int
     root: str
     check: Callable[[_Held], None]
+    mark: Callable[[_Held], _Held]
     hint: str
 
     @property
@@ -88,7 +89,7 @@ class Form(Generic[_Held]):
         self.check(held)
         if fingerprint != held.fingerprint:
             raise InvalidPlan("does not belong to the graph of this file", where=f"{self.root}.fingerprint")
-        return held
+        return self.mark(held)
 
 
 _PLAN = Form(
@@ -98,6 +99,7 @@ _PLAN = Form(
     version=SCHEMA_VERSION,
     root="plan",
     check=check_consistency,
+    mark=as_loaded,
     hint="make the plan anew: memplan.plan(model, example_inputs).save(path)",
 )
 
@@ -144,6 +146,8 @@ def schema() -> dict[str, Any]:
 
 def load(path: str | os.PathLike[str]) -> Plan:
     """Read a plan and check it against its own graph and the independent validator.
+
+    What its file says of all orders or layouts and this does not prove again is claimed (see `Plan`).
 
     Raises `UnreadableFile` when the file cannot be read or parsed, `InvalidPlan` (with the path of the first
     fault) when its content is not a plan of this schema version, `InvalidSolution` when its offsets are bad.

@@ -172,7 +172,9 @@ class Solution:
 
     `arena_size` is the highest end of any buffer; `bound` a proven lower bound of any arena; `seconds` the
     wall time spent, which is not part of the value (it takes no part in comparisons). With status
-    INFEASIBLE or UNKNOWN, `offsets` may hold a placement that exceeds the capacity, or nothing.
+    INFEASIBLE or UNKNOWN, `offsets` may hold a placement that exceeds the capacity, or nothing. `claimed`: the
+    bound, and with it OPTIMAL, is what a plan file says, and more than loading the file proved; like `seconds` it
+    is not part of the value.
     """
 
     offsets: Mapping[str, int]
@@ -182,6 +184,7 @@ class Solution:
     solver: str
     seconds: float = field(default=0.0, compare=False)
     proof: Infeasibility | None = None
+    claimed: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offsets", MappingProxyType(dict(self.offsets)))

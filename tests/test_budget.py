@@ -241,3 +241,28 @@ def test_a_step_without_intermediates_has_a_frontier_too() -> None:
     sections = tuple(frontier_sections(found))
     assert sections[0].rows
     assert frontier_svg("empty", found).startswith("<svg")
+
+
+def test_red_zones_come_on_top_of_a_budget() -> None:
+    """They evict nothing more, although the arena is larger than the budget with them."""
+    plain, guarded = within("5MiB"), within("5MiB", redzone=64)
+    assert guarded.eviction is not None
+    assert plain.eviction is not None
+    assert guarded.arena_size > 5 * SIZE == guarded.eviction.budget
+    assert guarded.eviction.sources == plain.eviction.sources
+    check_consistency(guarded)
+
+
+def test_a_budget_that_is_just_kept_is_kept() -> None:
+    plan = within(need(chain()))
+    assert (plan.arena_size, plan.evictions) == (need(chain()), ())
+
+
+def test_min_is_raised_by_what_places_lose(tmp_path: Path) -> None:
+    """The budget of the plan is its arena then; of a budget in bytes, more would be evicted."""
+    tight, plan = within("min", policy="recompute"), within("min", policy="recompute", solver="naive")
+    assert plan.arena_size > plan.max_live == tight.arena_size
+    assert plan.eviction is not None
+    assert plan.eviction.budget == plan.arena_size
+    plan.save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json") == plan

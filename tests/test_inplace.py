@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -128,3 +129,117 @@ def test_a_chance_that_cannot_be_is_refused() -> None:
     smaller = replace(graph.storages[1], nbytes=32)
     with pytest.raises(InvalidPlan, match="do not fit"):
         check_graph(replace(graph, storages=(graph.storages[0], smaller, graph.storages[2])))
+
+
+def _storage(graph: Graph, index: int, **changes: Any) -> Graph:
+    storages = list(graph.storages)
+    storages[index] = replace(storages[index], **changes)
+    return replace(graph, storages=tuple(storages))
+
+
+def _value(graph: Graph, index: int, **changes: Any) -> Graph:
+    values = list(graph.values)
+    values[index] = replace(values[index], **changes)
+    return replace(graph, values=tuple(values))
+
+
+def _chances(graph: Graph) -> tuple[tuple[int, int], ...]:
+    return with_chances(graph).ops[1].chances
+
+
+def _usual(target: str = "aten.tanh.default", *, direct: bool = True) -> Graph:
+    return _graph(target, direct=direct, strides=(4, 1), later=False)
+
+
+@pytest.mark.parametrize(
+    ("index", "changes"),
+    [
+        (0, {"planned": False}),  # the caller's input, or a parameter
+        (1, {"planned": False}),  # the result is the caller's
+        (0, {"nbytes": 128}),  # a part of something larger
+        (0, {"device": "cuda"}),
+        (0, {"nbytes": 0}),
+    ],
+)
+@pytest.mark.parametrize("direct", [True, False])
+def test_both_storages_are_planned_of_one_size_and_on_one_device(
+    index: int, changes: dict[str, object], *, direct: bool
+) -> None:
+    graph = _usual(direct=direct)
+    assert _chances(graph) == ((1, 0),)
+    assert _chances(_storage(graph, index, **changes)) == ()
+
+
+def test_storages_without_bytes_take_no_part() -> None:
+    graph = _usual(direct=False)
+    assert _chances(_storage(_storage(graph, 0, nbytes=0), 1, nbytes=0)) == ()
+
+
+@pytest.mark.parametrize("kept", ["outputs", "gradients"])
+@pytest.mark.parametrize("value", [0, 1])
+def test_what_the_caller_keeps_takes_no_part(kept: str, value: int) -> None:
+    """Neither are its bytes taken, nor does it lie in others'."""
+    graph = _usual()
+    assert _chances(replace(graph, **{kept: (value,)})) == ()  # type: ignore[arg-type]
+    assert _chances(replace(graph, **{kept: (2,)})) == ((1, 0),)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("index", "changes"),
+    [
+        (0, {"offset": 1}),
+        (0, {"dtype": "int32"}),
+        (0, {"shape": (2, 4)}),
+        (0, {"shape": (16,), "strides": (1,)}),
+        (1, {"offset": 1}),  # the result is a part of its storage
+        (1, {"shape": (0, 4)}),
+        (1, {"strides": (8, 1)}),
+    ],
+)
+def test_a_kernel_reads_the_places_that_it_writes(index: int, changes: dict[str, object]) -> None:
+    assert _chances(_value(_usual(), index, **changes)) == ()
+
+
+@pytest.mark.parametrize("changes", [{"offset": 1}, {"shape": (0, 4)}, {"strides": (8, 1)}])
+@pytest.mark.parametrize("direct", [True, False])
+def test_only_a_result_that_is_all_of_its_storage_takes_bytes(changes: dict[str, object], *, direct: bool) -> None:
+    graph = _usual(direct=direct)
+    assert _chances(_value(_value(graph, 0, **changes), 1, **changes)) == ()
+
+
+def test_all_that_a_kernel_reads_of_an_input_lies_where_it_writes() -> None:
+    """tanh of x and of x transposed: one of the two would be read after its place was written."""
+    graph = _usual()
+    transposed = replace(graph.values[0], name="xt", strides=(1, 4))
+    two = replace(graph, values=(*graph.values, transposed))
+    for reads in ((0, 3), (3, 0)):
+        make, op, use = two.ops
+        assert _chances(replace(two, ops=(make, replace(op, reads=reads), use))) == ()
+    make, op, use = two.ops
+    assert _chances(replace(two, ops=(make, replace(op, reads=(0, 3), direct=False), use))) == ((1, 0),)
+
+
+def test_an_input_that_the_op_changes_is_not_taken() -> None:
+    make, op, use = _usual().ops
+    assert _chances(replace(_usual(), ops=(make, replace(op, writes=(1, 0)), use))) == ()
+
+
+def test_a_result_that_was_there_before_is_not_put_elsewhere() -> None:
+    make, op, use = _usual().ops
+    assert _chances(replace(_usual(), ops=(replace(make, writes=(0, 1)), op, use))) == ()
+
+
+@pytest.mark.parametrize("target", sorted(ROWWISE))
+def test_rows_are_overwritten_on_the_cpu_only(target: str) -> None:
+    graph = _usual(target)
+    assert _chances(graph) == ((1, 0),)
+    elsewhere = replace(graph, storages=tuple(replace(s, device="cuda") for s in graph.storages))
+    assert _chances(elsewhere) == ()
+    assert _chances(replace(elsewhere, ops=_usual("aten.tanh.default").ops)) == ((1, 0),)
+    mixed = _storage(graph, 2, device="cuda")  # op reads x alone; its mask is on another device
+    make, op, use = mixed.ops
+    assert _chances(replace(mixed, ops=(make, replace(op, reads=(0, 2)), use))) == ()
+
+
+def test_a_copy_is_pointwise() -> None:
+    assert _chances(_usual("aten.copy_.default")) == ((1, 0),)

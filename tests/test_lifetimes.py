@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan import lifetimes
-from memplan.graph import Graph
+from memplan.graph import Graph, Phase, StorageKind
 from memplan.problem import Interval
 from memplan.schedule import live_bytes, traced
 from memplan.schedule.reuse import placed
-from tests.graph_strategies import graphs, schedules
+from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.samples import sample_graph
 
 
@@ -58,3 +58,21 @@ def test_a_lifetime_ends_after_the_last_use() -> None:
     ]
     assert problem.buffers[0].origin == "h.0.attn"
     assert problem.buffers[2].origin == "aten.expand"
+
+
+def test_copies_on_the_host_are_placed_without_red_zones() -> None:
+    """Nothing else: what is planned lies in the arena, and what the caller holds on the host is the caller's."""
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, 40, planned=False)
+    made = b.storage(StorageKind.ACTIVATION, 40, planned=True)
+    host = b.storage(StorageKind.HOST, 40, planned=False)
+    b.op(Phase.FORWARD, (x,), (made,))
+    b.op(Phase.FORWARD, (made,), (host,))
+    b.op(Phase.FORWARD, (host,), (b.storage(StorageKind.OUTPUT, 8, planned=False),))
+    graph = b.graph((3,))
+    found = lifetimes.host_problem(graph, traced(graph), alignment=64)
+    assert [(buffer.id, buffer.size, buffer.alignment, buffer.live) for buffer in found.buffers] == [
+        ("host copy_2", 64, 64, Interval(1, 3))
+    ]
+    guarded = lifetimes.problem(graph, traced(graph), alignment=64, redzone=64)
+    assert [(buffer.id, buffer.size) for buffer in guarded.buffers] == [("activation_1", 64 + 2 * 64)]

@@ -62,20 +62,30 @@ def check(
         str | None, typer.Option("--max-outside", metavar="SIZE", help="The same as --fail-over outside:SIZE.")
     ] = None,
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward of a model alone.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Prove again what a plan says of all orders and layouts; exit 1 where it fails."),
+    ] = False,
+    time_limit: Annotated[
+        float | None,
+        typer.Option("--time-limit", metavar="SECONDS", help="How long --verify may take for each proof."),
+    ] = None,
     form: Annotated[
         Format, typer.Option("--format", help="What to print; github: annotations and a job summary.")
     ] = Format.TABLE,
 ) -> None:
     """Fail when a plan or a model needs more than it may, or more than it did.
 
-    Exits 1 when a limit is exceeded, and shows by how much and which buffers explain it.
+    Exits 1 when a limit is exceeded, and shows by how much and which buffers explain it; with --verify also when
+    something that the plan says is not proven again.
 
     A figure that is equal to its limit keeps it. Saved plans are checked without torch.
 
     \\[tool.memplan] in pyproject.toml may list models, baseline and fail-over: then `memplan check` does it all.
     """
     from memplan.cli.gate import Work, entries_of, given_rules
-    from memplan.cli.source import share_option, size_option
+    from memplan.cli.source import seconds_option, share_option, size_option
+    from memplan.errors import InvalidSize
     from memplan.project import find_project
 
     given = given_rules(
@@ -84,10 +94,13 @@ def check(
         share_option("--max-fragmentation", max_fragmentation),
         size_option("--max-outside", max_outside),
     )
+    limit = seconds_option("--time-limit", time_limit)
+    if limit is not None and not verify:
+        raise InvalidSize("is for --verify", where="--time-limit", hint="add --verify, or leave it out")
     project = find_project(Path.cwd())
     entries, listed = entries_of(targets or [], infer, project)
     file = baseline or (project.baseline if project and listed else None)
-    work = Work(entries, given, project if listed else None, file)
+    work = Work(entries, given, project if listed else None, file, verify=verify, time_limit=limit)
     if update_baseline:
         _update(work, whole=listed and not targets, form=form)
         return
@@ -96,7 +109,7 @@ def check(
     _show(judged, form)
     if listed and not targets:
         _mention_strangers(before, entries)
-    if not all(j.verdict.ok for j in judged):
+    if not all(j.ok for j in judged):
         raise typer.Exit(1)
 
 
@@ -115,9 +128,10 @@ def _update(work: Work, *, whole: bool, form: Format) -> None:
         raise InvalidSize("there is no baseline to update", hint="add --baseline FILE")
     before = _read(work.file) if work.file.exists() else {}
     judged = work.judge(before, absolute_only=True)
-    if not all(j.verdict.ok for j in judged):
+    if not all(j.ok for j in judged):
         _show(judged, form)
-        error_console().print(f"{work.file} was not written: a limit is exceeded", style="bold red", soft_wrap=True)
+        why = "something is not proven" if all(j.verdict.ok for j in judged) else "a limit is exceeded"
+        error_console().print(f"{work.file} was not written: {why}", style="bold red", soft_wrap=True)
         raise typer.Exit(1)
     now = {j.name: j.verdict.figures for j in judged}
     write_baseline(work.file, now if whole else {**before, **now})

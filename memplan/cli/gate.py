@@ -9,19 +9,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memplan.figures import Figures
+    from memplan.plan import Plan
     from memplan.project import Entry, Project
     from memplan.report.verdicts import Judged
     from memplan.rules import Rule
+    from memplan.verify import Proof
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to check against what: rules of the command line come before an entry's, those before the project's."""
+    """What to check against what: rules of the command line come before an entry's, those before the project's.
+
+    `verify`: prove again what the plans say, each proof within `time_limit` seconds; then no limit is needed.
+    """
 
     entries: tuple[Entry, ...]
     given: tuple[Rule, ...]
     project: Project | None
     file: Path | None
+    verify: bool = False
+    time_limit: float | None = None
 
     def rules(self, entry: Entry) -> tuple[Rule, ...]:
         from memplan.errors import InvalidSize
@@ -31,6 +38,8 @@ class Work:
         chosen = self.given or (entry.rules if entry.rules is not None else theirs)
         if chosen is None and self.file is not None:
             chosen = NOTHING_GROWS
+        if self.verify:
+            return chosen or ()
         if not chosen:
             raise InvalidSize(
                 "no limit is given", hint="add --baseline FILE, --fail-over arena:12GiB or --max-arena 12GiB"
@@ -54,8 +63,18 @@ class Work:
             if absolute_only:
                 check_consistency(plan)
             file = entry.target.rpartition(":")[0] if is_model(entry.target) and ".py:" in entry.target else ""
-            judged.append(Judged(name=entry.name, verdict=check_plan(plan, rules, before.get(entry.name)), file=file))
+            verdict = check_plan(plan, rules, before.get(entry.name))
+            judged.append(Judged(name=entry.name, verdict=verdict, proofs=self._proofs(entry, plan), file=file))
         return judged
+
+    def _proofs(self, entry: Entry, plan: Plan) -> tuple[Proof, ...]:
+        if not self.verify:
+            return ()
+        from memplan.cli.console import progress
+        from memplan.verify import verify
+
+        with progress(f"Proving {entry.name} again"):
+            return verify(plan, self.time_limit)
 
     def _require(self, entry: Entry, before: Mapping[str, Figures]) -> None:
         from memplan.errors import InvalidSize, UnreadableFile

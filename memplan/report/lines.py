@@ -48,11 +48,18 @@ def title(report: Report) -> str:
     return f"{report.model or 'model'}: {what}, {report.steps} steps, {report.buffers} buffers"
 
 
+_CLAIMED = "claimed by the plan file, and was not proved again here: run memplan check --verify"
+
+
 def verdict(report: Report) -> str:
     """The certificate: how good the plan is, and how far that is proven."""
     by = f"layout by {report.solver!r}, order {report.policy!r}"
+    if report.layout_claimed:
+        return f"{by}: that no smaller arena than {format_bytes(report.bound)} exists in this order is {_CLAIMED}"
     if report.status != "optimal":
         return f"{by}: not proven; a smaller arena may exist, down to {format_bytes(report.bound)}"
+    if report.order_claimed and report.order_max_live == report.order_bound:
+        return f"{by}: no layout can need less in this order; that no order can is {_CLAIMED}"
     if not report.order_certified:
         return f"{by}: proven that no layout can need less in this order"
     return f"{by}: proven that no order and no layout can need less{_but_padding(report)}"
@@ -65,9 +72,12 @@ def _but_padding(report: Report) -> str:
 
 def certificate(report: Report) -> str:
     """How good the order is, and what proves it: "optimal: no order of these ops needs less than 826.1 MiB, ..."."""
-    proof = f"proven by {report.order_evidence.value.format(op=report.order_proof)}"
+    by = report.order_evidence.value.format(op=report.order_proof)
+    proof = f"proven by {by}"
     needs, least = bytes_apart(report.order_max_live, report.order_bound)
-    if report.order_certified:
+    if report.order_claimed:
+        text = f"{needs}; that no order of these ops needs less than {least}, by {by}, is {_CLAIMED}"
+    elif report.order_certified:
         text = f"optimal: no order of these ops needs less than {least}, {proof}"
     else:
         most = format_share(report.order_gap)

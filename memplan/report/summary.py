@@ -10,6 +10,7 @@ from memplan.evict.record import SEND, Action, Section
 from memplan.graph import StorageKind
 from memplan.holders import Holder, alive_at, largest
 from memplan.plan import Plan
+from memplan.problem import Solution, Status
 from memplan.schedule import Barrier, Evidence, accumulated, live_bytes, price
 
 LARGEST = 10
@@ -98,16 +99,17 @@ class Kept:
 class Report:
     """A plan in figures. Sizes are bytes, steps are positions in the schedule.
 
-    `status` is how good the layout is (see `problem.Status`), `bound` the proven lower bound of any arena
-    in this order. `order_max_live` and `order_bound` are without alignment: what this order needs, and what
-    every order needs at least, as `order_evidence` proves (at the op `order_proof`, unless that is empty);
-    `order_traced` is what the traced order needs.
-    `order_certified`: they are equal, so that no order needs less. `barrier` is what makes all updates of a whole
-    step wait for all gradients (None: nothing does), with its price; `accumulated` the bytes of gradients that
-    are kept from step to step (a part of the optimizer's state). `kept` is how a budget is kept (None: there is
-    none), by the steps of which the order figures count too, `division` how ops were divided by rows (None: they were
-    not). `peak` is None when nothing is planned. `advice` are levers that follow from the plan, each with the most that
-    it saves.
+    `status` is how good the layout is (see `problem.Status`), `bound` the lower bound of any arena in this order:
+    proven, unless `layout_claimed`: then a plan file says so and loading it did not prove it, and `status` is
+    "claimed" instead of "optimal". `order_max_live` and `order_bound` are without alignment: what this order needs,
+    and what every order needs at least, as `order_evidence` proves (at the op `order_proof`, unless that is empty);
+    `order_traced` is what the traced order needs. `order_certified`: they are equal, so that no order needs less;
+    `order_claimed`: what every order needs is what a plan file says, and no more than a claim (then `order_certified`
+    is False). `barrier` is what makes all updates of a whole step wait for all gradients (None: nothing does), with
+    its price; `accumulated` the bytes of gradients that are kept from step to step (a part of the optimizer's state).
+    `kept` is how a budget is kept (None: there is none), by the steps of which the order figures count too,
+    `division` how ops were divided by rows (None: they were not). `peak` is None when nothing is planned. `advice`
+    are levers that follow from the plan, each with the most that it saves.
     """
 
     model: str
@@ -121,9 +123,11 @@ class Report:
     padding: int
     status: str
     bound: int
+    layout_claimed: bool
     solver: str
     policy: str
     order_certified: bool
+    order_claimed: bool
     order_max_live: int
     order_traced: int
     order_bound: int
@@ -158,11 +162,13 @@ def make_report(plan: Plan) -> Report:
         max_live=plan.max_live,
         fragmentation=plan.fragmentation,
         padding=plan.padding,
-        status=plan.solution.status.name.lower(),
+        status=_status(plan.solution),
         bound=plan.solution.bound,
+        layout_claimed=plan.solution.claimed,
         solver=plan.solution.solver,
         policy=plan.schedule.policy,
         order_certified=plan.schedule.certified,
+        order_claimed=plan.schedule.claimed,
         order_max_live=plan.schedule.max_live,
         order_traced=max(live_bytes(plan.graph, tuple(range(len(plan.graph.ops)))), default=0),
         order_bound=plan.schedule.bound,
@@ -182,6 +188,11 @@ def make_report(plan: Plan) -> Report:
         advice=levers(plan),
         versions=tuple(sorted(plan.versions.items())),
     )
+
+
+def _status(solution: Solution) -> str:
+    claimed = solution.claimed and solution.status is Status.OPTIMAL
+    return "claimed" if claimed else solution.status.name.lower()
 
 
 def _kept(plan: Plan) -> Kept | None:

@@ -10,7 +10,7 @@ from rich.text import Text
 from memplan.check import Finding
 from memplan.report.lines import printable
 from memplan.report.table import NARROW, headed, holders_table, new_table
-from memplan.report.verdicts import Judged, change, gain_lines, grown_rows
+from memplan.report.verdicts import Judged, change, gain_lines, grown_rows, proof_lines
 from memplan.units import format_exact
 
 
@@ -26,12 +26,15 @@ def verdicts_table(judged: Sequence[Judged], width: int) -> RenderableType:
             mark = Text("ok", "green") if finding.ok else Text("FAIL", "bold red")
             cells = [mark, _literal(j.name), Text(finding.name), *map(Text, finding.texts())]
             table.add_row(*cells, *([Text(change(finding))] if compared else []))
-    parts: list[RenderableType] = [table]
+    parts: list[RenderableType] = [table] if table.rows else []
     for j in judged:
         parts += _why(j, width)
     if gains := gain_lines(judged):
         parts += [Text(), Text("the baseline can shrink: run with --update-baseline", "bold green")]
         parts += [_literal(f"  {line}") for line in gains]
+    for ok, line in proof_lines(judged):
+        head = ("ok    ", "green") if ok else ("FAIL  ", "bold red")
+        parts.append(Text.assemble(head, printable(line)))
     return Group(*parts)
 
 

@@ -12,6 +12,7 @@ from memplan.jsonio import to_json
 from memplan.report.cells import cell, table
 from memplan.report.lines import op_name, printable
 from memplan.units import format_bytes, format_exact, format_share
+from memplan.verify import Proof
 
 FORMAT = "memplan-check-1"
 SHOWN = 8
@@ -19,11 +20,18 @@ SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A verdict, the name that the user gave to what was judged, and the file that it was made from, if any."""
+    """A verdict, the name that the user gave to what was judged, and the file that it was made from, if any;
+    `proofs` of what the plan says, where they were asked for."""
 
     name: str
     verdict: Verdict
+    proofs: tuple[Proof, ...] = ()
     file: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Every limit is kept, and all that was to be proven is."""
+        return self.verdict.ok and all(proof.ok for proof in self.proofs)
 
 
 def signed(count: int) -> str:
@@ -89,22 +97,28 @@ def gain_lines(judged: Sequence[Judged]) -> tuple[str, ...]:
     )
 
 
+def proof_lines(judged: Sequence[Judged]) -> tuple[tuple[bool, str], ...]:
+    """(proven, the sentence that says so or why not) for every proof."""
+    return tuple((proof.ok, f"{j.name}: {proof.text}") for j in judged for proof in j.proofs)
+
+
 def verdicts_json(judged: Sequence[Judged]) -> dict[str, Any]:
     """Plain types, every figure exact: bytes as whole numbers, shares as numbers between 0 and 1."""
-    return {"format": FORMAT, "ok": all(j.verdict.ok for j in judged), "checked": [_one_json(j) for j in judged]}
+    return {"format": FORMAT, "ok": all(j.ok for j in judged), "checked": [_one_json(j) for j in judged]}
 
 
 def _one_json(judged: Judged) -> dict[str, Any]:
     verdict, figures = judged.verdict, judged.verdict.figures
     return {
         "name": judged.name,
-        "ok": verdict.ok,
+        "ok": judged.ok,
         "arena": figures.arena,
         "max_live": figures.max_live,
         "outside": figures.outside,
         "total": figures.total,
         "findings": [_finding_json(finding) for finding in verdict.findings],
         "gains": [{"of": metric.value, "before": before, "now": now} for metric, before, now in verdict.gains],
+        "proofs": [to_json(proof) for proof in judged.proofs],
     }
 
 
@@ -126,21 +140,29 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
 
 
 def verdicts_markdown(judged: Sequence[Judged]) -> str:
-    """For a pull request or a job summary: a table, what grew, what became better."""
-    failed = sum(not j.verdict.ok for j in judged)
-    head = f"{failed} of {len(judged)} over a limit" if failed else f"all {len(judged)} within their limits"
+    """For a pull request or a job summary: a table, what grew, what became better, what is proven."""
+    proofs = proof_lines(judged)
     rows = [
         ("ok" if f.ok else "**FAIL**", cell(j.name), f.name, *map(cell, f.texts()), cell(change(f)))
         for j in judged
         for f in j.verdict.findings
     ]
-    header = ("", "plan", "of", " measured", " limit", " too much", " against the baseline")
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    parts = [f"## memplan: {head}", table(header, ()) + "".join(f"\n{line}" for line in lines)]
+    heads, parts = [], []
+    if rows or not proofs:
+        failed = sum(not j.verdict.ok for j in judged)
+        heads.append(f"{failed} of {len(judged)} over a limit" if failed else f"all {len(judged)} within their limits")
+        header = ("", "plan", "of", " measured", " limit", " too much", " against the baseline")
+        parts.append(table(header, ()) + "".join("\n| " + " | ".join(row) + " |" for row in rows))
+    if proofs:
+        heads.append(f"{sum(ok for ok, _ in proofs)} of {len(proofs)} claims proven again")
+    parts.insert(0, f"## memplan: {'; '.join(heads)}")
     parts += [part for j in judged for f in j.verdict.findings if not f.ok for part in _why_markdown(j, f)]
     gains = gain_lines(judged)
     if gains:
         parts.append("### The baseline can shrink\n\n" + "\n".join(f"- {cell(line)}" for line in gains))
+    if proofs:
+        lines = [f"- {'ok' if ok else '**FAIL**'} {cell(line)}" for ok, line in proofs]
+        parts.append("### Proofs\n\n" + "\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
@@ -177,6 +199,9 @@ def github_lines(
         for finding in j.verdict.findings:
             if not finding.ok:
                 yield _failure(j, finding, locate(j, finding))
+    for ok, line in proof_lines(judged):
+        if not ok:
+            yield f"::error title=memplan: a plan's claim::{escape_message(line)}"
     if gains := gain_lines(judged):
         yield f"::notice title=memplan: the baseline can shrink::{escape_message('; '.join(gains))}"
 

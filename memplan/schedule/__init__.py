@@ -10,7 +10,7 @@ from __future__ import annotations
 from memplan.schedule.barrier import Barrier, accumulated, price
 from memplan.schedule.base import Evidence, Schedule, live_bytes, make_schedule
 from memplan.schedule.bound import cut_bound, working_set_bound
-from memplan.schedule.evidence import require_evidence
+from memplan.schedule.evidence import is_proven_again, require_evidence
 from memplan.schedule.legal import predecessors, require_legal
 from memplan.schedule.select import POLICIES, Policy, order
 from memplan.schedule.traced import traced
@@ -23,6 +23,7 @@ __all__ = [
     "Schedule",
     "accumulated",
     "cut_bound",
+    "is_proven_again",
     "live_bytes",
     "make_schedule",
     "order",

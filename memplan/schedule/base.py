@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memplan.graph import Graph
 from memplan.problem import Interval
@@ -18,7 +18,7 @@ class Evidence(enum.Enum):
     CUT = "the cut at {op}"
     BETWEEN = "the cut between forward and backward"
     SEARCH = "a search through all orders"  # of the portfolio, which anyone can repeat
-    LONG_SEARCH = "a long search through all orders"  # of another policy, which nobody repeats to read a plan
+    LONG_SEARCH = "a long search through all orders"  # of another policy; not repeated when a plan is loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,10 @@ class Schedule:
     """`order` holds op indices; the step of an op is its position in it.
 
     `max_live` and `bound` are bytes of planned storages without alignment: the most that are alive at one
-    step of this order, and a proven lower bound of that over all legal orders. `evidence` is how it is
-    proven, `proof` the name of the op at which it is ("" when it takes all of them).
+    step of this order, and a lower bound of that over all legal orders. `evidence` is how the bound is
+    proven, `proof` the name of the op at which it is ("" when it takes all of them). `claimed`: the bound is
+    what a plan file says; loading the file did not prove it again (`memplan check --verify` does). It is a
+    state of this process and no part of the value: a file cannot say that its bound is proven.
     """
 
     policy: str
@@ -36,16 +38,17 @@ class Schedule:
     bound: int
     evidence: Evidence = Evidence.WORKING_SET
     proof: str = ""
+    claimed: bool = field(default=False, compare=False)
 
     @property
     def gap(self) -> float:
-        """max_live / bound - 1: how far a better order could be, at most."""
+        """max_live / bound - 1: how far a better order could be, at most; no more than a claim if `claimed`."""
         return self.max_live / self.bound - 1 if self.bound else 0.0
 
     @property
     def certified(self) -> bool:
-        """No order needs less."""
-        return self.max_live == self.bound
+        """No order needs less: proven here, or proven again when the plan was loaded."""
+        return self.max_live == self.bound and not self.claimed
 
 
 def make_schedule(graph: Graph, order: tuple[int, ...], policy: str) -> Schedule:

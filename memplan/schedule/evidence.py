@@ -1,4 +1,4 @@
-"""Holding a schedule's bound against its evidence: what a plan file says about all orders is checked, not believed."""
+"""Holding a schedule's bound against its evidence: what a plan file says of all orders is proven again or claimed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ def require_evidence(graph: Graph, schedule: Schedule) -> None:
     """Raise `InvalidPlan` unless the bound is what the cut or the working set named by `proof` gives.
 
     The portfolio's search is repeated: it counts work, not seconds, so that it proves everywhere what it has
-    proven once. A long search by another policy is not, and its bound is taken as said, within what the caller
-    has checked.
+    proven once. A long search by another policy is not repeated: see `is_proven_again`.
     """
     if schedule.evidence in (Evidence.SEARCH, Evidence.LONG_SEARCH):
         if schedule.proof:
             raise InvalidPlan("a search names no op", where="schedule.proof")
-        proven = order(graph).bound if schedule.evidence is Evidence.SEARCH else schedule.bound
+        if not is_proven_again(schedule):
+            return
+        proven = order(graph).bound
         if proven < schedule.bound:
             raise InvalidPlan(f"says {schedule.bound}, a search proves {proven}", where="schedule.bound")
         return
@@ -35,3 +36,8 @@ def require_evidence(graph: Graph, schedule: Schedule) -> None:
     proven = cut_bound(graph, index) if schedule.evidence is Evidence.CUT else working_set(graph)[0]
     if proven != schedule.bound:
         raise InvalidPlan(f"says {schedule.bound}, its evidence gives {proven}", where="schedule.bound")
+
+
+def is_proven_again(schedule: Schedule) -> bool:
+    """Whether `require_evidence` proves the bound again; if not, a bound that was read from a file is claimed."""
+    return schedule.evidence is not Evidence.LONG_SEARCH

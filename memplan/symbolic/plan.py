@@ -15,7 +15,7 @@ from typing import Any
 
 from memplan.errors import InvalidPlan, UnknownName
 from memplan.graph import Graph
-from memplan.plan import Plan, check_consistency
+from memplan.plan import Plan, as_loaded, check_consistency
 from memplan.schedule import Schedule, cut_bound, make_schedule
 from memplan.schedule.base import Evidence
 from memplan.symbolic.expression import Expression, evaluator, holder
@@ -179,3 +179,8 @@ def check_whole(made: SymbolicPlan) -> None:
     """`check_symbolic`, and all that is checked of a plan: for what comes from a file."""
     check_consistency(made.plan)
     check_symbolic(made)
+
+
+def whole_as_loaded(made: SymbolicPlan) -> SymbolicPlan:
+    """A symbolic plan from a file after `check_whole`, marked with what that did not prove (see `as_loaded`)."""
+    return replace(made, plan=as_loaded(made.plan))

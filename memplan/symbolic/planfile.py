@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memplan.csvio import write_atomic
 from memplan.planfile import Form
-from memplan.symbolic.plan import SymbolicPlan, check_whole
+from memplan.symbolic.plan import SymbolicPlan, check_whole, whole_as_loaded
 
 SYMBOLIC_VERSION = 1
 _FORM = Form(
@@ -17,6 +17,7 @@ _FORM = Form(
     version=SYMBOLIC_VERSION,
     root="symbolic",
     check=check_whole,
+    mark=whole_as_loaded,
     hint="make the plan anew: memplan.plan(model, example_inputs, dynamic_shapes=...).save(path)",
 )
 

@@ -7,8 +7,12 @@ from dataclasses import replace
 import pytest
 
 from memplan.errors import InvalidEviction
+from memplan.evict.apply import apply
 from memplan.evict.equivalent import require_equivalent
-from memplan.graph import Graph, Phase, StorageKind
+from memplan.evict.events import Event, Kind
+from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT
+from memplan.graph import Graph, Op, Phase, StorageKind
+from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder
 
 
@@ -46,3 +50,141 @@ def test_a_write_of_all_bytes_forgets_what_was_there() -> None:
     graph = _filled(16)
     twice = replace(graph, ops=(*graph.ops[:2], graph.ops[1], graph.ops[2]))
     require_equivalent(graph, twice, (0, 1, 1, 2))
+
+
+def _batch_norm() -> Graph:
+    """op0 makes y of x, and the next running mean of x and the running mean; the mean is updated, and both results are
+    read after that. `other` is of the mean's layout."""
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, 64, planned=False)
+    mean, other = (b.storage(StorageKind.PARAMETER, 16, planned=False) for _ in range(2))
+    y, after = (b.storage(StorageKind.ACTIVATION, nbytes, planned=True) for nbytes in (64, 16))
+    one, two, three = (b.storage(StorageKind.OUTPUT, 64, planned=False) for _ in range(3))
+    b.op(Phase.FORWARD, (x, mean), (y, after))
+    b.op(Phase.FORWARD, (after,), (mean,))
+    b.op(Phase.FORWARD, (y,), (one,))
+    b.op(Phase.FORWARD, (y,), (two,))
+    b.op(Phase.FORWARD, (after,), (three,))
+    graph = b.graph((one, two, three))
+    assert other == 2
+    return replace(graph, ops=(replace(graph.ops[0], unrelated=((y, mean),)), *graph.ops[1:]))
+
+
+_NORM_AGAIN = tuple(
+    Event(kind, of)
+    for kind, of in (
+        (Kind.RUN, 0),
+        (Kind.RUN, 1),
+        (Kind.RUN, 2),
+        (Kind.DROP, 3),
+        (Kind.RUN, 0),
+        (Kind.RUN, 3),
+        (Kind.RUN, 4),
+    )
+)
+
+
+def test_a_batch_norm_runs_again_although_its_running_mean_has_changed() -> None:
+    graph = _batch_norm()
+    applied, _ = judged(graph, workload_of(graph), _NORM_AGAIN)
+    again = applied.graph.ops[3]
+    assert (again.name, applied.graph.values[again.writes[0]].name) == ("op0@1", "v3@1")
+    assert again.unrelated == ((again.writes[0], 1),)
+
+
+def test_a_second_run_makes_another_running_mean() -> None:
+    """Made of a mean that was updated: whoever reads it in the first one's place would find other numbers."""
+    graph = _batch_norm()
+    applied = apply(workload_of(graph), _NORM_AGAIN)
+    *others, again, two, three = applied.graph.ops
+    tampered = replace(three, reads=(again.writes[1],))
+    with pytest.raises(InvalidEviction, match=r"^op4: does not find what op4 does"):
+        require_equivalent(graph, _with(applied.graph, *others, again, two, tampered), applied.sources)
+
+
+def test_a_first_run_finds_what_it_reads_even_if_a_result_does_not_depend_on_it() -> None:
+    graph = _batch_norm()
+    other = replace(graph.ops[0], reads=(0, 2), unrelated=((3, 2),))
+    with pytest.raises(InvalidEviction, match=r"^op0: does not find what op0 does"):
+        require_equivalent(graph, replace(graph, ops=(other, *graph.ops[1:])), range(5))
+
+
+def _copied() -> tuple[Graph, Graph]:
+    """a is made of x and read twice; evicted, it goes to the host and comes back as another storage before it is
+    read."""
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, 64, planned=False)
+    a = b.storage(StorageKind.ACTIVATION, 64, planned=True)
+    one, two = (b.storage(StorageKind.OUTPUT, 64, planned=False) for _ in range(2))
+    b.op(Phase.FORWARD, (x,), (a,))
+    b.op(Phase.FORWARD, (a,), (one,))
+    b.op(Phase.FORWARD, (a,), (two,))
+    traced = b.graph((one, two))
+    host = b.storage(StorageKind.HOST, 64, planned=False)
+    back = b.storage(StorageKind.ACTIVATION, 64, planned=True)
+    for target, reads, writes in (
+        (OFFLOAD, (a,), (host,)),
+        (OFFLOAD_WAIT, (a, host), (host,)),
+        (RELOAD, (host,), (back,)),
+        (RELOAD_WAIT, (host, back), (back,)),
+    ):
+        b.op(Phase.FORWARD, reads, writes, target=target)
+    uses = (replace(op, reads=(back,)) for op in traced.ops[1:])
+    evicted = b.graph((one, two))
+    return traced, replace(evicted, ops=(traced.ops[0], *evicted.ops[3:], *uses))
+
+
+def _with(graph: Graph, *ops: Op) -> Graph:
+    return replace(graph, ops=ops)
+
+
+def test_what_a_copy_writes_is_not_written_beside_it() -> None:
+    """The copy brings the very bytes that the op writes: only their coming at once is wrong."""
+    traced, evicted = _copied()
+    require_equivalent(traced, evicted, (0, -1, -1, -1, -1, 1, 2))
+    make, *copies, one, two = evicted.ops
+    again = replace(make, name="again", writes=(5,))
+    tampered = _with(evicted, make, *copies[:3], again, copies[3], one, two)
+    with pytest.raises(InvalidEviction, match=r"^again: uses activation_5 before op5 has ended"):
+        require_equivalent(traced, tampered, (0, -1, -1, -1, 0, -1, 1, 2))
+    require_equivalent(traced, _with(evicted, make, *copies, again, one, two), (0, -1, -1, -1, -1, 0, 1, 2))
+
+
+def test_what_a_copy_reads_is_not_written_beside_it() -> None:
+    traced, evicted = _copied()
+    make, *copies, one, two = evicted.ops
+    again = replace(make, name="again")
+    with pytest.raises(InvalidEviction, match=r"^again: changes activation_1 while op3 copies it"):
+        require_equivalent(
+            traced, _with(evicted, make, copies[0], again, *copies[1:], one, two), (0, -1, 0, -1, -1, -1, 1, 2)
+        )
+
+
+def test_no_copy_is_under_way_at_the_end() -> None:
+    traced, evicted = _copied()
+    make, *copies, _, _ = evicted.ops
+    with pytest.raises(InvalidEviction, match="a copy is still under way at the end"):
+        require_equivalent(traced, _with(evicted, make, *traced.ops[1:], copies[0]), (0, 1, 2, -1))
+
+
+def test_what_the_caller_keeps_is_written_where_it_is_looked_for() -> None:
+    """An op that finds all it needs and writes elsewhere: nobody reads it, but the caller."""
+    traced, evicted = _copied()
+    *others, two = evicted.ops
+    tampered = _with(evicted, *others, replace(two, writes=(5,)))
+    with pytest.raises(InvalidEviction, match=r"^output_3: is left with another content"):
+        require_equivalent(traced, tampered, (0, -1, -1, -1, -1, 1, 2))
+
+
+def test_what_is_planned_may_be_left_with_another_content() -> None:
+    """s is made again elsewhere and changed there: its first place keeps what it was."""
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, 64, planned=False)
+    s = b.storage(StorageKind.ACTIVATION, 64, planned=True)
+    one = b.storage(StorageKind.OUTPUT, 64, planned=False)
+    for reads, writes in (((x,), (s,)), ((x, s), (s,)), ((s,), (one,))):
+        b.op(Phase.FORWARD, reads, writes)
+    graph = b.graph((one,))
+    events = [Event(Kind.RUN, 0), Event(Kind.DROP, 1), *(Event(Kind.RUN, i) for i in (0, 1, 2))]
+    applied, _ = judged(graph, workload_of(graph), events)
+    assert len(applied.graph.ops) == 4

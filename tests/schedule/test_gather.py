@@ -95,3 +95,16 @@ def _free(graph: Graph) -> Graph:
         return tuple(v for v in values if graph.storages[graph.values[v].storage].planned)
 
     return replace(graph, ops=tuple(replace(op, reads=reads(i)) for i, op in enumerate(graph.ops)))
+
+
+def test_what_waits_in_the_forward_runs_before_the_backward() -> None:
+    """There is room for its gradient later too, but the caller's loss is computed in between."""
+    b = GraphBuilder()
+    gradient, large, other, huge = (b.storage(StorageKind.ACTIVATION, n, planned=True) for n in (8, 64, 64, 256))
+    b.op(Phase.FORWARD, (), (gradient,))
+    b.op(Phase.FORWARD, (gradient,), ())
+    b.op(Phase.FORWARD, (), (large,))
+    b.op(Phase.BACKWARD, (large,), (other,))
+    b.op(Phase.BACKWARD, (other,), (huge,))
+    graph = b.graph()
+    assert gather(graph, traced(graph), {1: "update"}, 1).order == (0, 2, 1, 3, 4)

@@ -1,0 +1,146 @@
+"""Which proof belongs to which claim of a plan, and how it ended."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from importlib import import_module
+
+from memplan import lifetimes
+from memplan.graph import Graph
+from memplan.plan import Plan
+from memplan.problem import Problem
+from memplan.schedule import Evidence, Schedule, order
+from memplan.schedule.select import POLICIES
+from memplan.solve import solve
+from memplan.units import format_exact
+from memplan.verify.cut import between_phases, least_at
+from memplan.verify.within import within
+
+_SEARCHES = ("exact", "beam", "cpsat")
+_UNLIMITED = 10**15  # work: the time limit comes first
+
+
+class State(enum.StrEnum):
+    """How a proof ended."""
+
+    PROVEN = "proven"
+    CLAIMED = "claimed"
+    FALSE = "false"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """A claim of a plan, and whether it was proven again.
+
+    `of` is "order" (no order of the ops needs less than `bound` bytes, without alignment) or "layout" (in this order
+    no layout does). `how` says by what it was proven again or refuted, or why neither; `independent`: by code that
+    has no part in how memplan proves it first.
+    """
+
+    of: str
+    state: State
+    bound: int
+    how: str
+    independent: bool
+
+    @property
+    def ok(self) -> bool:
+        """It was proven again."""
+        return self.state is State.PROVEN
+
+    @property
+    def text(self) -> str:
+        """The claim, what became of it, and how, in one line."""
+        what = "order of its ops" if self.of == "order" else "layout in its order"
+        said = f"no {what} needs less than {format_exact(self.bound)}"
+        heads = {
+            State.PROVEN: f"proven again: {said}",
+            State.CLAIMED: f"claimed, and not proved again: {said}",
+            State.FALSE: f"not true: that {said}",
+        }
+        return f"{heads[self.state]}; {self.how}"
+
+
+def verify(plan: Plan, time_limit: float | None = None) -> tuple[Proof, ...]:
+    """Prove again what `plan` says of all orders and of all layouts, whether it was proven when it was loaded or not.
+
+    Cuts are found by networkx; what a search proved is proven by repeating that search, for at most `time_limit`
+    seconds each (None: within the search's own limits, which count work).
+    """
+    return _order(plan, time_limit), _layout(plan, time_limit)
+
+
+def _order(plan: Plan, seconds: float | None) -> Proof:
+    graph, schedule = plan.graph, plan.schedule
+    if schedule.evidence in (Evidence.SEARCH, Evidence.LONG_SEARCH):
+        return _searched(graph, schedule, seconds)
+    if schedule.evidence is Evidence.BETWEEN:
+        return _by_cut(schedule, between_phases(graph), "what is alive between forward and backward", "a sum")
+    if not graph.ops:
+        return _by_cut(schedule, 0, "no op", "a sum")
+    op = next(index for index, op in enumerate(graph.ops) if op.name == schedule.proof)
+    least = within(seconds, least_at, graph, op)
+    if least is None:
+        how = f"networkx's minimum_cut at {schedule.proof} did not end within {seconds:g} s"
+        return Proof(of="order", state=State.CLAIMED, bound=schedule.bound, how=how, independent=True)
+    return _by_cut(schedule, least, f"the minimum cut at {schedule.proof}", "networkx's minimum_cut")
+
+
+def _by_cut(schedule: Schedule, least: int, what: str, by: str) -> Proof:
+    """What the least bytes at one point, found independently, say of the bound."""
+    how = f"by {what}: {format_exact(least)}, by {by}, independent of what proved it first"
+    state = State.PROVEN if least >= schedule.bound else State.FALSE
+    return Proof(of="order", state=state, bound=schedule.bound, how=how, independent=True)
+
+
+def _searched(graph: Graph, schedule: Schedule, seconds: float | None) -> Proof:
+    """What repeating a search says of the bound that it is said to have proven."""
+    name = "auto" if schedule.evidence is Evidence.SEARCH else _search_of(schedule.policy)
+    called = "the portfolio's search" if name == "auto" else f"the long search {name!r}"
+    found = within(seconds, _again, graph, name, seconds is not None)
+    state, how = State.CLAIMED, f"{called} did not end within {seconds or 0:g} s"
+    if found is not None and found.bound >= schedule.bound:
+        state, how = State.PROVEN, f"by repeating {called}, the code that proves it first"
+    elif found is not None and found.max_live < schedule.bound:
+        state, how = State.FALSE, f"{called} finds an order that needs {format_exact(found.max_live)}"
+    elif found is not None:
+        how = f"{called} reached its limits and proves {format_exact(found.bound)}"
+    return Proof(of="order", state=state, bound=schedule.bound, how=how, independent=False)
+
+
+def _search_of(policy: str) -> str:
+    """The long search that a policy's name begins with, or the one that drops nothing."""
+    name = policy.split(" + ", maxsplit=1)[0]
+    return name if name in _SEARCHES else "exact"
+
+
+def _again(graph: Graph, name: str, unlimited: bool) -> Schedule:
+    """The order that a policy finds, with what it proves; a long search is stopped by its caller if `unlimited`."""
+    if not unlimited or name == "auto":
+        return order(graph, name)
+    module, function = POLICIES[name]
+    found: Schedule = getattr(import_module(f"memplan.schedule.{module}"), function)(graph, work=_UNLIMITED)
+    return found
+
+
+def _layout(plan: Plan, seconds: float | None) -> Proof:
+    bound, what = plan.solution.bound, "max live, what is alive together"
+    if bound <= plan.max_live:
+        how = f"by {what}: {format_exact(plan.max_live)}"
+        return Proof(of="layout", state=State.PROVEN, bound=bound, how=how, independent=True)
+    found = [solve(problem, time_limit=seconds) for problem in _problems(plan)]
+    least, size = sum(s.bound for s in found), sum(s.arena_size for s in found)
+    state, how = State.CLAIMED, f"solving again proves {format_exact(least)} within its limits"
+    if least >= bound:
+        state, how = State.PROVEN, "by solving again, with the code that proves it first"
+    elif size < bound:
+        state, how = State.FALSE, f"solving again finds an arena of {format_exact(size)}"
+    return Proof(of="layout", state=state, bound=bound, how=how, independent=False)
+
+
+def _problems(plan: Plan) -> list[Problem]:
+    """One for each arena."""
+    if not plan.devices:
+        return [plan.problem]
+    return [lifetimes.device_problem(plan.problem, plan.graph, section.device) for section in plan.devices]

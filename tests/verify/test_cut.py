@@ -1,0 +1,56 @@
+"""Cuts by networkx are what brute force and the prover find, and are found without the prover."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from memplan.graph import Graph, Phase, StorageKind
+from memplan.inplace import with_chances
+from memplan.schedule import cut_bound
+from memplan.verify.cut import between_phases, least_at
+from tests.graph_strategies import GraphBuilder, graphs
+from tests.schedule import brute
+from tests.schedule.test_bound import ladder
+
+
+@given(graphs(max_ops=6))
+@settings(deadline=None, max_examples=60)
+def test_a_cut_is_the_least_that_any_order_needs_there(graph: Graph) -> None:
+    for op in range(len(graph.ops)):
+        assert least_at(graph, op) == brute.least_at(graph, op)
+
+
+@given(graphs())
+@settings(deadline=None)
+def test_cuts_are_those_of_the_prover(graph: Graph) -> None:
+    assert [least_at(graph, op) for op in range(len(graph.ops))] == [
+        cut_bound(graph, op) for op in range(len(graph.ops))
+    ]
+    if graph.ops:
+        assert between_phases(graph) == cut_bound(graph, None)
+
+
+def test_a_ladder_needs_more_than_any_of_its_ops_touches() -> None:
+    assert max(least_at(ladder(4), op) for op in range(8)) == 410
+
+
+def test_a_result_takes_the_bytes_of_an_input_that_nothing_needs_later() -> None:
+    """x -> y in place: 64 bytes where y is made, unless another op needs x after it."""
+    for reads_again, least in (((), 64), (("x",), 64), (("x", "y"), 128)):
+        b = GraphBuilder()
+        x, y, z = (b.storage(StorageKind.ACTIVATION, 64, planned=True) for _ in range(3))
+        b.op(Phase.FORWARD, (), (x,))
+        b.op(Phase.FORWARD, (x,), (y,), target="aten.tanh.default")
+        if reads_again:
+            b.op(Phase.FORWARD, tuple({"x": x, "y": y}[name] for name in reads_again), (z,))
+        assert least_at(with_chances(b.graph()), 1) == least
+
+
+def test_the_prover_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the prover was asked")
+
+    for name in ("bound.cut", "bound.cut_bound", "core.make_core", "flow_kernel.max_flow"):
+        monkeypatch.setattr(f"memplan.schedule.{name}", refuse)
+    assert least_at(ladder(3), 3) == 310

@@ -1,0 +1,146 @@
+"""`memplan check --verify`: what a plan says is proven again, refuted, or stays a claim."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import time
+from typing import Any
+
+import pytest
+
+from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError, UnsupportedGraph
+from memplan.plan import Plan, make_plan
+from memplan.schedule import Evidence, order
+from memplan.verify import Proof, State, proofs, verify
+from memplan.verify.within import within
+from tests.samples import branching_plan, sample_plan
+from tests.schedule.test_bound import diamonds
+from tests.schedule.test_claimed import false_layout, false_order
+
+
+def _said(plan: Plan, **changes: Any) -> Plan:
+    return dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, **changes))
+
+
+def _searched_plan(policy: str = "auto") -> Plan:
+    graph = diamonds(2)
+    return make_plan(model="", graph=graph, schedule=order(graph, policy), alignment=1, versions={})
+
+
+def _of_order(plan: Plan, time_limit: float | None = None) -> Proof:
+    found = {proof.of: proof for proof in verify(plan, time_limit)}
+    assert list(found) == ["order", "layout"]
+    return found["order"]
+
+
+@pytest.mark.parametrize("limit", [None, 60.0])
+def test_a_cut_is_verified_independently(limit: float | None) -> None:
+    proof = _of_order(branching_plan("auto"), limit)
+    assert (proof.state, proof.bound, proof.independent) == (State.PROVEN, 150, True)
+    assert "by the minimum cut at op3: 150 B, by networkx's minimum_cut, independent of what proved it" in proof.text
+    proof = _of_order(_said(branching_plan("traced"), bound=151, evidence=Evidence.CUT, proof="op3"), limit)
+    assert (proof.state, proof.ok) == (State.FALSE, False)
+
+
+def test_a_working_set_and_an_empty_plan_are_verified() -> None:
+    assert _of_order(sample_plan()).ok
+    assert not _of_order(_said(sample_plan(), bound=261)).ok
+    empty = diamonds(2)
+    empty = dataclasses.replace(empty, ops=(), outputs=())
+    assert _of_order(make_plan(model="", graph=empty, schedule=order(empty), alignment=1, versions={})).ok
+
+
+def test_the_moment_between_forward_and_backward_is_verified() -> None:
+    plan = sample_plan()  # 160 bytes wait for the backward
+    proof = _of_order(_said(plan, bound=160, evidence=Evidence.BETWEEN, proof=""))
+    assert (proof.state, proof.independent) == (State.PROVEN, True)
+    assert _of_order(_said(plan, bound=161, evidence=Evidence.BETWEEN, proof="")).state is State.FALSE
+
+
+@pytest.mark.parametrize("limit", [None, 60.0])
+def test_the_portfolio_s_search_is_repeated_and_labelled_so(limit: float | None) -> None:
+    plan = _searched_plan()
+    assert plan.schedule.evidence is Evidence.SEARCH
+    proof = _of_order(plan, limit)
+    assert (proof.state, proof.independent) == (State.PROVEN, False)
+    assert "by repeating the portfolio's search, the code that proves it first" in proof.text
+    higher = plan.schedule.bound + 1
+    assert _of_order(_said(plan, bound=higher, max_live=higher), limit).state is State.FALSE
+
+
+@pytest.mark.parametrize("policy", ["exact", "cpsat"])
+def test_a_long_search_is_repeated(policy: str) -> None:
+    proof = _of_order(_searched_plan(policy), 300.0)
+    assert (proof.state, proof.independent) == (State.PROVEN, False)
+    assert f"by repeating the long search '{policy}'" in proof.text
+
+
+def test_a_false_long_search_is_refuted() -> None:
+    proof = _of_order(false_order())
+    assert proof.state is State.FALSE
+    assert proof.text == (
+        "not true: that no order of its ops needs less than 190 B; the long search 'exact' finds an order that "
+        "needs 150 B"
+    )
+
+
+def test_a_search_that_reaches_its_limits_leaves_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = _searched_plan("exact")
+    weaker = dataclasses.replace(plan.schedule, bound=plan.schedule.bound - 1)
+    monkeypatch.setattr(proofs, "order", lambda graph, name: weaker)
+    proof = _of_order(plan)
+    assert proof.state is State.CLAIMED
+    assert "reached its limits and proves" in proof.how
+
+
+def test_layouts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    (layout,) = (proof for proof in verify(branching_plan("auto")) if proof.of == "layout")
+    assert (layout.state, layout.bound, layout.independent) == (State.PROVEN, 150, True)
+    false = false_layout()
+    (layout,) = (proof for proof in verify(false) if proof.of == "layout")
+    assert (layout.state, layout.how) == (State.FALSE, "solving again finds an arena of 150 B")
+    for bound, state in ((200, State.PROVEN), (199, State.CLAIMED)):
+        again = dataclasses.replace(false.solution, bound=bound)
+        monkeypatch.setattr(proofs, "solve", lambda problem, time_limit, again=again: again)
+        (layout,) = (proof for proof in verify(false) if proof.of == "layout")
+        assert (layout.state, layout.independent) == (state, False)
+
+
+def _sleeps() -> int:
+    time.sleep(600)
+    return 1
+
+
+def _raises() -> int:
+    raise InvalidSize("of a child")
+
+
+def _dies() -> int:
+    import os
+
+    os._exit(3)
+
+
+def test_a_function_is_ended_at_the_limit_and_its_errors_arrive() -> None:
+    assert within(0.2, _sleeps) is None
+    assert within(60.0, min, 3, 2) == 2
+    with pytest.raises(InvalidSize, match="of a child"):
+        within(60.0, _raises)
+    with pytest.raises(MemplanError, match="exit code 3"):
+        within(60.0, _dies)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemplanError("what", where="where", hint="hint"),
+        UnsupportedGraph("node", "reason", "hint"),
+        BudgetInfeasible("what", op="op", smallest=7),
+    ],
+)
+def test_errors_cross_processes_whole(error: MemplanError) -> None:
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is type(error)
+        assert (str(again), vars(again), again.args) == (str(error), vars(error), error.args)
