@@ -26,6 +26,7 @@ from memplan.runtime.bind import BoundOp, with_arguments
 from memplan.runtime.builder import Builder
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector, State, require_autocast
+from memplan.runtime.signature import laid_out
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.traced import Kernel, Source, TracedGraph
 from memplan.trace.varying import SymbolicTrace
@@ -217,8 +218,7 @@ def _laid_out(traced: TracedGraph) -> tuple[Any, ...]:
     for b in traced.bound(Source.INPUT):
         x, strides = leaves[b.index], traced.graph.values[b.value].strides
         if x.stride() != strides:
-            laid_out = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-            leaves[b.index] = laid_out.copy_(x.detach()).requires_grad_(x.requires_grad)
+            leaves[b.index] = laid_out(x.detach(), strides, f"input {b.index}").requires_grad_(x.requires_grad)
     return tuple(leaves)
 
 

@@ -17,6 +17,8 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutat
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.strides import may_overlap
+from memplan.trace.touches import is_fixed
 
 
 def own_the_results(graph: fx.Graph) -> None:
@@ -93,6 +95,9 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None]) -> Non
     for target, new in mutations:
         if value(target).shape != value(new).shape or value(target).dtype != value(new).dtype:
             raise UnsupportedGraph(target.name, "an input is resized in place", "write to a tensor of the final shape")
+        if is_fixed(value(target)) and may_overlap(value(target).shape, value(target).stride()):
+            what = "an input whose elements share bytes (expand, unfold) is changed in place"
+            raise UnsupportedGraph(target.name, what, "pass a dense copy of it (.contiguous())")
         _refuse_old_value(graph, target, boundary)
         rewriter = Rewriter(graph, fake_mode_of(graph), new, before=boundary)
         write = rewriter.call(aten.copy_.default, target, new)
