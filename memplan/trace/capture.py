@@ -37,6 +37,10 @@ _LOGS = ("debug", "info", "warning", "error", "critical", "exception", "log", "i
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
 
 
+class NoBackward(UnsupportedGraph):
+    """A model of which no output requires a gradient, traced for training."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """A joint graph with AOTAutograd's descriptors on its placeholders and outputs.
@@ -116,7 +120,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
     leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
     if train and not has_backward:
-        raise UnsupportedGraph(
+        raise NoBackward(
             type(model).__name__,
             "has no output that requires a gradient, so there is no backward to plan",
             "give the model parameters that require gradients, or pass train=False (memplan.compile)",
