@@ -1,4 +1,4 @@
-"""Whole steps in a process group (torch's fake one): ranks train apart only where that is asked for."""
+"""Process groups: whole steps train ranks apart only where that is asked for."""
 
 from __future__ import annotations
 
