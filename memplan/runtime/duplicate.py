@@ -22,7 +22,9 @@ _Example = tuple[tuple[Any, ...], dict[str, Any]]
 _Recipe = tuple[nn.Module, _Example, Mapping[str, Any], list[bool]]
 
 
-def recipe(model: nn.Module, main: Runner, options: Options, given: Plan | None, modes: list[bool]) -> _Recipe:
+def recipe(  # noqa: PLR0917
+    model: nn.Module, main: Runner, options: Options, given: Plan | None, modes: list[bool], train: bool | None
+) -> _Recipe:
     """The arguments of `rebuild`. `modes`: the training flag of every submodule when the model was compiled."""
     traced = main.traced
     if traced.autocast is not None:
@@ -33,7 +35,7 @@ def recipe(model: nn.Module, main: Runner, options: Options, given: Plan | None,
         )
     examples = [detached(x) for x in traced.example_inputs]
     example = pytree.tree_unflatten(examples, traced.in_spec)
-    return model, example, {"options": options, "train": traced.training, "given": given}, modes
+    return model, example, {"options": options, "train": train, "given": given}, modes
 
 
 def rebuild(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,11 +23,13 @@ from memplan.runtime.hooks import Hooks
 from memplan.runtime.options import Options, device_for, given_plan
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.runner import Runner
-from memplan.runtime.select import Selector
+from memplan.runtime.select import RunsEagerly, Selector
 from memplan.trace.refusals import require_traceable
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
+
+_log = logging.getLogger("memplan")
 
 
 class CompiledModule(nn.Module, Measured):
@@ -45,6 +48,7 @@ class CompiledModule(nn.Module, Measured):
     hooks: Hooks
     passive: Passive | None
     _builder: Builder
+    _said: set[str]
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class CompiledModule(nn.Module, Measured):
             self.__dict__[name] = model.__dict__[name]
         # past nn.Module's own __setattr__: the model may have a submodule of any name
         self.__dict__.update(hooks=Hooks(), passive=None, symbolic=None, _asked=options, _given=given, _guide=None)
-        self.__dict__.update(_builder=Builder(model, options, self.hooks), _measurements=[])
+        self.__dict__.update(_builder=Builder(model, options, self.hooks), _measurements=[], _train=train, _said=set())
         self._compile(args, kwargs, model.training if train is None else train)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
@@ -79,7 +83,7 @@ class CompiledModule(nn.Module, Measured):
             self.__dict__.update(_guide=guide, _measurements=[] if guide is None else guide.measurements)
         else:
             main = builder.build(args, kwargs, train, self._given)
-        self.__dict__.update(_selector=Selector(builder, main), plan=main.plan)
+        self.__dict__.update(_selector=Selector(builder, main, follows=self._train is None), plan=main.plan)
 
     def _compile_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
         """Compile for every shape that the options allow (`shapes.py`)."""
@@ -88,7 +92,7 @@ class CompiledModule(nn.Module, Measured):
         if self._given is not None:
             hint = "leave plan= out: the symbolic plan is made when compiling"
             raise InvalidShapes("a plan is for one shape", where="plan with dynamic_shapes", hint=hint)
-        selector = ShapedSelector(self._builder, args, kwargs, train=train)
+        selector = ShapedSelector(self._builder, args, kwargs, train=train, follows=self._train is None)
         self.__dict__.update(_selector=selector, plan=selector.main.plan, symbolic=selector.family.plan)
 
     # -- calling -----------------------------------------------------------------------------------------
@@ -113,7 +117,12 @@ class CompiledModule(nn.Module, Measured):
                 raise
             if how == "eager":
                 return self._original(*args, **kwargs)
-            runner, leaves, current = self._replan(args, kwargs)
+            try:
+                runner, leaves, current = self._replan(args, kwargs)
+            except RunsEagerly as why:
+                return self._eagerly(why, args, kwargs)
+        except RunsEagerly as why:
+            return self._eagerly(why, args, kwargs)
         if self._guide is not None and runner is self._selector.main and self._guide.due:
             runner = self._turn(self._guide)
             current = runner.current()
@@ -130,6 +139,14 @@ class CompiledModule(nn.Module, Measured):
             self._compile(args, kwargs, train)
             runner, leaves = self._selector.select(args, kwargs)
             return runner, leaves, runner.current()
+
+    def _eagerly(self, why: RunsEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the original for a call that autograd records, of a module that was compiled in eval mode."""
+        if str(why) not in self._said:
+            self._said.add(str(why))
+            how = "call it under torch.no_grad(), or compile with train=False for results without gradients"
+            _log.warning("%s: compiled in eval mode; a call runs eagerly: %s; %s", self.plan.model, why, how)
+        return self._original(*args, **kwargs)
 
     def _passively(self, reason: MemplanError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call for which there is no plan, evicting on demand."""
@@ -194,7 +211,7 @@ class CompiledModule(nn.Module, Measured):
             options = self._asked
         elif self._measurements:
             given = self.plan
-        made = recipe(self._original, self._selector.main, options, given, self._selector.main_modes)
+        made = recipe(self._original, self._selector.main, options, given, self._selector.main_modes, self._train)
         return rebuild, (CompiledModule, *made)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -245,8 +262,10 @@ def compile(
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
     `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others: real tensors,
-    with the shapes, dtypes and devices of every later call. `train`: plan forward and backward (None: as
-    `model.training` says) or the forward alone. `plan`: a saved plan (or its path) to run instead of making one; it
+    with the shapes, dtypes and devices of every later call. `train`: plan forward and backward or the forward
+    alone. None: as `model.training` says, and in eval mode a call that eager would record gets a program with its
+    backward, or runs eagerly while the results of an earlier such call are alive; `train=False`: results have no
+    gradients. `plan`: a saved plan (or its path) to run instead of making one; it
     must have been made for this very graph. `budget`, `policy`, `costs`, `schedule`, `solver`, `layout`, `time_limit`:
     as in `memplan.plan`; `costs="measure"` measures the first steps and plans anew from that (`measurements`;
     `memplan/runtime/guided.py` says how many and how often). `in_place`: let results take the bytes of inputs that die

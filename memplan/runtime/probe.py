@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from memplan.graph import Graph
 from memplan.runtime.arena import Memory, view_of
@@ -25,12 +26,27 @@ def writes(
     the bytes of `expected` and leaves them where they are."""
     before = [(t.data_ptr(), t.shape, t.stride()) for t in scratch]
     try:
+        if _resizes(function, args, kwargs, scratch):
+            return False
         function(*args, **kwargs)
     except _REFUSALS:
         return False
     if [(t.data_ptr(), t.shape, t.stride()) for t in scratch] != before:
         return False
     return all(same_bytes(ours, theirs) for ours, theirs in zip(scratch, expected, strict=True))
+
+
+def _resizes(function: Function, args: Any, kwargs: Mapping[str, Any], scratch: Sequence[torch.Tensor]) -> bool:
+    """Whether a result of no dimension first holds something larger, as that of `binary_cross_entropy` does.
+
+    Torch would print a warning, which nothing in Python can catch; it has none for results that are empty yet.
+    """
+    if not any(t.dim() == 0 for t in scratch):
+        return False
+    empty = [torch.empty(0, dtype=t.dtype, device=t.device) for t in scratch]
+    made = dict(zip(map(id, scratch), empty, strict=True))
+    function(*args, **pytree.tree_map(lambda x: made.get(id(x), x), dict(kwargs)))
+    return any(e.untyped_storage().nbytes() > t.nbytes for t, e in zip(scratch, empty, strict=True) if t.dim() == 0)
 
 
 def returns(function: Function, args: Any, kwargs: Mapping[str, Any], expected: Sequence[Any]) -> bool:
@@ -57,8 +73,13 @@ def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
         return False
     if one.dtype == torch.bool:
         return torch.equal(one, two)
-    flat = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, two)]
-    return torch.equal(*flat)
+    return torch.equal(_bytes(one), _bytes(two))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in order, as bytes; strides of tensors of 0 or 1 elements may be anything."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def scratch(graph: Graph, index: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from memplan.runtime.bind import BoundOp, with_arguments
 from memplan.runtime.builder import Builder
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import Selector, State, require_autocast
+from memplan.runtime.signature import laid_out
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.traced import Kernel, Source, TracedGraph
 from memplan.trace.varying import SymbolicTrace
@@ -69,7 +70,9 @@ class Family:
 class ShapedSelector(Selector):
     """As `Selector`, with a program for every shape: of a `Family` where one covers it, else for this shape alone."""
 
-    def __init__(self, builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> None:
+    def __init__(
+        self, builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool, follows: bool = False
+    ) -> None:
         self._builder, self._structure = builder, builder.structure
         self._bucketing: Mapping[str, int] = builder.options.bucketing or {}
         self.family = Family(*builder.symbolic(args, kwargs, train, frozenset()))
@@ -79,7 +82,7 @@ class ShapedSelector(Selector):
         self._families = {self._main_state: [self.family]}
         self.programs: OrderedDict[Any, Runner] = OrderedDict()
         main = self._new(self._main_state, flat, args, kwargs)
-        super().__init__(builder, main)
+        super().__init__(builder, main, follows=follows)
         self._keep((self._main_state, _shapes(flat)), main)
 
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
@@ -88,16 +91,18 @@ class ShapedSelector(Selector):
         Raises `InputMismatch` (of shapes, `ShapeOutOfRange`) naming the first difference from what is planned.
         """
         modes = self._structure.modes()
-        grad = self.main.traced.training and torch.is_grad_enabled()
+        grad = self._records(args, kwargs)
         require_autocast(self.main)
         self._check_modes(modes)
         flat = self.main.signature.leaves_of(args, kwargs)
         key = (State(grad, tuple(modes)), _shapes(flat))
         runner = self.programs.get(key)
         if runner is None:
+            self._require_free(self._builder.arena)
             runner = self._made(key[0], flat, *pytree.tree_unflatten(flat, self.spec))
             self._keep(key, runner)
         self.programs.move_to_end(key)
+        self._require_free(runner.arena)
         return runner, runner.signature.flatten(args, kwargs, training=grad)
 
     def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
@@ -151,7 +156,7 @@ class ShapedSelector(Selector):
                 family, values = found
                 families.append(family)
                 return self._program(family, values, flat)
-        return self._builder.build(args, kwargs, state.grad)
+        return self._built((state, _shapes(flat)), args, kwargs, train=state.grad)
 
     def _covering(
         self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], fixed: frozenset[str]
@@ -217,8 +222,7 @@ def _laid_out(traced: TracedGraph) -> tuple[Any, ...]:
     for b in traced.bound(Source.INPUT):
         x, strides = leaves[b.index], traced.graph.values[b.value].strides
         if x.stride() != strides:
-            laid_out = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-            leaves[b.index] = laid_out.copy_(x.detach()).requires_grad_(x.requires_grad)
+            leaves[b.index] = laid_out(x.detach(), strides, f"input {b.index}").requires_grad_(x.requires_grad)
     return tuple(leaves)
 
 

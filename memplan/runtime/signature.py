@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 
 from memplan.errors import InputMismatch
 from memplan.runtime.alike import Alike
+from memplan.trace.strides import may_overlap
 from memplan.trace.traced import Source, TracedGraph
 
 
@@ -111,7 +112,7 @@ class Signature:
         if i in self._written:
             what = f"has strides {x.stride()}, the plan was made for {strides}, and the model changes it in place"
             raise _mismatch(f"input {i}", what)
-        return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+        return laid_out(x, strides, f"input {i}")
 
     def _require_no_gradients(self, leaves: list[Any]) -> None:
         """Raise when an input wants a gradient that was not traced (it would silently get none)."""
@@ -125,6 +126,15 @@ class Signature:
             what = written.get(leaves[i].untyped_storage().data_ptr())
             if what is not None:
                 raise _mismatch(f"input {i}", f"shares its memory with {what}, which the step changes")
+
+
+def laid_out(x: torch.Tensor, strides: Sequence[int], where: str) -> torch.Tensor:
+    """A copy of an input with these strides; raises `InputMismatch` where its elements would share bytes."""
+    if may_overlap(x.shape, strides):
+        what = f"has strides {x.stride()}, the plan was made for {tuple(strides)}, under which elements share bytes"
+        hint = "compile with a dense example (x.contiguous()), which any layout is copied to, or choose another"
+        raise InputMismatch(what, where=where, hint=f"{hint} on_mismatch=")
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _parameters_of(forward: Callable[..., Any]) -> set[str]:

@@ -204,11 +204,14 @@ def _describe(state: tuple[Any, ...], device: torch.device) -> str:
 
 
 def _ties(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """For each tensor the position of the first that shares its memory, and how far behind that it starts."""
+    """For each tensor the position of the first that shares its memory, and how far behind that it starts.
+
+    Tensors without memory (freed, as FSDP does between steps, or empty) share none.
+    """
     first: dict[int, int] = {}
     found = []
     for i, t in enumerate(tensors):
-        j = first.setdefault(t.untyped_storage().data_ptr(), i)
+        j = first.setdefault(t.untyped_storage().data_ptr() or -1 - i, i)
         found.append((j, t.data_ptr() - tensors[j].data_ptr()))
     return found
 

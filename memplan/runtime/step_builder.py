@@ -17,6 +17,7 @@ from memplan.runtime.graphed import make_recorder
 from memplan.runtime.guided import Guide, guide_of, require_measurable, room_for, safe_plan
 from memplan.runtime.host import prepare_host
 from memplan.runtime.options import PlanOptions, require_recordable
+from memplan.runtime.ranks import require_collective
 from memplan.runtime.runner import Runner
 from memplan.runtime.training import StepStructure
 from memplan.trace import trace_step
@@ -36,9 +37,11 @@ class StepBuilder:
         *,
         clip_grad_norm: float | None,
         cuda_graph: bool,
+        allow_unsynchronized: bool,
     ) -> None:
         self._loss, self._optimizer, self._options = loss, optimizer, options
         self._clip_grad_norm, self._cuda_graph = clip_grad_norm, cuda_graph
+        self._allow_unsynchronized = allow_unsynchronized
         self._measures = options.measures
         if self._measures:
             require_measurable(cuda_graph=cuda_graph)
@@ -53,6 +56,8 @@ class StepBuilder:
         require_real(self._loss, batch, kwargs)
         options = self._options
         traced = [self._trace(batch, kwargs, kind) for kind in kinds]
+        if not self._allow_unsynchronized:
+            require_collective(traced)
         prepare_host(self._loss, traced[0], self._optimizer)
         device = traced[0].device
         recorder = make_recorder(device, options.guard) if self._cuda_graph else None

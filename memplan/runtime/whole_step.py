@@ -21,6 +21,7 @@ from memplan.runtime.hooks import Hooks
 from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.passive_step import eager_step
+from memplan.runtime.ranks import require_no_reducer
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import require_autocast
 from memplan.runtime.step_builder import StepBuilder
@@ -182,6 +183,7 @@ def compile_step(
     on_mismatch: str = "error",
     cuda_graph: bool = False,
     device: Any = None,
+    allow_unsynchronized: bool = False,
 ) -> CompiledStep:
     """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
 
@@ -202,6 +204,9 @@ def compile_step(
 
     `on_mismatch="passive"`: a batch that differs from the example is taken as eager would, evicting on demand to keep
     the budget, instead of raising.
+
+    `allow_unsynchronized=True`: in a process group of several ranks, let each train on its own. A step that holds no
+    collective raises otherwise, and so do parameters of a DistributedDataParallel, whose hooks a step does not call.
 
     `plan`: a saved plan (or its path) of this very step to run instead of making one, without `accumulate`. The other
     options are those of `memplan.compile`; with `device` the optimizer's state stays on the CPU too, and parameters and
@@ -236,7 +241,16 @@ def compile_step(
     loss.require_parts(batch)
     kwargs = example_kwargs or {}
     _require_no_gradients((batch, kwargs))
-    builder = StepBuilder(loss, optimizer, options, clip_grad_norm=clip_grad_norm, cuda_graph=cuda_graph)
+    if not allow_unsynchronized:
+        require_no_reducer(model)
+    builder = StepBuilder(
+        loss,
+        optimizer,
+        options,
+        clip_grad_norm=clip_grad_norm,
+        cuda_graph=cuda_graph,
+        allow_unsynchronized=allow_unsynchronized,
+    )
     kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
     structure, runners, guides = builder.build(batch, kwargs, kinds, given)
     passive = partial(eager_step, clip_grad_norm=clip_grad_norm) if on_mismatch == "passive" else None

@@ -32,7 +32,7 @@ from memplan.trace.outvariants import out_variant, written_names
 from memplan.trace.randomness import draws
 from memplan.trace.results import read_results
 from memplan.trace.returns import is_backward, returned_by
-from memplan.trace.rewrite import aten, storage_key
+from memplan.trace.rewrite import MEMORY_ONLY, aten, storage_key
 from memplan.trace.tables import Tables
 from memplan.trace.traced import Binding, Handed, Kernel, Ref, Source, TracedGraph
 from memplan.trace.updates import StateInput
@@ -44,7 +44,6 @@ _KIND_OF = {
     Source.INPUT: StorageKind.INPUT,
     Source.TANGENT: StorageKind.TANGENT,
 }
-_MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 _OVERWRITES = {"copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_"}
 
 
@@ -77,7 +76,7 @@ def written_by_kernel(node: fx.Node) -> bool:
         base = next((n for n in tensors if storage_key(n.meta["val"]) == key), None)
         if base is None:
             assert isinstance(node.target, OpOverload)
-            return node.target in _MEMORY_ONLY or out_variant(node.target) is not None
+            return node.target in MEMORY_ONLY or out_variant(node.target) is not None
         node = base
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -216,7 +215,7 @@ class _Builder:
         elif outs[0] is not None:
             self.value_of[node] = outs[0]
         written = written_names(node.target)
-        if node.target in _MEMORY_ONLY:
+        if node.target in MEMORY_ONLY:
             self.bare |= {*range(before, len(self.tables.storages))}
             return
         if not written and len(self.tables.storages) == before:

@@ -28,12 +28,17 @@ from memplan.trace.recurrent import RecurrentAsEager, size_workspaces
 from memplan.trace.refusals import require_traceable, unsupported
 from memplan.trace.returns import tag_backward
 from memplan.trace.statistics import correct_statistics
+from memplan.trace.strides import overlapping_tangents
 
 _LOST = ("fork_rng", "rng_state", "manual_seed")  # what dynamo refuses and export would leave out
 READINGS = "memplan's readings"  # key of what a front end notes of a graph
 _IGNORED = "ignore_logging_functions"  # torch's option
 _LOGS = ("debug", "info", "warning", "error", "critical", "exception", "log", "info_once", "warning_once")
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
+
+
+class NoBackward(UnsupportedGraph):
+    """A model of which no output requires a gradient, traced for training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +120,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
     leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
     if train and not has_backward:
-        raise UnsupportedGraph(
+        raise NoBackward(
             type(model).__name__,
             "has no output that requires a gradient, so there is no backward to plan",
             "give the model parameters that require gradients, or pass train=False (memplan.compile)",
@@ -177,14 +182,11 @@ def _capture_joint(
     front_ends: tuple[FrontEnd, ...],
 ) -> Any:
     """Try each front end in turn; the clearest complaint is the one that the user can act on."""
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
     complaints: list[Exception] = []
     for front_end in front_ends:
         try:
             module = front_end(model, args, kwargs)
-            with RecurrentAsEager():
-                joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=as_kernels_do())
+            joint = export_joint(stack, module, args, kwargs)
             joint.graph_module.meta[READINGS] = _meta_of(module).get(READINGS, ())
             return joint
         except MemplanError:
@@ -196,6 +198,22 @@ def _capture_joint(
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
     clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
     raise unsupported(model, clearest) from clearest
+
+
+def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """AOTAutograd's joint graph of what a front end made; no gradient that it takes has elements that share bytes.
+
+    AOTAutograd takes the gradient of an output in the output's own strides. Those of `unfold` and `as_strided` have no
+    room for a gradient for each element: then it is traced again with dense gradients, as eager's backward would get.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with RecurrentAsEager():
+        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=as_kernels_do())
+        if overlapping_tangents(joint.graph_module.graph):
+            with torch._functorch.config.patch(guess_tangent_strides_as_outputs=False):
+                joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=as_kernels_do())
+    return joint
 
 
 def _is_patched(model: nn.Module) -> bool:

@@ -16,7 +16,9 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTOutput
 
 from memplan.errors import UnsupportedGraph
-from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.rewrite import MEMORY_ONLY, Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.strides import may_overlap
+from memplan.trace.touches import is_fixed, keys_of, written_in
 
 
 def own_the_results(graph: fx.Graph) -> None:
@@ -25,6 +27,7 @@ def own_the_results(graph: fx.Graph) -> None:
     A gradient gets a copy when it aliases an input, an output, another gradient, or was made in the forward;
     an output with a tangent gets one when it aliases another output with a tangent.
     """
+    _write_the_empty(graph)
     output, results, descs = returned_by(graph)
     mode = fake_mode_of(graph)
     tangents = {n.meta["desc"].output for n in graph.nodes if n.op == "placeholder" and n.meta["desc"].is_tangent()}
@@ -43,6 +46,16 @@ def own_the_results(graph: fx.Graph) -> None:
                 results[i] = _copied(Rewriter(graph, mode, node, before=output), "is_backward")
             taken.add(storage_key(value(results[i])))
     output.args = (tuple(results),)
+
+
+def _write_the_empty(graph: fx.Graph) -> None:
+    """Fill returned memory that nothing writes (`torch.empty`) with zeros, so that an op makes it."""
+    returned = keys_of([n for n in returned_by(graph)[1] if isinstance(n, fx.Node)])
+    bare = returned - written_in(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in MEMORY_ONLY and not bare.isdisjoint(keys_of(node)):
+            write = Rewriter(graph, fake_mode_of(graph), node, before=node.next).call(aten.zero_.default, node)
+            write.meta["partitioner_tag"] = "is_forward"
 
 
 def _copied(rewriter: Rewriter, phase: str) -> fx.Node:
@@ -93,6 +106,9 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None]) -> Non
     for target, new in mutations:
         if value(target).shape != value(new).shape or value(target).dtype != value(new).dtype:
             raise UnsupportedGraph(target.name, "an input is resized in place", "write to a tensor of the final shape")
+        if is_fixed(value(target)) and may_overlap(value(target).shape, value(target).stride()):
+            what = "an input whose elements share bytes (expand, unfold) is changed in place"
+            raise UnsupportedGraph(target.name, what, "pass a dense copy of it (.contiguous())")
         _refuse_old_value(graph, target, boundary)
         rewriter = Rewriter(graph, fake_mode_of(graph), new, before=boundary)
         write = rewriter.call(aten.copy_.default, target, new)

@@ -15,6 +15,8 @@ from memplan.errors import UnsupportedGraph
 INHERITED = ("stack_trace", "nn_module_stack", "partitioner_tag", "fwd_nn_module_stack", "autograd_backward")
 _WRITTEN = str.maketrans({"-": "minus_", ".": "_", "+": "_"})  # numbers in names
 aten = torch.ops.aten
+# ops that make memory and write nothing
+MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 _ALIASES = (aten.detach.default, aten.alias.default)
 
 

@@ -17,11 +17,9 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from memplan.errors import InvalidShapes, MemplanError, UnsupportedGraph
 from memplan.symbolic.sizes import SizesWriter
 from memplan.trace.build import build
-from memplan.trace.capture import READINGS, Captured, captured, dynamo, prepare
+from memplan.trace.capture import READINGS, Captured, captured, dynamo, export_joint, prepare
 from memplan.trace.dims import Dims, Range
 from memplan.trace.fold import fold
-from memplan.trace.layouts import as_kernels_do
-from memplan.trace.recurrent import RecurrentAsEager
 from memplan.trace.refusals import unsupported
 from memplan.trace.returns import own_the_results, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.rules import lower
@@ -69,7 +67,6 @@ def _capture(
     stack: contextlib.ExitStack, model: nn.Module, call: Any, dims: Dims, hints: Mapping[str, int]
 ) -> tuple[Any, Translator]:
     """AOTAutograd's joint graph of `call` (args, kwargs), and the translator of its sizes into the user's symbols."""
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._guards import TracingContext, tracing
 
     leaves, spec = pytree.tree_flatten(call)
@@ -96,9 +93,7 @@ def _capture(
         ]
         args, kwargs = pytree.tree_unflatten(fakes, spec)
         stack.enter_context(tracing(TracingContext(mode)))
-        decompositions = as_kernels_do()
-        with RecurrentAsEager():
-            joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=decompositions)
+        joint = export_joint(stack, module, args, kwargs)
         joint.graph_module.meta[READINGS] = module.meta[READINGS]
         return joint, translator
     except MemplanError:

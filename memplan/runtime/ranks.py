@@ -1,0 +1,50 @@
+"""Whole steps in a process group: ranks that each update their own parameters drift apart, so that must be asked for.
+
+`DistributedDataParallel` averages gradients by hooks of its own in C++, which a compiled step does not run.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from memplan.errors import UnsupportedCall
+from memplan.trace.traced import TracedGraph
+
+_COLLECTIVES = ("_c10d_functional.", "_c10d_functional_autograd.", "c10d.", "c10d_functional.")
+_HINT = (
+    "train DistributedDataParallel(memplan.compile(model, inputs)) with the optimizer outside, "
+    "or pass allow_unsynchronized=True where each rank shall train on its own"
+)
+
+
+def require_no_reducer(model: nn.Module) -> None:
+    """Raise `UnsupportedCall` for parameters whose gradients a DistributedDataParallel averages."""
+    if not _in_group():
+        return
+    held = {id(p) for ddp in _live_reducers() for p in ddp.parameters()}
+    for name, p in model.named_parameters():
+        if id(p) in held:
+            what = "is held by a DistributedDataParallel, which would not average its gradient in a compiled step"
+            raise UnsupportedCall(what, where=name, hint=_HINT)
+
+
+def require_collective(traced: Iterable[TracedGraph]) -> None:
+    """Raise `UnsupportedCall` for a step of several ranks none of whose programs holds a collective."""
+    ranks = torch.distributed.get_world_size() if _in_group() else 1
+    if ranks > 1 and not any(op.target.startswith(_COLLECTIVES) for t in traced for op in t.graph.ops):
+        what = "the step holds no collective, so that each rank would train on its own"
+        raise UnsupportedCall(what, where=f"a process group of {ranks} ranks", hint=_HINT)
+
+
+def _in_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _live_reducers() -> list[nn.parallel.DistributedDataParallel]:
+    """By the type itself: `isinstance` would ask proxies, which may answer anything."""
+    kind = nn.parallel.DistributedDataParallel
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]

@@ -1,0 +1,158 @@
+"""Layouts in which elements share bytes (`expand`, `unfold`, `as_strided`): of inputs, outputs and their gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import memplan
+from memplan.errors import InputMismatch, UnsupportedGraph
+from memplan.trace.strides import may_overlap
+
+
+class Scaled(nn.Module):
+    """x * w, and what `after` makes of it."""
+
+    def __init__(self, size: int, after: Callable[[torch.Tensor], Any] = lambda y: y) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(size))
+        self.after = after
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.after(x * self.w)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "overlap"),
+    [
+        ((2, 3), (3, 1), False),
+        ((2, 3), (1, 2), False),
+        ((14, 3), (1, 1), True),
+        ((4, 3), (0, 1), True),
+        ((1, 3), (0, 1), False),
+        ((0, 3), (0, 0), False),
+        ((2, 3), (2, 1), True),
+        ((), (), False),
+    ],
+)
+def test_which_strides_overlap(shape: tuple[int, ...], strides: tuple[int, ...], *, overlap: bool) -> None:
+    assert may_overlap(shape, strides) is overlap
+
+
+_WINDOWS: dict[str, Callable[[], torch.Tensor]] = {
+    "unfold": lambda: torch.randn(16).unfold(0, 3, 1),
+    "expand": lambda: torch.randn(3).expand(14, 3),
+}
+
+
+@pytest.mark.parametrize("how", ["error", "eager", "replan", "passive"])
+@pytest.mark.parametrize("example", _WINDOWS)
+def test_a_dense_call_after_an_overlapping_example(example: str, how: str) -> None:
+    torch.manual_seed(0)
+    model, x, dense = Scaled(3), _WINDOWS[example](), torch.randn(14, 3)
+    compiled = memplan.compile(model, x, on_mismatch=how)
+    assert torch.equal(compiled(x), model(x))
+    other = _WINDOWS[example]()
+    assert torch.equal(compiled(other), model(other)), "the same layout, other numbers"
+    if how == "error":
+        with pytest.raises(InputMismatch, match=r"input 0: has strides \(3, 1\).*elements share bytes"):
+            compiled(dense)
+    else:
+        assert torch.equal(compiled(dense), model(dense))
+
+
+def test_an_overlapping_call_after_a_dense_example() -> None:
+    model = Scaled(3)
+    compiled = memplan.compile(model, torch.randn(14, 3))
+    for make in _WINDOWS.values():
+        x = make()
+        assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("how", ["error", "passive"])
+@pytest.mark.parametrize("example", _WINDOWS)
+def test_a_dense_batch_after_an_overlapping_one(example: str, how: str) -> None:
+    torch.manual_seed(0)
+    model, x, dense = Scaled(3), _WINDOWS[example](), torch.randn(14, 3)
+    eager = copy.deepcopy(model)
+    step = memplan.compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.sum, x, on_mismatch=how)
+    if how == "error":
+        with pytest.raises(InputMismatch, match="elements share bytes"):
+            step(dense)
+        return
+    step(dense)
+    eager(dense).sum().backward()
+    torch.optim.SGD(eager.parameters(), lr=0.1).step()
+    assert torch.equal(model.w, eager.w)
+
+
+def test_an_overlapping_example_beside_a_varying_one() -> None:
+    class Shifted(nn.Module):
+        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+            return x + shift
+
+    model, x, shift = Shifted(), torch.randn(5, 2, 3), torch.randn(3).expand(2, 3)
+    varying: Any = ({0: Dim("n", min=2, max=64)}, {})
+    compiled = memplan.compile(model, (x, shift), train=False, dynamic_shapes=varying)
+    other = torch.randn(9, 2, 3)
+    assert torch.equal(compiled(other, shift), model(other, shift))
+    with pytest.raises(InputMismatch, match=r"input 1: .*elements share bytes"):
+        compiled(torch.randn(7, 2, 3), torch.randn(2, 3))
+
+
+def test_an_overlapping_input_that_forward_changes_is_refused() -> None:
+    class Changed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return x * 2
+
+    with pytest.raises(UnsupportedGraph, match="elements share bytes"):
+        memplan.compile(Changed(), torch.randn(16).unfold(0, 3, 1), train=False)
+
+
+_OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "unfold": lambda y: y.unfold(-1, 3, 1),
+    "as_strided": lambda y: y.as_strided((4, 3), (1, 1)),
+    "expand": lambda y: y.unsqueeze(0).expand(3, 2, 16),
+    "beside a transposed one": lambda y: (y.unfold(-1, 3, 1), y.sin().t()),
+}
+
+
+@pytest.mark.parametrize("gradients", ["safe", "owned"])
+@pytest.mark.parametrize("after", _OUTPUTS)
+def test_gradients_of_overlapping_outputs_are_those_of_eager(after: str, gradients: str) -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(16, _OUTPUTS[after]), torch.randn(2, 16, requires_grad=True)
+    eager, y = copy.deepcopy(model), x.detach().clone().requires_grad_()
+    _backward(memplan.compile(model, x, gradients=gradients, guard="poison"), x)
+    _backward(eager, y)
+    assert torch.equal(_grad(model.w), _grad(eager.w))
+    assert torch.equal(_grad(x), _grad(y))
+
+
+def test_gradients_of_overlapping_outputs_of_a_backend() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(16, _OUTPUTS["unfold"]), torch.randn(2, 16)
+    eager = copy.deepcopy(model)
+    _backward(torch.compile(model, backend=memplan.Backend()), x)
+    _backward(eager, x)
+    assert torch.equal(_grad(model.w), _grad(eager.w))
+
+
+def _backward(model: Callable[..., Any], x: torch.Tensor) -> None:
+    """A backward in which every element of an output has a gradient of its own."""
+    outputs = model(x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    sum((out * torch.randn(out.shape, generator=generator)).sum() for out in outputs).backward()
+
+
+def _grad(x: torch.Tensor) -> torch.Tensor:
+    assert x.grad is not None
+    return x.grad

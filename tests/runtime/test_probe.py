@@ -1,0 +1,89 @@
+"""Trying kernels: comparing bytes of tensors with any strides, and finding out who resizes, in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.runtime.probe import same_bytes, writes
+
+
+@pytest.mark.parametrize("shape", [(1,), (0,), (1, 1), (0, 0), (0, 3), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool], ids=str)
+def test_strides_of_few_elements_may_be_anything(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    odd = torch.empty_strided(shape, [7] * len(shape), dtype=dtype).fill_(1)
+    dense = torch.ones(shape, dtype=dtype)
+    assert same_bytes(odd, dense)
+    assert same_bytes(odd, torch.zeros(shape, dtype=dtype)) is (not odd.numel())
+
+
+def test_bytes_are_compared_and_not_numbers() -> None:
+    nan = torch.tensor([float("nan")])
+    assert same_bytes(nan, nan.clone())
+    assert not same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bytes(torch.ones(2), torch.ones(2, dtype=torch.int32))
+    assert not same_bytes(torch.ones(2), torch.ones(1, 2))
+    whole = torch.arange(6.0).view(2, 3)
+    assert same_bytes(whole.t(), whole.t().clone())
+    assert not same_bytes(whole[:, 1], whole[:, 2])
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    assert same_bytes(z.conj(), torch.tensor([1 - 2j, 3 + 4j]))
+    assert not same_bytes(z.conj(), z)
+    assert same_bytes(z.conj().imag, torch.tensor([-2.0, 4.0]))
+
+
+class Scaled(nn.Module):
+    """What `op` makes of x * w."""
+
+    def __init__(self, op: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(3))
+        self.op = op
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.op(x * self.w)
+
+
+_FEW: dict[str, Callable[[torch.Tensor], Any]] = {
+    "sort": lambda y: torch.sort(y[:1, 0], 0),
+    "svd of (0, 0)": lambda y: torch.linalg.svd(y[:0, :0]),
+    "svd of (1, 1)": lambda y: torch.linalg.svd(y[:1, :1]),
+    "a batch of one": lambda y: torch.sort(y[:1].t(), 0),
+}
+
+
+@pytest.mark.parametrize("op", _FEW)
+def test_results_of_few_elements_are_those_of_eager(op: str) -> None:
+    model, x = Scaled(_FEW[op]), torch.rand(2, 3)
+    compiled = memplan.compile(model, x, guard="poison")
+    for x in (torch.rand(2, 3), torch.rand(2, 3)):
+        with torch.no_grad():
+            assert all(map(torch.equal, compiled(x), model(x)))
+        sum(y.sum() for y in compiled(x)).backward()
+
+
+def test_a_loss_that_resizes_is_tried_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = Scaled(lambda y: nn.functional.binary_cross_entropy(y.sigmoid(), torch.ones_like(y)))
+    x = torch.rand(2, 3)
+    assert torch.equal(memplan.compile(model, x)(x), model(x))
+    assert "resized" not in "".join(capfd.readouterr())
+
+
+def test_who_uses_a_result_as_memory_for_more_does_not_write_it() -> None:
+    x, out = torch.rand(2, 3), torch.zeros(())
+
+    def resizing(x: torch.Tensor, *, out: torch.Tensor) -> None:
+        out.resize_(x.shape).copy_(x)
+        out.resize_(()).copy_(x.sum())
+
+    def honest(x: torch.Tensor, *, out: torch.Tensor) -> None:
+        torch.sum(x, (), out=out)
+
+    assert not writes(resizing, (x,), {"out": out}, [out], [x.sum()])
+    assert writes(honest, (x,), {"out": out}, [out], [x.sum()])
