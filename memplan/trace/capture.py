@@ -22,6 +22,7 @@ from torch._guards import detect_fake_mode
 
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.trace.checks import order_checks
+from memplan.trace.conjugates import compute_conjugates
 from memplan.trace.effects import exporting, faked, refuse_random, require_same_call, settle_side_effects
 from memplan.trace.layouts import as_kernels_do, settle_layouts
 from memplan.trace.readings import Reading, noting_guards, options_of_layers, with_values
@@ -113,6 +114,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
     order_checks(graph_module.graph)
     tag_backward(graph_module.graph)
     _without_assertions(graph_module.graph)
+    compute_conjugates(graph_module.graph)
     size_workspaces(graph_module.graph)
     settle_layouts(graph_module.graph)
     correct_statistics(graph_module.graph)
