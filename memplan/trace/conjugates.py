@@ -13,72 +13,113 @@ from torch import fx
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.origins import place_of
-from memplan.trace.returns import returned_by
+from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
 
-_COMPUTED = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
-_BY_STRIDES = aten.as_strided.default
+_CONJUGATE, _NEGATE = aten.conj_physical.default, aten.neg.default
+_LAZY = {aten._conj.default, aten._neg_view.default}
 
 
 def compute_conjugates(graph: fx.Graph) -> None:
-    """Replace conjugated and negated views by ops that compute them, in place. `graph` is functional.
+    """Replace conjugated and negated views by ops that compute them where an op needs them, in place.
 
-    Two of a kind after one another are none. Raises `UnsupportedGraph` where the caller gives such a view, or gets one
-    of what is his.
+    `graph` is functional. Raises `UnsupportedGraph` where the caller gives such a view, or gets one of what is his.
     """
-    if not any(_is_lazy(node) for node in graph.nodes):
-        return
-    mode = fake_mode_of(graph)
-    _refuse_lazy_results(graph)
-    changed: set[fx.Node] = set()
-    undone: dict[fx.Node, tuple[Any, fx.Node]] = {}  # what is computed -> the view that it stands for, and of what
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and _is_lazy(node):
-            _settle_placeholder(node, mode)
-            changed.add(node)
-        elif node.target in _COMPUTED:
-            source = node.args[0] if isinstance(node.args[0], fx.Node) else _tensor_of(node, mode)
-            kind, before = undone.get(source, (None, source))
-            new = before
-            if kind is not node.target:
-                new = Rewriter(graph, mode, node).call(_COMPUTED[node.target], source)
-                undone[new] = node.target, source
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
-            changed.add(new)
-        elif node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
-            _evaluate_again(node, mode, changed)
+    if any(_is_lazy(node) or node.target in _LAZY for node in graph.nodes):
+        _refuse_lazy_results(graph)
+        _Resolver(graph).resolve()
 
 
-def _settle_placeholder(node: fx.Node, mode: Any) -> None:
-    """Of an incoming gradient: what it says is computed before the backward begins."""
-    if not node.meta["desc"].is_tangent():
-        hint = "pass x.resolve_conj().resolve_neg(), which has numbers of its own"
-        raise UnsupportedGraph(node.name, "an input that is conjugated or negated by a bit of the tensor", hint)
-    old = value(node)
-    with mode:
-        node.meta["val"] = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+class _Resolver:
+    """Goes through a graph once; `plain`: what a lazy view is a view of, viewed alike, without its bits."""
 
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.mode = fake_mode_of(graph)
+        self.plain: dict[fx.Node, fx.Node] = {}
+        self.computed: dict[fx.Node, fx.Node] = {}  # incoming gradients, which come with numbers of their own
 
-def _tensor_of(node: fx.Node, mode: Any) -> fx.Node:
-    """The number of which a node gives the conjugate."""
-    layout = {"dtype": value(node).dtype, "device": value(node).device}
-    return Rewriter(node.graph, mode, node).call(aten.scalar_tensor.default, node.args[0], **layout)
+    def resolve(self) -> None:
+        for node in list(self.graph.nodes):
+            lazy = [n for n in node.all_input_nodes if n in self.plain]
+            if node.op == "placeholder" and _is_lazy(node):
+                self._placeholder(node)
+            elif node.target in _LAZY:
+                source = node.args[0] if isinstance(node.args[0], fx.Node) else self._tensor_of(node)
+                self._view(node, self.plain.get(source, source))
+            elif _is_lazy(node):
+                view = Rewriter(self.graph, self.mode, node)
+                self._view(node, view.call(node.target, *fx.node.map_arg(node.args, self._without_bits), **node.kwargs))
+            else:
+                for n in lazy:
+                    node.replace_input_with(n, self._numbers(n, node))
+        for node in reversed(self.plain):
+            if node.op != "placeholder":
+                self.graph.erase_node(node)
 
+    def _without_bits(self, node: fx.Node) -> fx.Node:
+        return self.plain.get(node, node)
 
-def _evaluate_again(node: fx.Node, mode: Any, changed: set[fx.Node]) -> None:
-    """Of an op that reads what is computed now: its views are views of that."""
-    if node.target is _BY_STRIDES:
-        raise UnsupportedGraph(place_of(node), "as_strided of a conjugated view", "call .resolve_conj() before it")
-    old = {storage_key(t) for n in node.all_input_nodes for t in _tensors(n)}
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
-    with mode, torch.no_grad():
-        new = node.target(*args, **kwargs)  # type: ignore[operator]
-    flat = new if isinstance(new, (tuple, list)) else (new,)
-    keys = {storage_key(t) for t in flat if isinstance(t, torch.Tensor)}
-    if _is_lazy(node) or keys & old:
-        node.meta["val"] = new
-        changed.add(node)
+    def _view(self, node: fx.Node, plain: fx.Node) -> None:
+        """Note what a view is without its bits; one that has none is that."""
+        if _is_lazy(node):
+            self.plain[node] = plain
+            return
+        node.replace_all_uses_with(plain)
+        self.graph.erase_node(node)
+
+    def _numbers(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """What a lazy view says, computed for one op that reads it, as kernels do; for the caller, where it is made."""
+        if node in self.computed:
+            return self.computed[node]
+        if user.op != "output":
+            return self._computed(Rewriter(self.graph, self.mode, user), self.plain[node], value(node))
+        rewriter = Rewriter(self.graph, self.mode, node, before=node.next)
+        made = self._computed(rewriter, self.plain[node], value(node))
+        if value(made).stride() == value(node).stride():
+            return made
+        laid_out = rewriter.scratch(value(node))  # which keeps the gaps of a view
+        rewriter.call(aten.copy_.default, laid_out, made)
+        return laid_out
+
+    @staticmethod
+    def _computed(rewriter: Rewriter, made: fx.Node, of: torch.Tensor) -> fx.Node:
+        for is_set, target in ((of.is_conj(), _CONJUGATE), (of.is_neg(), _NEGATE)):
+            made = rewriter.call(target, made) if is_set else made
+        return made
+
+    def _placeholder(self, node: fx.Node) -> None:
+        """Let an incoming gradient be numbers; as a view of others it is a view of what the bits undo."""
+        if not node.meta["desc"].is_tangent():
+            hint = "pass x.resolve_conj().resolve_neg(), which has numbers of its own"
+            raise UnsupportedGraph(node.name, "an input that is conjugated or negated by a bit of the tensor", hint)
+        old = value(node)
+        with self.mode:
+            node.meta["val"] = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)
+        first = next(n for n in self.graph.nodes if n.op == "call_function" and is_backward(n))
+        rewriter = Rewriter(self.graph, self.mode, node, before=first)
+        rewriter.phase = "is_backward"
+        undone = self._computed(rewriter, node, old)
+        users = [n for n in node.users if n is not undone]
+        stand_in = self._stand_in(node, old, first)
+        for user in users:
+            user.replace_input_with(node, stand_in)
+        self.plain[stand_in], self.computed[stand_in] = undone, node
+
+    def _stand_in(self, node: fx.Node, val: torch.Tensor, before: fx.Node) -> fx.Node:
+        """A node for the lazy view that an incoming gradient was, until the pass ends."""
+        with self.graph.inserting_before(before):
+            made = self.graph.create_node("call_function", aten.alias.default, (node,), name=f"{node.name}_lazy")
+        made.meta["val"] = val
+        return made
+
+    def _tensor_of(self, node: fx.Node) -> fx.Node:
+        """The number of which a node gives the conjugate; the conjugate itself where the trace has no bit for it."""
+        number: Any = node.args[0]
+        if not _is_lazy(node):
+            number = number.conjugate() if node.target is aten._conj.default else -number
+        layout = {"dtype": value(node).dtype, "device": value(node).device}
+        return Rewriter(self.graph, self.mode, node).call(aten.scalar_tensor.default, number, **layout)
 
 
 def _refuse_lazy_results(graph: fx.Graph) -> None:
