@@ -106,6 +106,11 @@ class Op:
     chances: tuple[tuple[int, int], ...] = ()
     unrelated: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def only_raises(self) -> bool:
+        """Whether it makes and changes nothing, and runs to raise if what it reads says that an op has failed."""
+        return not self.writes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:

@@ -128,3 +128,37 @@ def test_an_empty_schedule_has_no_gap() -> None:
     schedule = make_schedule(GraphBuilder().graph(), (), "none")
     assert schedule == Schedule(policy="none", order=(), max_live=0, bound=0)
     assert schedule.gap == 0.0
+
+
+_CHECKED = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+
+
+@pytest.mark.parametrize(
+    ("order", "late", "early"),
+    [
+        ((0, 2, 1, 3, 4, 5, 6, 7, 8), "op2", "op1"),  # uses what is checked
+        ((0, 3, 1, 2, 4, 5, 6, 7, 8), "op3", "op1"),  # changes a parameter
+        ((0, 4, 1, 2, 3, 5, 6, 7, 8), "op4", "op1"),  # draws
+        ((0, 1, 2, 3, 4, 6, 7, 5, 8), "op7", "op5"),  # another check
+    ],
+)
+def test_what_waits_for_an_op_that_only_raises(order: tuple[int, ...], late: str, early: str) -> None:
+    b = GraphBuilder()
+    weight = b.storage(StorageKind.PARAMETER, 8, planned=False)
+    made, info, used, noise, other, second = (b.storage(StorageKind.ACTIVATION, 8, planned=True) for _ in range(6))
+    loss = b.storage(StorageKind.OUTPUT, 8, planned=False)
+    given = b.storage(StorageKind.INPUT, 8, planned=False)
+    b.op(Phase.FORWARD, (given,), (made, info))
+    b.op(Phase.FORWARD, (info,), (), target="aten._linalg_check_errors.default")
+    b.op(Phase.FORWARD, (made,), (used,))
+    b.op(Phase.FORWARD, (given,), (weight,))
+    b.op(Phase.FORWARD, (), (noise,), random=True)
+    b.op(Phase.FORWARD, (info,), (), target="aten._linalg_check_errors.default")
+    b.op(Phase.FORWARD, (given,), (other, second))
+    b.op(Phase.FORWARD, (second,), (), target="aten._linalg_check_errors.default")
+    b.op(Phase.FORWARD, (given,), (loss,))
+    graph = b.graph(outputs=(loss,))
+    require_legal(graph, _CHECKED)
+    require_legal(graph, (8, 6, 0, 1, 2, 3, 4, 5, 7))  # what has nothing to do with it does not wait
+    with pytest.raises(InvalidPlan, match=f"runs '{late}' before '{early}'"):
+        require_legal(graph, order)

@@ -258,9 +258,14 @@ def _nothing() -> None:
 
 
 def _require_on_device(traced: TracedGraph) -> None:
-    """Raise for a tensor in the host's memory: a recorded kernel would keep the number that it had when recorded."""
+    """Raise for a tensor in the host's memory: a recorded kernel would keep the number that it had when recorded. And
+    for an op that only raises: it waits for the device, which no recording may."""
     graph = traced.graph
     for op in graph.ops:
+        if op.only_raises:
+            where = " in ".join(part for part in (op.name, op.origin.module, op.origin.source) if part)
+            hint = "use the _ex variant (torch.linalg.inv_ex), which checks nothing, or leave cuda_graph out"
+            raise UnsupportedGraph(where, f"{op.target} would check a result on the host in a recorded step", hint)
         for v in (*op.reads, *op.writes):
             storage = graph.storages[graph.values[v].storage]
             if torch.device(storage.device).type != traced.device.type and storage.kind is not StorageKind.HOST:

@@ -271,6 +271,8 @@ class Runner:
         made, missing = [], set()
         for position, (i, v) in enumerate(self._tangents):
             grad = grads[i]
+            if grad is not None and (grad.is_conj() or grad.is_neg()):
+                grad = grad.resolve_conj().resolve_neg()
             if grad is None or grad.stride() != v.strides:
                 device = torch.device(self.traced.graph.storages[v.storage].device)
                 laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=device)

@@ -94,7 +94,10 @@ def _measure(
 
 
 def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int) -> bool:
+    """Whether an op can be tried: it changes nothing of the user's, nor raises for the numbers of the example."""
     graph = traced.graph
+    if graph.ops[index].only_raises:
+        return False
     written = graph.written(graph.ops[index])
     ours = {s for s in written if graph.storages[s].planned or graph.storages[s].kind is StorageKind.HOST}
     return all(s in ours or s in layout.fresh_storages for s in written)

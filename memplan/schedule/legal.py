@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from memplan.errors import InvalidPlan
-from memplan.graph import Graph, Op, Phase
+from memplan.graph import Graph, Op, Phase, Storage, StorageKind
 
 
 def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
@@ -13,9 +13,11 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
 
     Ops that touch one storage keep their traced order when one of them writes it. Random ops keep theirs
     among each other, so that a seed gives the same numbers; so do collectives, which all ranks must start in
-    one order.
+    one order. For an op that only raises wait, of those traced after it, all that use what the op has made that it
+    checks, all that change what outlives the step, and random ops: they do not run when it raises, as in eager.
     """
     writer: dict[int, int] = {}
+    checked: dict[int, int] = {}  # storage -> the op that checks whoever made it
     readers: dict[int, list[int]] = {}
     last: dict[str, int] = {}  # of the ops that keep their order among each other
     found: list[frozenset[int]] = []
@@ -25,11 +27,18 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
         for storage in graph.touched(op):
             if storage in writer:
                 before.add(writer[storage])
+            if storage in checked:
+                before.add(checked[storage])
             if storage in written:
                 before.update(readers.get(storage, ()))
                 writer[storage], readers[storage] = index, []
             else:
                 readers.setdefault(storage, []).append(index)
+        if op.only_raises:
+            made_together = (s for v in op.reads for s in _made_with(graph, writer, graph.values[v].storage))
+            checked.update(dict.fromkeys(made_together, index))
+        elif "check" in last and any(_outlives(graph.storages[s]) for s in written):
+            before.add(last["check"])
         for chain in _chains(op):
             if chain in last:
                 before.add(last[chain])
@@ -38,9 +47,21 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
     return tuple(found)
 
 
+def _made_with(graph: Graph, writer: Mapping[int, int], storage: int) -> tuple[int, ...]:
+    """What the op has written that wrote a storage last."""
+    return graph.written(graph.ops[writer[storage]]) if storage in writer else ()
+
+
+def _outlives(storage: Storage) -> bool:
+    """Whether its bytes are the model's, the optimizer's or the caller's own before the step."""
+    return not storage.planned and storage.kind not in (StorageKind.OUTPUT, StorageKind.GRADIENT)
+
+
 def _chains(op: Op) -> Iterator[str]:
-    if op.random:
+    if op.random or op.only_raises:
         yield "random"
+    if op.only_raises:
+        yield "check"
     if op.target.startswith(("_c10d_functional.", "c10d.")):
         yield "collective"
 

@@ -25,9 +25,10 @@ from torch._ops import OpOverload
 from memplan.errors import UnsupportedGraph
 from memplan.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
 from memplan.trace.capture import Captured
+from memplan.trace.checks import is_check
 from memplan.trace.fold import FOLDED
 from memplan.trace.handed import handed_positions, is_literal, is_mixed, used_positions
-from memplan.trace.origins import origin_of
+from memplan.trace.origins import origin_of, place_of
 from memplan.trace.outvariants import out_variant, written_names
 from memplan.trace.randomness import draws
 from memplan.trace.results import read_results
@@ -166,7 +167,7 @@ class _Builder:
         """Ops with effects take and return a token, in the order in which they must run."""
         names = {str(user.args[1]) for user in token.users if len(user.args) > 1}
         what = f"an op that does more than compute its results: {', '.join(sorted(names))}"
-        hint = "take one that does not (torch.linalg.solve_ex in the place of solve), or run it outside of the model"
+        hint = "take one that does not, or run it outside of the model"
         return self._unsupported(token, what, hint)
 
     def _constant(self, node: fx.Node) -> None:
@@ -209,16 +210,17 @@ class _Builder:
                 self.handed_of[node, i] = Handed(len(self.handed_of))
             skipped = {i for i in range(len(results)) if (node, i) in self.handed_of or i not in used_positions(node)}
             skipped |= {i for i, r in enumerate(results) if is_literal(r)}
+        results = [] if is_check(node.target) else results
         outs = tuple(None if i in skipped else self._result(node, i, r, owned) for i, r in enumerate(results))
         if isinstance(node.meta["val"], (tuple, list)):
             self.results_of[node] = outs
-        elif outs[0] is not None:
+        elif outs and outs[0] is not None:
             self.value_of[node] = outs[0]
         written = written_names(node.target)
         if node.target in MEMORY_ONLY:
             self.bare |= {*range(before, len(self.tables.storages))}
             return
-        if not written and len(self.tables.storages) == before:
+        if not written and len(self.tables.storages) == before and not is_check(node.target):
             return
         self._op(node, written, outs)
 
@@ -266,7 +268,7 @@ class _Builder:
                 phase=Phase.BACKWARD if is_backward(node) else Phase.FORWARD,
                 reads=tuple(reads),
                 writes=tuple(writes),
-                direct=bool(written) or out_variant(node.target) is not None,
+                direct=bool(written) or is_check(node.target) or out_variant(node.target) is not None,
                 random=draws(node.target, node.args, node.kwargs),
                 origin=origin_of(node),
                 unrelated=self._unrelated(node, outs),
@@ -291,9 +293,7 @@ class _Builder:
         return tuple((out, statistic) for out in outs[:3] if out is not None for statistic in running)
 
     def _unsupported(self, node: fx.Node, reason: str, hint: str) -> UnsupportedGraph:
-        origin = origin_of(node)
-        where = " in ".join(part for part in (node.name, origin.module, origin.source) if part)
-        return UnsupportedGraph(where, reason, hint)
+        return UnsupportedGraph(place_of(node), reason, hint)
 
     def _finish(self) -> TracedGraph:
         order = sorted(range(len(self.ops)), key=lambda i: self.ops[i].phase is Phase.BACKWARD)  # stable

@@ -21,6 +21,8 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._guards import detect_fake_mode
 
 from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.trace.checks import order_checks
+from memplan.trace.conjugates import compute_conjugates
 from memplan.trace.effects import exporting, faked, refuse_random, require_same_call, settle_side_effects
 from memplan.trace.layouts import as_kernels_do, settle_layouts
 from memplan.trace.readings import Reading, noting_guards, options_of_layers, with_values
@@ -29,6 +31,7 @@ from memplan.trace.refusals import require_traceable, unsupported
 from memplan.trace.returns import tag_backward
 from memplan.trace.statistics import correct_statistics
 from memplan.trace.strides import overlapping_tangents
+from memplan.trace.unfinished import refuse_unfinished
 
 _LOST = ("fork_rng", "rng_state", "manual_seed")  # what dynamo refuses and export would leave out
 READINGS = "memplan's readings"  # key of what a front end notes of a graph
@@ -112,8 +115,11 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
 def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Sequence[Any], *, train: bool) -> Captured:
     """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
     graph_module, out_spec = joint.graph_module, joint.out_spec
+    refuse_unfinished(graph_module.graph)
+    order_checks(graph_module.graph)
     tag_backward(graph_module.graph)
     _without_assertions(graph_module.graph)
+    compute_conjugates(graph_module.graph)
     size_workspaces(graph_module.graph)
     settle_layouts(graph_module.graph)
     correct_statistics(graph_module.graph)

@@ -41,3 +41,9 @@ def _source(node: fx.Node) -> str:
         return ""
     file, line = next((frame for frame in reversed(frames) if "/torch/" not in frame[0]), frames[-1])
     return f"{PurePath(file).name}:{line}"
+
+
+def place_of(node: fx.Node) -> str:
+    """The node, its module and its source line, as far as they are known, for an error: "mul in h.0 in model.py:7"."""
+    origin = origin_of(node)
+    return " in ".join(part for part in (node.name, origin.module, origin.source) if part)

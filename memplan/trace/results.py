@@ -54,12 +54,18 @@ def read_results(  # noqa: PLR0917
         raise UnsupportedGraph("output", what, "return copies instead of several views of one tensor")
     base_of.update({values[value_of[node]].storage: value_of[node] for node, _ in fresh})
     bound = {(b.source, b.name, b.index): i for i, b in enumerate(bindings)}
+    returned = tuple(
+        _returned(n, differentiable[d.idx], value_of, values, base_of)
+        for n, d in outputs
+        if isinstance(d, PlainAOTOutput)
+    )
+    with_gradient = {value_of[node] for node, d in fresh if d in tangents}
+    lost = [r for r in returned if r.kind is ReturnKind.FRESH and r.value not in with_gradient]
+    if lost:
+        what = "is returned as one of several views of one tensor, in a way that no gradient would reach"
+        raise UnsupportedGraph(values[lost[0].value].name, what, "return a copy of it (.clone())")
     return Results(
-        returned=tuple(
-            _returned(n, differentiable[d.idx], value_of, values, base_of)
-            for n, d in outputs
-            if isinstance(d, PlainAOTOutput)
-        ),
+        returned=returned,
         fresh=tuple(value_of[node] for node, _ in fresh),
         tangents=tuple(tangents.get(desc) for _, desc in fresh),
         gradients=tuple(value_of[node] for node, _ in gradients),

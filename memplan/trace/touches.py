@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.trace.checks import is_check
 from memplan.trace.randomness import draws
 from memplan.trace.rewrite import storage_key
 
@@ -46,9 +47,13 @@ def is_view(node: fx.Node) -> bool:
 
 
 def has_effects(node: fx.Node) -> bool:
-    """Whether it writes in place or draws random numbers: what must keep its place in the program."""
+    """Whether it writes in place, draws random numbers or only raises: what must keep its place in the program."""
     schema = getattr(node.target, "_schema", None)
-    return (schema is not None and schema.is_mutable) or draws(node.target, node.args, node.kwargs)
+    return (
+        is_check(node.target)
+        or (schema is not None and schema.is_mutable)
+        or draws(node.target, node.args, node.kwargs)
+    )
 
 
 def written_in(graph: fx.Graph) -> set[int]:

@@ -19,9 +19,9 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTIn
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.optimizers import STEP, ensure_state, keys_of
-from memplan.trace.randomness import draws
 from memplan.trace.returns import is_backward, returned_by
 from memplan.trace.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.touches import has_effects
 from memplan.trace.traced import Live
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -276,10 +276,7 @@ def _after_last(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
 
 
 def _drop_dead(graph: fx.Graph) -> None:
-    """Remove what only dropped gradients needed; keep what draws random numbers or writes."""
+    """Remove what only dropped gradients needed; keep what has effects."""
     for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or node.users:
-            continue
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not (schema.is_mutable or draws(node.target, node.args, node.kwargs)):
+        if node.op == "call_function" and not node.users and not has_effects(node):
             graph.erase_node(node)

@@ -1,0 +1,165 @@
+"""Ops that only raise: eager's numbers where they do not, eager's error and an unchanged model where they do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memplan.errors import UnsupportedGraph
+from memplan.planfile import load
+from memplan.runtime import compile as memplan_compile
+from memplan.runtime import compile_step
+from memplan.runtime.graphed import GraphedProgram
+from memplan.trace import plan as memplan_plan
+from memplan.trace import trace
+
+Op = Callable[[torch.Tensor], torch.Tensor]
+_Error: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+_SINGULAR = torch.zeros(2, 6, 6)
+
+
+def _well_conditioned(y: torch.Tensor) -> torch.Tensor:
+    return y @ y.mT + y.square().sum() * torch.eye(6)
+
+
+class _Net(nn.Module):
+    """Scales, applies an op to a matrix that is singular where the input is zero, and counts its calls."""
+
+    calls: torch.Tensor
+
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.op = op
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.scale = nn.Parameter(torch.randn(6, 6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.op(_well_conditioned(x * self.weight))
+        return (y * self.scale).tanh().sum()
+
+
+OPS: dict[str, Op] = {
+    "inv": torch.linalg.inv,
+    "solve": lambda a: torch.linalg.solve(a, a.sin()),
+    "cholesky": torch.linalg.cholesky,
+    "lu_factor": lambda a: torch.linalg.lu_factor(a)[0],
+    "tensorinv": lambda a: torch.linalg.tensorinv(a[0].reshape(2, 3, 3, 2), ind=2).reshape(6, 6),
+    "matrix_power": lambda a: torch.linalg.matrix_power(a, -2),
+}
+
+
+def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The loss, and the gradients."""
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def _assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs) == 3
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_numbers_are_eagers_and_so_is_the_error(name: str) -> None:
+    net, x = _Net(OPS[name]), torch.randn(2, 6, 6)
+    eager = copy.deepcopy(net)
+    compiled = memplan_compile(net, (x,), guard="poison")
+    for _ in range(2):
+        _assert_equal(_step(compiled, x), _step(eager, x))
+        x = torch.randn(2, 6, 6)
+    if name == "lu_factor":  # which eager checks too, after it has divided by zero
+        return
+    with pytest.raises(_Error) as theirs:
+        eager(_SINGULAR)
+    with pytest.raises(_Error) as ours:
+        compiled(_SINGULAR)
+    assert str(ours.value) == str(theirs.value)
+    _assert_equal(_step(compiled, x), _step(eager, x))
+
+
+def test_a_step_that_fails_changes_nothing() -> None:
+    net, x = _Net(torch.linalg.inv), torch.randn(2, 6, 6)
+    eager = copy.deepcopy(net)
+    ours, theirs = (torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9, fused=True) for n in (net, eager))
+    step = compile_step(net, ours, lambda loss: loss, (x,), guard="poison")
+    for given in (x, _SINGULAR, x.sin()):
+        before = [p.clone() for p in (*net.parameters(), net.calls)]
+        if given is _SINGULAR:
+            with pytest.raises(_Error, match=r"linalg\.inv"):
+                step(given)
+            assert all(torch.equal(p, q) for p, q in zip((*net.parameters(), net.calls), before, strict=True))
+        else:
+            theirs.zero_grad()
+            loss = eager(given)
+            loss.backward()
+            theirs.step()
+            assert torch.equal(step(given), loss.detach())
+            assert all(torch.equal(p, q) for p, q in zip(net.parameters(), eager.parameters(), strict=True))
+
+
+def test_an_example_that_eager_refuses_can_be_compiled() -> None:
+    net, x = _Net(torch.linalg.cholesky), torch.randn(2, 6, 6)
+    compiled = memplan_compile(net, (_SINGULAR,))
+    _assert_equal(_step(compiled, x), _step(copy.deepcopy(net), x))
+
+
+class _Wide(nn.Module):
+    """Inverts, and needs the inverse again in the backward, behind much larger activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.wide = nn.Parameter(torch.randn(64, 4096))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ torch.linalg.inv(self.weight)
+        loss: torch.Tensor = (y @ self.wide).tanh().exp().sum()
+        return loss
+
+
+def test_what_was_checked_is_computed_again_without_a_check() -> None:
+    net, x = _Wide(), torch.randn(4, 64)
+    compiled = memplan_compile(net, (x,), budget="min", policy="recompute", guard="poison")
+    made = [op for op in compiled.plan.graph.ops if op.target == "aten.linalg_inv_ex.default"]
+    checks = [op for op in compiled.plan.graph.ops if op.only_raises]
+    assert len(made) > 1
+    assert len(checks) == 1
+    eager = copy.deepcopy(net)
+    for _ in range(2):
+        for ours, theirs in zip(_step(compiled, x), _step(eager, x), strict=True):
+            assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        kept = net.weight.clone()
+        net.weight.zero_()
+    with pytest.raises(_Error):
+        compiled(x)
+    with torch.no_grad():
+        net.weight.copy_(kept)
+    assert torch.equal(compiled(x), eager(x))
+
+
+def test_a_saved_plan_has_the_check(tmp_path: Path) -> None:
+    net, x = _Net(torch.linalg.inv), torch.randn(2, 6, 6)
+    memplan_plan(net, (x,)).save(tmp_path / "plan.json")
+    compiled = memplan_compile(net, (x,), plan=load(tmp_path / "plan.json"))
+    with pytest.raises(_Error):
+        compiled(_SINGULAR)
+
+
+def test_a_recorded_step_takes_no_check() -> None:
+    net, x = _Net(torch.linalg.inv), torch.randn(2, 6, 6)
+    program: Any = type("Program", (), {"traced": trace(net, (x,)), "inputs": ()})
+    with pytest.raises(UnsupportedGraph, match="recorded step"):
+        GraphedProgram(program, None, whole=False)  # type: ignore[arg-type]

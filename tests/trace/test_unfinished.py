@@ -1,0 +1,94 @@
+"""Ops whose results arrive later are refused wherever a graph is planned, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import memplan
+from memplan.errors import UnsupportedGraph
+
+collectives: Any = import_module("torch.distributed._functional_collectives")  # whose annotations say less
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # which has no threads
+    yield
+    dist.destroy_process_group()
+
+
+class _Net(nn.Module):
+    def __init__(self, talk: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.talk = talk
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.talk(x * self.weight) * self.weight
+
+
+def _summed(y: torch.Tensor) -> Any:
+    return collectives.all_reduce(y, "sum", dist.group.WORLD)
+
+
+def _gathered(y: torch.Tensor) -> Any:
+    return collectives.all_gather_tensor_autograd(y, 0, dist.group.WORLD)
+
+
+def _scattered(y: torch.Tensor) -> Any:
+    return collectives.reduce_scatter_tensor_autograd(y, "sum", 0, dist.group.WORLD)
+
+
+def _in_place(y: torch.Tensor) -> torch.Tensor:
+    y = y.clone()
+    dist.all_reduce(y)
+    return y
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _summed_outside(y: torch.Tensor) -> Any:
+    return collectives.wait_tensor(_summed(y))
+
+
+def _plan(net: nn.Module, x: torch.Tensor) -> Any:
+    return memplan.plan(net, (x,))
+
+
+def _compile(net: nn.Module, x: torch.Tensor) -> Any:
+    return memplan.compile(net, (x,))
+
+
+def _compile_step(net: nn.Module, x: torch.Tensor) -> Any:
+    return memplan.compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.sum, (x,))
+
+
+def _behind_torch_compile(net: nn.Module, x: torch.Tensor) -> Any:
+    return torch.compile(net, backend=memplan.Backend())(x)
+
+
+@pytest.mark.parametrize("run", [_plan, _compile, _compile_step, _behind_torch_compile])
+@pytest.mark.parametrize("talk", [_summed, _gathered, _scattered, _in_place])
+def test_collectives_are_refused(talk: Any, run: Any) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(UnsupportedGraph, match=r"a collective .*arrives later") as caught:
+        run(_Net(talk), torch.randn(4, 4))
+    assert "torch.compiler.disable" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at, of what the function returns
+def test_what_the_hint_says_works() -> None:
+    torch._dynamo.reset()
+    net, x = _Net(_summed_outside), torch.randn(4, 4)
+    compiled = torch.compile(net, backend=memplan.Backend(guard="poison"))
+    for _ in range(2):
+        made = compiled(x)
+        assert torch.equal(made, net(x))
+        del made
