@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from memplan.csvio import write_atomic
 from memplan.errors import InvalidPlan, UnreadableFile
 from memplan.figures import Figures
+from memplan.files import write_atomic
 from memplan.jsonio import clip, from_json, show, to_json
 
 FORMAT = "memplan-baseline-1"

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import os
 from pathlib import Path
 
 from memplan.errors import InvalidProblem, InvalidSolution, UnreadableFile
+from memplan.files import write_atomic
 from memplan.problem import Buffer, Interval, Problem, Solution
 
 _REQUIRED = ("id", "lower", "upper", "size")
@@ -92,18 +92,3 @@ def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Sol
             )
         rows.writerow((b.id, b.live.start, b.live.end, b.size, solution.offsets[b.id]))
     write_atomic(Path(path), out.getvalue())
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is either whole or untouched. Raises `UnreadableFile` when it cannot be written."""
-    try:
-        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            scratch.write_bytes(content if isinstance(content, bytes) else content.encode())
-            scratch.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                scratch.unlink()
-            raise
-    except (OSError, ValueError) as error:  # ValueError: a name or a text that no file can have
-        raise UnreadableFile(f"cannot be written: {error}", where=str(path)) from error

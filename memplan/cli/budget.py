@@ -73,7 +73,7 @@ def _torch(target: str, costs: str, alignment: int) -> tuple[Rival, ...]:
 def _draw(  # noqa: PLR0917
     name: str, found: Frontier, rivals: tuple[Rival, ...], html: Path | None, svg: Path | None, png: Path | None
 ) -> None:
-    from memplan.csvio import write_atomic
+    from memplan.files import write_atomic
     from memplan.report.frontier_form import frontier_html, frontier_svg
 
     if html is not None:

@@ -90,7 +90,7 @@ def report(
     Nothing is computed and no weight is touched: the model may be larger than this machine.
     """
     from memplan.cli.source import obtain, seconds_option
-    from memplan.csvio import write_atomic
+    from memplan.files import write_atomic
     from memplan.report.jsonform import report_json
 
     limit = seconds_option("--time-limit", time_limit)
