@@ -45,6 +45,10 @@ class InvalidPlan(UnreadableFile):
     """A plan file whose content contradicts its schema or itself."""
 
 
+class InvalidOutput(MemplanError, ValueError):
+    """An output file that would overwrite an input, Python source or another output of the same command."""
+
+
 class InvalidSize(MemplanError, ValueError):
     """A size, share, step or option that means nothing: no "3GiB", no "2%", no number of blocks."""
 
