@@ -58,7 +58,7 @@ class InvalidShapes(MemplanError, ValueError):
 
 
 class InvalidModel(MemplanError, ValueError):
-    """A model named on the command line that cannot be had: no such file or factory, or the factory failed."""
+    """A model that cannot be had: no such file or factory, or a factory that failed or does not do what it must."""
 
 
 class PlanMismatch(MemplanError, ValueError):
