@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from memplan.csvio import write_atomic
 from memplan.errors import InvalidPlan, UnreadableFile
 from memplan.figures import Figures
+from memplan.files import locked, write_atomic
 from memplan.jsonio import clip, from_json, show, to_json
 
 FORMAT = "memplan-baseline-1"
@@ -52,6 +52,21 @@ def _figures(data: object, where: str) -> Figures:
 def write_baseline(path: str | os.PathLike[str], models: Mapping[str, Figures]) -> None:
     """Write `models` to `path`, whole or not at all. Raises `UnreadableFile` when it cannot be written."""
     write_atomic(Path(path), baseline_text(models))
+
+
+def update_baseline(
+    path: str | os.PathLike[str], models: Mapping[str, Figures], *, whole: bool = False
+) -> Mapping[str, Figures]:
+    """Write `models` beside the others of a baseline, or instead of them (`whole`), and return what it held before.
+
+    Under a lock: of several processes that update it at once, every one's figures are kept. Raises as `read_baseline`
+    and `write_baseline` do.
+    """
+    file = Path(path)
+    with locked(file):
+        before = read_baseline(file) if file.exists() else {}
+        write_baseline(file, models if whole else {**before, **models})
+    return before
 
 
 def baseline_text(models: Mapping[str, Figures]) -> str:

@@ -5,36 +5,54 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import os
+import re
 from pathlib import Path
 
 from memplan.errors import InvalidProblem, InvalidSolution, UnreadableFile
+from memplan.files import write_atomic
+from memplan.jsonio import clip
 from memplan.problem import Buffer, Interval, Problem, Solution
 
 _REQUIRED = ("id", "lower", "upper", "size")
 _OPTIONAL = ("alignment", "offset")
+_NUMBERS = ("lower", "upper", "size", "alignment")
+_WHOLE = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
+_DIGITS = 18  # whatever counts bytes or steps fits 64 bits
 
 
 def read_problem(path: str | os.PathLike[str]) -> Problem:
     """Read a problem; raises `UnreadableFile` naming the line when it is none.
 
     Columns `id,lower,upper,size` are needed, in any order; `alignment` (bytes) is optional. An `offset`
-    column, which minimalloc writes, is a solution and is ignored here.
+    column, which minimalloc writes, is a solution and is ignored here. A byte order mark is skipped.
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: bytes that are no text, a name that no file can have
-        raise UnreadableFile(f"cannot be read: {error}", where=str(path)) from error
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UnreadableFile(f"cannot be read: {reason}", where=str(path), hint="give a CSV file") from error
     capacity = path.suffixes[-2][1:] if len(path.suffixes) >= 2 else ""
-    buffers = _parse(text, str(path))
+    return parse_problem(
+        content, str(path), capacity=int(capacity) if capacity.isascii() and capacity.isdigit() else None
+    )
+
+
+def parse_problem(content: bytes, where: str, *, capacity: int | None = None) -> Problem:
+    """The problem that is written in `content`; errors call it `where`. Raises as `read_problem` does."""
     try:
-        return Problem(buffers=buffers, capacity=int(capacity) if capacity.isascii() and capacity.isdigit() else None)
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(f"is no UTF-8 text: {error}", where=where, hint="save it as CSV in UTF-8") from error
+    buffers = _parse(text, where)
+    try:
+        return Problem(buffers=buffers, capacity=capacity)
     except InvalidProblem as error:
-        raise UnreadableFile(str(error), where=str(path), hint="give every buffer an id of its own") from error
+        what = f"{error.where}: {error.what}" if error.where else error.what
+        raise UnreadableFile(what, where=where, hint="give every buffer an id of its own") from error
 
 
 def _parse(text: str, where: str) -> tuple[Buffer, ...]:
@@ -44,34 +62,43 @@ def _parse(text: str, where: str) -> tuple[Buffer, ...]:
         missing = [name for name in _REQUIRED if name not in header]
         unknown = [name for name in header if name not in _REQUIRED + _OPTIONAL]
         if missing or unknown or len(set(header)) != len(header):
-            raise UnreadableFile(
-                f"the header is {','.join(header) or 'missing'!r}",
-                where=f"{where}:1",
-                hint="the first line must be id,lower,upper,size (upper exclusive)",
-            )
+            what = f"the header is {clip(repr(','.join(header)))}" if text.strip() else "is empty: it has no header"
+            hint = "the first line must be id,lower,upper,size (upper exclusive)"
+            raise UnreadableFile(what, where=f"{where}:1", hint=hint)
         return tuple(
             _buffer(dict(zip(header, row, strict=False)), row, header, f"{where}:{rows.line_num}")
             for row in rows
             if row
         )
     except csv.Error as error:
-        raise UnreadableFile(str(error), where=f"{where}:{rows.line_num}") from error
+        hint = "every line must be comma-separated fields; quotes must be closed"
+        raise UnreadableFile(f"is no CSV: {error}", where=f"{where}:{rows.line_num}", hint=hint) from error
 
 
 def _buffer(fields: dict[str, str], row: list[str], header: list[str], where: str) -> Buffer:
     if len(row) != len(header):
-        raise UnreadableFile(f"{len(row)} fields, the header has {len(header)}", where=where)
-    numbers: dict[str, int] = {}
-    for name in ("lower", "upper", "size", "alignment"):
-        try:
-            numbers[name] = int(fields.get(name, "1"))
-        except ValueError as error:
-            raise UnreadableFile(f"{name} is {fields[name]!r}, not a whole number", where=where) from error
-    try:
-        live = Interval(numbers["lower"], numbers["upper"])
-        return Buffer(id=fields["id"].strip(), size=numbers["size"], live=live, alignment=numbers["alignment"])
-    except InvalidProblem as error:
-        raise UnreadableFile(str(error), where=where, hint="upper is exclusive and must exceed lower") from error
+        hint = "give a value for every column"
+        raise UnreadableFile(f"{len(row)} fields, the header has {len(header)}", where=where, hint=hint)
+    numbers = {name: _number(name, fields.get(name, "1"), where) for name in _NUMBERS}
+    if numbers["upper"] <= numbers["lower"]:
+        what = f"upper is {numbers['upper']}, not above lower, which is {numbers['lower']}"
+        raise UnreadableFile(what, where=where, hint="upper is exclusive: a buffer of one step has upper = lower + 1")
+    for name, least in (("size", 0), ("alignment", 1)):
+        if numbers[name] < least:
+            hint = f"give a number of bytes of {least} or more"
+            raise UnreadableFile(f"{name} is {numbers[name]}", where=where, hint=hint)
+    live = Interval(numbers["lower"], numbers["upper"])
+    return Buffer(id=fields["id"].strip(), size=numbers["size"], live=live, alignment=numbers["alignment"])
+
+
+def _number(name: str, text: str, where: str) -> int:
+    if _WHOLE.fullmatch(text) is None:
+        what = f"{name} is {clip(repr(text))}, not a whole number"
+        raise UnreadableFile(what, where=where, hint="write it in decimal digits, without a unit")
+    if len(text.strip()) > _DIGITS:
+        what = f"{name} is {clip(text.strip())}, more than {_DIGITS} digits"
+        raise UnreadableFile(what, where=where, hint="sizes are in bytes, lower and upper in steps")
+    return int(text)
 
 
 def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Solution) -> None:
@@ -92,18 +119,3 @@ def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Sol
             )
         rows.writerow((b.id, b.live.start, b.live.end, b.size, solution.offsets[b.id]))
     write_atomic(Path(path), out.getvalue())
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is either whole or untouched. Raises `UnreadableFile` when it cannot be written."""
-    try:
-        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            scratch.write_bytes(content if isinstance(content, bytes) else content.encode())
-            scratch.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                scratch.unlink()
-            raise
-    except (OSError, ValueError) as error:  # ValueError: a name or a text that no file can have
-        raise UnreadableFile(f"cannot be written: {error}", where=str(path)) from error

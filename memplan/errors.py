@@ -60,6 +60,10 @@ class InvalidPlan(UnreadableFile):
     """A plan file whose content contradicts its schema or itself."""
 
 
+class InvalidOutput(MemplanError, ValueError):
+    """An output file that would overwrite an input, Python source or another output of the same command."""
+
+
 class InvalidSize(MemplanError, ValueError):
     """A size, share, step or option that means nothing: no "3GiB", no "2%", no number of blocks."""
 
@@ -69,7 +73,7 @@ class InvalidShapes(MemplanError, ValueError):
 
 
 class InvalidModel(MemplanError, ValueError):
-    """A model named on the command line that cannot be had: no such file or factory, or the factory failed."""
+    """A model that cannot be had: no such file or factory, or a factory that failed or does not do what it must."""
 
 
 class PlanMismatch(MemplanError, ValueError):

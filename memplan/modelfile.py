@@ -57,6 +57,8 @@ def load_model(target: str) -> NamedModel:
         raise InvalidModel("does not name a model", where=target or "''", hint=_FORM)
     source, _, name = target.rpartition(":")
     is_file = source.endswith(".py") or os.sep in source
+    if not is_file and not all(part.isidentifier() for part in source.split(".")):
+        raise InvalidModel(f"{source!r} is neither a Python file nor the name of a module", where=target, hint=_FORM)
     module = _import_file(Path(source)) if is_file else _import_module(source)
     file = getattr(module, "__file__", None) or source
     factory = getattr(module, name, None)

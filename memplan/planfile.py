@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from memplan.csvio import write_atomic
 from memplan.errors import InvalidPlan, MemplanError, UnreadableFile
+from memplan.files import write_atomic
 from memplan.jsonio import clip, from_json, show, to_json
 from memplan.plan import SCHEMA_VERSION, Plan, as_loaded, check_consistency
 from memplan.schema import json_schema

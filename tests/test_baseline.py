@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.baseline import baseline_text, read_baseline, write_baseline
+from memplan.baseline import baseline_text, read_baseline, update_baseline, write_baseline
 from memplan.check import check
-from memplan.errors import InvalidSize, MemplanError
-from memplan.figures import figures_of
+from memplan.errors import InvalidPlan, InvalidSize, MemplanError, UnreadableFile
+from memplan.figures import Figures, figures_of
 from memplan.groups import grouped, growths, pattern
 from memplan.holders import alive_at
 from memplan.plan import Plan
@@ -104,11 +104,86 @@ def test_what_is_no_baseline_is_refused(tmp_path: Path, content: bytes) -> None:
         read_baseline(tmp_path / "b.json")
 
 
-def test_figures_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    figures = figures_of(sample_plan())
-    (tmp_path / "b.json").write_text(baseline_text({"m": dataclasses.replace(figures, max_live=figures.arena + 1)}))
-    with pytest.raises(MemplanError, match="contradict"):
+FIGURES = figures_of(sample_plan())
+PEAK = FIGURES.peak[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_live": FIGURES.arena + 1},
+        {"arena": FIGURES.max_live - 1},
+        {"max_live": FIGURES.max_live - 1},
+        {"outside": -1},
+        {"parts": {"parameters": -1}},
+        {"peak": ()},
+        {"peak": (dataclasses.replace(PEAK, bytes=FIGURES.max_live + 1), dataclasses.replace(PEAK, bytes=-1))},
+        {"arena": 5, "max_live": -1, "peak": (dataclasses.replace(PEAK, bytes=-1),)},
+    ],
+)
+def test_figures_that_contradict_each_other_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "b.json"
+    path.write_text(baseline_text({"ok": FIGURES, "m": dataclasses.replace(FIGURES, **change)}))
+    with pytest.raises(InvalidPlan) as caught:
+        read_baseline(path)
+    assert caught.value.what == "the figures contradict each other"
+    assert caught.value.where == f"{path}: models.m"
+    assert caught.value.hint == "write it anew: memplan check ... --baseline FILE --update-baseline"
+
+
+def test_figures_of_nothing_are_a_baseline(tmp_path: Path) -> None:
+    nothing = Figures(arena=0, max_live=0, outside=0, parts={"parameters": 0}, peak=())
+    write_baseline(tmp_path / "b.json", {"m": nothing})
+    assert read_baseline(tmp_path / "b.json") == {"m": nothing}
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "what"),
+    [
+        (b"{", UnreadableFile, "is not JSON"),
+        (b"[" * 99999, UnreadableFile, "is not JSON"),
+        (b"[]", InvalidPlan, "is no baseline of format 'memplan-baseline-1': it says none"),
+        (b'{"models": {}}', InvalidPlan, "is no baseline of format 'memplan-baseline-1': it says None"),
+        (b'{"format": "x", "models": {}}', InvalidPlan, "is no baseline of format 'memplan-baseline-1': it says 'x'"),
+        (b'{"format": "memplan-baseline-1", "models": []}', InvalidPlan, "is no baseline of format 'memplan-bas"),
+        (b'{"format": "memplan-baseline-1", "models": {"a": 1}}', InvalidPlan, "1 is not of type object"),
+    ],
+)
+def test_each_fault_of_a_baseline_has_its_type(
+    tmp_path: Path, content: bytes, error: type[UnreadableFile], what: str
+) -> None:
+    (tmp_path / "b.json").write_bytes(content)
+    with pytest.raises(UnreadableFile) as caught:
         read_baseline(tmp_path / "b.json")
+    assert type(caught.value) is error
+    assert caught.value.what.startswith(what)
+    with pytest.raises(UnreadableFile) as caught:
+        read_baseline(tmp_path / "none.json")
+    assert type(caught.value) is UnreadableFile
+    assert caught.value.what == "cannot be read: No such file or directory"
+
+
+def test_an_update_keeps_or_replaces_what_is_there(tmp_path: Path) -> None:
+    path, other = tmp_path / "b.json", dataclasses.replace(FIGURES, arena=FIGURES.arena + 1)
+    assert update_baseline(path, {"a": FIGURES}) == {}
+    assert update_baseline(path, {"b": FIGURES}) == {"a": FIGURES}
+    assert update_baseline(path, {"a": other}) == {"a": FIGURES, "b": FIGURES}
+    assert read_baseline(path) == {"a": other, "b": FIGURES}
+    assert update_baseline(path, {"c": FIGURES}, whole=True) == {"a": other, "b": FIGURES}
+    assert read_baseline(path) == {"c": FIGURES}
+    assert [file.name for file in tmp_path.iterdir()] == ["b.json"]
+    path.write_text("{")
+    with pytest.raises(UnreadableFile, match="is not JSON"):
+        update_baseline(path, {"d": FIGURES})
+    assert path.read_text() == "{"
+
+
+def test_a_baseline_reads_well_in_a_review() -> None:
+    text = baseline_text({"m": FIGURES})
+    lines = text.splitlines()
+    assert lines[:5] == ["{", ' "format": "memplan-baseline-1",', ' "models": {', '  "m": {', '   "arena": 320,']
+    assert sum('"module"' in line for line in lines) == len(FIGURES.peak)
+    assert json.loads(text)["models"]["m"]["parts"] == dict(FIGURES.parts)
 
 
 def test_a_mutated_baseline_is_an_error_or_a_baseline(tmp_path: Path) -> None:

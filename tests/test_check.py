@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import dataclasses
+from fractions import Fraction
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.check import EXPLAINED, Limits, check
+from memplan.check import EXPLAINED, Finding, Limits, check
 from memplan.errors import InvalidSize
+from memplan.figures import Figures, figures_of
+from memplan.groups import Group
 from memplan.plan import Plan
 from memplan.problem import Buffer, Interval, Problem, Solution, Status
+from memplan.rules import Metric, parse_rule
 from tests.graph_strategies import plans
 from tests.samples import sample_plan
 
@@ -114,3 +120,118 @@ def test_impossible_limits_are_refused(given_limits: dict[str, int]) -> None:
 def test_a_limit_of_nan_is_refused() -> None:
     with pytest.raises(InvalidSize):
         Limits(max_fragmentation=float("nan"))
+
+
+@pytest.mark.parametrize(("live", "arena", "share"), [(7, 10, 0.3), (93, 100, 0.07), (9, 10, 0.1), (98, 100, 0.02)])
+def test_a_share_that_equals_its_limit_keeps_it_whichever_side_its_float_lies(
+    live: int, arena: int, share: float
+) -> None:
+    limits = Limits(max_fragmentation=share)
+    (finding,) = check(_fragmented(live, arena), limits).findings
+    assert finding.ok
+    assert finding.measured == finding.limit == Fraction(arena - live, arena)
+    assert not check(_fragmented(live * 10**6 - 1, arena * 10**6), limits).ok
+
+
+def _row(module: str, size: int, count: int = 1) -> Group:
+    return Group(module=module, op="aten.mm", kind="activation", source="", count=count, bytes=size)
+
+
+NOW = figures_of(sample_plan())  # arena 320, of which 320 are alive; outside 248
+
+
+def _explained(rule: str, before: Figures) -> Finding:
+    (finding,) = check(sample_plan(), [parse_rule(rule)], before).findings
+    return finding
+
+
+def test_what_grew_is_told_by_row_largest_first_and_adds_up() -> None:
+    before = dataclasses.replace(NOW, arena=200, max_live=150, peak=(_row("h.*.attn", 150),))
+    for rule, excess in (("arena:+0", 120), ("peak:+0", 170)):
+        finding = _explained(rule, before)
+        assert sum(row.delta for row in finding.grown) == finding.excess == excess
+        deltas = [row.delta for row in finding.grown]
+        assert deltas == sorted(deltas, reverse=True)
+        assert any(row.kind == "fragmentation" and row.delta == -50 for row in finding.grown) == (rule == "arena:+0")
+        assert not finding.because
+        assert not finding.parts
+    share = _explained("fragmentation:0%", dataclasses.replace(NOW, arena=320))
+    assert share.ok
+
+
+def test_a_share_that_grew_is_explained_by_what_is_lost() -> None:
+    plan = _fragmented(260, 320)
+    before = dataclasses.replace(figures_of(plan), arena=300)
+    (finding,) = check(plan, [parse_rule("fragmentation:+0%")], before).findings
+    assert not finding.ok
+    assert [(row.kind, row.bytes_before, row.bytes_after) for row in finding.grown] == [("fragmentation", 40, 60)]
+
+
+def test_what_grew_outside_is_told_by_kind_both_ways() -> None:
+    parts = {"parameters": NOW.parts["parameters"] - 30, "gone": 10}
+    parts |= {kind: size for kind, size in NOW.parts.items() if kind != "parameters"}
+    before = dataclasses.replace(NOW, parts=parts, outside=NOW.outside - 20)
+    finding = _explained("outside:+0", before)
+    assert [(row.kind, row.bytes_before, row.bytes_after, row.delta) for row in finding.grown] == [
+        ("parameters", 70, 100, 30),
+        ("gone", 10, 0, -10),
+    ]
+    assert not finding.parts
+    assert [row.kind for row in _explained("total:+0", before).grown] == ["parameters", "gone"]
+    lost = _explained("total:+0", dataclasses.replace(before, arena=321))
+    assert [(row.kind, row.delta) for row in lost.grown] == [("parameters", 30), ("fragmentation", -1), ("gone", -10)]
+
+
+def test_a_limit_over_which_it_always_was_is_explained_by_who_is_there() -> None:
+    same = _explained("arena:319", NOW)
+    assert (same.grown, same.parts, same.before) == ((), (), 320)
+    assert [holder.module for holder in same.because] == ["h.0.attn", "", "layers[1].norm"]
+    outside = _explained("outside:247", NOW)
+    assert (outside.grown, outside.because) == ((), ())
+    sizes = [size for _, size in outside.parts]
+    assert sizes == sorted(sizes, reverse=True)
+    assert dict(outside.parts) == dict(NOW.parts)
+    assert sum(sizes) >= 248
+    kept = _explained("arena:320", dataclasses.replace(NOW, arena=300, max_live=300))
+    assert (kept.ok, kept.grown, kept.because, kept.parts, kept.excess) == (True, (), (), (), 0)
+
+
+def test_bytes_are_whole_in_words_and_exact_beyond_a_limit() -> None:
+    finding = _explained("arena:+0.25%", dataclasses.replace(NOW, arena=210))
+    assert finding.limit == Fraction(84210, 400)
+    assert finding.texts() == ("320 B", "210 B", "110 B")
+    large = Finding(name="arena", measured=Fraction(5000), limit=Fraction(4999), is_share=False, ok=False)
+    assert large.texts() == ("4.88 KiB (5,000 B)", "4.88 KiB (4,999 B)", "1 B")
+    assert dataclasses.replace(large, limit=Fraction(5001), ok=True).texts() == (
+        "4.88 KiB (5,000 B)",
+        "4.88 KiB (5,001 B)",
+        "",
+    )
+
+
+def test_gains_are_told_for_arena_and_outside_only_where_something_is_gained() -> None:
+    before = dataclasses.replace(NOW, arena=321, outside=249)
+    verdict = check(sample_plan(), Limits(), before)
+    assert verdict.gains == ((Metric.ARENA, 321, 320), (Metric.OUTSIDE, 249, 248))
+    assert check(sample_plan(), Limits(), NOW).gains == ()
+    assert check(sample_plan(), Limits()).gains == ()
+
+
+def test_limits_are_rules_in_the_order_of_the_fields() -> None:
+    rules = Limits(max_arena=0, max_fragmentation=1.0, max_outside=3).rules
+    assert [(rule.text, rule.amount, rule.needs_baseline) for rule in rules] == [
+        ("arena:0", 0, False),
+        ("fragmentation:1", 1, False),
+        ("outside:3", 3, False),
+    ]
+    assert not Limits(max_outside=0).is_empty
+    with pytest.raises(InvalidSize, match="-1 is negative") as caught:
+        Limits(max_outside=-1)
+    assert caught.value.where == "max_outside"
+
+
+def test_a_rule_without_its_baseline_names_the_plan() -> None:
+    with pytest.raises(InvalidSize, match=r"'arena:\+0' counts from a baseline, and sample has none"):
+        check(sample_plan(), [parse_rule("arena:+0")])
+    with pytest.raises(InvalidSize, match=r"and the plan has none"):
+        check(dataclasses.replace(sample_plan(), model=""), [parse_rule("arena:+0")])

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from memplan.csvio import read_problem, write_solution
+from memplan.csvio import parse_problem, read_problem, write_solution
 from memplan.errors import InvalidSolution, UnreadableFile
+from memplan.files import write_atomic
 from memplan.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.solve import solve
 from tests.strategies import problems
@@ -88,45 +89,84 @@ def test_a_solution_without_offsets_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("name", "capacity"),
-    [("x.4096.csv", 4096), ("x.csv", None), ("x", None), ("x.part.csv", None), ("x.².csv", None), ("x.٣.csv", None)],
-)
-def test_only_a_number_in_the_name_is_a_capacity(tmp_path: Path, name: str, capacity: int | None) -> None:
-    path = tmp_path / name
-    path.write_text("id,lower,upper,size\na,0,1,1\n")
-    assert read_problem(path).capacity == capacity
+HEAD = "id,lower,upper,size"
 
 
 @pytest.mark.parametrize(
-    ("header", "row"),
+    ("content", "line", "what"),
     [
-        ("id,lower,upper,size,colour", "a,0,1,1,red"),  # unknown
-        ("id,lower,upper,size,size", "a,0,1,1,1"),  # twice
-        ("id,lower,upper,alignment", "a,0,1,1"),  # missing
+        ("", 1, "is empty: it has no header"),
+        (" \n", 1, "is empty: it has no header"),
+        ("id,lower,upper,size,size\n", 1, "the header is 'id,lower,upper,size,size'"),
+        ("id,lower,upper,size,color\n", 1, "the header is 'id,lower,upper,size,color'"),
+        ("id,lower,upper\n", 1, "the header is 'id,lower,upper'"),
+        (f"{HEAD}\na,0,1,2,3\n", 2, "5 fields, the header has 4"),
+        (f"{HEAD}\na,0,1\n", 2, "3 fields, the header has 4"),
+        (f"{HEAD}\na,0,1,2\nb,0,1,-2\n", 3, "size is -2"),
+        (f"{HEAD},alignment\na,0,1,2,0\n", 2, "alignment is 0"),
+        (f"{HEAD}\na,4,4,2\n", 2, "upper is 4, not above lower, which is 4"),
+        (f"{HEAD}\na,4,3,2\n", 2, "upper is 3, not above lower, which is 4"),
+        (f"{HEAD}\na,0,1,ten\n", 2, "size is 'ten', not a whole number"),
+        (f"{HEAD}\na,0,1,\n", 2, "size is '', not a whole number"),
+        (f"{HEAD}\na,0,1,1_0\n", 2, "size is '1_0', not a whole number"),
+        (f"{HEAD}\na,0,1,{'9' * 19}\n", 2, f"size is {'9' * 19}, more than 18 digits"),
+        (f"{HEAD}\na,0,1,{'9' * 5000}\n", 2, f"size is {'9' * 57}..., more than 18 digits"),
+        (f'{HEAD}\n"a,0,1,2\n', 2, "is no CSV: unexpected end of data"),
     ],
 )
-def test_headers_with_other_columns_are_refused(tmp_path: Path, header: str, row: str) -> None:
-    path = tmp_path / "odd.csv"
-    path.write_text(f"{header}\n{row}\n")
-    with pytest.raises(UnreadableFile, match=f"the header is '{header}'") as caught:
+def test_each_fault_says_what_where_and_the_next_step(tmp_path: Path, content: str, line: int, what: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(content)
+    with pytest.raises(UnreadableFile) as caught:
         read_problem(path)
-    assert caught.value.where == f"{path}:1"
+    assert (caught.value.what, caught.value.where) == (what, f"{path}:{line}")
+    assert caught.value.hint
 
 
-@pytest.mark.parametrize(("row", "count"), [("a,0,1", 3), ("a,0,1,10,9", 5)])
-def test_rows_that_are_shorter_or_longer_than_the_header_are_refused(tmp_path: Path, row: str, count: int) -> None:
-    path = tmp_path / "row.csv"
-    path.write_text(f"id,lower,upper,size\nb,0,1,1\n{row}\n")
-    with pytest.raises(UnreadableFile, match=f"{count} fields, the header has 4") as caught:
+def test_the_largest_numbers_and_those_with_signs_and_spaces_are_read() -> None:
+    problem = parse_problem(f"{HEAD}\na, -5 ,+7,{'9' * 18}\nb,0,1,0\n".encode(), "x")
+    assert problem.buffers[0] == Buffer(id="a", size=10**18 - 1, live=Interval(-5, 7))
+    assert problem.buffers[1] == Buffer(id="b", size=0, live=Interval(0, 1))
+
+
+def test_a_header_may_have_spaces_and_an_offset_that_is_ignored(tmp_path: Path) -> None:
+    assert parse_problem(b"id , lower,upper,size,offset\na,0,1,2,77\n", "x").buffers == (
+        Buffer(id="a", size=2, live=Interval(0, 1)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity"),
+    [("x.4096.csv", 4096), ("x.0.csv", 0), ("4096.csv", None), ("x.csv", None), ("x.12.old.csv", None),
+     ("x.1k.csv", None), ("x.\u0663.csv", None), ("x.4096", None), ("a.1.22.csv", 22)],
+)  # fmt: skip
+def test_a_capacity_stands_before_the_last_ending(tmp_path: Path, name: str, capacity: int | None) -> None:
+    (tmp_path / name).write_text(f"{HEAD}\na,0,1,2\n")
+    assert read_problem(tmp_path / name).capacity == capacity
+
+
+def test_what_is_no_text_and_what_is_no_file_differ(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(b"\xff\xfeid")
+    with pytest.raises(UnreadableFile, match=r"is no UTF-8 text: .*invalid start byte") as caught:
         read_problem(path)
-    assert caught.value.where == f"{path}:3"
+    assert caught.value.where == str(path)
+    with pytest.raises(UnreadableFile, match="cannot be read: No such file or directory"):
+        read_problem(tmp_path / "none.csv")
+    with pytest.raises(UnreadableFile, match="buffer 'a': id is not unique") as caught:
+        parse_problem(f"{HEAD}\na,0,1,2\na,0,1,2\n".encode(), "x")
+    assert caught.value.where == "x"
 
 
-def test_nothing_is_left_beside_a_file_that_could_not_be_written(tmp_path: Path) -> None:
-    target = tmp_path / "folder"
-    target.mkdir()
-    problem = Problem(buffers=(Buffer(id="a", size=1, live=Interval(0, 1)),))
-    with pytest.raises(UnreadableFile, match="cannot be written"):
-        write_solution(target, problem, solve(problem))
-    assert list(tmp_path.iterdir()) == [target]
+def test_what_cannot_be_written_leaves_no_scratch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "scratch")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(UnreadableFile) as caught:
+        write_atomic(tmp_path / "out.csv", "text")
+    assert (caught.value.what, caught.value.where) == (
+        "cannot be written: Permission denied",
+        str(tmp_path / "out.csv"),
+    )
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from memplan import planfile
 from memplan.check import Limits, check
 from memplan.errors import InvalidPlan, InvalidSolution, MemplanError, UnreadableFile
 from memplan.plan import SCHEMA_VERSION, Plan, check_consistency
+from memplan.symbolic.planfile import load_symbolic
 from tests.graph_strategies import plans
 from tests.samples import sample_plan
 
@@ -312,3 +314,107 @@ def test_a_list_of_a_million_items_is_refused_at_once(path: Path) -> None:
 
 def test_the_file_says_its_version_first() -> None:
     assert planfile.to_text(sample_plan()).startswith(f'{{"schema_version":{SCHEMA_VERSION},')
+
+
+_HINT = "make the plan anew: memplan.plan(model, example_inputs).save(path)"
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b'{"schema_version":NaN}', "is not JSON: NaN is not a number"),
+        (b'{"schema_version":1,"x":Infinity}', "is not JSON: Infinity is not a number"),
+        (
+            b'{"a":1,"schema_version":1,"schema_version":1}',
+            "is not JSON: key 'schema_version' stands twice in one object",
+        ),
+        (
+            b'{"schema_version":1,"graph":{"ops":[],"x":0,"ops":[]}}',
+            "is not JSON: key 'ops' stands twice in one object",
+        ),
+        (b"{", "is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (b"[" * 200_000, "is not a plan: nested too deeply"),
+    ],
+)
+def test_what_is_no_json_is_unreadable_and_no_invalid_plan(path: Path, content: bytes, what: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(UnreadableFile) as caught:
+        planfile.load(path)
+    error = caught.value
+    assert type(error) is UnreadableFile
+    assert (error.what, error.where, error.hint) == (what, str(path), _HINT)
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "at"),
+    [
+        ({"schema_version": True}, "is not a plan: it has no schema_version", ""),
+        ({"schema_version": "1"}, "is not a plan: it has no schema_version", ""),
+        ({"schema_version": None}, "is not a plan: it has no schema_version", ""),
+        ({"schema_version": SCHEMA_VERSION - 1}, f"has schema version {SCHEMA_VERSION - 1}, this memplan reads", ""),
+        ({"schema_version": SCHEMA_VERSION + 1}, f"has schema version {SCHEMA_VERSION + 1}, this memplan reads", ""),
+        ({"checksum": None}, "the file was changed or damaged after it was written", "plan.checksum"),
+        ({"checksum": "0" * 64}, "the file was changed or damaged after it was written", "plan.checksum"),
+        ({"fingerprint": None}, "does not belong to the graph of this file", "plan.fingerprint"),
+        ({"alignment": "64"}, "'64' is not of type whole number", "plan.alignment"),
+        ({"more": 1}, "unknown key", "plan.more"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_an_invalid_plan(path: Path, change: Json, what: str, at: str) -> None:
+    data = {**_data(sample_plan()), **change}
+    path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+    with pytest.raises(UnreadableFile) as caught:
+        planfile.load(path)
+    error = caught.value
+    assert type(error) is InvalidPlan
+    assert error.what.startswith(what)
+    assert (error.where, error.hint) == (f"{path}: {at}" if at else str(path), _HINT)
+
+
+@pytest.mark.parametrize("key", [*HEAD, "graph", "schedule", "problem", "solution", "alignment"])
+def test_no_key_may_be_absent(path: Path, key: str) -> None:
+    data = _data(sample_plan())
+    del data[key]
+    path.write_text(json.dumps(data if key in HEAD else _resealed(data)))
+    with pytest.raises(UnreadableFile, match=key if key != "checksum" else "changed or damaged") as caught:
+        planfile.load(path)
+    assert type(caught.value) is InvalidPlan
+
+
+def test_other_kinds_of_files_say_who_reads_them(path: Path) -> None:
+    for content, hint in (
+        ('{"symbolic_version":1}', "read it with memplan.load_symbolic"),
+        ('{"schema_version":1.5}', _HINT),
+        ("[]", _HINT),
+    ):
+        path.write_text(content)
+        with pytest.raises(InvalidPlan, match="is not a plan: ") as caught:
+            planfile.load(path)
+        assert (caught.value.where, caught.value.hint) == (str(path), hint)
+    sample_plan().save(path)
+    with pytest.raises(InvalidPlan, match="is not a symbolic plan") as caught:
+        load_symbolic(path)
+    assert caught.value.hint == "read it with memplan.load"
+
+
+def test_what_the_system_says_is_passed_on(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableFile) as caught:
+        planfile.load(tmp_path / "none.json")
+    assert type(caught.value) is UnreadableFile
+    assert (caught.value.what, caught.value.where) == (
+        "cannot be read: No such file or directory",
+        str(tmp_path / "none.json"),
+    )
+
+
+def test_the_file_is_compact_and_its_checksum_is_of_sorted_compact_json() -> None:
+    text = planfile.to_text(sample_plan())
+    data = json.loads(text)
+    assert list(data)[:3] == list(HEAD)
+    assert text == json.dumps(data, separators=(",", ":")) + "\n"
+    body = {key: value for key, value in data.items() if key not in HEAD}
+    compact = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    assert data["checksum"] == hashlib.sha256(compact.encode()).hexdigest()
+    assert data["fingerprint"] == sample_plan().fingerprint
+    with pytest.raises(ValueError, match="Out of range float"):
+        planfile.checksum({"x": float("nan")})

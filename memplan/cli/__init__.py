@@ -1,7 +1,7 @@
 """The command line: one file per command. Starts without torch; only planning a model imports it.
 
 Exit codes: 0 all is well, 1 a limit is not kept or no placement fits, 2 bad input (said on stderr, without
-a traceback), 3 a bug in memplan (with one).
+a traceback), 3 a bug in memplan (with one), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import typer
 
 from memplan.cli import budget, check, compare, demo, doctor, report, solve
 from memplan.cli.console import Settings, error_console, show_error, tolerate_encodings
+from memplan.cli.interrupt import EXIT_CODE, Interrupts
 from memplan.errors import MemplanError
 
 HELP = """Plan the memory of PyTorch models ahead of time: every tensor at a fixed address in one arena, known before
@@ -53,7 +54,7 @@ List models, baseline and limits in pyproject.toml under \\[tool.memplan]; then 
 
 [bold]Exit codes[/bold]
 
-0 well, 1 over a limit or nothing fits, 2 bad input, 3 a bug in memplan
+0 well, 1 over a limit or nothing fits, 2 bad input, 3 a bug in memplan, 130 interrupted
 """
 
 app = typer.Typer(
@@ -98,22 +99,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; `argv` without the program's name."""
     tolerate_encodings()
     settings = Settings()
-    try:
-        app(args=None if argv is None else list(argv), prog_name="memplan", obj=settings)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except MemplanError as error:
-        if settings.traceback:
-            traceback.print_exc()
+    with Interrupts() as interrupts:
+        try:
+            app(args=None if argv is None else list(argv), prog_name="memplan", obj=settings)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            return EXIT_CODE if interrupts.seen else code
+        except KeyboardInterrupt:
+            return EXIT_CODE
+        except Exception as error:
+            if interrupts.seen:  # what became of it on its way through compiled code or a library
+                return EXIT_CODE
+            return _failed(error, settings)
+        return EXIT_CODE if interrupts.seen else 0
+
+
+def _failed(error: Exception, settings: Settings) -> int:
+    """Say what is wrong, and return the exit code that it means."""
+    known = isinstance(error, (MemplanError, OSError))
+    if settings.traceback or not known:
+        traceback.print_exception(error)
+    if isinstance(error, MemplanError):
         show_error(error)
         return 2
-    except OSError as error:  # a full disk, a folder that vanished: the machine's fault, not ours
-        if settings.traceback:
-            traceback.print_exc()
+    if known:  # a full disk, a folder that vanished: the machine's fault, not ours
         show_error(MemplanError(str(error), hint="check that the paths exist and can be written"))
         return 2
-    except Exception:
-        traceback.print_exc()
-        error_console().print("this is a bug in memplan; please report it with the lines above", style="bold red")
-        return 3
-    return 0
+    error_console().print("this is a bug in memplan; please report it with the lines above", style="bold red")
+    return 3

@@ -36,11 +36,14 @@ def budget(
     For budgets from all that the step needs down to the smallest: what is computed again, what is copied to the host
     and back, and the predicted time of a step. Nothing runs.
     """
+    from memplan.cli.interrupt import stop_if_interrupted
+    from memplan.cli.outputs import require_outputs
     from memplan.cli.source import is_model, obtain
     from memplan.errors import InvalidModel
     from memplan.frontier import frontier
     from memplan.report.frontier_form import frontier_json, frontier_sections, frontier_title
 
+    require_outputs({"--html": html, "--svg": svg, "--png": png}, target, costs)
     plan = obtain(target, infer=infer)
     if plan.eviction is not None:
         raise InvalidModel("was planned with a budget", where=target, hint="give the model, or a plan without a budget")
@@ -48,6 +51,7 @@ def budget(
     rivals: tuple[Rival, ...] = ()
     if compare and not infer and is_model(target):
         rivals = _torch(target, costs, plan.alignment)
+    stop_if_interrupted()
     _draw(plan.model, found, rivals, html, svg, png)
     sections = frontier_sections(found, rivals)
     print_sections(form, frontier_title(plan.model, found), sections, lambda: frontier_json(found, rivals))
@@ -73,7 +77,7 @@ def _torch(target: str, costs: str, alignment: int) -> tuple[Rival, ...]:
 def _draw(  # noqa: PLR0917
     name: str, found: Frontier, rivals: tuple[Rival, ...], html: Path | None, svg: Path | None, png: Path | None
 ) -> None:
-    from memplan.csvio import write_atomic
+    from memplan.files import write_atomic
     from memplan.report.frontier_form import frontier_html, frontier_svg
 
     if html is not None:

@@ -83,6 +83,7 @@ def check(
 
     \\[tool.memplan] in pyproject.toml may list models, baseline and fail-over: then `memplan check` does it all.
     """
+    from memplan.baseline import read_baseline
     from memplan.cli.gate import Work, entries_of, given_rules
     from memplan.cli.source import seconds_option, share_option, size_option
     from memplan.errors import InvalidSize
@@ -104,7 +105,7 @@ def check(
     if update_baseline:
         _update(work, whole=listed and not targets, form=form)
         return
-    before = _read(file) if file else {}
+    before = read_baseline(file) if file else {}
     judged = work.judge(before)
     _show(judged, form)
     if listed and not targets:
@@ -113,20 +114,17 @@ def check(
         raise typer.Exit(1)
 
 
-def _read(file: Path) -> Mapping[str, Figures]:
-    from memplan.baseline import read_baseline
-
-    return read_baseline(file)
-
-
 def _update(work: Work, *, whole: bool, form: Format) -> None:
     """Write the figures of now, unless a plan is invalid or over a limit that no baseline moves."""
-    from memplan.baseline import write_baseline
+    from memplan.baseline import read_baseline, update_baseline
+    from memplan.cli.interrupt import stop_if_interrupted
+    from memplan.cli.outputs import require_outputs
     from memplan.errors import InvalidSize
 
     if work.file is None:
         raise InvalidSize("there is no baseline to update", hint="add --baseline FILE")
-    before = _read(work.file) if work.file.exists() else {}
+    require_outputs({"--baseline": work.file}, *(entry.target for entry in work.entries))
+    before = read_baseline(work.file) if work.file.exists() else {}
     judged = work.judge(before, absolute_only=True)
     if not all(j.ok for j in judged):
         _show(judged, form)
@@ -134,8 +132,8 @@ def _update(work: Work, *, whole: bool, form: Format) -> None:
         error_console().print(f"{work.file} was not written: {why}", style="bold red", soft_wrap=True)
         raise typer.Exit(1)
     now = {j.name: j.verdict.figures for j in judged}
-    write_baseline(work.file, now if whole else {**before, **now})
-    _say_written(work.file, before, now)
+    stop_if_interrupted()
+    _say_written(work.file, update_baseline(work.file, now, whole=whole), now)
 
 
 def _say_written(file: Path, before: Mapping[str, Figures], now: Mapping[str, Figures]) -> None:

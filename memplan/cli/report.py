@@ -89,13 +89,18 @@ def report(
 
     Nothing is computed and no weight is touched: the model may be larger than this machine.
     """
+    from memplan.cli.interrupt import stop_if_interrupted
+    from memplan.cli.outputs import require_outputs
     from memplan.cli.source import obtain, seconds_option
-    from memplan.csvio import write_atomic
+    from memplan.files import write_atomic
     from memplan.report.jsonform import report_json
 
     limit = seconds_option("--time-limit", time_limit)
+    pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
+    require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
     plan = obtain(target, infer=infer, solver=solver, time_limit=limit, budget=budget, costs=costs, gradients=gradients)
     figures = plan.report()
+    stop_if_interrupted()
     if save is not None:
         plan.save(save)
     if json_file is not None:

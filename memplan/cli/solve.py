@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,10 +16,15 @@ from memplan.cli.live import solver_progress
 if TYPE_CHECKING:
     from memplan.problem import Problem, Solution
 
+_STDIN = "standard input"
+
 
 def solve(
     buffers: Annotated[
-        Path, typer.Argument(metavar="BUFFERS.csv", help="Columns id,lower,upper,size; upper is exclusive.")
+        Path,
+        typer.Argument(
+            metavar="BUFFERS.csv|-", help="Columns id,lower,upper,size; upper is exclusive. -: standard input."
+        ),
     ],
     *,
     output: Annotated[
@@ -63,8 +69,10 @@ def solve(
 
     Exits 1 when nothing fits the capacity, or nothing was found that does.
     """
+    from memplan.cli.interrupt import stop_if_interrupted
+    from memplan.cli.outputs import require_outputs
     from memplan.cli.source import seconds_option, size_option
-    from memplan.csvio import read_problem, write_solution
+    from memplan.csvio import write_solution
     from memplan.problem import Status
     from memplan.solve import solve as solve_problem
 
@@ -74,21 +82,24 @@ def solve(
         from memplan.cli.pictures import writer_for
 
         draw = writer_for("--plot", plot)
-    with contextlib.nullcontext() if live is False else progress(f"Reading {buffers}"):
-        problem = read_problem(buffers)
+    name = _STDIN if str(buffers) == "-" else buffers.name
+    require_outputs({"--output": output, "--plot": plot}, buffers)
+    with contextlib.nullcontext() if live is False else progress(f"Reading {name}"):
+        problem = _read(buffers)
     capacity_bytes = problem.capacity if wanted is None else wanted
     with solver_progress(f"Placing {len(problem.buffers):,} buffers", wanted=live) as listener:
         solution = solve_problem(
             problem, capacity=capacity_bytes, time_limit=limit, minimize=minimize or None, solver=solver, seed=seed,
             on_progress=listener,
         )  # fmt: skip
+    stop_if_interrupted()
     fits = solution.status in (Status.OPTIMAL, Status.FEASIBLE)
     if output is not None and fits:
         write_solution(output, problem, solution)
     if plot is not None and draw is not None and fits:
         from memplan.report.picture import picture_of
 
-        draw(plot, picture_of(problem, solution, buffers.name))
+        draw(plot, picture_of(problem, solution, name))
     if as_json:
         typer.echo(json.dumps(_figures(problem, solution, capacity_bytes), indent=2))
     else:
@@ -97,6 +108,12 @@ def solve(
         for file in filter(None, (output, plot)):
             error_console().print(f"{file} was not written: nothing fits", style="bold red", soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _read(buffers: Path) -> Problem:
+    from memplan.csvio import parse_problem, read_problem
+
+    return parse_problem(sys.stdin.buffer.read(), _STDIN) if str(buffers) == "-" else read_problem(buffers)
 
 
 def _figures(problem: Problem, solution: Solution, capacity: int | None) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from memplan.csvio import write_atomic
 from memplan.errors import InvalidCosts, MemplanError, UnreadableFile
+from memplan.files import write_atomic
 from memplan.graph import Graph, Op, Value
 from memplan.jsonio import from_json, to_json
 

@@ -15,6 +15,7 @@ from memplan.evict.floor import floor, require_floor
 from memplan.evict.resident import with_streamed_kept
 from memplan.evict.retention import TICKS, RetentionProgram
 from memplan.evict.workload import Workload
+from memplan.solve.interruptible import run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ def optimum(workload: Workload, *, work: float = 5.0, lives: int = 2, hint: Even
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = work
-    status = solver.solve(program.model)
+    status = run(solver, program.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         least, at = floor(workload)
         op = workload.graph.ops[at].name

@@ -14,6 +14,7 @@ from memplan.graph import Graph
 from memplan.schedule.base import Evidence, Schedule, live_bytes
 from memplan.schedule.bound import working_set
 from memplan.schedule.legal import predecessors
+from memplan.solve.interruptible import run
 
 
 def cpsat(graph: Graph, *, work: float = 60.0) -> Schedule:
@@ -50,7 +51,7 @@ def cpsat(graph: Graph, *, work: float = 60.0) -> Schedule:
     solver.parameters.max_deterministic_time = work
     for p, hint in zip(position, range(count), strict=True):
         model.add_hint(p, hint)
-    status = solver.solve(model)
+    status = run(solver, model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise UnsupportedGraph("cpsat", f"found no order: {solver.status_name(status)}", "use schedule='auto'")
     order = tuple(sorted(range(count), key=lambda op: solver.value(position[op])))

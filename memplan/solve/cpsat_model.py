@@ -14,6 +14,7 @@ from memplan.solve.bounds import lower_bound
 from memplan.solve.budget import Budget
 from memplan.solve.core import Core, Ints
 from memplan.solve.instance import Outcome
+from memplan.solve.interruptible import run
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -71,7 +72,7 @@ def _run(model: cp_model.CpModel, offsets: list[cp_model.LinearExprT], budget: B
         solver.parameters.max_time_in_seconds = max(seconds, _LEAST_SECONDS)
     if work is not None:
         solver.parameters.max_deterministic_time = max(work / _UNITS_PER_SECOND, _LEAST_SECONDS)
-    status = solver.solve(model)
+    status = run(solver, model)
     budget.spend(int(solver.deterministic_time * _UNITS_PER_SECOND), 1)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         bound = round(solver.best_objective_bound) if model.has_objective() else 0

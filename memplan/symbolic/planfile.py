@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from memplan.csvio import write_atomic
+from memplan.files import write_atomic
 from memplan.planfile import Form
 from memplan.symbolic.plan import SymbolicPlan, check_whole, whole_as_loaded
 

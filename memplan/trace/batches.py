@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from memplan.budget import cost_model, plan_within
-from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError, UnsupportedGraph
+from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError, UnsupportedGraph
 from memplan.evict.costs import CostModel
 from memplan.evict.fit import make_workload, smallest
 from memplan.evict.select import fit_policy
@@ -44,8 +45,8 @@ def max_batch(
     `gradients`: as in `memplan.compile`; "arena" makes them part of the arena, in bytes that dying activations leave:
     more fits where `total=True`, and nothing is evicted (`policy` stays "auto", or None). A larger batch is taken to
     need no less memory. Raises `BudgetInfeasible` when not even `lowest` fits, `InvalidSize` for a budget or bounds
-    that make no sense, `UnsupportedCall` for a policy that evicts beside gradients in the arena, and
-    `UnsupportedGraph`.
+    that make no sense, `InvalidModel` for a `make` that ignores its batch, `UnsupportedCall` for a policy that evicts
+    beside gradients in the arena, and `UnsupportedGraph`.
     """
     limit = parse_size(budget) if isinstance(budget, str) else budget
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (limit, lowest, highest))
@@ -79,6 +80,12 @@ def max_batch(
             )
             raise UnsupportedGraph(error.node, error.reason, hint) from error
         fits, fails = (fits, guess) if need > limit else (guess, fails)
+    if fits > lowest and search.alike(lowest, fits):
+        raise InvalidModel(
+            f"make({lowest}) and make({fits}) return the same inputs, which need the same memory: it ignores its batch",
+            where="max_batch",
+            hint="build the inputs from the batch: lambda batch: (model, (torch.randn(batch, 64),))",
+        )
     while fits > lowest and not search.placed(fits):  # nearly always placed at once
         fits -= 1
     return fits
@@ -92,6 +99,7 @@ class _Search:
         self.limit = limit
         self.options = options
         self._needs: dict[int, int] = {}
+        self._inputs: dict[int, tuple[Any, ...]] = {}
 
     def need(self, batch: int) -> int:
         """The least bytes that count against the budget in which this batch size can run."""
@@ -114,6 +122,10 @@ class _Search:
         one, two = known[-2:] if fails > known[-1] else (fits, fails)
         slope = (self._needs[two] - self._needs[one]) / (two - one)
         return one + int((self.limit - self._needs[one]) / slope) if slope > 0 else 2 * two
+
+    def alike(self, one: int, two: int) -> bool:
+        """Whether two batch sizes make inputs of the same sizes, and need the same."""
+        return self._inputs[one] == self._inputs[two] and self._needs[one] == self._needs[two]
 
     def placed(self, batch: int) -> bool:
         """Whether a plan of this batch size keeps the budget, places included."""
@@ -141,6 +153,9 @@ class _Search:
     def _plain(self, batch: int) -> tuple[Plan, CostModel, int]:
         """The plan without evictions, the costs on its device, and the bytes outside the arena that count."""
         model, inputs = self._example(batch)
+        self._inputs[batch] = tuple(
+            tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in tree_leaves(inputs)
+        )
         traced = trace(model, inputs, train=self.options["train"], resident=self.options["resident"])
         plan = plan_traced(traced, solver=self.options["solver"])
         outside = plan.total - plan.arena_size if self.options["total"] else 0

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.errors import BudgetInfeasible, InvalidSize, UnsupportedCall, UnsupportedGraph
+from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, UnsupportedCall, UnsupportedGraph
 from memplan.units import parse_size
 
 
@@ -120,3 +120,11 @@ def test_a_misspelt_policy_is_an_error_without_a_budget_too() -> None:
         memplan.plan(*make(1), policy="hope")
     with pytest.raises(memplan.MemplanError, match="a100"):
         memplan.plan(*make(1), costs="abacus")
+
+
+def test_a_factory_that_ignores_its_batch_is_said_so() -> None:
+    with pytest.raises(InvalidModel, match=r"make\(1\) and make\(1048576\) return the same inputs") as caught:
+        memplan.max_batch(lambda _: make(4), "1GiB", policy=None)
+    assert caught.value.where == "max_batch"
+    assert memplan.max_batch(lambda _: make(4), "1GiB", policy=None, lowest=7, highest=7) == 7
+    assert memplan.max_batch(make, "1GiB", policy=None, highest=3) == 3

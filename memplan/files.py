@@ -1,0 +1,105 @@
+"""Files that are written whole or not at all, and a lock for those that several processes change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from memplan.errors import UnreadableFile
+
+if sys.platform != "win32":
+    import fcntl
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file so that it is either whole or untouched, also when the writing is interrupted.
+
+    A link is followed; a device or a pipe is written to directly. Raises `UnreadableFile` when that cannot be done.
+    """
+    require_place(path)
+    with _named(path):
+        data = content if isinstance(content, bytes) else content.encode()
+        target = path.resolve()
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)
+            return
+        scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            scratch.write_bytes(data)
+            scratch.replace(target)
+        finally:  # nothing is left of it once it has replaced the target
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+
+
+def require_place(path: Path) -> None:
+    """Raise `UnreadableFile` unless a file can be at `path`: its folder exists, and `path` is no folder itself."""
+    with _named(path):
+        folder = path.resolve().parent
+        if path.is_dir():
+            fault, hint = "it is a folder", "give the name of a file"
+        elif not folder.exists():
+            fault, hint = f"there is no folder {path.parent}", "make the folder first, or name another one"
+        elif not folder.is_dir():
+            fault, hint = f"{path.parent} is no folder", "name a folder that exists"
+        else:
+            return
+    raise UnreadableFile(f"cannot be written: {fault}", where=str(path), hint=hint)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Raise what the system says of `path` as `UnreadableFile`, without the names of files that the user never named.
+
+    A `ValueError` is a name or a text that no file can have.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        hint = "name a file that can be written"
+        raise UnreadableFile(f"cannot be written: {reason}", where=str(path), hint=hint) from error
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of `path`: no other process that also asks for it reads or writes the file in between.
+
+    The lock is a file beside `path`, removed afterwards; the system releases it when a process dies. On Windows
+    nothing is held. Raises `UnreadableFile` where no lock file can be made.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    require_place(path)
+    with _named(path):
+        target = path.resolve()
+        lock = target.with_name(f".{target.name}.lock")
+        handle = _acquire(lock)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            lock.unlink()
+        os.close(handle)
+
+
+if sys.platform != "win32":
+
+    def _acquire(lock: Path) -> int:
+        """The handle of the file at `lock`, once it is held; one that its holder removed meanwhile is not taken."""
+        while True:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+                if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
+                    return handle
+            except FileNotFoundError:  # removed between the two looks at it
+                pass
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
