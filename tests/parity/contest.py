@@ -1,0 +1,173 @@
+"""One case, run by eager, by `aot_eager` and by memplan, and what comes of it."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+import memplan
+from memplan.errors import MemplanError
+from tests.parity import judge, layouts
+from tests.parity.cases import Case
+from tests.parity.catalog import seed_everything
+from tests.parity.judge import Outcome
+from tests.parity.programs import Material
+from tests.parity.verdicts import Result, Verdict
+
+# Their results are memory as it was found: nothing but shapes, types and strides can be compared.
+UNINITIALIZED = frozenset(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "nn.Identity()")
+)
+
+
+class _Wrong(Exception):
+    """A difference that memplan must not have. Raised and caught in this file."""
+
+
+def verdict_on(case: Case) -> Verdict:
+    """Run the case and judge it; whatever a contender raises ends up in the verdict."""
+    torch._dynamo.reset()
+    material = Material(case)
+    eager = [_Contender(material, lambda m: m).call(i, layout) for i, layout in enumerate(case.call_layouts)]
+    if isinstance(eager[0].error, Exception):
+        return Verdict(case=case.name, result=Result.NO_REFERENCE, reason=f"eager raises {reason_of(eager[0].error)}")
+    try:
+        train = any(isinstance(x, torch.Tensor) and x.requires_grad for x in eager[0].results.values())
+        planned = _Contender(material, lambda m: _compiled(m, material, train=train))
+        ours = [planned.call(i, layout) for i, layout in enumerate(case.call_layouts)]
+        aot = _Contender(material, _aot_eager)
+        theirs = [aot.call(i, _laid_out_for(case, i)) for i in range(len(case.call_layouts))]
+        for i in range(len(case.call_layouts)):
+            _judge(case, i, ours[i], eager[i], theirs[i])
+    except _Wrong as error:
+        return Verdict(case=case.name, result=Result.WRONG, reason=str(error))
+    except MemplanError as error:
+        return Verdict(case=case.name, result=Result.REFUSED, reason=reason_of(error))
+    except Exception as error:
+        return Verdict(case=case.name, result=Result.UNTYPED, reason=f"{reason_of(error)} at {_raised_at(error)}")
+    return Verdict(case=case.name, result=Result.PASSED)
+
+
+def _laid_out_for(case: Case, number: int) -> str:
+    """The layout in which `aot_eager` gets a call: the example's, as memplan lays calls out, unless values would go."""
+    layout = case.call_layouts[number]
+    return layout if layout in layouts.OVERLAPPING or case.layout in layouts.OVERLAPPING else case.layout
+
+
+def _compiled(program: nn.Module, material: Material, *, train: bool) -> Callable[..., Any]:
+    seed_everything(0)
+    return memplan.compile(program, material.example_inputs(), train=train, guard="poison")
+
+
+def _aot_eager(program: nn.Module) -> Callable[..., Any]:
+    return torch.compile(program, backend="aot_eager", dynamic=False)
+
+
+class _Contender:
+    """A program of its own, run in one way."""
+
+    def __init__(self, material: Material, wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
+        self.material = material
+        self.program = material.program()
+        self.run = wrap(self.program)
+
+    def call(self, number: int, layout: str) -> Outcome:
+        """Forward and backward of one call. An error of memplan's own is raised, any other is part of the outcome."""
+        inputs = self.material.inputs(number, layout)
+        self.program.zero_grad(set_to_none=True)
+        seed_everything(100 + number)
+        try:
+            results = _leaves(self.run(*inputs))
+            _backward(results, self.material.case.gradient_layouts[number])
+        except MemplanError:
+            raise
+        except Exception as error:
+            return Outcome(results={}, gradients={}, state={}, error=error)
+        return _outcome(self.program, inputs, results)
+
+
+def _leaves(result: Any) -> dict[str, Any]:
+    return {f"result {i}": x for i, x in enumerate(pytree.tree_leaves(result))}
+
+
+def _backward(results: Mapping[str, Any], layout: str) -> None:
+    """Run the backward of all results that have one, with gradients that are the same for every contender."""
+    roots = [x for x in results.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    if roots:
+        gradients = [_gradient(x, layout, i) for i, x in enumerate(roots)]
+        torch.autograd.backward(roots, gradients)
+
+
+def _gradient(result: torch.Tensor, layout: str, number: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(7 + number)
+    values = torch.randn(result.shape, generator=made, dtype=result.dtype if result.is_complex() else torch.float32)
+    return layouts.laid_out(values.to(result.dtype), layout)
+
+
+def _outcome(program: nn.Module, inputs: Sequence[torch.Tensor], results: dict[str, Any]) -> Outcome:
+    gradients = {f"gradient of {name}": p.grad for name, p in program.named_parameters()}
+    gradients |= {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad and x.is_leaf}
+    state = {f"buffer {name}": b.detach().clone() for name, b in program.named_buffers()}
+    state |= {f"input {i} afterwards": x.detach() for i, x in enumerate(inputs)}
+    # the next call may write where these lie only if they are the caller's no more: they are not copied
+    return Outcome(results=results, gradients=gradients, state=state)
+
+
+def _judge(case: Case, number: int, ours: Outcome, eager: Outcome, aot: Outcome) -> None:
+    """Raise `_Wrong` for the first difference that must not be."""
+    where = f"call {number + 1} ({case.call_layouts[number]}, gradients {case.gradient_layouts[number]})"
+    same_layout = case.call_layouts[number] == case.layout
+    if eager.error is not None:
+        if ours.error is None and same_layout:
+            raise _Wrong(f"{where}: eager raises {reason_of(eager.error)}, memplan returns")
+        if aot.error is not None or same_layout:
+            return
+        eager = aot  # eager refuses this layout alone: the call was laid out as the example is
+    if ours.error is not None:
+        raise ours.error
+    if ours.values.keys() != eager.values.keys():
+        raise _Wrong(f"{where}: {len(ours.values)} values instead of {len(eager.values)}")
+    bits = aot if aot.error is None and aot.values.keys() == ours.values.keys() else None
+    listed = any(layout in layouts.OVERLAPPING for layout in (case.layout, case.call_layouts[number]))
+    listed = listed or any(isinstance(x, torch.Tensor) and layouts.overlaps(x) for x in eager.results.values())
+    for name, value in ours.values.items():
+        theirs = eager.values[name]
+        difference = judge.seen(value, theirs, strides=same_layout and name in eager.results)
+        if difference:
+            raise _Wrong(f"{where}: {name} has {difference} of eager's")
+        if case.entry in UNINITIALIZED or judge.same_bits(value, theirs):
+            continue
+        if not judge.close(value, theirs):
+            raise _Wrong(f"{where}: {name} is far from eager's{_as_aot(value, bits, name)}")
+        if bits is not None and not listed and not judge.same_bits(value, bits.values[name]):
+            raise _Wrong(f"{where}: {name} has other bits than aot_eager's")
+
+
+def _as_aot(value: Any, aot: Outcome | None, name: str) -> str:
+    return ", and aot_eager's is the same" if aot is not None and judge.same_bits(value, aot.values[name]) else ""
+
+
+def reason_of(error: BaseException) -> str:
+    """The error's class and first line, without what changes from run to run and from machine to machine."""
+    text = error.what if isinstance(error, MemplanError) else str(error)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    line = re.sub(r"0x[0-9a-f]+", "0x...", line)
+    line = re.sub(r"(/[\w.+-]+){2,}", "...", line)
+    line = re.sub(r"\s+", " ", line).replace("|", "/")
+    return f"{type(error).__name__}: {line[:160].rstrip()}"
+
+
+def _raised_at(error: BaseException) -> str:
+    """The innermost frame of memplan's own."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "memplan/" in f.filename.replace("\\", "/")]
+    frames = [f for f in frames if "/tests/" not in f.filename]
+    if not frames:
+        return "no frame of memplan"
+    last = frames[-1]
+    return f"memplan/{last.filename.rsplit('memplan/', 1)[-1]}:{last.lineno} in {last.name}"
