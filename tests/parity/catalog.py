@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "complex64": torch.complex64}
 # The largest, the last, and one of 0 or 1 elements.
@@ -23,11 +24,15 @@ _MOST = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One call: what makes the callable (an operator's is always the same), and its arguments."""
+    """One call: what makes the callable (an operator's is always the same), and its arguments.
+
+    `derivable` makes of the result what has a derivative: eigenvectors have one only without their phase.
+    """
 
     make: Callable[[], Callable[..., Any]]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    derivable: Callable[[Any], Any] = lambda result: result
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -108,7 +113,12 @@ def _operator(info: Any) -> Entry:
 def _operator_samples(info: Any, dtype: torch.dtype) -> Iterator[Sample]:
     grad = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
     for s in info.sample_inputs("cpu", dtype, requires_grad=grad):
-        yield Sample(make=lambda: info.op, args=(s.input, *s.args), kwargs=dict(s.kwargs))
+        yield Sample(
+            make=lambda: info.op,
+            args=(s.input, *s.args),
+            kwargs=dict(s.kwargs),
+            derivable=s.output_process_fn_grad,
+        )
 
 
 def _module(info: Any, training: bool) -> Entry:
@@ -121,12 +131,15 @@ def _module_samples(info: Any, training: bool, dtype: torch.dtype) -> Iterator[S
     inputs = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
     for s in inputs:
         if s.forward_input is not None:
-            make = partial(_build, info.module_cls, s.constructor_input, dtype, training)
+            make = partial(_build, info.module_cls, s, dtype, training)
             yield Sample(make=make, args=tuple(s.forward_input.args), kwargs=dict(s.forward_input.kwargs))
 
 
 def _build(kind: type[nn.Module], given: Any, dtype: torch.dtype, training: bool) -> nn.Module:
-    """A module with parameters that depend on the seed alone."""
+    """A module with parameters that are always the same; a lazy one has seen its input, as memplan asks for."""
     seed_everything(1)
-    module = kind(*given.args, **given.kwargs)
-    return module.to("cpu", dtype).train(training)
+    constructor = given.constructor_input
+    module = kind(*constructor.args, **constructor.kwargs).to("cpu", dtype).train(training)
+    if any(map(is_lazy, module.parameters())):
+        module(*given.forward_input.args, **given.forward_input.kwargs)
+    return module

@@ -34,8 +34,9 @@ def verdict_on(case: Case) -> Verdict:
     """Run the case and judge it; whatever a contender raises ends up in the verdict."""
     torch._dynamo.reset()
     material = Material(case)
-    eager = [_Contender(material, lambda m: m).call(i, layout) for i, layout in enumerate(case.call_layouts)]
-    if isinstance(eager[0].error, Exception):
+    reference = _Contender(material, lambda m: m)
+    eager = [reference.call(i, layout) for i, layout in enumerate(case.call_layouts)]
+    if eager[0].error is not None:
         return Verdict(case=case.name, result=Result.NO_REFERENCE, reason=f"eager raises {reason_of(eager[0].error)}")
     try:
         train = any(isinstance(x, torch.Tensor) and x.requires_grad for x in eager[0].results.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,16 @@ from tests.parity.catalog import Sample, entries
 class Program(nn.Module):
     """`t * w -> call -> result * v`, without the last multiplication, or without both, as the form says.
 
-    The parameters are numbers a little below 1, so that symmetric, positive or normalised samples remain so.
+    The parameters are numbers a little below 1, so that symmetric, positive or normalised samples remain so. Where the
+    sample has tensors that require gradients, only these are multiplied; where it has none, the call has no derivative,
+    and what its inputs are multiplied by is no parameter.
     """
 
-    def __init__(self, call: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec, form: str) -> None:
+    def __init__(self, sample: Sample, form: str) -> None:
         super().__init__()
-        self.call = call
+        leaves, spec = pytree.tree_flatten((sample.args, sample.kwargs))
+        self.call = sample.make()
+        self.derivable = sample.derivable
         self.spec = spec
         self.constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
         self.places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
@@ -30,11 +34,14 @@ class Program(nn.Module):
         self.scales = nn.ParameterList()
         self.scale = nn.ParameterList()
         self.scaled = [False] * len(self.places)
+        derivable = any(leaves[i].requires_grad for i in self.places)
         if form != "plain":
             for k, i in enumerate(self.places):
-                if leaves[i].dtype.is_floating_point or leaves[i].dtype.is_complex:
+                x = leaves[i]
+                if x.requires_grad or (not derivable and (x.is_floating_point() or x.is_complex())):
                     self.scaled[k] = True
-                    self.scales.append(nn.Parameter(torch.tensor(0.96875 - k / 64, dtype=leaves[i].dtype)))
+                    value = torch.tensor(0.96875 - k / 64, dtype=x.dtype)
+                    self.scales.append(nn.Parameter(value, requires_grad=derivable))
         if form == "between":
             self.scale.append(nn.Parameter(torch.tensor(0.8125)))
 
@@ -50,7 +57,7 @@ class Program(nn.Module):
         result = self.call(*args, **kwargs)
         if self.form != "between":
             return result
-        return [_times(x, self.scale[0]) for x in pytree.tree_leaves(result)]
+        return [_times(x, self.scale[0]) for x in pytree.tree_leaves(self.derivable(result))]
 
 
 def _times(result: Any, scale: torch.Tensor) -> Any:
@@ -66,13 +73,11 @@ class Material:
         self.case = case
         self.entry = entries()[case.entry]
         self.example = self.entry.sample(case.dtype, case.index, 0)
-        leaves, self.spec = pytree.tree_flatten((self.example.args, self.example.kwargs))
-        self.leaves = leaves
         self._calls = [self._values(1 + i) for i in range(len(case.call_layouts))]
 
     def program(self) -> Program:
         """A new program, each time with the same parameters."""
-        return Program(self.example.make(), self.leaves, self.spec, self.case.form)
+        return Program(self.example, self.case.form)
 
     def example_inputs(self) -> tuple[torch.Tensor, ...]:
         """The example's tensors in its layout, in new memory."""

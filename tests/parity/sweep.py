@@ -57,11 +57,13 @@ class _Run:
 
     def verdicts(self, task: dict[str, Any], worker: Sequence[str]) -> Iterator[Verdict]:
         again = False
-        with tempfile.TemporaryFile("w+") as errors:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            process = subprocess.Popen(
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(
                 worker, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-            )
+            ) as process,
+        ):
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -73,10 +75,12 @@ class _Run:
                     self.current = message.get("begins")
                     if "verdict" in message:
                         yield Verdict(**{**message["verdict"], "result": Result(message["verdict"]["result"])})
-            finally:
-                if process.poll() is None and (self._silent or not (again or self.finished)):
-                    process.kill()
-                code = process.wait()
+            except BaseException:  # whoever reads the verdicts wants no more of them, or was interrupted
+                process.kill()
+                raise
+            if self._silent:
+                process.kill()
+            code = process.wait()
             if self.current is not None:
                 yield self._lost(code, self.current)
             elif not self.finished and not again:
