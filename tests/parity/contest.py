@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ UNINITIALIZED = frozenset(
 )
 
 
+_MISSING = object()
+
+
 class _Wrong(Exception):
     """A difference that memplan must not have. Raised and caught in this file."""
 
@@ -34,18 +38,17 @@ def verdict_on(case: Case) -> Verdict:
     """Run the case and judge it; whatever a contender raises ends up in the verdict."""
     torch._dynamo.reset()
     material = Material(case)
-    reference = _Contender(material, lambda m: m)
-    eager = [reference.call(i, layout) for i, layout in enumerate(case.call_layouts)]
+    calls = list(enumerate(case.call_layouts))
+    references = _References(material)
+    eager = references.eager
     if eager[0].error is not None:
         return Verdict(case=case.name, result=Result.NO_REFERENCE, reason=f"eager raises {reason_of(eager[0].error)}")
+    train = any(isinstance(x, torch.Tensor) and x.requires_grad for x in eager[0].results.values())
     try:
-        train = any(isinstance(x, torch.Tensor) and x.requires_grad for x in eager[0].results.values())
         planned = _Contender(material, lambda m: _compiled(m, material, train=train))
-        ours = [planned.call(i, layout) for i, layout in enumerate(case.call_layouts)]
-        aot = _Contender(material, _aot_eager)
-        theirs = [aot.call(i, _laid_out_for(case, i)) for i in range(len(case.call_layouts))]
-        for i in range(len(case.call_layouts)):
-            _judge(case, i, ours[i], eager[i], theirs[i])
+        ours = [planned.call(i, layout) for i, layout in calls]  # all before the first is judged: none may change
+        for i, _ in calls:
+            _judge(case, i, ours[i], references)
     except _Wrong as error:
         return Verdict(case=case.name, result=Result.WRONG, reason=str(error))
     except MemplanError as error:
@@ -53,6 +56,39 @@ def verdict_on(case: Case) -> Verdict:
     except Exception as error:
         return Verdict(case=case.name, result=Result.UNTYPED, reason=f"{reason_of(error)} at {_raised_at(error)}")
     return Verdict(case=case.name, result=Result.PASSED)
+
+
+class _References:
+    """What others give for the calls of a case. `aot_eager` is compiled only where eager's bits are not memplan's."""
+
+    def __init__(self, material: Material) -> None:
+        self._material = material
+
+    @cached_property
+    def eager(self) -> list[Outcome]:
+        """Eager, call by call."""
+        return self._run(lambda m: m, self._material.case.call_layouts)
+
+    @cached_property
+    def eager_with_dense_gradients(self) -> list[Outcome]:
+        """Eager with the same incoming gradients in dense memory.
+
+        Where their elements share bytes, derivatives that write into a copy of them (those of the `*_scatter`
+        functions) change several elements at once in eager.
+        """
+        return self._run(lambda m: m, self._material.case.call_layouts, dense_gradients=True)
+
+    @cached_property
+    def aot_eager(self) -> list[Outcome]:
+        """`aot_eager`, call by call."""
+        case = self._material.case
+        return self._run(_aot_eager, [_laid_out_for(case, i) for i in range(len(case.call_layouts))])
+
+    def _run(
+        self, wrap: Callable[[nn.Module], Callable[..., Any]], given: Sequence[str], *, dense_gradients: bool = False
+    ) -> list[Outcome]:
+        contender = _Contender(self._material, wrap)
+        return [contender.call(i, layout, dense_gradients=dense_gradients) for i, layout in enumerate(given)]
 
 
 def _laid_out_for(case: Case, number: int) -> str:
@@ -78,14 +114,14 @@ class _Contender:
         self.program = material.program()
         self.run = wrap(self.program)
 
-    def call(self, number: int, layout: str) -> Outcome:
+    def call(self, number: int, layout: str, *, dense_gradients: bool = False) -> Outcome:
         """Forward and backward of one call. An error of memplan's own is raised, any other is part of the outcome."""
         inputs = self.material.inputs(number, layout)
         self.program.zero_grad(set_to_none=True)
         seed_everything(100 + number)
         try:
             results = _leaves(self.run(*inputs))
-            _backward(results, self.material.case.gradient_layouts[number])
+            _backward(results, self.material.case.gradient_layouts[number], dense=dense_gradients)
         except MemplanError:
             raise
         except Exception as error:
@@ -97,11 +133,13 @@ def _leaves(result: Any) -> dict[str, Any]:
     return {f"result {i}": x for i, x in enumerate(pytree.tree_leaves(result))}
 
 
-def _backward(results: Mapping[str, Any], layout: str) -> None:
+def _backward(results: Mapping[str, Any], layout: str, *, dense: bool) -> None:
     """Run the backward of all results that have one, with gradients that are the same for every contender."""
     roots = [x for x in results.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     if roots:
         gradients = [_gradient(x, layout, i) for i, x in enumerate(roots)]
+        if dense:
+            gradients = [g if g.layout is not torch.strided else g.contiguous() for g in gradients]
         torch.autograd.backward(roots, gradients)
 
 
@@ -120,38 +158,38 @@ def _outcome(program: nn.Module, inputs: Sequence[torch.Tensor], results: dict[s
     return Outcome(results=results, gradients=gradients, state=state)
 
 
-def _judge(case: Case, number: int, ours: Outcome, eager: Outcome, aot: Outcome) -> None:
+def _judge(case: Case, number: int, ours: Outcome, references: _References) -> None:
     """Raise `_Wrong` for the first difference that must not be."""
-    where = f"call {number + 1} ({case.call_layouts[number]}, gradients {case.gradient_layouts[number]})"
-    same_layout = case.call_layouts[number] == case.layout
+    layout, gradient_layout = case.call_layouts[number], case.gradient_layouts[number]
+    where = f"call {number + 1} ({layout}, gradients {gradient_layout})"
+    eager = references.eager[number]
     if eager.error is not None:
-        if ours.error is None and same_layout:
+        if layout == case.layout and ours.error is None:
             raise _Wrong(f"{where}: eager raises {reason_of(eager.error)}, memplan returns")
-        if aot.error is not None or same_layout:
+        if layout == case.layout or references.aot_eager[number].error is not None:
             return
-        eager = aot  # eager refuses this layout alone: the call was laid out as the example is
+        eager = references.aot_eager[number]  # eager refuses this layout alone: the call was laid out as the example is
     if ours.error is not None:
         raise ours.error
     if ours.values.keys() != eager.values.keys():
         raise _Wrong(f"{where}: {len(ours.values)} values instead of {len(eager.values)}")
-    bits = aot if aot.error is None and aot.values.keys() == ours.values.keys() else None
-    listed = any(layout in layouts.OVERLAPPING for layout in (case.layout, case.call_layouts[number]))
+    listed = any(name in layouts.OVERLAPPING for name in (case.layout, layout))
     listed = listed or any(isinstance(x, torch.Tensor) and layouts.overlaps(x) for x in eager.results.values())
     for name, value in ours.values.items():
-        theirs = eager.values[name]
-        difference = judge.seen(value, theirs, strides=same_layout and name in eager.results)
+        difference = judge.seen(value, eager.values[name], strides=layout == case.layout and name in eager.results)
         if difference:
             raise _Wrong(f"{where}: {name} has {difference} of eager's")
-        if case.entry in UNINITIALIZED or judge.same_bits(value, theirs):
+        if case.entry in UNINITIALIZED or judge.same_bits(value, eager.values[name]):
             continue
-        if not judge.close(value, theirs):
-            raise _Wrong(f"{where}: {name} is far from eager's{_as_aot(value, bits, name)}")
-        if bits is not None and not listed and not judge.same_bits(value, bits.values[name]):
+        aot = references.aot_eager[number].values.get(name, _MISSING)
+        near = judge.close(value, eager.values[name])
+        if not near and gradient_layout in layouts.OVERLAPPING and name in eager.gradients:
+            near = judge.close(value, references.eager_with_dense_gradients[number].values[name])
+        if not near:
+            also = ", and aot_eager's is the same" if judge.same_bits(value, aot) else ""
+            raise _Wrong(f"{where}: {name} is far from eager's{also}")
+        if aot is not _MISSING and not listed and not judge.same_bits(value, aot):
             raise _Wrong(f"{where}: {name} has other bits than aot_eager's")
-
-
-def _as_aot(value: Any, aot: Outcome | None, name: str) -> str:
-    return ", and aot_eager's is the same" if aot is not None and judge.same_bits(value, aot.values[name]) else ""
 
 
 def reason_of(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +118,20 @@ def _entries(monkeypatch: pytest.MonkeyPatch) -> None:
 def _with(monkeypatch: pytest.MonkeyPatch, run: Callable[[nn.Module], Callable[..., Any]]) -> contest.Verdict:
     monkeypatch.setattr(contest, "_compiled", lambda program, material, *, train: run(program))
     return contest.verdict_on(_CASE)
+
+
+def test_gradients_whose_elements_share_bytes_are_judged_as_if_they_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def samples(dtype: torch.dtype) -> Any:
+        given = (torch.randn(4, 4, requires_grad=True), torch.randn(4))
+        yield catalog.Sample(make=lambda: torch.diagonal_scatter, args=given, kwargs={})
+
+    entry = catalog.Entry(name="sinh", dtypes=("float32",), read=samples)
+    monkeypatch.setattr("tests.parity.programs.entries", lambda: {"sinh": entry})
+    monkeypatch.setattr(Case, "gradient_layouts", ("window",) * 3)
+    case = replace(_CASE, form="plain")
+    assert contest.verdict_on(case).result is Result.PASSED
+    monkeypatch.setattr(contest._References, "eager_with_dense_gradients", contest._References.eager)
+    assert "far from eager's" in contest.verdict_on(case).reason
 
 
 def test_memplan_passes() -> None:
