@@ -80,6 +80,9 @@ class Runner:
         self._observed: tuple[Hook | None, Guards, Functions] | None = None
         self._wire()
         self.owned = self._owned() if owned else None
+        # Results of which no gradient comes (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
+        anchored = traced.training and not owned and not self._gradient_order
+        self._anchors = (torch.zeros((), requires_grad=True),) if anchored else ()
         self.resident = self._resident()
         if hooks is not None:
             hooks.attach(self)
@@ -161,7 +164,7 @@ class Runner:
         if training:
             wanted = [leaves[i] for i in self._wanted_inputs] if self._wanted_inputs else ()
             if self.owned is None:
-                fresh = run_planned(self, inputs, current, *self.wanted(current), *wanted)
+                fresh = run_planned(self, inputs, current, *self.wanted(current), *wanted, *self._anchors)
             else:
                 fresh = run_owning(self, inputs, current, self.owned.anchor, *wanted)
         else:
@@ -287,6 +290,8 @@ class Runner:
 
         None for those that depend only on outputs whose gradients did not come: `missing`, as `tangents_from` says it.
         """
+        if self._anchors:
+            return (None,)
         if not missing:
             return self._in_order(gradients)
         needs = self.traced.results.needs

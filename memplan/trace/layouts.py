@@ -77,7 +77,7 @@ LAYOUTS: dict[Any, Layout] = {
     **dict.fromkeys(
         (
             *(aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.hardtanh_backward.default),
-            *(aten.softplus_backward.default, aten.logit_backward.default),
+            *(aten.softplus_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default),
         ),
         _pointwise(0, 1),
     ),

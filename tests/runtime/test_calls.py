@@ -334,3 +334,30 @@ def test_fake_and_meta_models_cannot_be_compiled() -> None:
         memplan_compile(model, x)
     with pytest.raises(InputMismatch, match="no numbers"):
         compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda y: y.sum(), x)
+
+
+class Counting(nn.Module):
+    """How many elements are not zero, by a norm: its derivative is that there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.vector_norm(x * self.weight, 0, dim=1)
+
+
+@pytest.mark.parametrize("gradients", ["safe", "owned", "arena"])
+def test_a_result_without_gradients_requires_one_as_in_eager(gradients: str) -> None:
+    model, x = Counting(), torch.eye(3)
+    compiled = memplan_compile(model, x, gradients=gradients)
+    for step in (model, compiled):
+        result = step(x)
+        assert result.requires_grad
+        (result + step.weight).sum().backward()  # as a term of a loss
+        assert step.weight.grad.item() == 3
+        assert result.tolist() == [1, 1, 1]
+        model.weight.grad = None
+    result = compiled(x)
+    result.sum().backward()
+    assert model.weight.grad is None

@@ -63,6 +63,7 @@ ARGUMENTS: dict[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]] = 
     aten.hardsigmoid_backward.default: lambda g, x: (g, x),
     aten.hardtanh_backward.default: lambda g, x: (g, x, -1.0, 1.0),
     aten.softplus_backward.default: lambda g, x: (g, x, 1.0, 20.0),
+    aten.native_dropout_backward.default: lambda g, x: (g, x > 0, 2.0),
     aten.logit_backward.default: lambda g, x: (g, x, 1e-6),
     aten.elu_backward.default: lambda g, x: (g, 1.0, 1.0, 1.0, False, x),
     aten.threshold_backward.default: lambda g, x: (g, x, 0),
@@ -102,6 +103,9 @@ ODD: dict[str, Callable[..., torch.Tensor]] = {
     "mean squares": lambda m, x, y: F.mse_loss(x.transpose(2, 3), y),
     "huber": lambda m, x, y: F.huber_loss(x.transpose(2, 3), y.expand(2, 8, 9, 9)),
     "cross-entropy": lambda m, x, y: F.cross_entropy(x.transpose(2, 3), y.softmax(1)),
+    "dropout's derivative": lambda m, x, y: (
+        aten.native_dropout_backward(x.transpose(2, 3), x.transpose(2, 3) > 0, 2.0).sum((0, 2)).sin().sum() * y.sum()
+    ),
     "rolled": lambda m, x, y: (torch.roll(x, 1, 2).sum((0, 2)).sin()).sum() * y.sum(),
 }
 

@@ -1,0 +1,212 @@
+"""One case, run by eager, by `aot_eager` and by memplan, and what comes of it."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+import memplan
+from memplan.errors import MemplanError
+from tests.parity import judge, layouts
+from tests.parity.cases import Case
+from tests.parity.catalog import seed_everything
+from tests.parity.judge import Outcome
+from tests.parity.programs import Material
+from tests.parity.verdicts import Result, Verdict
+
+# Their results are memory as it was found: nothing but shapes, types and strides can be compared.
+UNINITIALIZED = frozenset(
+    ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "nn.Identity()")
+)
+
+
+_MISSING = object()
+
+
+class _Wrong(Exception):
+    """A difference that memplan must not have. Raised and caught in this file."""
+
+
+def verdict_on(case: Case) -> Verdict:
+    """Run the case and judge it; whatever a contender raises ends up in the verdict."""
+    torch._dynamo.reset()
+    material = Material(case)
+    calls = list(enumerate(case.call_layouts))
+    references = _References(material)
+    eager = references.eager
+    if eager[0].error is not None:
+        return Verdict(case=case.name, result=Result.NO_REFERENCE, reason=f"eager raises {reason_of(eager[0].error)}")
+    train = any(isinstance(x, torch.Tensor) and x.requires_grad for x in eager[0].results.values())
+    try:
+        planned = _Contender(material, lambda m: _compiled(m, material, train=train))
+        ours = [planned.call(i, layout) for i, layout in calls]  # all before the first is judged: none may change
+        for i, _ in calls:
+            _judge(case, i, ours[i], references)
+    except _Wrong as error:
+        return Verdict(case=case.name, result=Result.WRONG, reason=str(error))
+    except MemplanError as error:
+        return Verdict(case=case.name, result=Result.REFUSED, reason=reason_of(error))
+    except Exception as error:
+        return Verdict(case=case.name, result=Result.UNTYPED, reason=f"{reason_of(error)} at {_raised_at(error)}")
+    return Verdict(case=case.name, result=Result.PASSED)
+
+
+class _References:
+    """What others give for the calls of a case. `aot_eager` is compiled only where eager's bits are not memplan's."""
+
+    def __init__(self, material: Material) -> None:
+        self._material = material
+
+    @cached_property
+    def eager(self) -> list[Outcome]:
+        """Eager, call by call."""
+        return self._run(lambda m: m, self._material.case.call_layouts)
+
+    @cached_property
+    def eager_with_dense_gradients(self) -> list[Outcome]:
+        """Eager with the same incoming gradients in dense memory.
+
+        Where their elements share bytes, derivatives that write into a copy of them (those of the `*_scatter`
+        functions) change several elements at once in eager.
+        """
+        return self._run(lambda m: m, self._material.case.call_layouts, dense_gradients=True)
+
+    @cached_property
+    def aot_eager(self) -> list[Outcome]:
+        """`aot_eager`, call by call."""
+        case = self._material.case
+        return self._run(_aot_eager, [_laid_out_for(case, i) for i in range(len(case.call_layouts))])
+
+    def _run(
+        self, wrap: Callable[[nn.Module], Callable[..., Any]], given: Sequence[str], *, dense_gradients: bool = False
+    ) -> list[Outcome]:
+        contender = _Contender(self._material, wrap)
+        return [contender.call(i, layout, dense_gradients=dense_gradients) for i, layout in enumerate(given)]
+
+
+def _laid_out_for(case: Case, number: int) -> str:
+    """The layout in which `aot_eager` gets a call: the example's, as memplan lays calls out, unless values would go."""
+    layout = case.call_layouts[number]
+    return layout if layout in layouts.OVERLAPPING or case.layout in layouts.OVERLAPPING else case.layout
+
+
+def _compiled(program: nn.Module, material: Material, *, train: bool) -> Callable[..., Any]:
+    seed_everything(0)
+    return memplan.compile(program, material.example_inputs(), train=train, guard="poison")
+
+
+def _aot_eager(program: nn.Module) -> Callable[..., Any]:
+    return torch.compile(program, backend="aot_eager", dynamic=False)
+
+
+class _Contender:
+    """A program of its own, run in one way."""
+
+    def __init__(self, material: Material, wrap: Callable[[nn.Module], Callable[..., Any]]) -> None:
+        self.material = material
+        self.program = material.program()
+        self.run = wrap(self.program)
+
+    def call(self, number: int, layout: str, *, dense_gradients: bool = False) -> Outcome:
+        """Forward and backward of one call. An error of memplan's own is raised, any other is part of the outcome."""
+        inputs = self.material.inputs(number, layout)
+        self.program.zero_grad(set_to_none=True)
+        seed_everything(100 + number)
+        try:
+            results = _leaves(self.run(*inputs))
+            _backward(results, self.material.case.gradient_layouts[number], dense=dense_gradients)
+        except MemplanError:
+            raise
+        except Exception as error:
+            return Outcome(results={}, gradients={}, state={}, error=error)
+        return _outcome(self.program, inputs, results)
+
+
+def _leaves(result: Any) -> dict[str, Any]:
+    return {f"result {i}": x for i, x in enumerate(pytree.tree_leaves(result))}
+
+
+def _backward(results: Mapping[str, Any], layout: str, *, dense: bool) -> None:
+    """Run the backward of all results that have one, with gradients that are the same for every contender."""
+    roots = [x for x in results.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    if roots:
+        gradients = [_gradient(x, layout, i) for i, x in enumerate(roots)]
+        if dense:
+            gradients = [g if g.layout is not torch.strided else g.contiguous() for g in gradients]
+        torch.autograd.backward(roots, gradients)
+
+
+def _gradient(result: torch.Tensor, layout: str, number: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(7 + number)
+    values = torch.randn(result.shape, generator=made, dtype=result.dtype if result.is_complex() else torch.float32)
+    return layouts.laid_out(values.to(result.dtype), layout)
+
+
+def _outcome(program: nn.Module, inputs: Sequence[torch.Tensor], results: dict[str, Any]) -> Outcome:
+    gradients = {f"gradient of {name}": p.grad for name, p in program.named_parameters()}
+    gradients |= {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad and x.is_leaf}
+    state = {f"buffer {name}": b.detach().clone() for name, b in program.named_buffers()}
+    state |= {f"input {i} afterwards": x.detach() for i, x in enumerate(inputs)}
+    # the next call may write where these lie only if they are the caller's no more: they are not copied
+    return Outcome(results=results, gradients=gradients, state=state)
+
+
+def _judge(case: Case, number: int, ours: Outcome, references: _References) -> None:
+    """Raise `_Wrong` for the first difference that must not be."""
+    layout, gradient_layout = case.call_layouts[number], case.gradient_layouts[number]
+    where = f"call {number + 1} ({layout}, gradients {gradient_layout})"
+    eager = references.eager[number]
+    if eager.error is not None:
+        if layout == case.layout and ours.error is None:
+            raise _Wrong(f"{where}: eager raises {reason_of(eager.error)}, memplan returns")
+        if layout == case.layout or references.aot_eager[number].error is not None:
+            return
+        eager = references.aot_eager[number]  # eager refuses this layout alone: the call was laid out as the example is
+    if ours.error is not None:
+        raise ours.error
+    if ours.values.keys() != eager.values.keys():
+        raise _Wrong(f"{where}: {len(ours.values)} values instead of {len(eager.values)}")
+    listed = any(name in layouts.OVERLAPPING for name in (case.layout, layout))
+    listed = listed or any(isinstance(x, torch.Tensor) and layouts.overlaps(x) for x in eager.results.values())
+    for name, value in ours.values.items():
+        difference = judge.seen(value, eager.values[name], strides=layout == case.layout and name in eager.results)
+        if difference:
+            raise _Wrong(f"{where}: {name} has {difference} of eager's")
+        if case.entry in UNINITIALIZED or judge.same_bits(value, eager.values[name]):
+            continue
+        aot = references.aot_eager[number].values.get(name, _MISSING)
+        near = judge.close(value, eager.values[name])
+        if not near and gradient_layout in layouts.OVERLAPPING and name in eager.gradients:
+            near = judge.close(value, references.eager_with_dense_gradients[number].values[name])
+        if not near:
+            also = ", and aot_eager's is the same" if judge.same_bits(value, aot) else ""
+            raise _Wrong(f"{where}: {name} is far from eager's{also}")
+        if aot is not _MISSING and not listed and not judge.same_bits(value, aot):
+            raise _Wrong(f"{where}: {name} has other bits than aot_eager's")
+
+
+def reason_of(error: BaseException) -> str:
+    """The error's class and first line, without what changes from run to run and from machine to machine."""
+    text = error.what if isinstance(error, MemplanError) else str(error)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    line = re.sub(r"0x[0-9a-f]+", "0x...", line)
+    line = re.sub(r"(/[\w.+-]+){2,}", "...", line)
+    line = re.sub(r"\s+", " ", line).replace("|", "/")
+    return f"{type(error).__name__}: {line[:160].rstrip()}"
+
+
+def _raised_at(error: BaseException) -> str:
+    """The innermost frame of memplan's own."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "memplan/" in f.filename.replace("\\", "/")]
+    frames = [f for f in frames if "/tests/" not in f.filename]
+    if not frames:
+        return "no frame of memplan"
+    last = frames[-1]
+    return f"memplan/{last.filename.rsplit('memplan/', 1)[-1]}:{last.lineno} in {last.name}"

@@ -1,0 +1,84 @@
+"""The list of expected refusals: every way in which a sweep may depart from it is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity import refusals
+from tests.parity.verdicts import Result, Verdict
+
+_EXPECTED = {"a|x": "because"}
+
+
+def _verdict(result: Result, reason: str = "", case: str = "a|x") -> Verdict:
+    return Verdict(case=case, result=result, reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "complaint"),
+    [
+        (_verdict(Result.REFUSED, "because"), None),
+        (_verdict(Result.REFUSED, "other"), "another reason"),
+        (_verdict(Result.PASSED), "expects a refusal"),
+        (_verdict(Result.NO_REFERENCE), "expects a refusal"),
+        (_verdict(Result.WRONG, "because"), "wrong: because"),
+        (_verdict(Result.PASSED, case="b|x"), None),
+        (_verdict(Result.NO_REFERENCE, case="b|x"), None),
+        (_verdict(Result.REFUSED, "because", case="b|x"), "not expected"),
+        (_verdict(Result.WRONG, "bits", case="b|x"), "wrong: bits"),
+        (_verdict(Result.UNTYPED, "KeyError", case="b|x"), "untyped: KeyError"),
+        (_verdict(Result.TOO_SLOW, case="b|x"), "too slow"),
+        (_verdict(Result.CRASHED, case="b|x"), "crashed"),
+    ],
+)
+def test_findings(verdict: Verdict, complaint: str | None) -> None:
+    found = refusals.findings([verdict], _EXPECTED)
+    if complaint is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert complaint in found[0]
+        assert f"python -m tests.parity '{verdict.case}'" in found[0]
+
+
+def test_a_line_for_no_case_is_found_when_all_cases_ran() -> None:
+    other = _verdict(Result.PASSED, case="b|x")
+    assert refusals.findings([other], _EXPECTED) == []
+    assert refusals.findings([other], _EXPECTED, complete=True) == ["a|x: in refusals.txt, and there is no such case"]
+
+
+def test_a_renewal_changes_what_was_judged_alone() -> None:
+    before = {"a|x": "because", "a|y": "gone", "c|x": "not run"}
+    verdicts = [
+        _verdict(Result.REFUSED, "otherwise"),
+        _verdict(Result.PASSED, case="a|y"),
+        _verdict(Result.REFUSED, "new", case="b|x"),
+        _verdict(Result.WRONG, "bits", case="b|y"),
+    ]
+    after = refusals.renewed(verdicts, before)
+    assert after == {"a|x": "otherwise", "b|x": "new", "c|x": "not run"}
+    assert "c|x" not in refusals.renewed(verdicts, before, complete=True)
+    assert refusals.changes(before, after) == ["- a|y|gone", "+ b|x|new", "~ a|x|otherwise"]
+
+
+def test_the_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "refusals.txt"
+    refusals.write({"b|x/y": "two", "a|x": "one: 1"}, file)
+    assert file.read_text() == "a|x|one: 1\nb|x/y|two\n"
+    assert refusals.expected(file) == {"b|x/y": "two", "a|x": "one: 1"}
+
+
+@pytest.mark.parametrize(("text", "complaint"), [("a|x\n", "is not entry"), ("a|x|1\na|x|2\n", "is there twice")])
+def test_a_line_that_says_nothing_is_an_error(text: str, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "refusals.txt"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        refusals.expected(file)
+
+
+def test_the_committed_file_is_as_it_would_be_written(tmp_path: Path) -> None:
+    copy = tmp_path / "refusals.txt"
+    refusals.write(refusals.expected(), copy)
+    assert copy.read_text() == refusals.FILE.read_text()

@@ -1,0 +1,135 @@
+"""The fixed tenth of the sweep, and what happens when a worker does not come back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.parity import catalog, refusals
+from tests.parity.cases import Case, Selection, cases_of, draw
+from tests.parity.sweep import sweep
+from tests.parity.verdicts import Result, Verdict
+
+_PARTS = 6
+
+
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_tenth(part: int) -> None:
+    verdicts = list(sweep(Selection(every=10, part=part, parts=_PARTS)))
+    assert sum(v.result is Result.PASSED for v in verdicts) > 60  # the databases were found, and most of it passes
+    found = refusals.findings(verdicts, refusals.expected())
+    assert not found, "\n".join(found)
+
+
+_PREAMBLE = """
+import json, os, sys, time
+task = json.loads(sys.stdin.readline())
+def say(**message):
+    print(json.dumps(message), flush=True)
+def passes(name):
+    say(begins=name)
+    say(verdict={"case": name, "result": "passed", "reason": "", "seconds": 0.1})
+for name in ("a|1", "a|2", "a|3"):
+    if name in task["done"]:
+        continue
+"""
+
+
+def _verdicts(body: str, tmp_path: Path) -> Iterator[Verdict]:
+    script = tmp_path / "worker.py"
+    script.write_text(f"{_PREAMBLE}{body}\nsay(again=False)\n")
+    return sweep(Selection(), seconds=1, worker=(sys.executable, str(script)))
+
+
+def test_a_crash_costs_one_case(tmp_path: Path) -> None:
+    body = """
+    if name == "a|2":
+        say(begins=name)
+        os.abort()
+    passes(name)
+"""
+    verdicts = list(_verdicts(body, tmp_path))
+    assert [(v.case, v.result) for v in verdicts] == [
+        ("a|1", Result.PASSED),
+        ("a|2", Result.CRASHED),
+        ("a|3", Result.PASSED),
+    ]
+    assert "SIGABRT" in verdicts[1].reason
+
+
+def test_a_case_that_uses_too_much_cpu_time_is_ended(tmp_path: Path) -> None:
+    body = """
+    if name == "a|1":
+        say(begins=name)
+        import resource
+        resource.setrlimit(resource.RLIMIT_CPU, (task["seconds"], resource.RLIM_INFINITY))
+        while True:
+            pass
+    passes(name)
+"""
+    verdicts = list(_verdicts(body, tmp_path))
+    assert [v.result for v in verdicts] == [Result.TOO_SLOW, Result.PASSED, Result.PASSED]
+
+
+def test_a_worker_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
+    body = """
+    if name == "a|2" and len(task["done"]) == 1:
+        passes(name)
+        say(again=True)
+        sys.exit()
+    if name == "a|1":
+        passes(name)
+        say(again=True)
+        sys.exit()
+    passes(name)
+"""
+    assert [v.case for v in _verdicts(body, tmp_path)] == ["a|1", "a|2", "a|3"]
+
+
+def test_a_worker_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="NameError: name 'nonsense'"):
+        list(_verdicts("    nonsense", tmp_path))
+
+
+def _entry(name: str = "entry") -> catalog.Entry:
+    import torch
+
+    def samples(dtype: torch.dtype) -> Iterator[catalog.Sample]:
+        for shape in ((2, 3), (4, 4), (1,), (2, 2)):
+            yield catalog.Sample(make=lambda: torch.sin, args=(torch.randn(shape, dtype=dtype),), kwargs={})
+
+    return catalog.Entry(name=name, dtypes=("float32",), read=samples)
+
+
+def test_the_largest_the_last_and_a_small_sample_are_chosen() -> None:
+    assert _entry().chosen("float32") == {"largest": 1, "last": 3, "small": 2}
+
+
+def test_cases_of_an_entry() -> None:
+    names = [c.variant for c in cases_of(_entry())]
+    assert len(names) == 3 * 3 + 3  # no channels in two dimensions
+    assert {"float32/largest/between/dense", "float32/small/raw/dense", "float32/largest/plain/window"} <= set(names)
+
+
+def test_samples_have_the_same_values_for_the_same_seed_alone() -> None:
+    one, same, other = (_entry().sample("float32", 1, seed).tensors[0] for seed in (3, 3, 4))
+    assert one.equal(same)
+    assert not one.equal(other)
+
+
+def test_a_selection_takes_each_case_in_one_part() -> None:
+    every = [
+        Case(entry=f"op{i}", dtype="float32", sample="last", form=f, layout="dense") for i in range(300) for f in "ab"
+    ]
+    parts = [[c for c in every if Selection(every=5, part=p, parts=3).takes(c)] for p in range(3)]
+    together = [c for part in parts for c in part]
+    assert len(together) == len(set(together))
+    assert set(together) == {c for c in every if Selection(every=5).takes(c)}
+    assert 60 < len(together) < 180
+
+
+def test_draws_are_the_same_on_every_machine() -> None:
+    assert draw("linalg.svd|float32/last/raw/dense", "tenth") == 2371734639
