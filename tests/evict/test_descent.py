@@ -60,9 +60,23 @@ def test_walks_are_repeatable_and_their_best_keeps_the_budget(soft: float) -> No
 
 
 def test_a_walk_that_never_fits_has_no_best() -> None:
+    """From just above the budget: with little work it stays there, with more it finds a best that fits."""
     search = _search(0.6)
     walked = walk(search, search.start(), alike(search), work=0, seed=0, soft=1.0)
     assert walked.best is None
+    assert walked.last.area == search.start().area
     coarse = descend_alike(search, search.start(), 1.0, alike(search))
-    walked = walk(search, coarse, alike(search), work=1000, seed=0, soft=1.0)
-    assert walked.best is None or walked.best.area == 0
+    short, long = (walk(search, coarse, singles(search), work=work, seed=0, soft=1.0) for work in (5_000, 2_000_000))
+    assert short.best is None
+    assert 0 < short.last.area != coarse.area
+    assert long.best is not None
+    assert long.best.area == 0
+    assert long.best.peak <= search.workload.budget < coarse.peak
+
+
+def test_a_walk_that_has_nowhere_to_go_keeps_what_fits() -> None:
+    search = _search(0.6)
+    fits = descend(search, search.start(), 1.0)
+    assert fits is not None
+    walked = walk(search, fits, singles(search), work=0, seed=0, soft=1.0)
+    assert walked.best is walked.last is fits

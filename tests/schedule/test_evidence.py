@@ -13,17 +13,26 @@ from memplan.graph import Graph, Phase, StorageKind
 from memplan.inplace import with_chances
 from memplan.plan import check_consistency
 from memplan.planfile import load
-from memplan.schedule import Evidence, order, require_evidence
+from memplan.schedule import Evidence, is_proven_again, order, require_evidence
 from tests.graph_strategies import GraphBuilder, graphs
 from tests.samples import branching_graph, branching_plan
+from tests.schedule.brute import optimum
 from tests.schedule.test_bound import diamonds
 
 
-@given(graphs())
+@given(graphs(max_ops=8))
 @settings(deadline=None)
-def test_what_a_policy_says_holds(graph: Graph) -> None:
+def test_what_a_policy_says_holds_and_a_byte_more_does_not(graph: Graph) -> None:
+    """By brute force, and by its evidence, which proves that bound and no higher one."""
+    least = optimum(graph)
     for policy in ("auto", "exact", "traced"):
-        require_evidence(graph, order(graph, policy))
+        found = order(graph, policy)
+        assert found.bound <= least <= found.max_live
+        assert found.certified or policy != "exact"
+        require_evidence(graph, found)
+        if graph.ops and is_proven_again(found):
+            with pytest.raises(InvalidPlan, match=r"schedule\.bound"):
+                require_evidence(graph, dataclasses.replace(found, bound=found.bound + 1))
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ def _same(one: Graph, two: Graph) -> bool:
 
     def told(g: Graph) -> Any:
         return (
-            [(o.target, o.phase, o.reads, o.writes, o.direct, o.random) for o in g.ops],
+            [(o.target, o.phase, o.reads, o.writes, o.direct, o.random, o.unrelated) for o in g.ops],
             [replace(v, name="") for v in g.values],
             [(s.nbytes, s.device, s.kind, s.planned) for s in g.storages],
+            (g.outputs, g.gradients),
         )
 
     return bool(told(one) == told(two))
@@ -51,6 +52,7 @@ def test_a_symbolic_trace_is_every_concrete_one(
     model, example = ZOO[name]("nano")
     symbolic = trace_symbolic(model, example, {}, dynamic_shapes=shapes, train=True)
     assert symbolic.conditions == ("batch >= 2",), "the guards of conv's backend are no condition: both sides agree"
+    graphs = []
     for given in values:
         inputs = tuple(
             torch.zeros([d[i].at(given[d[i].symbol]) if i in d else n for i, n in enumerate(x.shape)], dtype=x.dtype)
@@ -61,6 +63,10 @@ def test_a_symbolic_trace_is_every_concrete_one(
         assert _same(ours.graph, theirs.graph)
         for one, two in zip(ours.kernels, theirs.kernels, strict=True):
             assert str(one) == str(two)
+        kept = {b.value: b.source for b in ours.bindings}
+        assert kept == {b.value: b.source for b in theirs.bindings}
+        graphs.append(ours.graph)
+    assert not _same(*graphs), "other sizes are other graphs"
 
 
 def test_divided_sizes_are_expressions() -> None:
