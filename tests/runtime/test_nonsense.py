@@ -10,29 +10,30 @@ from torch import nn
 from torch.export import Dim
 
 import memplan
-from memplan.errors import InputMismatch, MemplanError
+from memplan.errors import InputMismatch, InvalidShapes, MemplanError
 
 _VARYING = {"input": {0: Dim("batch", min=1, max=16)}}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "kind", "what"),
     [
-        {"plan": 7},
-        {"time_limit": "1"},
-        {"solver": 5},
-        {"guard": torch.ones(3)},
-        {"in_place": "no"},
-        {"plan": b"plan.json"},
-        {"device": "cpu:99999"},
-        {"dynamic_shapes": _VARYING, "bucketing": 5},
-        {"dynamic_shapes": _VARYING, "bucketing": [("batch", 4)]},
+        ({"plan": 7}, MemplanError, "plan: is a int"),
+        ({"time_limit": "1"}, MemplanError, "time_limit"),
+        ({"solver": 5}, MemplanError, "solver"),
+        ({"guard": torch.ones(3)}, MemplanError, "guard="),
+        ({"in_place": "no"}, MemplanError, "in_place="),
+        ({"plan": b"plan.json"}, MemplanError, "plan: is a bytes"),
+        ({"device": "cpu:99999"}, MemplanError, "cpu:99999"),
+        ({"dynamic_shapes": _VARYING, "bucketing": 5}, InvalidShapes, "bucketing: is a int"),
+        ({"dynamic_shapes": _VARYING, "bucketing": [("batch", 4)]}, InvalidShapes, "bucketing: is a list"),
     ],
     ids=str,
 )
-def test_by_compile(options: dict[str, Any]) -> None:
-    with pytest.raises(MemplanError):
+def test_by_compile(options: dict[str, Any], kind: type[MemplanError], what: str) -> None:
+    with pytest.raises(kind) as error:
         memplan.compile(nn.Linear(3, 3), torch.randn(2, 3), **options)
+    assert what in str(error.value)
 
 
 @pytest.mark.parametrize(

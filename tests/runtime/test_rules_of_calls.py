@@ -1,0 +1,214 @@
+"""Rules that keep a call from being silently wrong, each by a call that only this rule catches."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.errors import InputMismatch, StaleActivationsError
+from memplan.runtime.ledger import Ledger
+
+
+def _grad(p: torch.Tensor) -> torch.Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
+def test_planning_anew_between_forward_and_backward_leaves_the_activations_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    eager, x = copy.deepcopy(model), torch.randn(64, 4)
+    compiled = memplan.compile(model, x, on_mismatch="replan")
+    y = compiled(x)
+    with pytest.raises(StaleActivationsError, match="the trial run of another program"):
+        compiled(torch.randn(48, 4))  # which fits in the same arena
+    y.square().sum().backward()
+    eager(x).square().sum().backward()
+    assert all(torch.equal(_grad(p), _grad(q)) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
+
+
+class Writes(nn.Module):
+    """Changes its first input, and then reads its second."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y * 2
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["alike", "laid out anew"])
+def test_inputs_that_became_one_memory_raise(*, transposed: bool) -> None:
+    torch.manual_seed(0)
+    compiled = memplan.compile(Writes(), (torch.randn(3, 3), torch.randn(3, 3)), train=False)
+    x = torch.randn(3, 3)
+    before = x.clone()
+    with pytest.raises(InputMismatch, match="share memory in another way"):
+        compiled(x, x.t() if transposed else x.detach())
+    assert torch.equal(x, before), "nothing ran"
+    other = torch.randn(3, 3)
+    assert torch.equal(compiled(x, other.t()), other.t() * 2)
+
+
+def test_inputs_that_were_one_memory_and_are_two_raise() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y
+
+    x = torch.randn(3, 3)
+    compiled = memplan.compile(Adds(), (x, x.detach()), train=False)
+    assert torch.equal(compiled(x, x.detach()), x + x)
+    with pytest.raises(InputMismatch, match="share memory in another way"):
+        compiled(x, x.clone())
+
+
+class Sums(nn.Module):
+    """Two parameters whose gradients are one tensor, as AOTAutograd hands them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.a + self.b).sin()
+
+
+@pytest.mark.parametrize("gradients", ["safe", "owned", "arena"])
+def test_two_gradients_have_bytes_of_their_own(gradients: str) -> None:
+    torch.manual_seed(0)
+    model, x = Sums(), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    for net, call in ((model, memplan.compile(model, x, gradients=gradients)), (eager, eager)):
+        call(x).sum().backward()
+        _grad(net.a).mul_(3)
+    assert torch.equal(_grad(model.b), _grad(eager.b))
+    assert _grad(model.a).untyped_storage().data_ptr() != _grad(model.b).untyped_storage().data_ptr()
+
+
+def test_untied_parameters_raise() -> None:
+    torch.manual_seed(0)
+    flat = torch.randn(16)
+
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(flat.view(4, 4)), nn.Parameter(flat.view(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.a @ self.b
+
+    net = Shares()
+    compiled = memplan.compile(net, torch.randn(2, 4))
+    net.b.data = torch.randn(4, 4)
+    with pytest.raises(InputMismatch, match="shared their memory no longer do"):
+        compiled(torch.randn(2, 4))
+
+
+class Window(nn.Module):
+    """A view of its input, and a result of its own."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[1:3], x * 2
+
+
+def test_views_of_inputs_that_are_slices() -> None:
+    big = torch.arange(40.0).view(10, 4)
+    compiled = memplan.compile(Window(), big[2:7], train=False)
+    for start in (2, 0, 5):
+        x = big[start : start + 5]
+        view, twice = compiled(x)
+        assert torch.equal(view, x[1:3])
+        assert view.data_ptr() == x[1].data_ptr()
+        assert torch.equal(twice, x * 2)
+
+
+class Bits(nn.Module):
+    """Reads the bits of a buffer as whole numbers of another size."""
+
+    bits: torch.Tensor
+
+    def __init__(self, bits: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("bits", bits)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bits.view(torch.int16)
+
+
+def test_a_buffer_of_another_type_that_moves_within_its_memory() -> None:
+    torch.manual_seed(0)
+    big, x = torch.randn(12), torch.zeros(6, dtype=torch.int16)
+    model = Bits(big[:3])
+    compiled = memplan.compile(model, x, train=False)
+    for start in (0, 1, 5):
+        model.bits = big[start : start + 3]
+        assert torch.equal(compiled(x), big[start : start + 3].view(torch.int16))
+
+
+class Flat(nn.Module):
+    """Two results, and a parameter whose gradient is zero whatever comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * self.w.round(), x * self.v
+
+
+def test_a_gradient_that_depends_on_nothing_comes_although_another_is_missing() -> None:
+    torch.manual_seed(0)
+    model, x = Flat(), torch.randn(4)
+    eager = copy.deepcopy(model)
+    for net, call in ((model, memplan.compile(model, x)), (eager, eager)):
+        call(x)[0].sum().backward()
+        assert net.v.grad is None
+        assert torch.equal(_grad(net.w), torch.zeros(4))
+
+
+def test_an_output_that_the_backward_needs_does_not_keep_its_step_alive() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    compiled = memplan.compile(model, x)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            y: Any = compiled(x)
+            assert compiled._arena.ledger.pending is not None
+            del y
+            assert compiled._arena.ledger.pending is None
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_was_given_up_is_drained_before_the_next() -> None:
+    """Its copies may be under way still, and would write into what the next one keeps there."""
+    calls: list[str] = []
+    ledger = Ledger(lambda: calls.append("drain"), lambda: calls.append("turn"))
+    ledger.move_out = lambda: calls.append("move out")
+    with ledger:
+        step = ledger.begin(keep=True)
+    assert calls == ["move out", "drain", "turn"]
+    with ledger, pytest.raises(StaleActivationsError, match="forward 2 would overwrite the activations of forward 1"):
+        ledger.begin(keep=False)
+    assert calls == ["move out", "drain", "turn"], "nothing is disturbed while it waits"
+    del step
+    with ledger:
+        ledger.begin(keep=False)
+    assert calls[3:] == ["drain", "turn"]
+    with ledger:
+        step = ledger.begin(keep=True)
+        ledger.end(step)
+        with pytest.raises(StaleActivationsError, match="backward ran twice for forward 4"):
+            ledger.end(step)
+    assert ledger.pending is None
+    calls.clear()
+    with pytest.raises(KeyError), ledger:
+        raise KeyError
+    assert calls == ["drain"], "and the arena is free again"
+    with ledger, pytest.raises(StaleActivationsError, match="another thread"), ledger:
+        pass
