@@ -131,9 +131,17 @@ def _judge(module: str, mutant: Mutant, command: str, seconds: float) -> Result:
         outcome = "broken"
     if outcome == "killed" and result.output == "timeout":
         outcome = "timeout"
-    lines = [line.strip() for line in (result.diff or "").splitlines()]
-    changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("---", "+++")]
-    return Result(mutant=mutant, outcome=outcome, change="  ->  ".join(line[1:].strip() for line in changed[:2]))
+    return Result(mutant=mutant, outcome=outcome, change=_change(result.diff or ""))
+
+
+def _change(diff: str) -> str:
+    """The lines that a mutant replaces and what it puts there, on one line."""
+    sides: dict[str, list[str]] = {"-": [], "+": []}
+    for line in diff.splitlines():
+        if line[:1] in sides and line[:3] not in ("---", "+++") and line[1:].strip():
+            sides[line[0]].append(line[1:].strip())
+    before, after = (" ".join(lines) for lines in sides.values())
+    return f"{before}  ->  {after or '(removed)'}"
 
 
 def _copies(folder: Path, jobs: int) -> list[str]:

@@ -184,8 +184,11 @@ def test_what_grew_outside_is_told_by_kind_both_ways() -> None:
 
 def test_a_limit_over_which_it_always_was_is_explained_by_who_is_there() -> None:
     same = _explained("arena:319", NOW)
-    assert (same.grown, same.parts, same.before) == ((), (), 320)
+    assert (same.grown, same.parts, same.before) == ((), (), Fraction(320))
     assert [holder.module for holder in same.because] == ["h.0.attn", "", "layers[1].norm"]
+    for rule in ("peak:259", "total:567"):
+        other = _explained(rule, NOW)
+        assert (len(other.because), other.parts, other.ok) == (3, (), False)
     outside = _explained("outside:247", NOW)
     assert (outside.grown, outside.because) == ((), ())
     sizes = [size for _, size in outside.parts]
@@ -193,7 +196,7 @@ def test_a_limit_over_which_it_always_was_is_explained_by_who_is_there() -> None
     assert dict(outside.parts) == dict(NOW.parts)
     assert sum(sizes) >= 248
     kept = _explained("arena:320", dataclasses.replace(NOW, arena=300, max_live=300))
-    assert (kept.ok, kept.grown, kept.because, kept.parts, kept.excess) == (True, (), (), (), 0)
+    assert (kept.ok, kept.grown, kept.because, kept.parts, kept.excess) == (True, (), (), (), Fraction(0))
 
 
 def test_bytes_are_whole_in_words_and_exact_beyond_a_limit() -> None:
@@ -214,15 +217,16 @@ def test_gains_are_told_for_arena_and_outside_only_where_something_is_gained() -
     verdict = check(sample_plan(), Limits(), before)
     assert verdict.gains == ((Metric.ARENA, 321, 320), (Metric.OUTSIDE, 249, 248))
     assert check(sample_plan(), Limits(), NOW).gains == ()
+    assert check(sample_plan(), Limits(), dataclasses.replace(NOW, arena=319, outside=247)).gains == ()
     assert check(sample_plan(), Limits()).gains == ()
 
 
 def test_limits_are_rules_in_the_order_of_the_fields() -> None:
     rules = Limits(max_arena=0, max_fragmentation=1.0, max_outside=3).rules
     assert [(rule.text, rule.amount, rule.needs_baseline) for rule in rules] == [
-        ("arena:0", 0, False),
-        ("fragmentation:1", 1, False),
-        ("outside:3", 3, False),
+        ("arena:0", Fraction(0), False),
+        ("fragmentation:1", Fraction(1), False),
+        ("outside:3", Fraction(3), False),
     ]
     assert not Limits(max_outside=0).is_empty
     with pytest.raises(InvalidSize, match="-1 is negative") as caught:
