@@ -185,6 +185,6 @@ def test_what_is_planned_may_be_left_with_another_content() -> None:
     for reads, writes in (((x,), (s,)), ((x, s), (s,)), ((s,), (one,))):
         b.op(Phase.FORWARD, reads, writes)
     graph = b.graph((one,))
-    events = [Event(Kind.RUN, 0), Event(Kind.DROP, 1), *(Event(Kind.RUN, i) for i in (0, 1, 2))]
+    events = (Event(Kind.RUN, 0), Event(Kind.DROP, 1), *(Event(Kind.RUN, i) for i in (0, 1, 2)))
     applied, _ = judged(graph, workload_of(graph), events)
     assert len(applied.graph.ops) == 4

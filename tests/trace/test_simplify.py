@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from memplan.graph import Phase
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import trace
 from tests.runtime.reference import Interpreted
@@ -56,6 +57,7 @@ FEWER: dict[str, tuple[Callable[..., Any], int]] = {
     "a copy of a sine": (lambda w, x: (x * w).sin().transpose(1, 2).contiguous() * 2, 4),
     "a copy of a part": (lambda w, x: (x * w)[:, 1:].contiguous() * 2, 3),
     "another dtype": (lambda w, x: (x * w).double() * 2, 3),
+    "a part of something larger": (lambda w, x: (x * w)[:1] * 1.0 * w, 3),  # else all of it would stay alive
 }
 
 
@@ -70,6 +72,14 @@ def test_fewer_ops_give_the_same_bits(name: str) -> None:
     assert _bits(result) == _bits(outputs[0])
     assert model.w.grad is not None
     assert _bits(model.w.grad) == _bits(gradients["w"])
+
+
+def test_the_backward_makes_its_own_of_what_the_forward_made_too() -> None:
+    """Else the sine and the cosine would wait for the backward, beside the product that both are made of."""
+    ops = trace(Apply(lambda w, x: (x * w).sin() + (x * w).cos()), X).graph.ops
+    for target in ("aten.sin.default", "aten.cos.default"):
+        assert [op.phase for op in ops if op.target == target] == [Phase.FORWARD, Phase.BACKWARD]
+    assert sum(op.target == "aten.mul.Tensor" and op.phase is Phase.FORWARD for op in ops) == 1
 
 
 COMPLEX: dict[str, Callable[..., Any]] = {

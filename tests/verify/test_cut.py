@@ -47,6 +47,18 @@ def test_a_result_takes_the_bytes_of_an_input_that_nothing_needs_later() -> None
         assert least_at(with_chances(b.graph()), 1) == least
 
 
+def test_what_the_caller_keeps_stays_alive() -> None:
+    """a is planned and returned: alive beside c and d, although only op0 touches it."""
+    b = GraphBuilder()
+    a, c, d = (b.storage(StorageKind.ACTIVATION, nbytes, planned=True) for nbytes in (100, 20, 3))
+    b.op(Phase.FORWARD, (), (a, c))
+    b.op(Phase.FORWARD, (c,), (d,))
+    b.op(Phase.BACKWARD, (d,), ())
+    graph = b.graph((a,))
+    assert [least_at(graph, op) for op in range(3)] == [brute.least_at(graph, op) for op in range(3)] == [120, 123, 103]
+    assert between_phases(graph) == 103
+
+
 def test_the_prover_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("the prover was asked")
