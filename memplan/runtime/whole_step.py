@@ -25,6 +25,7 @@ from memplan.runtime.runner import Runner
 from memplan.runtime.select import require_autocast
 from memplan.runtime.step_builder import StepBuilder
 from memplan.runtime.training import StepStructure
+from memplan.trace.refusals import keywords_of
 from memplan.trace.updates import Accumulate
 
 
@@ -234,7 +235,7 @@ def compile_step(
     loss = Loss(model, loss_fn)
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss.require_parts(batch)
-    kwargs = example_kwargs or {}
+    kwargs = keywords_of(example_kwargs)
     _require_no_gradients((batch, kwargs))
     builder = StepBuilder(loss, optimizer, options, clip_grad_norm=clip_grad_norm, cuda_graph=cuda_graph)
     kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
