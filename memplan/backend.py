@@ -31,6 +31,7 @@ from memplan.runtime.shared import Conductor, NotedLedger, Role, part_of
 from memplan.runtime.slots import Structure
 from memplan.trace import stay_in_arena, trace_graph
 from memplan.trace.numbers import numbers_of, with_numbers
+from memplan.trace.origins import user_of
 from memplan.trace.traced import TracedGraph
 
 _MAX_PLANS = 8  # kept of a graph: one for each thread, and each shape where sizes vary
@@ -65,6 +66,12 @@ class Section(nn.Module):
     def holds(self, inputs: Sequence[Any]) -> bool:
         """Whether its parameters and buffers are those of this call."""
         return all(getattr(self, name) is inputs[i] for i, name in self._kept.items())
+
+
+def _section_of(graph: fx.GraphModule) -> type[Section]:
+    """A `Section` by the name of what the user has written: a plan and an error say of whom they are."""
+    name = user_of(graph.graph)
+    return type(name, (Section,), {"__doc__": Section.__doc__}) if name else Section
 
 
 class Lane:
@@ -191,7 +198,7 @@ class PlannedGraph:
                 raise InputMismatch(what, where="the call", hint="run the backward, or call under torch.no_grad()")
             found = idle[0]
         if found is None:
-            section = Section(with_numbers(self._graph, numbers), self._kept, inputs)
+            section = _section_of(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
             like = lanes[0] if lanes else None
             with compile_lock:  # torch traces in one thread at a time
                 found = Lane(section, inputs, self._options, conductor, self._hooks, owned=self._owned, like=like)

@@ -24,7 +24,7 @@ from memplan.runtime.options import Options, device_for, given_plan
 from memplan.runtime.passive import Passive, passive_for
 from memplan.runtime.runner import Runner
 from memplan.runtime.select import RunsEagerly, Selector
-from memplan.trace.refusals import require_traceable
+from memplan.trace.refusals import keywords_of, require_traceable
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
@@ -320,4 +320,4 @@ def compile(
         dynamic_shapes=dynamic_shapes,
         bucketing=bucketing,
     )
-    return CompiledModule(model, args, example_kwargs or {}, options=options, train=train, given=given)
+    return CompiledModule(model, args, keywords_of(example_kwargs), options=options, train=train, given=given)

@@ -26,6 +26,7 @@ from memplan.runtime.runner import Runner
 from memplan.runtime.slots import Structure
 from memplan.runtime.trial import fill_dynamic, leaves_users_alone, run_bound, without_autocast
 from memplan.trace import device_costs, plan_traced, trace
+from memplan.trace.refusals import keywords_of
 from memplan.trace.traced import Source
 
 _LARGE, _SMALL = 1 << 26, 1 << 12  # bytes of the copies that are timed
@@ -50,7 +51,7 @@ def profile(
     if not isinstance(rounds, int) or rounds < 1:
         raise InvalidCosts(f"is {rounds}", where="rounds", hint="measure at least one round")
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    require_real(model, args, example_kwargs or {})
+    require_real(model, args, keywords_of(example_kwargs))
     traced = trace(model, args, example_kwargs, train=train)
     plan = plan_traced(traced, schedule="traced")
     runner = Runner(Structure(model), traced, plan, arena_for(plan, traced.device), guard=None)

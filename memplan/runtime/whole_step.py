@@ -26,6 +26,7 @@ from memplan.runtime.runner import Runner
 from memplan.runtime.select import require_autocast
 from memplan.runtime.step_builder import StepBuilder
 from memplan.runtime.training import StepStructure
+from memplan.trace.refusals import keywords_of
 from memplan.trace.updates import Accumulate
 
 
@@ -239,7 +240,7 @@ def compile_step(
     loss = Loss(model, loss_fn)
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss.require_parts(batch)
-    kwargs = example_kwargs or {}
+    kwargs = keywords_of(example_kwargs)
     _require_no_gradients((batch, kwargs))
     if not allow_unsynchronized:
         require_no_reducer(model)

@@ -27,7 +27,7 @@ from memplan.trace.effects import exporting, faked, refuse_random, require_same_
 from memplan.trace.layouts import as_kernels_do, settle_layouts
 from memplan.trace.readings import Reading, noting_guards, options_of_layers, with_values
 from memplan.trace.recurrent import RecurrentAsEager, size_workspaces
-from memplan.trace.refusals import require_traceable, unsupported
+from memplan.trace.refusals import require_same_types, require_traceable, unsupported
 from memplan.trace.returns import tag_backward
 from memplan.trace.statistics import correct_statistics
 from memplan.trace.strides import overlapping_tangents
@@ -116,6 +116,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
     """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
     graph_module, out_spec = joint.graph_module, joint.out_spec
     refuse_unfinished(graph_module.graph)
+    require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
     tag_backward(graph_module.graph)
     _without_assertions(graph_module.graph)

@@ -98,9 +98,13 @@ def exporting(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def refuse_random(model: nn.Module, graph: fx.Graph) -> None:
-    """Raise `UnsupportedGraph` if dynamo gave its graph an input for what Python's `random` draws."""
+    """Raise `UnsupportedGraph` if Python's `random` draws (dynamo gives its graph an input for that), or numpy's."""
     if any(str(node.target).startswith("random_value_") for node in graph.find_nodes(op="placeholder")):
         raise _draws(model, "Python's random numbers")
+    # dynamo runs numpy by torch, whose generator would be another one than numpy's
+    functions = (getattr(node.target, "f", node.target) for node in graph.nodes if node.op == "call_function")
+    if any(str(getattr(f, "__module__", "")).startswith("torch._numpy.random") for f in functions):
+        raise _draws(model, "numpy's random numbers")
 
 
 def _draws(model: nn.Module, which: str) -> UnsupportedGraph:

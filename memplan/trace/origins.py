@@ -9,7 +9,7 @@ from torch import fx
 
 from memplan.graph import Origin
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\w*)')
 
 
 def origin_of(node: fx.Node) -> Origin:
@@ -47,3 +47,12 @@ def place_of(node: fx.Node) -> str:
     """The node, its module and its source line, as far as they are known, for an error: "mul in h.0 in model.py:7"."""
     origin = origin_of(node)
     return " in ".join(part for part in (node.name, origin.module, origin.source) if part)
+
+
+def user_of(graph: fx.Graph) -> str:
+    """The user's function that dynamo made a graph of: "forward in model.py:12"; "" if unknown."""
+    for node in graph.nodes:
+        outermost = _FRAME.search(node.meta.get("stack_trace") or "")
+        if outermost:
+            return f"{outermost['function']} in {PurePath(outermost['file']).name}:{outermost['line']}"
+    return ""

@@ -33,7 +33,7 @@ from memplan.trace import plan_traced
 from memplan.trace.conditions import beyond, either, telling
 from memplan.trace.conditions import pinned as pinned_by
 from memplan.trace.dims import Dims, Range, read_dims, without
-from memplan.trace.refusals import require_traceable
+from memplan.trace.refusals import keywords_of, require_traceable
 from memplan.trace.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
 from memplan.trace.symbols import Translator
 from memplan.trace.traced import Kernel
@@ -111,7 +111,7 @@ def plan_symbolic(
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
-    traced = trace_symbolic(model, args, example_kwargs or {}, dynamic_shapes=dynamic_shapes, train=train)
+    traced = trace_symbolic(model, args, keywords_of(example_kwargs), dynamic_shapes=dynamic_shapes, train=train)
     return plan_of(traced, **options)
 
 

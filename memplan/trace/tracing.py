@@ -22,6 +22,7 @@ from memplan.trace.hosted import Target, hosted, require_at_home, target_of
 from memplan.trace.optimizers import require_supported
 from memplan.trace.pack import pack_masks
 from memplan.trace.quantize import quantize
+from memplan.trace.refusals import keywords_of
 from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
 from memplan.trace.rewrite import copy_of, value
 from memplan.trace.rules import lower
@@ -48,7 +49,7 @@ def trace(
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
-    captured, target = _captured_for(device, model, args, example_kwargs or {}, train=train)
+    captured, target = _captured_for(device, model, args, keywords_of(example_kwargs), train=train)
     return _divisible(captured, type(model).__name__, own_the_results, target, in_place=in_place, resident=resident)
 
 
@@ -109,7 +110,7 @@ def trace_step(
     Raises `UnsupportedGraph`.
     """
     require_supported(optimizer)
-    captured, target = _captured_for(device, model, example_inputs, example_kwargs or {}, train=True)
+    captured, target = _captured_for(device, model, example_inputs, keywords_of(example_kwargs), train=True)
     _require_one_number(captured)
 
     def update(graph: fx.Graph) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.zoo import ZOO
-from memplan.errors import UnsupportedGraph
+from memplan.backend import Backend
+from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import capture, plan, trace
 
@@ -182,3 +185,65 @@ def test_an_attribute_that_settles_is_set_as_a_call_sets_it() -> None:
     assert model.scale == 2
     with pytest.raises(UnsupportedGraph, match="changes Python state"):
         capture(Counting(settles=False), (torch.ones(2, 4),), {}, train=True)
+
+
+class _Applies(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * self.function(x)
+
+
+@pytest.mark.parametrize("inputs", [torch.randn(3, 4).double(), torch.ones(3, 4, dtype=torch.long)])
+def test_products_of_several_types_are_refused_as_in_eager(inputs: torch.Tensor) -> None:
+    net = nn.Linear(4, 8)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        net(inputs)
+    with pytest.raises(UnsupportedGraph, match=r"takes one type, .*\[3, 4\]"):
+        plan(net, inputs)
+
+
+def test_a_wrong_shape_is_said_in_one_line() -> None:
+    with pytest.raises(UnsupportedGraph, match=r"\[3, 5\] X \[4, 8\]") as caught:
+        plan(nn.Linear(4, 8), torch.randn(3, 5))
+    assert "\n" not in caught.value.reason
+    assert "FakeTensor" not in caught.value.reason
+
+
+@pytest.mark.parametrize("function", [torch.nonzero, lambda x: x[x > 0], lambda x: x.sum().item()])
+def test_what_depends_on_data_says_so(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(UnsupportedGraph, match="depend on tensor values") as caught:
+        plan(_Applies(function), torch.ones(4))
+    assert 'backend="memplan"' in str(caught.value)
+
+
+def test_several_inputs_are_a_tuple() -> None:
+    x = torch.randn(3, 4)
+    for way in (plan, memplan_compile):
+        with pytest.raises(MemplanError, match="as a tuple"):
+            way(nn.Linear(4, 8), x, x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("draw", ["randn", "rand", "uniform"])
+def test_numpys_random_numbers_are_refused(draw: str) -> None:
+    function = getattr(np.random, draw)
+    with pytest.raises(UnsupportedGraph, match="numpy's random numbers"):
+        plan(
+            _Applies(lambda x: x * torch.as_tensor(function(size=4) if draw == "uniform" else function(4))),
+            torch.ones(4),
+        )
+
+
+def test_a_refusal_behind_torch_compile_names_the_users_function() -> None:
+    torch._dynamo.reset()
+    net = _Applies(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+    compiled = torch.compile(net, backend=Backend())
+    compiled_plain = torch.compile(_Applies(torch.sin), backend=(backend := Backend()))
+    compiled_plain(torch.ones(4))
+    assert backend.graphs[0].plans[0].model.startswith("forward in test_capture.py:")
+    with pytest.raises(UnsupportedGraph) as caught:
+        compiled(torch.ones(4))
+    assert "Section" not in str(caught.value)
