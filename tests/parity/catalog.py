@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,10 @@ class Entry:
                 yield sample
 
     def sample(self, dtype: str, index: int, seed: int) -> Sample:
-        """The sample at `index`, counted from the first."""
-        return next(s for i, s in enumerate(self.samples(dtype, seed)) if i == index)
+        """The sample at `index`, counted from the first. Raises `KeyError` where there is none."""
+        return _samples_at(self, dtype, seed, frozenset(self.chosen(dtype).values()) | {index})[index]
 
+    @lru_cache(maxsize=8)  # noqa: B019  # entries are few, and live as long as the process
     def chosen(self, dtype: str) -> dict[str, int]:
         """The positions of the largest sample, of the last, and of the first with 0 elements or else with 1.
 
@@ -79,6 +80,13 @@ class Entry:
             found["small"] = min(small, key=lambda s: (s[1], s[0]))[0]
         first = {i: name for name, i in reversed(found.items())}
         return {name: i for name, i in found.items() if first[i] == name}
+
+
+@lru_cache(maxsize=16)
+def _samples_at(entry: Entry, dtype: str, seed: int, positions: frozenset[int]) -> dict[int, Sample]:
+    """The samples at these positions, those of one entry found in one pass."""
+    last = max(positions)
+    return {i: s for i, s in zip(range(last + 1), entry.samples(dtype, seed), strict=False) if i in positions}
 
 
 def seed_everything(seed: int) -> None:

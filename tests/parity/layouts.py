@@ -23,6 +23,13 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     return _copied(tensor) if made is None else made
 
 
+def as_example(tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory with the example's strides; as it is where elements of the example share bytes."""
+    if example.layout is not torch.strided or overlaps(example) or tensor.stride() == example.stride():
+        return tensor
+    return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype).copy_(tensor)
+
+
 def applies(tensor: torch.Tensor, layout: str) -> bool:
     """Whether the layout gives this tensor other strides, so that a case of its own makes sense."""
     return tensor.layout is torch.strided and laid_out(tensor, layout).stride() != tensor.stride()

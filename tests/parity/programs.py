@@ -81,22 +81,27 @@ class Material:
 
     def example_inputs(self) -> tuple[torch.Tensor, ...]:
         """The example's tensors in its layout, in new memory."""
-        return self._inputs(self.example.tensors, self.case.layout)
+        return self._ready([layouts.laid_out(t, self.case.layout) for t in self.example.tensors])
 
-    def inputs(self, call: int, layout: str) -> tuple[torch.Tensor, ...]:
-        """The tensors of a call in a layout, in new memory."""
-        return self._inputs(self._calls[call], layout)
+    def inputs(self, call: int, *, laid_out: bool = False) -> tuple[torch.Tensor, ...]:
+        """The tensors of a call in its layout, in new memory.
 
-    def _inputs(self, values: Sequence[torch.Tensor], layout: str) -> tuple[torch.Tensor, ...]:
+        `laid_out`: copied to the example's strides, as memplan does, except where the example's elements share bytes.
+        """
+        given = [layouts.laid_out(t, self.case.call_layouts[call]) for t in self._calls[call]]
+        if laid_out:
+            given = [layouts.as_example(x, e) for x, e in zip(given, self.example_inputs(), strict=True)]
+        return self._ready(given)
+
+    def _ready(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         asked = [t.requires_grad and self.case.form == "plain" for t in self.example.tensors]
-        made = [layouts.laid_out(t, layout) for t in values]
-        return tuple(t.requires_grad_() if wanted else t for t, wanted in zip(made, asked, strict=True))
+        return tuple(t.requires_grad_() if wanted else t for t, wanted in zip(tensors, asked, strict=True))
 
     def _values(self, seed: int) -> list[torch.Tensor]:
         """The same sample with other values; the example's own where a sample's form depends on its values."""
         try:
             other = self.entry.sample(self.case.dtype, self.case.index, seed)
-        except StopIteration:
+        except KeyError:
             return self.example.tensors
         return other.tensors if _alike(other, self.example) else self.example.tensors
 

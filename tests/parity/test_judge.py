@@ -13,7 +13,7 @@ from torch import nn
 from memplan.errors import UnsupportedGraph
 from tests.parity import catalog, contest, judge, layouts
 from tests.parity.cases import Case
-from tests.parity.verdicts import Result
+from tests.parity.verdicts import Result, Verdict
 
 _NAN = float("nan")
 
@@ -95,6 +95,14 @@ def test_layouts(layout: str, shape: tuple[int, ...], strides: tuple[int, ...]) 
     assert again.data_ptr() != made.data_ptr()
 
 
+def test_a_call_is_copied_to_the_strides_of_the_example() -> None:
+    x = torch.randn(2, 3)
+    made = layouts.as_example(layouts.laid_out(x, "window"), layouts.laid_out(x, "transposed"))
+    assert made.stride() == (1, 2)
+    assert made.equal(layouts.laid_out(x, "window"))
+    assert layouts.as_example(x, layouts.laid_out(x, "window")) is x
+
+
 def test_a_layout_that_a_tensor_cannot_have_leaves_it_as_it_is() -> None:
     for layout in ("transposed", "window", "channels_last"):
         assert not layouts.applies(torch.randn(4), layout)
@@ -115,7 +123,7 @@ def _entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.parity.programs.entries", lambda: {"sinh": entry})
 
 
-def _with(monkeypatch: pytest.MonkeyPatch, run: Callable[[nn.Module], Callable[..., Any]]) -> contest.Verdict:
+def _with(monkeypatch: pytest.MonkeyPatch, run: Callable[[nn.Module], Callable[..., Any]]) -> Verdict:
     monkeypatch.setattr(contest, "_compiled", lambda program, material, *, train: run(program))
     return contest.verdict_on(_CASE)
 
@@ -130,8 +138,19 @@ def test_gradients_whose_elements_share_bytes_are_judged_as_if_they_did_not(monk
     monkeypatch.setattr(Case, "gradient_layouts", ("window",) * 3)
     case = replace(_CASE, form="plain")
     assert contest.verdict_on(case).result is Result.PASSED
-    monkeypatch.setattr(contest._References, "eager_with_dense_gradients", contest._References.eager)
+    monkeypatch.setattr(contest._References, "eager_laid_out", contest._References.eager)
     assert "far from eager's" in contest.verdict_on(case).reason
+
+
+@pytest.mark.parametrize("form", ["between", "plain", "raw"])
+def test_random_numbers_are_those_of_the_layout_that_was_planned(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def samples(dtype: torch.dtype) -> Any:
+        yield catalog.Sample(make=lambda: torch.rand_like, args=(torch.randn(4, 5),), kwargs={})
+
+    entry = catalog.Entry(name="sinh", dtypes=("float32",), read=samples)
+    monkeypatch.setattr("tests.parity.programs.entries", lambda: {"sinh": entry})
+    monkeypatch.setattr(Case, "call_layouts", ("dense", "transposed", "window"))
+    assert contest.verdict_on(replace(_CASE, form=form)).result is Result.PASSED
 
 
 def test_memplan_passes() -> None:
@@ -194,11 +213,11 @@ def test_a_result_that_the_next_call_overwrites_is_found(monkeypatch: pytest.Mon
 
 def test_errors_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     def typed(program: nn.Module) -> Any:
-        raise UnsupportedGraph("node", "no kernel at 0x7f12ab for /tmp/some/file.py | yet\nand more", "hint")
+        raise UnsupportedGraph("node", "no kernel at 0x7f12ab for {b, a} of /tmp/some/file.py | yet\nand more", "hint")
 
     verdict = _with(monkeypatch, typed)
     assert verdict.result is Result.REFUSED
-    assert verdict.reason == "UnsupportedGraph: no kernel at 0x... for ... / yet"
+    assert verdict.reason == "UnsupportedGraph: no kernel at 0x... for {...} of ... / yet"
 
     def untyped(*inputs: Any) -> Any:
         raise KeyError("lost")
