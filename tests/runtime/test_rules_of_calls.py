@@ -149,25 +149,38 @@ def test_a_buffer_of_another_type_that_moves_within_its_memory() -> None:
         assert torch.equal(compiled(x), big[start : start + 3].view(torch.int16))
 
 
-class Flat(nn.Module):
-    """Two results, and a parameter whose gradient is zero whatever comes in."""
+class Straight(torch.autograd.Function):
+    """Has one gradient, whatever comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, w: torch.Tensor) -> torch.Tensor:
+        return w.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return torch.full((4,), 3.0)
+
+
+class Two(nn.Module):
+    """Two results, and a parameter whose gradient depends on none of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w, self.v = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x * self.w.round(), x * self.v
+        rounded: torch.Tensor = Straight.apply(self.w)  # type: ignore[no-untyped-call]
+        return x * rounded, x * self.v
 
 
 def test_a_gradient_that_depends_on_nothing_comes_although_another_is_missing() -> None:
     torch.manual_seed(0)
-    model, x = Flat(), torch.randn(4)
+    model, x = Two(), torch.randn(4)
     eager = copy.deepcopy(model)
     for net, call in ((model, memplan.compile(model, x)), (eager, eager)):
         call(x)[0].sum().backward()
         assert net.v.grad is None
-        assert torch.equal(_grad(net.w), torch.zeros(4))
+        assert torch.equal(_grad(net.w), torch.full((4,), 3.0))
 
 
 def test_an_output_that_the_backward_needs_does_not_keep_its_step_alive() -> None:
@@ -203,12 +216,52 @@ def test_a_step_that_was_given_up_is_drained_before_the_next() -> None:
     with ledger:
         step = ledger.begin(keep=True)
         ledger.end(step)
+        assert calls[5:] == ["drain", "turn", "turn"], "a backward takes its turn too"
         with pytest.raises(StaleActivationsError, match="backward ran twice for forward 4"):
             ledger.end(step)
     assert ledger.pending is None
+    with ledger:
+        kept = ledger.begin(keep=False)
+        assert kept is not None
+        assert ledger.pending is None, "no backward follows, whoever holds the step"
+        with pytest.raises(StaleActivationsError, match="the activations of forward 5 were overwritten by forward 5"):
+            ledger.end(kept)
     calls.clear()
     with pytest.raises(KeyError), ledger:
         raise KeyError
     assert calls == ["drain"], "and the arena is free again"
     with ledger, pytest.raises(StaleActivationsError, match="another thread"), ledger:
         pass
+
+
+class Counts(nn.Module):
+    """Adds its input to a buffer."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x)
+        return x * 2
+
+
+def test_autograd_knows_of_buffers_that_a_call_without_gradients_has_changed() -> None:
+    model = Counts()
+    compiled = memplan.compile(model, torch.ones(4), train=False)
+    product = torch.ones(4, requires_grad=True) * model.total
+    compiled(torch.ones(4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(product.sum())
+
+
+def test_an_input_in_the_memory_of_a_buffer_that_has_moved_raises() -> None:
+    model = Counts()
+    compiled = memplan.compile(model, torch.ones(4), train=False)
+    model.total = torch.zeros(4)
+    compiled(torch.ones(4))
+    with pytest.raises(InputMismatch, match=r"input 0: shares its memory with the buffer 'total'"):
+        compiled(model.total)
+    assert torch.equal(model.total, torch.ones(4))

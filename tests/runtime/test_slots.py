@@ -76,3 +76,12 @@ def test_parts_with_gaps_count_to_their_last_element() -> None:
         slots.moved(slots.tensors())
     model[1].weight.data = shared.as_strided((2, 2), (4, 1), 6)
     assert slots.moved(slots.tensors()) == [0, 1]
+
+
+def test_parameters_that_share_other_parts_of_their_memory_raise() -> None:
+    model, flat = _net(), torch.randn(32)
+    model[0].weight.data, model[1].weight.data = flat[:16].view(4, 4), flat[8:24].view(4, 4)
+    slots = _slots(model)
+    model[1].weight.data = flat[4:20].view(4, 4)
+    with pytest.raises(InputMismatch, match="shared their memory"):
+        slots.moved(slots.tensors())
