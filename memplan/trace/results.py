@@ -59,8 +59,8 @@ def read_results(  # noqa: PLR0917
         for n, d in outputs
         if isinstance(d, PlainAOTOutput)
     )
-    with_gradient = {value_of[node] for node, d in fresh if d in tangents}
-    lost = [r for r in returned if r.kind is ReturnKind.FRESH and r.value not in with_gradient]
+    without_gradient = {value_of[node] for node, d in fresh if d not in tangents}
+    lost = [r for r in returned if r.kind is ReturnKind.FRESH and r.value in without_gradient]
     if lost:
         what = "is returned as one of several views of one tensor, in a way that no gradient would reach"
         raise UnsupportedGraph(values[lost[0].value].name, what, "return a copy of it (.clone())")

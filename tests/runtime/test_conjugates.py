@@ -128,3 +128,14 @@ def test_a_later_call_may_pass_a_conjugated_input() -> None:
     compiled = memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=True),), guard="poison")
     x = torch.randn(4, 4, dtype=_COMPLEX)
     assert torch.equal(compiled(x.conj()), eager(x.conj()))
+
+
+def _and_its_conjugate(x: torch.Tensor, w: torch.Tensor) -> Any:
+    y = x * w
+    return y, y.conj()
+
+
+def test_no_gradient_is_lost_of_a_conjugate_returned_beside_what_it_is_of() -> None:
+    net, x = _Net(_and_its_conjugate, 4, 4), torch.randn(4, 4, dtype=_COMPLEX)
+    with pytest.raises(UnsupportedGraph, match="no gradient would reach"):
+        memplan_compile(net, (x,))
