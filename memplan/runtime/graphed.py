@@ -174,7 +174,7 @@ class GraphedProgram:
         _copy_all(self._inputs, inputs)
         recording = self._ready()
         recording.forward()
-        return tuple(t.clone() for t in recording.fresh), recording.saved
+        return tuple(map(_like_it, recording.fresh)), recording.saved
 
     def backward(self, *saved_and_tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """As `Program.backward`, of which only the tangents are looked at."""
@@ -251,6 +251,11 @@ class GraphedProgram:
 def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def _like_it(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, also where other elements lie between its own."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _nothing() -> None:

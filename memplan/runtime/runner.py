@@ -130,6 +130,10 @@ class Runner:
         # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
         self._tangents = [(t.results.tangents.index(b.value), t.graph.values[b.value]) for b in t.bound(Source.TANGENT)]
         self._fresh_at = {value: i for i, value in enumerate(t.results.fresh)}
+        storage_of = [v.storage for v in t.graph.values]
+        saved, kept = self.program.saved, {storage_of[v] for v in self.program.saved}
+        # (positions) outputs that are views of what is kept for the backward: to change one in place changes that
+        self.views_of_saved = [i for v, i in self._fresh_at.items() if storage_of[v] in kept and v not in saved]
         returned = t.results.returned
         self._single = self._fresh_at.get(returned[0].value) if len(returned) == 1 and t.out_spec.is_leaf() else None
 

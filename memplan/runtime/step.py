@@ -38,7 +38,7 @@ class PlannedStep(torch.autograd.Function):
         if True in (outputs := runner.program.saved_outputs):
             saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
         ctx.saved = saved
-        ctx.watched = [*ctx.saved, *runner.watched(current)]
+        ctx.watched = [*ctx.saved, *runner.watched(current), *(fresh[i].detach() for i in runner.views_of_saved)]
         ctx.versions = list(map(_version, ctx.watched))
         ctx.runner, ctx.step = runner, step
         ctx.set_materialize_grads(False)

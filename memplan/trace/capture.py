@@ -29,6 +29,7 @@ from memplan.trace.readings import Reading, noting_guards, options_of_layers, wi
 from memplan.trace.recurrent import RecurrentAsEager, size_workspaces
 from memplan.trace.refusals import require_same_types, require_traceable, unsupported
 from memplan.trace.returns import tag_backward
+from memplan.trace.rewrite import separate_tangents
 from memplan.trace.statistics import correct_statistics
 from memplan.trace.strides import overlapping_tangents
 from memplan.trace.unfinished import refuse_unfinished
@@ -119,6 +120,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
     require_same_types(graph_module.graph)
     order_checks(graph_module.graph)
     tag_backward(graph_module.graph)
+    separate_tangents(graph_module.graph)
     _without_assertions(graph_module.graph)
     compute_conjugates(graph_module.graph)
     size_workspaces(graph_module.graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torch import fx
@@ -52,10 +53,12 @@ def read_results(  # noqa: PLR0917
             )
         what = f"its outputs need gradients in a way that is not supported ({unused[0]!r})"
         raise UnsupportedGraph("output", what, "return copies instead of several views of one tensor")
-    base_of.update({values[value_of[node]].storage: value_of[node] for node, _ in fresh})
+    for node, _ in fresh:
+        base_of.setdefault(values[value_of[node]].storage, value_of[node])
+    own = {value_of[node] for node, _ in fresh}
     bound = {(b.source, b.name, b.index): i for i, b in enumerate(bindings)}
     returned = tuple(
-        _returned(n, differentiable[d.idx], value_of, values, base_of)
+        _returned(n, differentiable[d.idx], value_of, values, base_of, own)
         for n, d in outputs
         if isinstance(d, PlainAOTOutput)
     )
@@ -81,27 +84,35 @@ def _fresh_outputs(
     values: Sequence[Value],
     made: set[int],
 ) -> list[_Output]:
-    """The outputs that the step itself writes: one for each storage, in order.
+    """The outputs that the step itself writes, in order: those with a tangent, and one for each other storage.
 
-    Of outputs that share bytes, the one with a tangent is fresh; the others are made from it outside, as
-    views that autograd knows, so that gradients through them arrive.
+    Of outputs that share bytes, those with a tangent are fresh; the others are made from the first of them outside,
+    as views that autograd knows, so that gradients through them arrive.
     """
-    fresh: dict[int, _Output] = {}
     nodes = [(n, d) for n, d in outputs if isinstance(n, fx.Node) and n in value_of]
-    for node, desc in sorted(nodes, key=lambda pair: pair[1] not in differentiable):
+    fresh = [pair for pair in nodes if pair[1] in differentiable and values[value_of[pair[0]]].storage in made]
+    seen = {values[value_of[node]].storage for node, _ in fresh}
+    for node, desc in nodes:
         storage = values[value_of[node]].storage
-        if storage in made:
-            fresh.setdefault(storage, (node, desc))
-    return [pair for pair in nodes if pair in fresh.values()]
+        if storage in made and storage not in seen:
+            fresh.append((node, desc))
+            seen.add(storage)
+    return [pair for pair in nodes if pair in fresh]
 
 
-def _returned(
-    node: Any, differentiable: bool, value_of: Mapping[fx.Node, int], values: Sequence[Value], base_of: dict[int, int]
+def _returned(  # noqa: PLR0917
+    node: Any,
+    differentiable: bool,
+    value_of: Mapping[fx.Node, int],
+    values: Sequence[Value],
+    base_of: Mapping[int, int],
+    own: AbstractSet[int],
 ) -> Returned:
+    """How a leaf of the result is made. `own`: the values that the step itself writes for the caller."""
     if not isinstance(node, fx.Node):
         return Returned(kind=ReturnKind.CONSTANT, constant=node)
     value = value_of[node]
-    base = base_of[values[value].storage]
+    base = value if value in own else base_of[values[value].storage]
     if differentiable and values[value].dtype != values[base].dtype:
         what = f"it returns a {values[value].dtype} view of a {values[base].dtype} tensor that requires a gradient"
         raise UnsupportedGraph(node.name, what, "return a copy of it (.clone())")

@@ -8,6 +8,7 @@ input an explicit `copy_` at the end of the forward: ordinary ops, planned like 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,24 +21,24 @@ from memplan.trace.rewrite import MEMORY_ONLY, Rewriter, aten, fake_mode_of, sto
 from memplan.trace.strides import may_overlap
 from memplan.trace.touches import is_fixed, keys_of, written_in
 
+_PIECES = (
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
+    *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default),
+)
+
 
 def own_the_results(graph: fx.Graph) -> None:
     """Insert copies so that what is returned shares no bytes with anything else that outlives the step.
 
     A gradient gets a copy when it aliases an input, an output, another gradient, or was made in the forward;
-    an output with a tangent gets one when it aliases another output with a tangent.
+    an output with a tangent as `_outputs_apart` says.
     """
     _write_the_empty(graph)
     output, results, descs = returned_by(graph)
     mode = fake_mode_of(graph)
     tangents = {n.meta["desc"].output for n in graph.nodes if n.op == "placeholder" and n.meta["desc"].is_tangent()}
     boundary = _first_backward(graph) or output
-    seen: set[int] = set()
-    for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
-        if desc in tangents:
-            if storage_key(value(node)) in seen:
-                results[i] = _copied(Rewriter(graph, mode, node, before=boundary), "is_forward")
-            seen.add(storage_key(value(results[i])))
+    results = _outputs_apart(graph, results, [desc in tangents for desc in descs], boundary)
     lasting = [n for n in graph.nodes if _is_tensor(n) and (n.op != "call_function" or not is_backward(n))]
     taken = {storage_key(value(n)) for n in lasting}
     for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
@@ -46,6 +47,57 @@ def own_the_results(graph: fx.Graph) -> None:
                 results[i] = _copied(Rewriter(graph, mode, node, before=output), "is_backward")
             taken.add(storage_key(value(results[i])))
     output.args = (tuple(results),)
+
+
+def _outputs_apart(
+    graph: fx.Graph, results: Sequence[Any], with_tangent: Sequence[bool], boundary: fx.Node
+) -> list[Any]:
+    """`results` with copies of those outputs with a tangent that share bytes with an input or with one another.
+
+    Pieces of one tensor (`_PIECES`) share no element: they stay in its bytes, with eager's strides. Of an input, which
+    is the caller's, the whole is copied and the outputs are views of the copy.
+    """
+    mode, found = fake_mode_of(graph), list(results)
+    given = [n for n in graph.find_nodes(op="placeholder") if _is_tensor(n) and not n.meta["desc"].is_tangent()]
+    placeholders = {storage_key(value(n)): n for n in reversed(given)}
+    first: dict[int, fx.Node] = {}  # storage -> the first output in it
+    copies: dict[fx.Node, fx.Node] = {}  # input -> its copy
+    for i, node in enumerate(results):
+        if not with_tangent[i]:
+            continue
+        key = storage_key(value(node))
+        rewriter = Rewriter(graph, mode, node, before=boundary)
+        if key in placeholders and _fills_its_bytes(value(placeholders[key])):
+            base = placeholders[key]
+            if base not in copies:
+                copies[base] = _copied(Rewriter(graph, mode, base, before=boundary), "is_forward")
+            found[i] = _same_view(rewriter, base, copies[base])
+        elif key in placeholders or (key in first and not _are_pieces(first[key], node)):
+            found[i] = _copied(rewriter, "is_forward")
+        first.setdefault(key, node)
+    return found
+
+
+def _fills_its_bytes(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share bytes, and none lie between them: memory like it has the same strides."""
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return is_fixed(tensor) and extent == tensor.numel() and not may_overlap(tensor.shape, tensor.stride())
+
+
+def _same_view(rewriter: Rewriter, base: fx.Node, copy: fx.Node) -> fx.Node:
+    """The rewriter's node, a view of `base`, as a view of a `copy` with the strides of `base`."""
+    v, start = value(rewriter.node), value(base).storage_offset()
+    view = rewriter.call(aten.as_strided.default, copy, list(v.shape), list(v.stride()), v.storage_offset() - start)
+    view.meta["partitioner_tag"] = "is_forward"
+    return view
+
+
+def _are_pieces(one: fx.Node, two: fx.Node) -> bool:
+    """Whether both are pieces that one op cuts a tensor into, which share no element."""
+    if one is two or one.target is not operator.getitem or two.target is not operator.getitem:
+        return False
+    whole = one.args[0]
+    return whole is two.args[0] and isinstance(whole, fx.Node) and whole.target in _PIECES
 
 
 def _write_the_empty(graph: fx.Graph) -> None:

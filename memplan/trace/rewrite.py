@@ -124,17 +124,38 @@ def correct_results(node: fx.Node, results: Sequence[Any]) -> None:
 def replace_by(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
     """Let `other` stand for `node`, whose shape, strides and dtype it has; views of the one become the other's."""
     old, mode = storage_key(value(node)), fake_mode_of(graph)
-    follow = dict.fromkeys(node.users)
+    views = dict.fromkeys(node.users)
     node.replace_all_uses_with(other)
     graph.erase_node(node)
-    while follow:
-        user = next(iter(follow))
-        del follow[user]
+    _view_again(views, old, mode)
+
+
+def separate_tangents(graph: fx.Graph) -> None:
+    """Give each incoming gradient bytes of its own: those of several views of one tensor are traced as views too."""
+    mode = fake_mode_of(graph)
+    given = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
+    seen = {storage_key(value(n)) for n in given if not n.meta["desc"].is_tangent()}
+    for node in given:
+        if not node.meta["desc"].is_tangent():
+            continue
+        traced, old = value(node), storage_key(value(node))
+        if old in seen:
+            with mode:
+                node.meta["val"] = traced.new_empty_strided(traced.shape, traced.stride())
+            _view_again(dict.fromkeys(node.users), old, mode)
+        seen.add(storage_key(value(node)))
+
+
+def _view_again(views: dict[fx.Node, None], old: int, mode: FakeTensorMode) -> None:
+    """Compute anew the fake values of these nodes that lie in the storage `old`, and of what is a view of them."""
+    while views:
+        user = next(iter(views))
+        del views[user]
         if user.op == "call_function" and _shares(user.meta.get("val"), old):
             args, kwargs = fx.node.map_arg((user.args, user.kwargs), value)
             with mode, torch.no_grad():
                 user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
-            follow.update(dict.fromkeys(user.users))
+            views.update(dict.fromkeys(user.users))
 
 
 def _shares(val: Any, key: int) -> bool:

@@ -1,0 +1,104 @@
+"""Results that are views: of inputs, of parameters, and pieces of one tensor, as `chunk` and `unbind` return them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.errors import StaleActivationsError
+from memplan.trace import trace
+from memplan.trace.traced import Source
+
+_Forward = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+class Weighted(nn.Module):
+    """Returns what a function makes of an input and a parameter of the same shape."""
+
+    def __init__(self, function: _Forward) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 6))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x, self.w)
+
+
+VIEWS: dict[str, _Forward] = {
+    "pieces of a parameter": lambda x, w: w.chunk(2),
+    "columns of a parameter": lambda x, w: w.unbind(1),
+    "pieces of an input": lambda x, w: ((x * w).sum(), *x.chunk(2, 1)),
+    "pieces of both": lambda x, w: (*torch.split(x, [1, 3]), *torch.split(w, [2, 4], 1), x * w),
+    "pieces of a result": lambda x, w: (x * w).chunk(2),
+    "rows of a result": lambda x, w: torch.sigmoid(x * w).unbind(0),
+    "columns of a result": lambda x, w: torch.sigmoid(x * w).unbind(1),
+    "uneven pieces": lambda x, w: torch.split(x * w, [1, 2, 1]),
+    "unsafe pieces": lambda x, w: torch.unsafe_chunk(x * w, 3, 1),
+    "overlapping views": lambda x, w: ((y := x * w)[:3], y[1:], y),
+    "pieces, one of them twice": lambda x, w: ((y := (x * w).chunk(2))[0], y[1], y[0]),
+    "pieces and the whole": lambda x, w: (*(y := x * w).chunk(2), y),
+    "a transposed parameter's rows": lambda x, w: w.t().unbind(0),
+}
+
+
+def _results(model: Any, x: torch.Tensor, w: nn.Parameter) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Results of one call, and the gradients of the input and the parameter of a loss that weighs each differently."""
+    x, w.grad = x.detach().clone().requires_grad_(), None
+    results = list(model(x))
+    loss = torch.stack([(i + 1) * (t * t).sum() for i, t in enumerate(results)]).sum()
+    torch.autograd.backward(loss)
+    return results, [None if g is None else g.clone() for g in (x.grad, w.grad)]
+
+
+@pytest.mark.parametrize("gradients", ["safe", "owned", "arena"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_and_pieces_are_eagers(name: str, gradients: str) -> None:
+    model, x = Weighted(VIEWS[name]), torch.randn(4, 6)
+    compiled = memplan.compile(model, x.clone().requires_grad_(), gradients=gradients, guard="poison")
+    for _ in range(2):
+        x = torch.randn(4, 6)
+        theirs, their_gradients = _results(model, x, model.w)
+        ours, our_gradients = _results(compiled, x, model.w)
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+            assert (a.stride(), a.requires_grad) == (b.stride(), b.requires_grad)
+        for g, h in zip(our_gradients, their_gradients, strict=True):
+            assert (g is None) == (h is None)
+            if "twice" in name:  # eager adds all terms of one tensor in a row
+                torch.testing.assert_close(g, h)
+            else:
+                assert g is None or (h is not None and torch.equal(g, h))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda y: y[:2], lambda y: y[:, 1], lambda y: y.view(24), lambda y: y.unbind(0)[0], lambda y: y.chunk(2)[1]],
+)
+@pytest.mark.parametrize("gradients", ["safe", "owned"])
+def test_to_change_a_view_of_what_the_backward_needs_raises(view: Any, gradients: str) -> None:
+    def forward(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (view(torch.sigmoid(x * w)),)
+
+    model, x = Weighted(forward), torch.randn(4, 6)
+    compiled = memplan.compile(model, x, gradients=gradients)
+    (changed,) = compiled(x)
+    with torch.no_grad():
+        changed.mul_(2)
+    with pytest.raises(StaleActivationsError, match="changed in place"):
+        changed.sum().backward()
+    (kept,) = compiled(x)
+    kept.sum().backward()
+    assert model.w.grad is not None
+
+
+def test_incoming_gradients_share_no_bytes() -> None:
+    traced = trace(Weighted(VIEWS["pieces of both"]), (torch.randn(4, 6, requires_grad=True),))
+    storages = [traced.graph.values[b.value].storage for b in traced.bindings]
+    tangents = [traced.graph.values[b.value].storage for b in traced.bound(Source.TANGENT)]
+    assert len(tangents) == 5
+    assert all(storages.count(storage) == 1 for storage in tangents)
