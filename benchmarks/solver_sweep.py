@@ -31,7 +31,7 @@ def generated(seed: int, *, most: int = MOST) -> Problem:
     return mixed(n, seed=seed, pins=chance.choice((0, 0, 0, 5)), longest=longest)
 
 
-def checked(problem: Problem, *, work_limit: int) -> Solution:
+def checked(problem: Problem, *, work_limit: int | None) -> Solution:
     """The default solver's solution, validated; raises `SolverFault` if an answer was dropped on the way."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", SolverFault)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.instances import planted
 from memplan.errors import SolverFault
 from memplan.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.solve import attempt, cpsat_model, eject, quick, race, solve, squeaky, thresholds
@@ -179,3 +180,11 @@ def test_what_was_learnt_with_a_faulty_answer_is_forgotten(monkeypatch: pytest.M
         solve(knotted(0), work_limit=5_000)
     assert len(sizes) > 1
     assert set(sizes) == {0}
+
+
+def test_the_search_goes_on_from_what_stepped_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(buffers=planted(60, seed=1).buffers)
+    assert solve(problem, solver="greedy").arena_size > problem.max_live
+    monkeypatch.setattr(race, "first_answers", _zeros)
+    with pytest.warns(SolverFault, match=r"quick\.first_answers"):
+        assert solve(problem).arena_size == problem.max_live

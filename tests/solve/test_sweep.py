@@ -25,5 +25,5 @@ def test_a_large_piece_above_a_buffer_that_lives_throughout(seed: int) -> None:
         start = chance.randrange(2 * n - 3000)
         live = Interval(start, start + chance.randrange(400, 3000))
         buffers.append(Buffer(id=str(i), size=chance.choice((4, 640, 4096, 1 << 20, 3 << 20)), live=live))
-    solution = checked(Problem(buffers=tuple(buffers)), work_limit=100_000)
-    assert solution.arena_size <= 1.05 * solution.bound
+    solution = checked(Problem(buffers=tuple(buffers)), work_limit=None)
+    assert solution.arena_size <= 1.02 * solution.bound

@@ -16,6 +16,7 @@ from memplan.solve.base import finish
 from memplan.solve.budget import Budget, Limits
 from memplan.solve.core import Core, Ints, core_of, subset
 from memplan.solve.instance import Outcome
+from memplan.solve.reduce import reduce
 from memplan.validate import validate
 from tests.strategies import knotted, layered_problems
 
@@ -91,6 +92,21 @@ def test_every_heuristic_stays_above_what_lies_below(
         for offsets in quick.first_answers(core):
             assert (offsets >= base).all()
             _check(problem, whole.source[ids], offsets, core.unit)
+
+
+def test_room_below_a_piece_does_not_count_when_it_is_peeled() -> None:
+    whole = core_of(Problem(buffers=tuple(Buffer(id=name, size=4, live=Interval(0, 2)) for name in "ab")))
+    assert whole.unit == 4
+    assert len(reduce(whole, whole.max_offset(40)).fill) == 2  # ten places for each, whatever the other takes
+    raised = subset(whole, np.arange(2), base=8)
+    assert not len(reduce(raised, raised.max_offset(36)).fill)  # one place, above 32 bytes that are not theirs
+    assert len(reduce(raised, raised.max_offset(40)).fill) == 2
+
+
+def test_promotion_may_go_on_for_ever() -> None:
+    core = core_of(Problem(buffers=(Buffer(id="a", size=3, live=Interval(0, 2)),)))
+    endless = squeaky.rounds(core, np.array([-1]), Budget(Limits(seconds=3_600.0)))  # each round promotes it
+    assert [next(endless).tolist() for _ in range(3_000)] == [[0]] * 3_000
 
 
 def _calls(patch: pytest.MonkeyPatch, module: Any, name: str, counts: Callable[..., bool]) -> list[str]:
