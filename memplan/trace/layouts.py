@@ -24,60 +24,80 @@ from torch._prims_common import (
 from memplan.trace.rewrite import aten, correct_results, value
 from memplan.trace.touches import is_fixed
 
-Layout = Callable[..., Any]  # the op's arguments -> strides of those of its results that have its input's shape
+Layout = Callable[..., Any]  # the shape of a result, the op's arguments -> its strides; None: as the fake says
 _LAYER_NORM_BACKWARD = aten.native_layer_norm_backward.default
 
 
-def _dense(position: int) -> Layout:
-    """Contiguous, of the shape of the argument at `position`."""
-    return lambda *args: make_contiguous_strides_for(args[position].shape)
+def _dense(shape: tuple[int, ...], *args: Any) -> Any:
+    """Contiguous."""
+    return make_contiguous_strides_for(shape)
 
 
 def _formatted(position: int) -> Layout:
-    """Contiguous, or channels last where the argument is."""
+    """Contiguous, or channels last where the argument at `position` is; statistics have fewer dimensions."""
 
-    def layout(*args: Any) -> Any:
-        x = args[position]
-        dense = suggest_memory_format(x) is torch.contiguous_format
-        return (make_contiguous_strides_for if dense else make_channels_last_strides_for)(x.shape)
+    def layout(shape: tuple[int, ...], *args: Any) -> Any:
+        if args[position].dim() != len(shape):
+            return None
+        dense = suggest_memory_format(args[position]) is torch.contiguous_format
+        return (make_contiguous_strides_for if dense else make_channels_last_strides_for)(shape)
 
     return layout
 
 
-def _like(position: int) -> Layout:
-    """As the argument, without its gaps."""
-    return lambda *args: compute_elementwise_output_strides(args[position])
-
-
 def _pointwise(*positions: int) -> Layout:
-    """As the first of these arguments that says how."""
-    return lambda *args: compute_elementwise_output_strides(*(args[position] for position in positions))
+    """As the first of these arguments that says how, without its gaps; only results that have the first one's shape."""
+
+    def layout(shape: tuple[int, ...], *args: Any) -> Any:
+        if tuple(args[positions[0]].shape) != tuple(shape):
+            return None
+        return compute_elementwise_output_strides(*(args[position] for position in positions))
+
+    return layout
+
+
+def _resized(shape: tuple[int, ...], x: torch.Tensor, *args: Any) -> Any:
+    """As the tensor that is resized where it has the shape already, contiguous where it has not."""
+    return _pointwise(0)(shape, x) or make_contiguous_strides_for(shape)
 
 
 LAYOUTS: dict[Any, Layout] = {
     **dict.fromkeys(
         (
             *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default),
-            aten.glu_backward.default,
+            *(aten.glu_backward.default, aten.log_sigmoid_forward.default, aten._log_softmax_backward_data.default),
+            *(aten.normal.float_Tensor, aten.normal.Tensor_Tensor, aten.poisson.default, aten._standard_gamma.default),
+            *(aten.pow.Scalar, aten.nll_loss2d_forward.default),
         ),
-        _dense(1),
+        _dense,
     ),
-    **dict.fromkeys((aten.log_sigmoid_forward.default, aten._log_softmax_backward_data.default), _dense(0)),
     **dict.fromkeys(
         (
             *(aten.native_batch_norm.default, aten._native_batch_norm_legit.default),
             *(aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit_no_training.default),
-            *(aten._native_batch_norm_legit_functional.default, aten.roll.default),
+            *(aten._native_batch_norm_legit_functional.default, aten._batch_norm_no_update.default),
+            *(aten._batch_norm_with_update_functional.default, aten.max_unpool2d.default, aten.roll.default),
+            *(aten.replication_pad3d.default, aten.reflection_pad3d.default, aten.channel_shuffle.default),
         ),
         _formatted(0),
     ),
-    **dict.fromkeys((aten.native_batch_norm_backward.default, aten.native_group_norm_backward.default), _formatted(1)),
-    **dict.fromkeys((aten.binary_cross_entropy.default, aten.huber_loss.default), _like(0)),
-    aten.binary_cross_entropy_backward.default: _like(1),
+    **dict.fromkeys(
+        (
+            *(aten.native_batch_norm_backward.default, aten.native_group_norm_backward.default),
+            *(aten.batch_norm_backward.default, aten.replication_pad2d_backward.default),
+            *(aten.replication_pad3d_backward.default, aten.reflection_pad2d_backward.default),
+            aten.reflection_pad3d_backward.default,
+        ),
+        _formatted(1),
+    ),
+    aten.resize_as.default: _resized,
+    **dict.fromkeys((aten.binary_cross_entropy.default, aten.huber_loss.default), _pointwise(0)),
+    aten.binary_cross_entropy_backward.default: _pointwise(1),
     **dict.fromkeys(
         (
             *(aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.hardtanh_backward.default),
             *(aten.softplus_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default),
+            *(aten.xlogy.Tensor, aten.special_xlog1py.default),
         ),
         _pointwise(0, 1),
     ),
@@ -108,7 +128,8 @@ def settle_layouts(graph: fx.Graph) -> None:
             copied = _copied(made)
             if copied is None or value(made).device.type != "cpu" or not is_fixed(value(made)):
                 continue
-            if not _is_laid_out(value(copied[-1]), layout(*args)):
+            strides = layout(value(made).shape, *args)
+            if strides is None or not _is_laid_out(value(copied[-1]), strides):
                 continue
             results[position] = value(copied[-1])
             copied[-1].replace_all_uses_with(made)
@@ -135,25 +156,19 @@ def _laid_out(op: Any, layout: Layout) -> Callable[..., Any]:
         finally:
             under_way = False
         results = [made] if isinstance(made, torch.Tensor) else list(made)
-        shape = max((tuple(a.shape) for a in given), key=len)
-        strides = layout(*args)
-        results = [_copy_to(t, strides) if _has_shape(t, shape) else t for t in results]
+        results = [_copy_to(t, layout(t.shape, *args)) if isinstance(t, torch.Tensor) else t for t in results]
         return results[0] if isinstance(made, torch.Tensor) else tuple(results)
 
     return decomposition
-
-
-def _has_shape(tensor: Any, shape: Sequence[Any]) -> bool:
-    return isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == tuple(shape)
 
 
 def _is_laid_out(tensor: torch.Tensor, strides: Sequence[Any]) -> bool:
     return all(n == 1 or s == t for n, s, t in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
-def _copy_to(tensor: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
-    """A copy with these strides, of a dense tensor; the tensor itself where it has them."""
-    if _is_laid_out(tensor, strides):
+def _copy_to(tensor: torch.Tensor, strides: Sequence[Any] | None) -> torch.Tensor:
+    """A copy with these strides, of a dense tensor; the tensor itself where it has them, or may keep its own."""
+    if strides is None or _is_laid_out(tensor, strides):
         return tensor
     order = sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True)
     copied = tensor.permute(order).clone(memory_format=torch.contiguous_format)
