@@ -20,7 +20,8 @@ from memplan.evict.record import Action
 from memplan.trace.capture import capture
 from memplan.trace.pack import pack_masks
 from memplan.trace.rewrite import copy_of
-from tests.runtime.budgets import QUICK, Outcome
+from tests.runtime.budgets import QUICK
+from tests.steps import outcome_of
 
 
 class Dropping(nn.Module):
@@ -42,25 +43,15 @@ def _example() -> tuple[nn.Module, Tensor]:
     return Dropping(), torch.randn(64, 32)
 
 
-def _step(model: nn.Module, compiled: nn.Module, x: Tensor) -> Outcome:
-    model.zero_grad()
-    torch.manual_seed(1)
-    loss = compiled(x)
-    loss.backward()
-    return Outcome(
-        loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, {}
-    )
-
-
 @pytest.mark.parametrize("options", [{}, {"budget": "70%", "policy": QUICK}])
 def test_P9_packed_masks_give_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:  # noqa: N802
     model, x = _example()
-    reference = _step(model, memplan.compile(model, x), x)
+    reference = outcome_of(model, memplan.compile(model, x), x, seed=1)
     packed = memplan.compile(model, x, compress="bits", guard="poison", **options)
     for _ in range(2):
-        assert _step(model, packed, x).same_as(reference)
+        assert outcome_of(model, packed, x, seed=1).same_as(reference)
     packed.plan.save(tmp_path / "plan.json")
-    assert _step(model, memplan.compile(model, x, plan=tmp_path / "plan.json"), x).same_as(reference)
+    assert outcome_of(model, memplan.compile(model, x, plan=tmp_path / "plan.json"), x, seed=1).same_as(reference)
 
 
 def test_P9_a_whole_step_packs_too() -> None:  # noqa: N802

@@ -25,8 +25,9 @@ from memplan.trace import trace
 from memplan.trace.divide import divide
 from memplan.trace.rewrite import copy_of
 from memplan.trace.traced import TracedGraph
-from tests.runtime.budgets import QUICK, Outcome
+from tests.runtime.budgets import QUICK
 from tests.runtime.reference import Interpreted
+from tests.steps import outcome_of
 
 VOCABULARY, WIDTH, BATCH, TOKENS = 512, 16, 3, 20
 
@@ -84,16 +85,6 @@ def _floor(traced: TracedGraph) -> int:
     return floor(make_workload(traced.graph, order, DEVICES["cpu"], 64))[0]
 
 
-def _step(model: nn.Module, compiled: Callable[..., Tensor], args: tuple[Any, ...]) -> Outcome:
-    model.zero_grad()
-    torch.manual_seed(1)
-    loss = compiled(*args)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return Outcome(
-        loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, {}
-    )
-
-
 # -- the floor falls ---------------------------------------------------------------------------------------------
 
 
@@ -140,13 +131,13 @@ def test_T11_runs_in_a_budget_that_was_infeasible_bit_by_bit(name: str, tmp_path
     compiled = memplan.compile(model, args, budget=budget, divide=True, policy=QUICK, guard="poison")
     assert compiled.plan.arena_size <= budget
     assert compiled.plan.division is not None
-    reference = _step(model, memplan.compile(model, args), args)
+    reference = outcome_of(model, memplan.compile(model, args), *args, seed=1)
     for _ in range(2):
-        assert _step(model, compiled, args).same_as(reference)
+        assert outcome_of(model, compiled, *args, seed=1).same_as(reference)
     compiled.plan.save(tmp_path / "plan.json")
     loaded = memplan.compile(model, args, plan=tmp_path / "plan.json")
     assert loaded.plan.division == compiled.plan.division
-    assert _step(model, loaded, args).same_as(reference)
+    assert outcome_of(model, loaded, *args, seed=1).same_as(reference)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -169,8 +160,10 @@ def test_T11_sums_are_equal_up_to_rounding(name: str) -> None:  # noqa: N802
     """A gradient of a weight is a sum over the rows, here of 60: in float32 its rounding errors, relative to the sum
     of the magnitudes, are below 60 x 2**-24; 1e-5 of the largest element leaves room for the products' own."""
     model, args = MODELS[name]()
-    reference = _step(model, memplan.compile(model, args), args)
-    ours = _step(model, memplan.compile(model, args, divide=Division(blocks=3, sums=True), guard="poison"), args)
+    reference = outcome_of(model, memplan.compile(model, args), *args, seed=1)
+    ours = outcome_of(
+        model, memplan.compile(model, args, divide=Division(blocks=3, sums=True), guard="poison"), *args, seed=1
+    )
     assert torch.allclose(ours.loss, reference.loss, rtol=1e-6, atol=0)
     for key, one in reference.gradients.items():
         assert (one - ours.gradients[key]).abs().max() <= 1e-5 * one.abs().max()

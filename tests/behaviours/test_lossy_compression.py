@@ -21,7 +21,8 @@ from memplan.evict.record import Action
 from memplan.trace.capture import capture
 from memplan.trace.quantize import group_of, quantize
 from memplan.trace.rewrite import copy_of
-from tests.runtime.budgets import QUICK, Outcome
+from tests.runtime.budgets import QUICK
+from tests.steps import outcome_of
 
 
 class Kept(nn.Module):
@@ -153,33 +154,26 @@ def _example(dtype: torch.dtype) -> tuple[nn.Module, tuple[Any, ...]]:
     return zoo.Regression(layers.to(dtype)), (torch.randn(32, 64, dtype=dtype), torch.randn(32, 64, dtype=dtype))
 
 
-def _step(model: nn.Module, compiled: Any, args: tuple[Any, ...]) -> Outcome:
-    model.zero_grad()
-    torch.manual_seed(1)
-    loss = compiled(*args)
-    loss.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return Outcome(loss.detach(), gradients, {})
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_P9_the_forward_keeps_its_bits_and_a_plan_its_gradients(dtype: torch.dtype, tmp_path: Path) -> None:  # noqa: N802
     model, args = _example(dtype)
-    exact = _step(model, memplan.compile(model, args), args)
+    exact = outcome_of(model, memplan.compile(model, args), *args, seed=1)
     lossy = memplan.compile(model, args, compress="int8", guard="poison")
-    reference = _step(model, lossy, args)
+    reference = outcome_of(model, lossy, *args, seed=1)
     assert torch.equal(exact.loss, reference.loss)
     assert not exact.same_as(reference)
     for name, gradient in exact.gradients.items():
         error = (reference.gradients[name] - gradient).float().norm()
         assert error <= 0.05 * gradient.float().norm() + 1e-6, name
-    assert _step(model, lossy, args).same_as(reference)
+    assert outcome_of(model, lossy, *args, seed=1).same_as(reference)
     lossy.plan.save(tmp_path / "plan.json")
-    assert _step(model, memplan.compile(model, args, plan=tmp_path / "plan.json"), args).same_as(reference)
+    assert outcome_of(model, memplan.compile(model, args, plan=tmp_path / "plan.json"), *args, seed=1).same_as(
+        reference
+    )
     budget = int(0.9 * lossy.plan.arena_size)
     within = memplan.compile(model, args, compress="int8", budget=budget, policy=QUICK, guard="poison")
     assert within.plan.arena_size <= budget
-    assert _step(model, within, args).same_as(reference)
+    assert outcome_of(model, within, *args, seed=1).same_as(reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -24,6 +24,7 @@ from memplan.schedule import order
 from memplan.trace import alignment_of, trace
 from tests.runtime.budgets import FAST_LINK, everything
 from tests.runtime.virtual import Net, virtual
+from tests.steps import outcome_of
 
 _MOST = 100  # steps
 
@@ -44,14 +45,8 @@ def _train(compiled: CompiledModule, model: nn.Module, args: tuple[Any, ...]) ->
     """Train until nothing is measured any more, each step held against one without a budget."""
     free = memplan.compile(model, args)
     for step in range(_MOST):
-        results = []
-        for module in (compiled, free):
-            torch.manual_seed(step)
-            model.zero_grad()
-            loss = module(*args)
-            loss.backward()
-            results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        ours, expected = (outcome_of(model, module, *args, seed=step) for module in (compiled, free))
+        assert ours.same_as(expected)
         if compiled._guide is None:
             return list(compiled.measurements)
     raise AssertionError("it never ends")

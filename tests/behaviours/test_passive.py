@@ -15,6 +15,7 @@ from benchmarks.zoo import ZOO
 from memplan.errors import InputMismatch, MemplanError, StaleActivationsError
 from memplan.runtime.passive import Passive
 from tests.runtime.budgets import FAST_LINK, QUICK
+from tests.steps import Outcome, outcome_after, outcome_of
 
 _ALL = 1 << 60
 CPU = torch.device("cpu")
@@ -37,21 +38,9 @@ def _net() -> tuple[nn.Module, torch.Tensor]:
     return Net(), torch.randn(64, 16)
 
 
-def _step(model: nn.Module, call: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model.zero_grad()
-    loss = call(*args)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def _equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
 def _free_peak(model: nn.Module, args: tuple[Any, ...]) -> int:
     passive = Passive(_ALL, CPU)
-    _step(model, lambda *a: passive.run(model, *a), args)
+    outcome_of(model, lambda *a: passive.run(model, *a), *args, seed=0)
     return passive.peak
 
 
@@ -63,9 +52,9 @@ def test_P3_another_shape_runs_within_the_budget(caplog: pytest.LogCaptureFixtur
     more = torch.randn(96, 16)
     budget = int(0.6 * _free_peak(model, (more,)))
     compiled = memplan.compile(model, x, budget=budget, policy=QUICK, costs=FAST_LINK, on_mismatch="passive")
-    expected, plan = _step(model, model, (more,)), compiled.plan
+    expected, plan = outcome_of(model, model, more, seed=0), compiled.plan
     with caplog.at_level(logging.WARNING, "memplan"):
-        assert _equal(_step(model, compiled, (more,)), expected)
+        assert outcome_of(model, compiled, more, seed=0).same_as(expected)
     passive = compiled.passive
     assert passive is not None
     assert passive.budget == compiled.plan.eviction.budget  # type: ignore[union-attr]
@@ -76,7 +65,7 @@ def test_P3_another_shape_runs_within_the_budget(caplog: pytest.LogCaptureFixtur
     assert "without a plan" in record.getMessage()
     # and calls that the plan is for run by it
     compiled.__dict__["passive"] = None
-    assert _equal(_step(model, compiled, (x,)), _step(model, memplan.compile(model, x), (x,)))
+    assert outcome_of(model, compiled, x, seed=0).same_as(outcome_of(model, memplan.compile(model, x), x, seed=0))
     assert compiled.passive is None
     assert compiled.plan is plan
 
@@ -85,7 +74,7 @@ def test_P3_without_a_budget_it_is_plain_eager(caplog: pytest.LogCaptureFixture)
     model, x = _net()
     compiled = memplan.compile(model, x, on_mismatch="passive")
     with caplog.at_level(logging.WARNING, "memplan"):
-        assert _equal(_step(model, compiled, (x[:5],)), _step(model, model, (x[:5],)))
+        assert outcome_of(model, compiled, x[:5], seed=0).same_as(outcome_of(model, model, x[:5], seed=0))
     assert compiled.passive is None
     assert any("eagerly, without a plan" in r.getMessage() for r in caplog.records)
 
@@ -94,10 +83,10 @@ def test_P3_it_works_before_the_measurement_is_finished() -> None:  # noqa: N802
     model, x = _net()
     compiled = memplan.compile(model, x, budget=0.6, policy=QUICK, costs="measure", on_mismatch="passive")
     assert compiled._guide is not None
-    _step(model, compiled, (x,))
-    assert _equal(_step(model, compiled, (x[:50],)), _step(model, model, (x[:50],)))
+    outcome_of(model, compiled, x, seed=0)
+    assert outcome_of(model, compiled, x[:50], seed=0).same_as(outcome_of(model, model, x[:50], seed=0))
     assert compiled._guide._meter.samples == 1
-    _step(model, compiled, (x,))
+    outcome_of(model, compiled, x, seed=0)
     assert compiled._guide._meter.samples == 2
 
 
@@ -174,12 +163,12 @@ def test_P3_it_has_to_be_asked_for() -> None:  # noqa: N802
 def test_P3_numbers_are_eagers_and_bytes_within_what_ops_need(name: str, share: float) -> None:  # noqa: N802
     model, args = ZOO[name]("nano")
     state = copy.deepcopy(model.state_dict())
-    expected = _step(model, model, args)
+    expected = outcome_of(model, model, *args, seed=0)
     free = _free_peak(model, args)
     floor = Passive(0, CPU)
     for passive in (floor, Passive(int(share * free), CPU)):
         model.load_state_dict(state)
-        assert _equal(_step(model, lambda *a, p=passive: p.run(model, *a), args), expected)
+        assert outcome_of(model, lambda *a, p=passive: p.run(model, *a), *args, seed=0).same_as(expected)
         assert passive.evicted > 0
     assert passive.peak <= max(passive.budget, floor.peak)
 
@@ -188,16 +177,16 @@ def test_a_second_backward_and_one_by_parts_have_what_they_need() -> None:
     model, x = _net()
     model.eval()
 
-    def gradients(call: Any) -> list[torch.Tensor]:
+    def twice(call: Any) -> Outcome:
         model.zero_grad()
         loss = call(x)
         loss.backward(retain_graph=True)
         loss.backward()
         second = torch.autograd.grad(call(x), list(model.parameters()), create_graph=True)
         sum(g.square().sum() for g in second).backward()  # type: ignore[union-attr]
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return outcome_after(model, loss)
 
-    assert _equal(gradients(lambda x: Passive(0, CPU).run(model, x)), gradients(model))
+    assert twice(lambda x: Passive(0, CPU).run(model, x)).same_as(twice(model))
 
 
 def test_inputs_with_a_history_get_their_gradients() -> None:
@@ -266,8 +255,8 @@ def test_an_error_leaves_nothing_behind() -> None:
     with pytest.raises(ValueError, match="no"):
         passive.run(fail, x)
     assert passive.living.nbytes == 0
-    expected = _step(model, model, (x,))
-    assert _equal(_step(model, lambda x: passive.run(model, x), (x,)), expected)
+    expected = outcome_of(model, model, x, seed=0)
+    assert outcome_of(model, lambda x: passive.run(model, x), x, seed=0).same_as(expected)
     with torch.no_grad():
         assert torch.equal(passive.run(model.eval(), x), model(x))
     assert passive.living.nbytes == 0

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import nn
 
 from memplan.evict.arrays import measure
@@ -25,6 +23,7 @@ from memplan.runtime.slots import Structure
 from memplan.schedule import order
 from memplan.trace import alignment_of, plan_traced
 from memplan.trace.traced import TracedGraph
+from tests.steps import Outcome, outcome_of
 
 _LINK = Link(bytes_per_second=1e13, latency=1e-9)
 FAST_LINK = replace(DEVICES["cpu"], name="fast link", to_host=_LINK, to_device=_LINK)
@@ -63,35 +62,15 @@ def plan_of_everything(traced: TracedGraph, *, redzone: int = 0) -> Plan:
     return plan
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a step left: the loss, the gradients, the buffers."""
-
-    loss: torch.Tensor
-    gradients: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-
-    def same_as(self, other: Outcome) -> bool:
-        """Bit by bit."""
-        return torch.equal(self.loss, other.loss) and all(
-            one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-            for one, two in ((self.gradients, other.gradients), (self.buffers, other.buffers))
-        )
-
-
 def runner_of(model: nn.Module, traced: TracedGraph, plan: Plan, guard: str | None = "poison") -> Runner:
     """What `memplan.compile(model, ..., plan=plan)` runs, without tracing once more."""
     return Runner(Structure(model), traced, plan, arena_for(plan, traced.device), guard=guard)
 
 
 def step_of(runner: Runner, model: nn.Module, args: tuple[Any, ...], seed: int) -> Outcome:
-    """Forward and backward."""
-    torch.manual_seed(seed)
-    model.zero_grad()
-    loss = runner(runner.signature.flatten(args, {}), training=True)
-    loss.backward()
-    return Outcome(
-        loss.detach(),
-        {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
-        {name: b.clone() for name, b in model.named_buffers()},
-    )
+    """The outcome of one forward and backward by `runner`."""
+
+    def call(*given: Any) -> Any:
+        return runner(runner.signature.flatten(given, {}), training=True)
+
+    return outcome_of(model, call, *args, seed=seed)

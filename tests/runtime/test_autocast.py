@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -11,18 +10,7 @@ from torch import nn
 
 from benchmarks.zoo import ZOO
 from memplan.runtime import compile as memplan_compile
-
-
-def _steps(model: nn.Module, call: Any, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    found = []
-    for _ in range(3):
-        model.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = call(*inputs)
-        loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    return found
+from tests.steps import outcomes_of, same_outcomes, under_autocast
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "swin", "lstm"])
@@ -32,8 +20,8 @@ def test_the_zoo_is_eagers_bits(name: str) -> None:
     eager = copy.deepcopy(model.train())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         compiled = memplan_compile(model, inputs)
-    pairs = zip(_steps(eager, eager, inputs), _steps(model, compiled, inputs), strict=True)
-    assert all(torch.equal(one, two) for one, two in pairs)
+    expected = outcomes_of(eager, under_autocast(eager), *inputs, steps=3, seed=1)
+    assert same_outcomes(outcomes_of(model, under_autocast(compiled), *inputs, steps=3, seed=1), expected)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.77])

@@ -18,6 +18,7 @@ from memplan.runtime import compile_step
 from memplan.runtime.graphed import GraphedProgram
 from memplan.trace import plan as memplan_plan
 from memplan.trace import trace
+from tests.steps import Outcome, outcome_of
 
 Op = Callable[[torch.Tensor], torch.Tensor]
 _Error: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -57,17 +58,9 @@ OPS: dict[str, Op] = {
 }
 
 
-def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """The loss, and the gradients."""
-    model.zero_grad()
-    loss = model(x)
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
-def _assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert len(ours) == len(theirs) == 3
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def _assert_equal(ours: Outcome, theirs: Outcome) -> None:
+    assert len(ours.gradients) == 2
+    assert ours.same_as(theirs)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -76,7 +69,7 @@ def test_numbers_are_eagers_and_so_is_the_error(name: str) -> None:
     eager = copy.deepcopy(net)
     compiled = memplan_compile(net, (x,), guard="poison")
     for _ in range(2):
-        _assert_equal(_step(compiled, x), _step(eager, x))
+        _assert_equal(outcome_of(compiled, compiled, x), outcome_of(eager, eager, x))
         x = torch.randn(2, 6, 6)
     if name == "lu_factor":  # which eager checks too, after it has divided by zero
         return
@@ -85,7 +78,10 @@ def test_numbers_are_eagers_and_so_is_the_error(name: str) -> None:
     with pytest.raises(_Error) as ours:
         compiled(_SINGULAR)
     assert str(ours.value) == str(theirs.value)
-    _assert_equal(_step(compiled, x), _step(eager, x))
+    assert torch.equal(net.calls + 1, eager.calls), "eager has counted the call that failed"
+    with torch.no_grad():
+        net.calls.copy_(eager.calls)
+    _assert_equal(outcome_of(compiled, compiled, x), outcome_of(eager, eager, x))
 
 
 def test_a_step_that_fails_changes_nothing() -> None:
@@ -111,7 +107,8 @@ def test_a_step_that_fails_changes_nothing() -> None:
 def test_an_example_that_eager_refuses_can_be_compiled() -> None:
     net, x = _Net(torch.linalg.cholesky), torch.randn(2, 6, 6)
     compiled = memplan_compile(net, (_SINGULAR,))
-    _assert_equal(_step(compiled, x), _step(copy.deepcopy(net), x))
+    eager = copy.deepcopy(net)
+    _assert_equal(outcome_of(compiled, compiled, x), outcome_of(eager, eager, x))
 
 
 class _Wide(nn.Module):
@@ -138,8 +135,7 @@ def test_what_was_checked_is_computed_again_without_a_check() -> None:
     assert len(checks) == 1
     eager = copy.deepcopy(net)
     for _ in range(2):
-        for ours, theirs in zip(_step(compiled, x), _step(eager, x), strict=True):
-            assert torch.equal(ours, theirs)
+        assert outcome_of(compiled, compiled, x).same_as(outcome_of(eager, eager, x))
     with torch.no_grad():
         kept = net.weight.clone()
         net.weight.zero_()

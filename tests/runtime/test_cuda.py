@@ -22,6 +22,7 @@ from memplan.replay.places import places
 from memplan.runtime import CompiledModule, compile, compile_step
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 from tests.runtime.reference import Interpreted
+from tests.steps import loss_of
 
 pytestmark = [
     pytest.mark.cuda,
@@ -54,13 +55,6 @@ def _example(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, 
     return model.to("cuda", dtype), pytree.tree_map_only(torch.Tensor, move, args)
 
 
-def _step(call: Any, args: tuple[Any, ...], seed: int) -> torch.Tensor:
-    torch.manual_seed(seed)
-    loss: torch.Tensor = call(*args)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
-
-
 def _assert_like_eager(model: nn.Module, eager: nn.Module, *losses: torch.Tensor, loose: float = 1.0) -> None:
     torch.testing.assert_close(*losses, rtol=1e-4 * loose, atol=1e-5 * loose)
     for (key, p), (_, q) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
@@ -82,7 +76,7 @@ def test_bitwise_equal_to_interpretation(name: str) -> None:
         torch.manual_seed(seed)
         outputs, gradients, _ = reference.run(*args)
         model.zero_grad()
-        assert torch.equal(_step(compiled, args, seed), outputs[0])
+        assert torch.equal(loss_of(compiled, *args, seed=seed), outputs[0])
         assert gradients
         for key, gradient in gradients.items():
             ours = model.get_parameter(key).grad
@@ -98,23 +92,17 @@ def test_trains_like_eager(name: str, cuda_graph: bool) -> None:
     eager = copy.deepcopy(model)
     compiled = compile(model, args, cuda_graph=cuda_graph)
     for seed in range(3):
-        _assert_like_eager(model, eager, _step(compiled, args, seed), _step(eager, args, seed))
+        _assert_like_eager(model, eager, loss_of(compiled, *args, seed=seed), loss_of(eager, *args, seed=seed))
     losses: list[list[torch.Tensor]] = []
     for call in (compiled, eager):
         torch.manual_seed(7)
         losses.append([call(*args) for _ in range(1)])
         sum(losses[-1]).backward()  # type: ignore[union-attr]
-        losses[-1] += [_unseeded(call, args) for _ in range(3)]
+        losses[-1] += [loss_of(call, *args) for _ in range(3)]
     for one, two in zip(*losses, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
     if cuda_graph:
         assert compiled.pool_bytes > 0
-
-
-def _unseeded(call: Any, args: tuple[Any, ...]) -> torch.Tensor:
-    loss: torch.Tensor = call(*args)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
 
 
 class Attention(nn.Module):
@@ -153,7 +141,7 @@ def test_fused_attention_with_dropout(backend: Any, dtype: torch.dtype, cuda_gra
         names = {op.target for op in compiled.plan.graph.ops}
         assert any("attention" in name for name in names), names
         for seed in range(3):
-            losses = _step(compiled, (x,), seed), _step(eager, (x,), seed)
+            losses = loss_of(compiled, x, seed=seed), loss_of(eager, x, seed=seed)
             _assert_like_eager(model, eager, *losses, loose=1 if dtype is torch.float32 else 300)
 
 
@@ -162,7 +150,7 @@ def test_half_precision(name: str) -> None:
     model, args = _example(name, torch.bfloat16)
     eager = copy.deepcopy(model)
     compiled = compile(model, args, guard="poison")
-    _assert_like_eager(model, eager, _step(compiled, args, 0), _step(eager, args, 0), loose=500)
+    _assert_like_eager(model, eager, loss_of(compiled, *args, seed=0), loss_of(eager, *args, seed=0), loose=500)
 
 
 @pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["offload", "recompute"])
@@ -178,7 +166,7 @@ def test_a_budget_changes_no_bit(name: str, policy: Any) -> None:
         program = kept._selector.main.program
         assert program.host.nbytes == 0 or program.host.memory.is_pinned()
     for seed in range(3):
-        assert torch.equal(_step(plain, args, seed), _step(kept, args, seed))
+        assert torch.equal(loss_of(plain, *args, seed=seed), loss_of(kept, *args, seed=seed))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None)
         assert p.grad is None or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
@@ -217,7 +205,7 @@ def test_an_optimizer_that_was_not_fused_is_taken_over() -> None:
     """Its step counters are in the host's memory."""
     model, args = _example("mlp")
     optimizer = torch.optim.AdamW(model.parameters(), fused=False, foreach=False)
-    _step(model, args, 0)
+    loss_of(model, *args, seed=0)
     optimizer.step()
     optimizer.zero_grad()
     step = compile_step(model, optimizer, lambda loss: loss, args, cuda_graph=True)
@@ -262,7 +250,7 @@ def test_large_fallbacks_are_recorded_in_place() -> None:
     recorded, plain = compile(model, x, cuda_graph=True), compile(other, x)
     assert places(recorded.plan)
     for _ in range(3):
-        assert torch.equal(_step(recorded, (x,), 0), _step(plain, (x,), 0))
+        assert torch.equal(loss_of(recorded, x, seed=0), loss_of(plain, x, seed=0))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
     graphed = recorded._selector.main.graphed
@@ -306,7 +294,7 @@ def test_torch_compile_backend() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=memplan.Backend(guard="poison"))
     for seed in range(3):
-        losses = _step(compiled, args, seed), _step(eager, args, seed)
+        losses = loss_of(compiled, *args, seed=seed), loss_of(eager, *args, seed=seed)
     _assert_like_eager(model, eager, *losses)
     torch._dynamo.reset()
 

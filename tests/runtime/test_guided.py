@@ -22,6 +22,7 @@ from memplan.runtime import CompiledModule, CompiledStep
 from memplan.runtime.guided import REPLANS, SAMPLES, WARM
 from tests.runtime.budgets import FAST_LINK, QUICK, everything
 from tests.runtime.virtual import Net, virtual
+from tests.steps import outcome_after, outcome_of
 
 STEPS = WARM + SAMPLES
 
@@ -52,22 +53,11 @@ def _compiled(model: nn.Module, x: torch.Tensor, **options: Any) -> CompiledModu
     return compiled
 
 
-def _step(model: nn.Module, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    model.zero_grad()
-    loss = call(x)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def _equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
 def _finish(model: nn.Module, compiled: CompiledModule, x: torch.Tensor) -> None:
     """Train until nothing is measured any more; every step is right."""
-    expected = _step(model, memplan.compile(model, x), x)
+    expected = outcome_of(model, memplan.compile(model, x), x)
     for _ in range((REPLANS + 1) * STEPS + 1):
-        assert _equal(_step(model, compiled, x), expected)
+        assert outcome_of(model, compiled, x).same_as(expected)
         if compiled._guide is None:
             return
     raise AssertionError("it never ends")
@@ -85,7 +75,7 @@ def test_nothing_is_measured_afterwards() -> None:
     main = compiled._selector.main
     assert (main.forward, main.backward) == (main.program.forward, main.program.backward)
     before = compiled.measurements
-    assert _equal(_step(model, compiled, x), _step(model, compiled, x))
+    assert outcome_of(model, compiled, x).same_as(outcome_of(model, compiled, x))
     assert compiled.measurements == before
 
 
@@ -96,7 +86,7 @@ def test_nothing_is_measured_where_nothing_is_evicted() -> None:
         assert compiled._guide is None
         main = compiled._selector.main
         assert main.forward is main.program.forward
-        _step(model, compiled, x)
+        outcome_of(model, compiled, x)
         assert compiled.measurement is None
         assert compiled.plan.arena_size == memplan.plan(model, x).arena_size == main.arena.nbytes
 
@@ -140,11 +130,11 @@ def test_steps_that_end_early_are_not_measured() -> None:
             raise RuntimeError("no more")
 
     with compiled.hooks.add(fail), pytest.raises(RuntimeError, match="no more"):
-        _step(model, compiled, x)
+        outcome_of(model, compiled, x)
     assert meter.samples == 0
     with pytest.raises(InputMismatch):
         compiled(x[:3])
-    _step(model, compiled, x)
+    outcome_of(model, compiled, x)
     assert meter.samples == 1
 
 
@@ -159,7 +149,7 @@ def test_other_modes_run_in_between() -> None:
         with torch.inference_mode():
             assert torch.equal(compiled(x), loss)
         compiled.train()
-        _step(model, compiled, x)
+        outcome_of(model, compiled, x)
     assert compiled.measurements
     assert {runner.arena for runner in compiled._selector._runners.values()} == {compiled._arena}
     _finish(model, compiled, x)
@@ -190,7 +180,7 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
     compiled = _compiled(model, x)
     safe = compiled.plan
     for _ in range(STEPS):
-        expected = _step(model, compiled, x)
+        expected = outcome_of(model, compiled, x)
     assert compiled._guide.due
     main = compiled._selector.main
     loss = main(main.signature.flatten((x,), {}), training=True)  # as if the guide had not been asked
@@ -199,8 +189,8 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
     assert compiled.plan is safe
     model.zero_grad()
     loss.backward()
-    assert _equal([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], expected)
-    assert _equal(_step(model, compiled, x), expected)
+    assert outcome_after(model, loss).same_as(expected)
+    assert outcome_of(model, compiled, x).same_as(expected)
     assert compiled.plan is not safe
 
 
@@ -208,13 +198,13 @@ def test_a_program_is_not_tried_in_an_arena_that_holds_a_step() -> None:
     """Guided or not: the trial of another mode's program would overwrite the activations."""
     model, x = _net()
     compiled = memplan.compile(model, x)
-    expected = _step(model, compiled, x)
+    expected = outcome_of(model, compiled, x)
     model.zero_grad()
     loss = compiled(x)
     with torch.no_grad(), pytest.raises(StaleActivationsError):
         compiled(x + 1)
     loss.backward()
-    assert _equal([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], expected)
+    assert outcome_after(model, loss).same_as(expected)
     with torch.no_grad():
         compiled(x + 1)
 
@@ -227,7 +217,7 @@ def test_hooks_and_the_tracker_see_measured_steps_and_those_after_a_switch() -> 
     with compiled.hooks.add(tracker), compiled.hooks.add(seen.append):
         for _ in range((REPLANS + 1) * STEPS):
             seen.clear()
-            _step(model, compiled, x)
+            outcome_of(model, compiled, x)
             assert tracker.peak == compiled.plan.max_live
             assert seen[-1].step + 1 == seen[-1].steps == len(compiled.plan.schedule.order)
             if compiled._guide is None:
@@ -244,7 +234,7 @@ def test_parameters_that_move_meanwhile_are_followed() -> None:
     for _ in range(2 * STEPS):
         for p in model.parameters():
             p.data = p.data + 0.01
-        assert _equal(_step(model, compiled, x), _step(model, free, x))
+        assert outcome_of(model, compiled, x).same_as(outcome_of(model, free, x))
     assert compiled.measurements
     model.get_submodule("layers.0").weight = nn.Parameter(torch.randn(16, 16, dtype=torch.float64))
     with pytest.raises(InputMismatch, match=r"layers\.0\.weight"):
@@ -258,7 +248,7 @@ def test_parameters_that_move_meanwhile_are_followed() -> None:
 def test_copies_measure_anew_or_keep_the_guided_plan(how: Any) -> None:
     model, x = _net()
     compiled = _compiled(model, x)
-    _step(model, compiled, x)
+    outcome_of(model, compiled, x)
     twin = how(compiled)
     assert twin._guide is not None
     assert twin._guide._meter.samples == 0
@@ -269,7 +259,7 @@ def test_copies_measure_anew_or_keep_the_guided_plan(how: Any) -> None:
     assert twin._guide is None
     assert twin.plan.fingerprint == compiled.plan.fingerprint
     assert twin.plan.arena_size <= compiled.plan.eviction.budget  # type: ignore[union-attr]
-    assert _equal(_step(twin._original, twin, x), _step(model, compiled, x))
+    assert outcome_of(twin._original, twin, x).same_as(outcome_of(model, compiled, x))
 
 
 # -- other options ---------------------------------------------------------------------------------------
@@ -290,7 +280,7 @@ def test_guards_take_no_part_in_what_is_measured() -> None:
     plain, guarded = _compiled(model, x), _compiled(model, x, guard="poison")
     for compiled in (plain, guarded):
         for _ in range(STEPS + 1):
-            _step(model, compiled, x)
+            outcome_of(model, compiled, x)
     assert plain.measurements[0].op_seconds == guarded.measurements[0].op_seconds
 
 
@@ -388,15 +378,15 @@ def test_a_policy_that_fails_later_leaves_the_safe_plan(error: Exception, caplog
     compiled = _compiled(model, x, policy=policy)
     safe = compiled.plan
     for _ in range(STEPS):
-        expected = _step(model, compiled, x)
+        expected = outcome_of(model, compiled, x)
     with caplog.at_level(logging.WARNING, "memplan"):
         if isinstance(error, MemplanError):
-            assert _equal(_step(model, compiled, x), expected)
+            assert outcome_of(model, compiled, x).same_as(expected)
             assert "not now" in caplog.records[-1].getMessage()
         else:
             with pytest.raises(ValueError, match="never"):
                 compiled(x)
-    assert _equal(_step(model, compiled, x), expected)
+    assert outcome_of(model, compiled, x).same_as(expected)
     assert compiled.plan is safe
     assert compiled._guide is None
     assert FAST_LINK.name != safe.eviction.costs  # type: ignore[union-attr]

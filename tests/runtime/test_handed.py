@@ -13,6 +13,7 @@ from torch import nn
 import memplan
 from memplan.runtime import compile, compile_step
 from memplan.trace.traced import Handed, Kernel
+from tests.steps import gradients_of, loss_of, same_tensors
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,17 +76,9 @@ class Attends(nn.Module):
 
 
 def _train(model: nn.Module, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    losses = []
-    for seed in range(3):
-        torch.manual_seed(seed)
-        loss = call(x)
-        loss.backward()
-        losses.append(loss.detach())
-    return [*losses, *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
-def _equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    """The losses of three steps, and the sums of their gradients."""
+    losses = [loss_of(call, x, seed=seed) for seed in range(3)]
+    return [*losses, *gradients_of(model).values()]
 
 
 @pytest.mark.parametrize("guard", [None, "poison"])
@@ -97,7 +90,7 @@ def test_the_backward_gets_the_forwards_own_state(guard: str | None) -> None:
     traced = compiled._selector.main.traced
     assert traced.handed == 2
     assert all("int64" not in v.dtype for v in traced.graph.values), "the states have no place in the arena"
-    assert _equal(_train(model, compiled, x), _train(eager, eager, x))
+    assert same_tensors(_train(model, compiled, x), _train(eager, eager, x))
 
 
 def test_calls_in_flight_have_states_of_their_own() -> None:

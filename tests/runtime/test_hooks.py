@@ -21,6 +21,7 @@ from memplan.runtime.copy_threads import ThreadCopies
 from memplan.runtime.hooks import EventKind, StepEvent, When
 from memplan.trace import plan_traced, trace
 from tests.runtime.budgets import FAST_LINK, QUICK_RECOMPUTE, plan_of_everything
+from tests.steps import outcome_of, same_tensors
 
 _TRANSFERS = {
     OFFLOAD: EventKind.OFFLOAD,
@@ -40,18 +41,6 @@ def _made(kind: str, name: str = "mlp") -> tuple[torch.nn.Module, tuple[Any, ...
     else:
         plan = plan_traced(traced, budget="min", policy=QUICK_RECOMPUTE, costs=FAST_LINK)
     return model, args, memplan_compile(model, args, plan=plan, guard="poison")
-
-
-def _step(model: torch.nn.Module, compiled: Any, args: tuple[Any, ...], seed: int = 0) -> list[torch.Tensor]:
-    torch.manual_seed(seed)
-    model.zero_grad()
-    loss = compiled(*args)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def _equal(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
-    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def _check_events(events: list[StepEvent], plan: Plan) -> None:
@@ -85,20 +74,20 @@ def test_events_are_the_plans_and_bits_stay(kind: str, name: str) -> None:
     model, args, compiled = _made(kind, name)
     runner = compiled._selector.main
     plain = runner.forward, runner.backward
-    expected = _step(model, compiled, args)
+    expected = outcome_of(model, compiled, *args, seed=0)
     events: list[StepEvent] = []
     other: list[StepEvent] = []
     with compiled.hooks.add(events.append), compiled.hooks.add(other.append):
         assert runner.forward is not plain[0]
-        assert _equal(_step(model, compiled, args), expected)
+        assert outcome_of(model, compiled, *args, seed=0).same_as(expected)
         _check_events(events, compiled.plan)
         assert other == events
         assert {e.phase for e in events} == {p.value for p in Phase}
-        _step(model, compiled, args)
+        outcome_of(model, compiled, *args, seed=0)
         assert events == 2 * other[: len(other) // 2]
     assert (runner.forward, runner.backward) == plain
     count = len(events)
-    assert _equal(_step(model, compiled, args), expected)
+    assert outcome_of(model, compiled, *args, seed=0).same_as(expected)
     assert len(events) == count
     assert len(compiled.hooks) == 0
 
@@ -139,7 +128,7 @@ def test_a_veto_surfaces_and_the_next_step_is_right(kind: str, phase: Phase, whe
     model, args, compiled = _made(kind)
     copies = compiled._arena.copies
     assert isinstance(copies, ThreadCopies)
-    expected = _step(model, compiled, args)
+    expected = outcome_of(model, compiled, *args, seed=0)
     copies.before_each(lambda _: time.sleep(0.0005))
     ops = compiled.plan.graph.ops
     order = [i for i in compiled.plan.schedule.order if ops[i].phase is phase]
@@ -152,10 +141,10 @@ def test_a_veto_surfaces_and_the_next_step_is_right(kind: str, phase: Phase, whe
                 raise RuntimeError(f"not {name}")
 
         with compiled.hooks.add(veto), pytest.raises(RuntimeError, match=f"^not {ops[index].name}$"):
-            _step(model, compiled, args)
+            outcome_of(model, compiled, *args, seed=0)
         assert ran[-1] == ops[index].name, "nothing ran after it"
         assert not any(lane.pending for lane in copies._lanes.values())
-        assert _equal(_step(model, compiled, args), expected)
+        assert outcome_of(model, compiled, *args, seed=0).same_as(expected)
 
 
 def test_a_backward_that_was_stopped_cannot_go_on() -> None:
@@ -192,13 +181,16 @@ def test_programs_of_other_modes_are_seen_too() -> None:
 def test_hooks_follow_parameters_that_move() -> None:
     model, args, compiled = _made("free")
     compiled.hooks.add(lambda _: None)
-    _step(model, compiled, args)
+    outcome_of(model, compiled, *args, seed=0)
     with torch.no_grad():
         for p in model.parameters():
             p.data = p.data * 2
-    expected = _step(model, model, args)
-    found = _step(model, compiled, args)
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    expected = outcome_of(model, model, *args, seed=0)
+    found = outcome_of(model, compiled, *args, seed=0)
+    assert torch.allclose(found.loss, expected.loss, rtol=1e-4, atol=1e-6)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in found.gradients.items():
+        assert torch.allclose(gradient, expected.gradients[name], rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -212,7 +204,7 @@ def test_whole_steps(accumulate: int) -> None:
     torch.manual_seed(0)
     with step.hooks.add(events.append):
         found = [step(*args) for _ in range(2 * accumulate)]
-    assert _equal(found, expected)
+    assert same_tensors(found, expected)
     assert sum(e.step == 0 and e.when is When.START for e in events) == 2 * accumulate
     last = len(events) - next(i for i, e in enumerate(reversed(events)) if e.step == 0 and e.when is When.START) - 1
     _check_events(events[last:], step.plan)

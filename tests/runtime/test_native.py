@@ -24,6 +24,7 @@ from memplan.runtime import CompiledModule, compile_step, native
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import program as programs
 from memplan.runtime.native import AVAILABLE
+from tests.steps import Outcome, outcome_of, outcomes_of, same_outcomes
 
 _interpreted = pytest.mark.skipif(not AVAILABLE, reason="this torch has no TorchScript graphs")
 
@@ -39,17 +40,6 @@ def _runs(compiled: CompiledModule) -> list[str]:
     return [name for name in compiled._selector.main.program.namespace.names if name.startswith("s")]
 
 
-def _steps(model: nn.Module, call: Any, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    found = []
-    for _ in range(2):
-        model.zero_grad()
-        loss = call(*inputs)
-        loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    return [*found, *(b.clone() for b in model.buffers())]
-
-
 @_interpreted
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5", "resnet", "unet", "lstm"])
 def test_the_same_bits_as_from_python(name: str) -> None:
@@ -60,8 +50,9 @@ def test_the_same_bits_as_from_python(name: str) -> None:
         plain = memplan_compile(other, inputs)
     assert _runs(compiled)
     assert not _runs(plain)
-    pairs = zip(_steps(model, compiled, inputs), _steps(other, plain, inputs), strict=True)
-    assert all(torch.equal(one, two) for one, two in pairs)
+    assert same_outcomes(
+        outcomes_of(model, compiled, *inputs, steps=2, seed=1), outcomes_of(other, plain, *inputs, steps=2, seed=1)
+    )
 
 
 class Scaled(nn.Module):
@@ -87,8 +78,9 @@ def test_what_changes_in_the_arena_is_read_anew(constants: bool, monkeypatch: py
     eager, compiled = copy.deepcopy(model), memplan_compile(model, xs[0])
     assert _runs(compiled)
     for x in xs:
-        for one, two in zip(_steps(model, compiled, (x,)), _steps(eager, eager, (x,)), strict=True):
-            assert torch.equal(one, two)
+        assert same_outcomes(
+            outcomes_of(model, compiled, x, steps=2, seed=1), outcomes_of(eager, eager, x, steps=2, seed=1)
+        )
 
 
 @_interpreted
@@ -183,8 +175,9 @@ def test_parameters_that_move_are_followed() -> None:
         for one, two in zip(model.parameters(), eager.parameters(), strict=True):
             moved = torch.randn(one.shape, generator=torch.Generator().manual_seed(round_))
             one.data, two.data = moved.clone(), moved.clone()
-        pairs = zip(_steps(model, compiled, (x,)), _steps(eager, eager, (x,)), strict=True)
-        assert all(torch.equal(one, two) for one, two in pairs)
+        assert same_outcomes(
+            outcomes_of(model, compiled, x, steps=2, seed=1), outcomes_of(eager, eager, x, steps=2, seed=1)
+        )
     assert _runs(compiled)
 
 
@@ -238,30 +231,23 @@ def test_a_dropped_module_takes_its_runs_and_their_tensors_along() -> None:
 def test_several_threads_each_with_a_module_of_its_own() -> None:
     cases = [_tower() for _ in range(3)]
     compiled = [memplan_compile(model, x) for model, x in cases]
-    expected = _steps(*_alone(cases[0]))
-    found: list[list[torch.Tensor]] = [[] for _ in cases]
+    alone = copy.deepcopy(cases[0][0])
+    expected = outcome_of(alone, alone, cases[0][1])
+    found: dict[int, Outcome] = {}
 
     def work(i: int) -> None:
         for _ in range(20):
             model, x = cases[i]
-            model.zero_grad()
-            loss = compiled[i](x)
-            loss.backward()
-            found[i] = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            found[i] = outcome_of(model, compiled[i], x)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for results in found:
-        assert all(torch.equal(one, two) for one, two in zip(results, expected, strict=False))
-        assert len(results) == 1 + len(list(cases[0][0].parameters()))
-
-
-def _alone(case: tuple[Tower, torch.Tensor]) -> tuple[nn.Module, Any, tuple[Any, ...]]:
-    model = copy.deepcopy(case[0])
-    return model, model, (case[1],)
+    assert set(found) == set(range(len(cases)))
+    assert all(outcome.same_as(expected) for outcome in found.values())
+    assert len(expected.gradients) == len(list(cases[0][0].parameters()))
 
 
 @_interpreted
@@ -363,18 +349,18 @@ def test_modes_see_all_ops_and_raise_what_they_raise() -> None:
     compiled = memplan_compile(model, x)
     with _by_python():
         plain = memplan_compile(copy.deepcopy(model), x)
-    expected = _steps(eager, eager, (x,))
+    expected = outcomes_of(eager, eager, x, steps=2, seed=1)
     seen = []
     for call, of in ((compiled, model), (plain, plain)):
         with Raises() as mode:
-            found = _steps(of, call, (x,))
-        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+            found = outcomes_of(of, call, x, steps=2, seed=1)
+        assert same_outcomes(found, expected)
         seen.append(mode.seen)
     assert seen[0] == seen[1]
     assert any("gelu_backward" in name for name in seen[0])
     with Raises("gelu"), pytest.raises(KeyError, match="the mode's own"):
         compiled(x)
-    assert all(torch.equal(one, two) for one, two in zip(_steps(model, compiled, (x,)), expected, strict=True))
+    assert same_outcomes(outcomes_of(model, compiled, x, steps=2, seed=1), expected)
 
 
 @_interpreted

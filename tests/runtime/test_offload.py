@@ -7,7 +7,7 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,13 @@ from tests.runtime.budgets import (
     FAST_LINK,
     QUICK,
     QUICK_RECOMPUTE,
-    Outcome,
     everything,
     plan_of_everything,
     runner_of,
     step_of,
 )
 from tests.runtime.virtual import Net
+from tests.steps import Outcome, outcome_after, outcome_of
 
 SHARES = (0.8, 0.6, 0.5, 0.4)
 
@@ -227,26 +227,11 @@ def _compiled(model: nn.Module, args: tuple[Any, ...]) -> tuple[CompiledModule, 
     return compiled, copies
 
 
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def _step(model: nn.Module, compiled: nn.Module, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    model.zero_grad()
-    loss = compiled(*args)
-    loss.backward()
-    return [loss.detach(), *_gradients(model)]
-
-
-def _equal(one: Iterable[torch.Tensor], two: Iterable[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
 @pytest.mark.parametrize("fatal", [1, 2, 5])
 def test_a_failed_copy_surfaces_and_the_next_step_is_right(fatal: int) -> None:
     model, args = _net()
     compiled, copies = _compiled(model, args)
-    expected = _step(model, compiled, args)
+    expected = outcome_of(model, compiled, *args)
     count = [0]
 
     def fail(_: int) -> None:
@@ -257,9 +242,9 @@ def test_a_failed_copy_surfaces_and_the_next_step_is_right(fatal: int) -> None:
 
     copies.before_each(fail)
     with pytest.raises(OSError, match="the link is down"):
-        _step(model, compiled, args)
+        outcome_of(model, compiled, *args)
     assert _none_under_way(copies)
-    assert _equal(_step(model, compiled, args), expected)
+    assert outcome_of(model, compiled, *args).same_as(expected)
 
 
 def _none_under_way(copies: ThreadCopies) -> bool:
@@ -280,37 +265,37 @@ def test_an_error_in_the_step_leaves_no_copy_under_way(monkeypatch: pytest.Monke
     monkeypatch.setattr(ThreadCopy, "start", failing)
     compiled, copies = _compiled(model, args)
     started[0] = -100
-    expected = _step(model, compiled, args)
+    expected = outcome_of(model, compiled, *args)
     copies.before_each(_slow)
     started[0] = 0
     with pytest.raises(KeyboardInterrupt):
-        _step(model, compiled, args)
+        outcome_of(model, compiled, *args)
     assert _none_under_way(copies)
-    assert _equal(_step(model, compiled, args), expected)
+    assert outcome_of(model, compiled, *args).same_as(expected)
 
 
 def test_a_forward_that_was_given_up_leaves_no_copy_to_the_next() -> None:
     model, args = _net()
     compiled, copies = _compiled(model, args)
-    expected = _step(model, compiled, args)
+    expected = outcome_of(model, compiled, *args)
     copies.before_each(_slow)
     compiled(*args)  # its copies may outlive it
     with torch.no_grad():
-        assert torch.equal(compiled(*args), expected[0])
-    assert _equal(_step(model, compiled, args), expected)
+        assert torch.equal(compiled(*args), expected.loss)
+    assert outcome_of(model, compiled, *args).same_as(expected)
 
 
 def test_a_refused_forward_leaves_the_step_in_flight_alone() -> None:
     model, args = _net()
     compiled, copies = _compiled(model, args)
-    expected = _step(model, compiled, args)
+    expected = outcome_of(model, compiled, *args)
     copies.before_each(_slow)
     model.zero_grad()
     loss = compiled(*args)
     with pytest.raises(MemplanError, match="forward"):
         compiled(*args)
     loss.backward()
-    assert _equal([loss.detach(), *_gradients(model)], expected)
+    assert outcome_after(model, loss).same_as(expected)
 
 
 def test_a_module_that_is_gone_takes_its_threads_along() -> None:
@@ -368,7 +353,7 @@ def test_a_saved_plan_with_evictions_runs(tmp_path: Path) -> None:
         plan.save(path)
         compiled = memplan_compile(model, args, plan=path, guard="poison")
         assert compiled.plan.evictions == plan.evictions
-        assert _equal(_step(model, compiled, args), _step(model, memplan_compile(model, args), args))
+        assert outcome_of(model, compiled, *args).same_as(outcome_of(model, memplan_compile(model, args), *args))
 
 
 Evicted = tuple[Graph, tuple[int, ...]]  # with its sources

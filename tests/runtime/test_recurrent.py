@@ -15,6 +15,7 @@ from memplan.runtime import compile as memplan_compile
 from memplan.trace import trace
 from memplan.trace.capture import capture
 from tests.runtime.budgets import QUICK_RECOMPUTE
+from tests.steps import outcome_of, under_autocast
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
@@ -107,15 +108,6 @@ class Casts(nn.Module):
         return y.float().square().mean()
 
 
-def _gradients(model: nn.Module, call: Any, x: torch.Tensor, autocast: bool) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    model.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        loss = call(x)
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
 @pytest.mark.parametrize("autocast", [True, False])
 def test_lstms_under_autocast_are_eagers(autocast: bool) -> None:
     """Both are compiled in one process: whoever comes first leaves the other's workspace as large as it is."""
@@ -126,8 +118,8 @@ def test_lstms_under_autocast_are_eagers(autocast: bool) -> None:
         eager = copy.deepcopy(model)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=under):
             compiled = memplan_compile(model, x)
-        pairs = zip(_gradients(model, compiled, x, under), _gradients(eager, eager, x, under), strict=True)
-        assert all(torch.equal(one, two) for one, two in pairs)
+        ours, theirs = (under_autocast(call, enabled=under) for call in (compiled, eager))
+        assert outcome_of(model, ours, x, seed=1).same_as(outcome_of(eager, theirs, x, seed=1))
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
@@ -145,8 +137,7 @@ def test_what_onednn_does_not_run_is_what_eager_calls(kind: Any, options: dict[s
     eager = copy.deepcopy(model)
     compiled = memplan_compile(model, x)
     assert not {op.target for op in compiled.plan.graph.ops} & {*_KERNELS}
-    pairs = zip(_gradients(model, compiled, x, False), _gradients(eager, eager, x, False), strict=True)
-    assert all(torch.equal(one, two) for one, two in pairs)
+    assert outcome_of(model, compiled, x, seed=1).same_as(outcome_of(eager, eager, x, seed=1))
 
 
 def test_lstms_of_other_types_are_eagers() -> None:
@@ -182,8 +173,7 @@ def test_the_functions_keep_their_dropout(name: str, backend: bool) -> None:
     eager = copy.deepcopy(model)
     torch._dynamo.reset()
     call: Any = torch.compile(model, backend=memplan.Backend()) if backend else memplan_compile(model, x)
-    pairs = zip(_gradients(model, call, x, False), _gradients(eager, eager, x, False), strict=True)
-    assert all(torch.equal(one, two) for one, two in pairs)
+    assert outcome_of(model, call, x, seed=1).same_as(outcome_of(eager, eager, x, seed=1))
 
 
 def test_an_lstm_whose_shapes_vary_is_refused() -> None:

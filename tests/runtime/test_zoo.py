@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from benchmarks.zoo import ZOO
 from memplan.problem import Status
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import plan_traced, trace
 from tests.runtime.reference import Interpreted
-
-
-def _step(model: nn.Module, args: tuple[Any, ...], seed: int) -> torch.Tensor:
-    torch.manual_seed(seed)
-    loss: torch.Tensor = model(*args)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
+from tests.steps import loss_of
 
 
 def _relative(one: torch.Tensor, two: torch.Tensor) -> float:
@@ -38,7 +30,7 @@ def test_bitwise_equal_to_interpretation_of_the_traced_graph(name: str) -> None:
         torch.manual_seed(seed)
         outputs, gradients, mutated = reference.run(*args)
         model.zero_grad()
-        loss = _step(compiled, args, seed)
+        loss = loss_of(compiled, *args, seed=seed)
         assert torch.equal(loss, outputs[0])
         assert gradients
         for key, gradient in gradients.items():
@@ -59,7 +51,7 @@ def test_trains_like_eager_over_three_steps_and_one_accumulation(name: str) -> N
     for seed in range(3):
         backwards = 2 if seed == 1 else 1  # gradients accumulated over two backwards, once
         for k in range(backwards):
-            one, two = _step(compiled, args, 10 * seed + k), _step(eager, args, 10 * seed + k)
+            one, two = loss_of(compiled, *args, seed=10 * seed + k), loss_of(eager, *args, seed=10 * seed + k)
             assert _relative(one, two) <= 1e-6
         for (key, p), (other, q) in zip(compiled.named_parameters(), eager.named_parameters(), strict=True):
             assert key == other
@@ -80,7 +72,7 @@ def test_no_kernel_writes_outside_its_buffer(name: str) -> None:
     model, args = ZOO[name]("nano")
     compiled = memplan_compile(model, args, guard="redzone")
     assert compiled.plan.redzone > 0
-    assert torch.isfinite(_step(compiled, args, 0))
+    assert torch.isfinite(loss_of(compiled, *args, seed=0))
 
 
 @pytest.mark.parametrize("name", ZOO)
