@@ -2,9 +2,10 @@
 
 Here the chances are found; `schedule/reuse.py` takes those that an order leaves.
 
-Safe where the kernel reads an element only before it writes that element's place: pointwise kernels, and
-those of the softmax family, which finish a row before they write it. An op that runs functionally returns
-fresh memory first, so its result may go anywhere. Each entry of the list is held by a bitwise test.
+Safe where the kernel reads an element only before it writes that element's place: pointwise kernels, and those of the
+softmax family, which finish a row before they write it. Products of complex numbers are left out: their kernels, which
+the compiler vectorizes only where result and inputs are apart, round otherwise in place. An op that runs functionally
+returns fresh memory first, so its result may go anywhere. Each entry of the list is held by a bitwise test.
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ _ROWWISE_NAMES = """
 POINTWISE = frozenset(f"aten.{name}" for name in _POINTWISE_NAMES.split())
 # ATen ops whose CPU kernels finish reading a row before they write it.
 ROWWISE = frozenset(f"aten.{name}" for name in _ROWWISE_NAMES.split())
+# Those among them that multiply or divide: kernels that round complex numbers otherwise in place.
+COMPLEX_PRODUCTS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("mul.Tensor", "div.Tensor", "addcmul.default", "lerp.Scalar", "pow.Tensor_Scalar"),
+        *("silu_backward.default", "tanh_backward.default", "sigmoid_backward.default"),
+    )
+)
 _COPY = "aten.copy_.default"
 
 
@@ -81,7 +90,10 @@ def _fits(graph: Graph, op: Op, out: int, storage: int) -> bool:
     if not host.planned or not host.nbytes or (host.nbytes, host.device) != (own.nbytes, own.device):
         return False
     reads = [graph.values[r] for r in op.reads if graph.values[r].storage == storage]
-    return not op.direct or all(_same_place(r, result) for r in reads)
+    if not op.direct:
+        return True
+    rounds = op.target in COMPLEX_PRODUCTS and result.dtype.startswith("complex")
+    return not rounds and all(_same_place(r, result) for r in reads)
 
 
 def _same_place(one: Value, two: Value) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from memplan.errors import InvalidPlan
 from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value, check_graph
-from memplan.inplace import POINTWISE, ROWWISE, with_chances
+from memplan.inplace import COMPLEX_PRODUCTS, POINTWISE, ROWWISE, with_chances
 from memplan.schedule.reuse import placed
 
 _MORE = {  # what an op takes beside its tensors
@@ -68,6 +70,54 @@ def test_in_place_gives_the_same_bits(name: str, shape: tuple[int, ...]) -> None
         inputs = [g.clone() for g in given]
         variant(*inputs, *more, **{names[0]: inputs[i]})
         assert torch.equal(inputs[i], fresh), f"argument {i}"
+
+
+_COMPLEX = """
+    add.Tensor sub.Tensor neg.default exp.default log.default reciprocal.default sqrt.default rsqrt.default sin.default
+    cos.default tanh.default sigmoid.default silu.default where.self
+"""
+
+
+def _complex_layouts(*shape: int) -> Iterator[torch.Tensor]:
+    """Complex numbers in memory that is contiguous, transposed, and with gaps."""
+    yield torch.randn(*shape, dtype=torch.complex64)
+    yield torch.randn(*shape[:-2], shape[-1], shape[-2], dtype=torch.complex64).transpose(-1, -2)
+    yield torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.complex64)[..., ::2]
+
+
+@pytest.mark.parametrize("name", _COMPLEX.split())
+def test_complex_numbers_have_the_same_bits_in_place(name: str) -> None:
+    from memplan.trace.outvariants import out_names, out_variant
+
+    assert f"aten.{name}" in POINTWISE - COMPLEX_PRODUCTS
+    op = _overload(name)
+    variant = out_variant(op)
+    assert variant is not None
+    others = [a for a in op._schema.arguments if str(a.type) == "Tensor"][1:]
+    compared = 0
+    for shape in ((5, 5), (2, 33, 17)):
+        for first, second in itertools.product(_complex_layouts(*shape), repeat=2):
+            given = [first, second][: 1 + len(others)]
+            if name == "where.self":
+                given = [first.real > 0, first, second]
+            fresh = op(*given)
+            for i, overwritten in enumerate(given):
+                if overwritten.dtype is fresh.dtype and overwritten.stride() == fresh.stride():
+                    inputs = [torch.empty_strided(g.shape, g.stride(), dtype=g.dtype).copy_(g) for g in given]
+                    variant(*inputs, **{out_names(variant)[0]: inputs[i]})
+                    assert torch.equal(torch.view_as_real(inputs[i]), torch.view_as_real(fresh)), f"argument {i}"
+                    compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("target", sorted(COMPLEX_PRODUCTS))
+def test_products_of_complex_numbers_are_not_in_place(target: str) -> None:
+    graph = _graph(target, direct=True, strides=(4, 1), later=False)
+    assert with_chances(graph).ops[1].chances
+    numbers = replace(graph, values=tuple(replace(v, dtype="complex64") for v in graph.values))
+    assert not with_chances(numbers).ops[1].chances
+    functional = replace(graph.ops[1], direct=False)
+    assert with_chances(replace(numbers, ops=(graph.ops[0], functional, graph.ops[2]))).ops[1].chances
 
 
 def _graph(target: str, *, direct: bool, strides: tuple[int, ...], later: bool) -> Graph:

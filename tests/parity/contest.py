@@ -18,7 +18,7 @@ from tests.parity import judge, layouts
 from tests.parity.cases import Case
 from tests.parity.catalog import seed_everything
 from tests.parity.judge import Outcome
-from tests.parity.programs import Material
+from tests.parity.programs import Material, Program
 from tests.parity.verdicts import Result, Verdict
 
 # Their results are memory as it was found: nothing but shapes, types and strides can be compared.
@@ -28,7 +28,8 @@ UNINITIALIZED = frozenset(
 
 
 _MISSING = object()
-_Wrap = Callable[[nn.Module], Callable[..., Any]]
+_HALF = ("bfloat16",)
+_Wrap = Callable[[Program], Callable[..., Any]]
 
 
 class _Wrong(Exception):
@@ -69,7 +70,7 @@ class _References:
     @cached_property
     def eager(self) -> list[Outcome]:
         """Eager, call by call."""
-        return self._run(lambda m: m)
+        return self._run(_noting_factors)
 
     @cached_property
     def eager_laid_out(self) -> list[Outcome]:
@@ -85,6 +86,19 @@ class _References:
         """`aot_eager` with inputs as memplan lays them out, call by call."""
         return self._run(_aot_eager, laid_out=True)
 
+    def is_near(self, value: Any, number: int, name: str, eager: Outcome) -> bool:
+        """Whether a value is eager's up to rounding; where layouts differ, or in half precision, by rules for these."""
+        if judge.close(value, eager.values[name]):
+            return True
+        case = self._material.case
+        differs = case.call_layouts[number] != case.layout
+        differs = differs or (case.gradient_layouts[number] in layouts.OVERLAPPING and name in eager.gradients)
+        if differs and judge.close(value, self.eager_laid_out[number].values.get(name, _MISSING)):
+            return True
+        if case.dtype not in _HALF or not judge.same_bits(value, self.aot_eager[number].values.get(name, _MISSING)):
+            return False
+        return judge.close(value, eager.values[name], scale=eager.magnitudes.get(name, 1.0))
+
     def _run(self, wrap: _Wrap, *, laid_out: bool = False, dense_gradients: bool = False) -> list[Outcome]:
         contender = _Contender(self._material, wrap)
         calls = range(len(self._material.case.call_layouts))
@@ -94,6 +108,11 @@ class _References:
 def _compiled(program: nn.Module, material: Material, *, train: bool) -> Callable[..., Any]:
     seed_everything(0)
     return memplan.compile(program, material.example_inputs(), train=train, guard="poison")
+
+
+def _noting_factors(program: Program) -> Callable[..., Any]:
+    program.factors = {}
+    return program
 
 
 def _aot_eager(program: nn.Module) -> Callable[..., Any]:
@@ -143,19 +162,20 @@ def _gradient(result: torch.Tensor, layout: str, number: int) -> torch.Tensor:
     return layouts.laid_out(values.to(result.dtype), layout)
 
 
-def _outcome(program: nn.Module, inputs: Sequence[torch.Tensor], results: dict[str, Any]) -> Outcome:
+def _outcome(program: Program, inputs: Sequence[torch.Tensor], results: dict[str, Any]) -> Outcome:
     gradients = {f"gradient of {name}": p.grad for name, p in program.named_parameters()}
     gradients |= {f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad and x.is_leaf}
     state = {f"buffer {name}": b.detach().clone() for name, b in program.named_buffers()}
     state |= {f"input {i} afterwards": x.detach() for i, x in enumerate(inputs)}
     # the next call may write where these lie only if they are the caller's no more: they are not copied
-    return Outcome(results=results, gradients=gradients, state=state)
+    magnitudes = {f"gradient of {name}": size for name, size in program.magnitudes().items()}
+    return Outcome(results=results, gradients=gradients, state=state, magnitudes=magnitudes)
 
 
 def _judge(case: Case, number: int, ours: Outcome, references: _References) -> None:
     """Raise `_Wrong` for the first difference that must not be."""
-    layout, gradient_layout = case.call_layouts[number], case.gradient_layouts[number]
-    where = f"call {number + 1} ({layout}, gradients {gradient_layout})"
+    layout = case.call_layouts[number]
+    where = f"call {number + 1} ({layout}, gradients {case.gradient_layouts[number]})"
     eager = references.eager[number]
     if eager.error is not None:
         if layout == case.layout and ours.error is None:
@@ -176,10 +196,7 @@ def _judge(case: Case, number: int, ours: Outcome, references: _References) -> N
         if case.entry in UNINITIALIZED or judge.same_bits(value, eager.values[name]):
             continue
         aot = references.aot_eager[number].values.get(name, _MISSING)
-        near = judge.close(value, eager.values[name])
-        if not near and (layout != case.layout or (gradient_layout in layouts.OVERLAPPING and name in eager.gradients)):
-            near = judge.close(value, references.eager_laid_out[number].values.get(name, _MISSING))
-        if not near:
+        if not references.is_near(value, number, name, eager):
             also = ", and aot_eager's is the same" if judge.same_bits(value, aot) else ""
             raise _Wrong(f"{where}: {name} is far from eager's{also}")
         if aot is not _MISSING and not listed and not judge.same_bits(value, aot):

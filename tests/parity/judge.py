@@ -1,8 +1,13 @@
-"""Comparing what contenders give: bits, closeness, and what a caller sees of a tensor besides its values."""
+"""Comparing what contenders give: bits, closeness, and what a caller sees of a tensor besides its values.
+
+In half precision a sum may cancel so far that its digits are rounding errors: eager's own then change with the layout
+of what is added. So the gradient of a factor, which is such a sum, may differ from eager's by the tolerance times the
+sum of the absolute values of its terms, where it has aot_eager's bits (`Outcome.magnitudes`, `close(scale=...)`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,12 +18,16 @@ _TOLERANCES = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.bfloat16: 3e-2,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one call left behind: results, gradients and inputs by name, or the error that it raised."""
+    """What one call left behind: results, gradients and inputs by name, or the error that it raised.
+
+    `magnitudes`: for gradients of factors, where known, the sum of the absolute values of the terms that they add.
+    """
 
     results: dict[str, Any]
     gradients: dict[str, torch.Tensor | None]
     state: dict[str, torch.Tensor]
     error: Exception | None = None
+    magnitudes: dict[str, float] = field(default_factory=dict)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -61,8 +70,8 @@ def same_bits(one: Any, two: Any) -> bool:
     return not bool((differs & number).any())
 
 
-def close(one: Any, two: Any) -> bool:
-    """Whether two values are equal up to rounding."""
+def close(one: Any, two: Any, *, scale: float = 1.0) -> bool:
+    """Whether two values are equal up to rounding, of numbers as large as `scale` and as the largest element."""
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
         return type(one) is type(two) and (repr(one) == repr(two) or _close_numbers(one, two))
     if one.dtype != two.dtype or one.shape != two.shape:
@@ -72,7 +81,7 @@ def close(one: Any, two: Any) -> bool:
         return torch.equal(a, b)
     a, b = a.double(), b.double()
     finite = b[b.isfinite()]
-    scale = max(1.0, float(finite.abs().max()) if finite.numel() else 1.0)
+    scale = max(scale, float(finite.abs().max()) if finite.numel() else 1.0)
     limit = _TOLERANCES.get(one.dtype, 3e-2)
     return torch.allclose(a, b, rtol=limit, atol=limit * scale, equal_nan=True)
 

@@ -20,6 +20,8 @@ class Program(nn.Module):
     The parameters are numbers a little below 1, so that symmetric, positive or normalised samples remain so. Where the
     sample has tensors that require gradients, only these are multiplied; where it has none, the call has no derivative,
     and what its inputs are multiplied by is no parameter.
+
+    `factors`, where it is a dictionary, gets what is multiplied by each parameter with a derivative, and the product.
     """
 
     def __init__(self, sample: Sample, form: str) -> None:
@@ -31,6 +33,7 @@ class Program(nn.Module):
         self.constants = [None if isinstance(x, torch.Tensor) else x for x in leaves]
         self.places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         self.form = form
+        self.factors: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
         self.scales = nn.ParameterList()
         self.scale = nn.ParameterList()
         self.scaled = [False] * len(self.places)
@@ -45,13 +48,26 @@ class Program(nn.Module):
         if form == "between":
             self.scale.append(nn.Parameter(torch.tensor(0.8125)))
 
+    def magnitudes(self) -> dict[str, float]:
+        """By parameter, the sum of the absolute values of the terms of its gradient, after a backward."""
+        noted = self.factors or {}
+        return {
+            n: float((x.detach() * p.grad).abs().double().sum()) for n, (x, p) in noted.items() if p.grad is not None
+        }
+
+    def _noted(self, name: str, factor: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        if self.factors is not None and product.requires_grad:
+            product.retain_grad()
+            self.factors[name] = (factor, product)
+        return product
+
     def forward(self, *tensors: torch.Tensor) -> Any:
         leaves = list(self.constants)
         used = 0
         for k, (i, tensor) in enumerate(zip(self.places, tensors, strict=True)):
             leaves[i] = tensor
             if self.scaled[k]:
-                leaves[i] = tensor * self.scales[used]
+                leaves[i] = self._noted(f"scales.{used}", tensor, tensor * self.scales[used])
                 used += 1
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         result = self.call(*args, **kwargs)

@@ -13,6 +13,7 @@ from torch import nn
 from memplan.errors import UnsupportedGraph
 from tests.parity import catalog, contest, judge, layouts
 from tests.parity.cases import Case
+from tests.parity.programs import Program
 from tests.parity.verdicts import Result, Verdict
 
 _NAN = float("nan")
@@ -59,6 +60,13 @@ def test_same_bits(one: Any, two: Any, same: bool) -> None:
 )
 def test_close(one: Any, two: Any, close: bool) -> None:
     assert judge.close(one, two) is close
+
+
+def test_close_of_a_sum_of_larger_numbers() -> None:
+    one, two = (torch.tensor([x], dtype=torch.bfloat16) for x in (0.97, 1.62))
+    assert not judge.close(one, two)
+    assert not judge.close(one, two, scale=10.0)
+    assert judge.close(one, two, scale=30.0)
 
 
 def test_what_a_caller_sees() -> None:
@@ -140,6 +148,22 @@ def test_gradients_whose_elements_share_bytes_are_judged_as_if_they_did_not(monk
     assert contest.verdict_on(case).result is Result.PASSED
     monkeypatch.setattr(contest._References, "eager_laid_out", contest._References.eager)
     assert "far from eager's" in contest.verdict_on(case).reason
+
+
+def test_sums_that_cancel_in_half_precision_are_judged_by_what_they_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    def samples(dtype: torch.dtype) -> Any:
+        x = torch.randn(5, 5, 5).mul(4).to(dtype).requires_grad_()
+        ones = torch.ones(5, dtype=dtype)
+        args = (x, ones, ones, True, 0.5, 0.6)
+        yield catalog.Sample(make=lambda: lambda *args: torch._native_batch_norm_legit(*args)[0], args=args, kwargs={})
+
+    entry = catalog.Entry(name="sinh", dtypes=("bfloat16",), read=samples)
+    monkeypatch.setattr("tests.parity.programs.entries", lambda: {"sinh": entry})
+    monkeypatch.setattr(Case, "gradient_layouts", ("channels_last",) * 3)
+    case = replace(_CASE, form="raw", dtype="bfloat16")
+    assert contest.verdict_on(case).result is Result.PASSED
+    monkeypatch.setattr(Program, "magnitudes", lambda program: {})
+    assert "far from eager's, and aot_eager's is the same" in contest.verdict_on(case).reason
 
 
 @pytest.mark.parametrize("form", ["between", "plain", "raw"])
