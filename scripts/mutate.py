@@ -8,13 +8,14 @@
 Needs the extra `mutation` (cosmic-ray, which makes the mutants and runs the tests). Works on copies of the checkout,
 one for each job, so that the checkout is never changed. Prints killed, survived and timeouts, and every survivor with
 the line that it changes. Mutants of annotations are left out: they are not evaluated. Which survivors are equivalent
-is for a person to say. Exits 1 when the score is below `--least`.
+is for a person to say. Exits 1 when the score is below `--least`, and 2 when none can be taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import os
 import random
 import shutil
@@ -63,15 +64,22 @@ class Result:
     change: str
 
 
+class CannotScoreError(Exception):
+    """No score can be taken: what is missing, and the next step."""
+
+
 def tests_of(module: str) -> tuple[str, ...]:
-    """The tests that judge `module`: those of the table, else the file of its name, else the folder of its package."""
+    """The tests that judge `module`: those of the table, else the file of its name, else the folder of its package.
+
+    Raises `CannotScoreError` where there are none of these.
+    """
     if module in JUDGES:
         return JUDGES[module]
     package, stem = Path(module).parent.relative_to("memplan"), Path(module).stem
     for candidate in (Path("tests") / package / f"test_{stem}.py", Path("tests") / package):
         if candidate != Path("tests") and (ROOT / candidate).exists():
             return (str(candidate),)
-    raise SystemExit(f"no tests are known for {module}: give --tests, or add it to JUDGES in scripts/mutate.py")
+    raise CannotScoreError(f"no tests are known for {module}: give --tests, or add it to JUDGES in scripts/mutate.py")
 
 
 def mutants_of(module: Path) -> list[Mutant]:
@@ -160,11 +168,11 @@ def _copies(folder: Path, jobs: int) -> list[str]:
 
 
 def _timed(command: Sequence[str], folder: str) -> float:
-    """Seconds that the tests take on the module as it is. Ends the program when they fail."""
+    """Seconds that the tests take on the module as it is. Raises `CannotScoreError` when they fail."""
     began = time.perf_counter()
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"the tests fail without any mutation:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
+        raise CannotScoreError(f"the tests fail without any mutation:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
     return time.perf_counter() - began
 
 
@@ -191,10 +199,29 @@ def _sample(mutants: list[Mutant], options: argparse.Namespace) -> list[Mutant]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Mutate, test, print."""
+    """Mutate, test, print. Returns the exit status."""
     options = _options(argv)
-    module = Path(options.module).resolve().relative_to(ROOT).as_posix()
+    try:
+        return _print(_results(options), options.least)
+    except CannotScoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _module(given: str) -> str:
+    """The path of a module of the package from the root of the checkout on. Raises `CannotScoreError` for others."""
+    path = Path(given).resolve()
+    if not path.is_file() or path.suffix != ".py" or not path.is_relative_to(ROOT / "memplan"):
+        raise CannotScoreError(f"{given} is no module of {ROOT / 'memplan'}: name one, such as memplan/validate.py")
+    return path.relative_to(ROOT).as_posix()
+
+
+def _results(options: argparse.Namespace) -> list[Result]:
+    """What becomes of the mutants that the options ask for. Raises `CannotScoreError` where none can be tried."""
+    module = _module(options.module)
     tests = tuple(options.tests.split(",")) if options.tests else tests_of(module)
+    if importlib.util.find_spec("cosmic_ray") is None:
+        raise CannotScoreError("cosmic-ray is not installed, which makes the mutants: pip install -e '.[mutation]'")
     pytest = (sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--hypothesis-seed=0")
     command = (*pytest, *tests)
     os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
@@ -210,8 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit = max(_SLACK * seconds, _LEAST_SECONDS)
         with ProcessPoolExecutor(options.jobs, initializer=_enter, initargs=(copies, str(taken))) as pool:
             waiting = [pool.submit(_judge, module, mutant, " ".join(command), limit) for mutant in chosen]
-            results = [one.result() for one in waiting]
-    return _print(results, options.least)
+            return [one.result() for one in waiting]
 
 
 def _print(results: Sequence[Result], least: float) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memplan.cli.console import console, progress
-from memplan.errors import UnreadableFile
+from memplan.errors import MemplanError, UnreadableFile
 
 if TYPE_CHECKING:
     from memplan.plan import Plan
@@ -37,6 +37,7 @@ def demo(
         ) from error
     plan_file, page, still = folder / "plan.json", folder / "report.html", folder / "report.svg"
     less = folder / "budget.html"
+    _require_own(plan_file, page, still, less)
 
     plan = obtain(BEFORE)
     _heading(1, "What does a training step need?", f"memplan report {BEFORE}")
@@ -50,6 +51,30 @@ def demo(
     _heading(5, "What if a change makes it grow?", f"memplan check {AFTER} --baseline ... --fail-over arena:+2%")
     _gate(plan, obtain(AFTER))
     _say(f"\nDone. Open {page} in a browser; on your own model: memplan report FILE.py:FACTORY --html report.html")
+
+
+def _require_own(plan_file: Path, *pictures: Path) -> None:
+    """Raise `InvalidOutput` unless all files can be written, and those that are there come from an earlier demo.
+
+    Whether they do, the plan among them says by the name of its model.
+    """
+    from memplan.cli.outputs import refused, require_outputs
+
+    files = plan_file, *pictures
+    for file in files:
+        require_outputs({"--output": file})
+    there = next((file for file in files if file.exists()), None)
+    if there is not None and not _of_a_demo(plan_file):
+        raise refused(there, "--output", "is not of an earlier demo", "name another folder")
+
+
+def _of_a_demo(plan_file: Path) -> bool:
+    from memplan.planfile import load
+
+    try:
+        return load(plan_file).model == BEFORE
+    except MemplanError:
+        return False
 
 
 def _heading(number: int, question: str, command: str) -> None:

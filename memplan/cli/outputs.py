@@ -25,12 +25,12 @@ def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | No
         if path.exists() and not path.is_file():  # a device or a pipe: nothing is overwritten
             continue
         if any(_same(path, other) for other in read):
-            raise _refused(path, option, "is what the command reads")
+            raise refused(path, option, "is what the command reads")
         if path.suffix == ".py" and path.exists():
-            raise _refused(path, option, "is Python source")
+            raise refused(path, option, "is Python source")
         twin = next((other for other, written in seen.items() if _same(path, written)), None)
         if twin is not None:
-            raise _refused(path, option, f"is what {twin} writes too")
+            raise refused(path, option, f"is what {twin} writes too")
         seen[option] = path
 
 
@@ -48,5 +48,6 @@ def _same(one: Path, two: Path) -> bool:
         return False
 
 
-def _refused(path: Path, option: str, what: str) -> InvalidOutput:
-    return InvalidOutput(f"{path} {what}, and would be overwritten", where=option, hint="name another file")
+def refused(path: Path, option: str, what: str, hint: str = "name another file") -> InvalidOutput:
+    """The error for an output that would overwrite `path`, and `what` ("is Python source") is why it must not."""
+    return InvalidOutput(f"{path} {what}, and would be overwritten", where=option, hint=hint)

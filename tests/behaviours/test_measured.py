@@ -22,8 +22,9 @@ from memplan.runtime.guided import SAMPLES, WARM
 from memplan.runtime.measurement import Measurement
 from memplan.schedule import order
 from memplan.trace import alignment_of, trace
+from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, everything
-from tests.runtime.virtual import Net, virtual
+from tests.runtime.virtual import virtual
 from tests.steps import outcome_of
 
 _MOST = 100  # steps
@@ -31,7 +32,7 @@ _MOST = 100  # steps
 
 def _net() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return Net(layers=8), torch.randn(64, 16)
+    return Layers(layers=8), torch.randn(64, 16)
 
 
 def _peak(model: nn.Module, x: torch.Tensor) -> int:

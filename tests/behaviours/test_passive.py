@@ -14,6 +14,7 @@ import memplan
 from benchmarks.zoo import ZOO
 from memplan.errors import InputMismatch, MemplanError, StaleActivationsError
 from memplan.runtime.passive import Passive
+from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, QUICK
 from tests.steps import Outcome, outcome_after, outcome_of
 
@@ -21,21 +22,9 @@ _ALL = 1 << 60
 CPU = torch.device("cpu")
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = self.dropout(layer(x).tanh())
-        return x.square().sum()
-
-
 def _net() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return Net(), torch.randn(64, 16)
+    return Layers(dropout=0.2), torch.randn(64, 16)
 
 
 def _free_peak(model: nn.Module, args: tuple[Any, ...]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -9,8 +10,12 @@ from pathlib import Path
 import pytest
 
 from memplan import planfile
+from memplan.cli.demo import BEFORE
+from memplan.errors import InvalidModel
+from memplan.plan import Plan
 from memplan.units import format_exact
 from tests.cli.helpers import Run, python
+from tests.samples import sample_plan
 
 
 def test_the_demo_shows_everything_and_leaves_its_files(run: Run, tmp_path: Path) -> None:
@@ -29,6 +34,7 @@ def test_the_demo_shows_everything_and_leaves_its_files(run: Run, tmp_path: Path
     ):
         assert part in out
     plan = planfile.load(tmp_path / "shown" / "plan.json")
+    assert plan.model == BEFORE, "by which the next demo knows its files"
     assert f"{plan.arena_size:,} B" in out
     names = ["budget.html", "plan.json", "report.html", "report.svg"]
     assert sorted(p.name for p in (tmp_path / "shown").iterdir()) == names
@@ -42,6 +48,33 @@ def test_a_demo_that_cannot_write_is_bad_input(run: Run, tmp_path: Path) -> None
     code, out, err = run("demo", "-o", "taken")
     assert (code, out) == (2, "")
     assert "give --output FOLDER" in err
+
+
+@pytest.mark.parametrize("name", ["plan.json", "report.html", "report.svg", "budget.html"])
+@pytest.mark.parametrize("content", ["mine", planfile.to_text(sample_plan())], ids=["text", "plan"])
+def test_the_demo_overwrites_nothing_that_is_not_its_own(run: Run, tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "shown" / name).write_text(content)
+    code, out, err = run("demo", "-o", "shown")
+    assert (code, out) == (2, "")
+    assert f"--output: {Path('shown', name)} is not of an earlier demo, and would be overwritten" in err
+    assert "next step: name another folder" in err
+    assert [path.name for path in (tmp_path / "shown").iterdir()] == [name]
+    assert (tmp_path / "shown" / name).read_text() == content
+
+
+def test_the_demo_replaces_the_files_of_an_earlier_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(target: str) -> Plan:
+        raise InvalidModel("nothing was refused before", where=target)
+
+    monkeypatch.setattr("memplan.cli.source.obtain", planned)
+    (tmp_path / "shown").mkdir()
+    dataclasses.replace(sample_plan(), model=BEFORE).save(tmp_path / "shown" / "plan.json")
+    (tmp_path / "shown" / "report.html").write_text("<!doctype html>")
+    code, _, err = run("demo", "-o", "shown")
+    assert (code, f"error: {BEFORE}: nothing was refused before" in err) == (2, True)
 
 
 def test_doctor_says_what_there_is(run: Run) -> None:

@@ -48,7 +48,7 @@ def folder(tmp_path: Path, plan_file: Path, csv_file: Path) -> Path:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _replace(monkeypatch: pytest.MonkeyPatch, name: str, how: Callable[[Any], Any]) -> None:
@@ -65,7 +65,7 @@ COMMANDS = [
     (["solve", "buffers.csv", "-o", "out.csv", "--plot", "out.svg"], "memplan.solve.solve"),
     (["diff", "plan.json", "plan.json"], "memplan.planfile.load"),
     (["explain", "plan.json"], "memplan.planfile.load"),
-    (["demo", "-o", "."], "memplan.cli.source.load_model"),
+    (["demo", "-o", "shown"], "memplan.cli.source.load_model"),
     (["doctor"], "memplan.cli.doctor._system"),
 ]
 

@@ -29,7 +29,7 @@ def _well_conditioned(y: torch.Tensor) -> torch.Tensor:
     return y @ y.mT + y.square().sum() * torch.eye(6)
 
 
-class _Net(nn.Module):
+class _MatrixOp(nn.Module):
     """Scales, applies an op to a matrix that is singular where the input is zero, and counts its calls."""
 
     calls: torch.Tensor
@@ -65,7 +65,7 @@ def _assert_equal(ours: Outcome, theirs: Outcome) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_numbers_are_eagers_and_so_is_the_error(name: str) -> None:
-    net, x = _Net(OPS[name]), torch.randn(2, 6, 6)
+    net, x = _MatrixOp(OPS[name]), torch.randn(2, 6, 6)
     eager = copy.deepcopy(net)
     compiled = memplan_compile(net, (x,), guard="poison")
     for _ in range(2):
@@ -85,7 +85,7 @@ def test_numbers_are_eagers_and_so_is_the_error(name: str) -> None:
 
 
 def test_a_step_that_fails_changes_nothing() -> None:
-    net, x = _Net(torch.linalg.inv), torch.randn(2, 6, 6)
+    net, x = _MatrixOp(torch.linalg.inv), torch.randn(2, 6, 6)
     eager = copy.deepcopy(net)
     ours, theirs = (torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9, fused=True) for n in (net, eager))
     step = compile_step(net, ours, lambda loss: loss, (x,), guard="poison")
@@ -105,7 +105,7 @@ def test_a_step_that_fails_changes_nothing() -> None:
 
 
 def test_an_example_that_eager_refuses_can_be_compiled() -> None:
-    net, x = _Net(torch.linalg.cholesky), torch.randn(2, 6, 6)
+    net, x = _MatrixOp(torch.linalg.cholesky), torch.randn(2, 6, 6)
     compiled = memplan_compile(net, (_SINGULAR,))
     eager = copy.deepcopy(net)
     _assert_equal(outcome_of(compiled, compiled, x), outcome_of(eager, eager, x))
@@ -147,7 +147,7 @@ def test_what_was_checked_is_computed_again_without_a_check() -> None:
 
 
 def test_a_saved_plan_has_the_check(tmp_path: Path) -> None:
-    net, x = _Net(torch.linalg.inv), torch.randn(2, 6, 6)
+    net, x = _MatrixOp(torch.linalg.inv), torch.randn(2, 6, 6)
     memplan_plan(net, (x,)).save(tmp_path / "plan.json")
     compiled = memplan_compile(net, (x,), plan=load(tmp_path / "plan.json"))
     with pytest.raises(_Error):
@@ -155,7 +155,7 @@ def test_a_saved_plan_has_the_check(tmp_path: Path) -> None:
 
 
 def test_a_recorded_step_takes_no_check() -> None:
-    net, x = _Net(torch.linalg.inv), torch.randn(2, 6, 6)
+    net, x = _MatrixOp(torch.linalg.inv), torch.randn(2, 6, 6)
     program: Any = type("Program", (), {"traced": trace(net, (x,)), "inputs": ()})
     with pytest.raises(UnsupportedGraph, match="recorded step"):
         GraphedProgram(program, None, whole=False)  # type: ignore[arg-type]

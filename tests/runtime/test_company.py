@@ -17,7 +17,7 @@ from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime import CompiledModule, compile, compile_step
 
 
-class Net(nn.Module):
+class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4))
@@ -31,9 +31,9 @@ def _x(seed: int = 0) -> torch.Tensor:
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def _net() -> Net:
+def _net() -> Normed:
     torch.manual_seed(0)
-    return Net()
+    return Normed()
 
 
 def _gradients(model: nn.Module, x: torch.Tensor, **kwargs: Any) -> list[torch.Tensor]:

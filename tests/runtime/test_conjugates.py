@@ -33,7 +33,7 @@ OPS: dict[str, Op] = {
 }
 
 
-class _Net(nn.Module):
+class _Weighted(nn.Module):
     def __init__(self, op: Op, *shape: int) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", OPS)
 def test_values_and_gradients_are_eagers(name: str) -> None:
-    net = _Net(OPS[name], 4, 4)
+    net = _Weighted(OPS[name], 4, 4)
     eager = copy.deepcopy(net)
     compiled = memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=True),), guard="poison")
     for _ in range(2):
@@ -111,19 +111,19 @@ def test_what_is_conjugated_can_be_computed_again() -> None:
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_conjugated_views_of_inputs_are_refused_as_results(requires_grad: bool) -> None:
-    net = _Net(lambda x, w: (x.conj(), x * w), 4, 4)
+    net = _Weighted(lambda x, w: (x.conj(), x * w), 4, 4)
     with pytest.raises(UnsupportedGraph, match="conjugated view of an input"):
         memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=requires_grad),))
 
 
 def test_a_conjugated_input_is_refused() -> None:
-    net = _Net(lambda x, w: x * w, 4, 4)
+    net = _Weighted(lambda x, w: x * w, 4, 4)
     with pytest.raises(UnsupportedGraph, match="bit of the tensor"):
         memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX).conj(),))
 
 
 def test_a_later_call_may_pass_a_conjugated_input() -> None:
-    net = _Net(OPS["product"], 4, 4)
+    net = _Weighted(OPS["product"], 4, 4)
     eager = copy.deepcopy(net)
     compiled = memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=True),), guard="poison")
     x = torch.randn(4, 4, dtype=_COMPLEX)
@@ -136,6 +136,6 @@ def _and_its_conjugate(x: torch.Tensor, w: torch.Tensor) -> Any:
 
 
 def test_no_gradient_is_lost_of_a_conjugate_returned_beside_what_it_is_of() -> None:
-    net, x = _Net(_and_its_conjugate, 4, 4), torch.randn(4, 4, dtype=_COMPLEX)
+    net, x = _Weighted(_and_its_conjugate, 4, 4), torch.randn(4, 4, dtype=_COMPLEX)
     with pytest.raises(UnsupportedGraph, match="no gradient would reach"):
         memplan_compile(net, (x,))

@@ -27,7 +27,7 @@ from tests.runtime.budgets import FAST_LINK
 FLOW: dict[str, Any] = {"policy": "flow", "costs": FAST_LINK}
 
 
-class Net(nn.Module):
+class SeveralResults(nn.Module):
     """Returns something that its backward reads, a view, an input and a number; has statistics, changed in forward."""
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def net() -> Net:
+def net() -> SeveralResults:
     torch.manual_seed(0)
-    return Net()
+    return SeveralResults()
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def x() -> torch.Tensor:
 @pytest.mark.parametrize("options", [{}, {"budget": "min", "policy": "genoa"}, {"budget": "min", "policy": "flow"}])
 @pytest.mark.parametrize("gradients", ["safe", "owned"])
 def test_results_gradients_and_buffers_are_those_without_a_device(
-    options: dict[str, Any], gradients: str, net: Net, x: torch.Tensor
+    options: dict[str, Any], gradients: str, net: SeveralResults, x: torch.Tensor
 ) -> None:
     reference = memplan.compile(copy.deepcopy(net), x.clone().requires_grad_(), gradients=gradients)
     options = {"guard": "poison", "gradients": gradients, "costs": FAST_LINK, **options}
@@ -78,7 +78,7 @@ def test_results_gradients_and_buffers_are_those_without_a_device(
                     p.grad = None
 
 
-def test_the_forwards_results_are_home_when_it_returns(net: Net, x: torch.Tensor) -> None:
+def test_the_forwards_results_are_home_when_it_returns(net: SeveralResults, x: torch.Tensor) -> None:
     reference = copy.deepcopy(net)
     compiled = memplan.compile(net, x, device="cpu", **FLOW)
     for _ in range(2):  # no backward comes
@@ -88,7 +88,7 @@ def test_the_forwards_results_are_home_when_it_returns(net: Net, x: torch.Tensor
         del found
 
 
-def test_other_modes_and_moved_parameters(net: Net, x: torch.Tensor) -> None:
+def test_other_modes_and_moved_parameters(net: SeveralResults, x: torch.Tensor) -> None:
     compiled = memplan.compile(net, x, device="cpu", **FLOW)
     for p in net.parameters():
         p.data = torch.randn(p.shape)
@@ -97,7 +97,7 @@ def test_other_modes_and_moved_parameters(net: Net, x: torch.Tensor) -> None:
         assert all(torch.equal(one, two) for one, two in zip(net(x)[:2], compiled(x)[:2], strict=True))
 
 
-def test_copies_pickles_and_plan_files_run_there_too(net: Net, x: torch.Tensor, tmp_path: Path) -> None:
+def test_copies_pickles_and_plan_files_run_there_too(net: SeveralResults, x: torch.Tensor, tmp_path: Path) -> None:
     net.eval()
     compiled = memplan.compile(net, x, train=False, device="cpu:1", **FLOW)
     assert compiled.plan.eviction is not None
@@ -115,7 +115,7 @@ def test_copies_pickles_and_plan_files_run_there_too(net: Net, x: torch.Tensor, 
         memplan.compile(net, x, train=False, plan=memplan.plan(net, x, train=False), device="cpu")
 
 
-def test_everything_is_counted(net: Net, x: torch.Tensor) -> None:
+def test_everything_is_counted(net: SeveralResults, x: torch.Tensor) -> None:
     compiled = memplan.compile(net, x, device="cpu", budget=0.7, **FLOW)
     plan = compiled.plan
     assert plan.eviction is not None
@@ -136,7 +136,7 @@ def test_everything_is_counted(net: Net, x: torch.Tensor) -> None:
     assert report.kept.device == "cpu:0"
 
 
-def test_no_budget_copies_nothing_twice(net: Net, x: torch.Tensor) -> None:
+def test_no_budget_copies_nothing_twice(net: SeveralResults, x: torch.Tensor) -> None:
     plan = memplan.plan(net, x, device="cpu", **FLOW)
     assert plan.host_size == 0
     names = [e.storage for e in plan.evictions]
@@ -145,7 +145,7 @@ def test_no_budget_copies_nothing_twice(net: Net, x: torch.Tensor) -> None:
     assert len({*names} - made - changed) == len([n for n in names if n not in made | changed])
 
 
-def test_clipping_and_accumulation(net: Net, x: torch.Tensor) -> None:
+def test_clipping_and_accumulation(net: SeveralResults, x: torch.Tensor) -> None:
     models = [net, copy.deepcopy(net)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, fused=True) for m in models]
     options: list[dict[str, Any]] = [{"device": "cpu", **FLOW}, {}]
@@ -160,14 +160,14 @@ def test_clipping_and_accumulation(net: Net, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("device", ["nowhere", "xpu", "mps:0", 17, "cuda:99", "cpu:x", object()])
-def test_a_device_that_is_not_there(device: Any, net: Net, x: torch.Tensor) -> None:
+def test_a_device_that_is_not_there(device: Any, net: SeveralResults, x: torch.Tensor) -> None:
     with pytest.raises(UnsupportedDevice, match="device"):
         memplan.compile(net, x, device=device)
     with pytest.raises(UnsupportedDevice, match="device"):
         memplan.plan(net, x, device=device)
 
 
-def test_what_does_not_go_together(net: Net, x: torch.Tensor) -> None:
+def test_what_does_not_go_together(net: SeveralResults, x: torch.Tensor) -> None:
     with pytest.raises(MemplanError, match="recorded step"):
         memplan.compile(net, x, device="cpu", cuda_graph=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
@@ -180,7 +180,7 @@ def test_what_does_not_go_together(net: Net, x: torch.Tensor) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_model_that_is_on_a_device_already(net: Net, x: torch.Tensor) -> None:
+def test_a_model_that_is_on_a_device_already(net: SeveralResults, x: torch.Tensor) -> None:
     with pytest.raises(UnsupportedDevice, match="already"):
         memplan.compile(net.cuda(), x.cuda(), device="cuda")
 
@@ -188,14 +188,14 @@ def test_a_model_that_is_on_a_device_already(net: Net, x: torch.Tensor) -> None:
 # -- the rules of a forward that returns -------------------------------------------------------------------
 
 
-def _workload(net: Net, x: torch.Tensor) -> tuple[Graph, Workload]:
+def _workload(net: SeveralResults, x: torch.Tensor) -> tuple[Graph, Workload]:
     traced = trace(net, x, device="cpu")
     order = tuple(range(len(traced.graph.ops)))
     workload = make_workload(traced.graph, order, FAST_LINK, 64, device="cpu:0")
     return traced.graph, workload
 
 
-def test_what_the_forward_changes_is_due_before_the_backward(net: Net, x: torch.Tensor) -> None:
+def test_what_the_forward_changes_is_due_before_the_backward(net: SeveralResults, x: torch.Tensor) -> None:
     graph, workload = _workload(net, x)
     found = apply(workload, workload.plain).graph
     for target in (OFFLOAD, OFFLOAD_WAIT):
@@ -207,7 +207,7 @@ def test_what_the_forward_changes_is_due_before_the_backward(net: Net, x: torch.
     assert kinds == {StorageKind.OUTPUT, StorageKind.PARAMETER}
 
 
-def test_events_that_forget_it_are_refused(net: Net, x: torch.Tensor) -> None:
+def test_events_that_forget_it_are_refused(net: SeveralResults, x: torch.Tensor) -> None:
     _, workload = _workload(net, x)
     due = min(workload.due)
     forgotten: Events = tuple(e for e in workload.plain if e not in _out(due))
@@ -215,7 +215,7 @@ def test_events_that_forget_it_are_refused(net: Net, x: torch.Tensor) -> None:
         apply(workload, forgotten)
 
 
-def test_tangents_cannot_come_with_the_forward(net: Net, x: torch.Tensor) -> None:
+def test_tangents_cannot_come_with_the_forward(net: SeveralResults, x: torch.Tensor) -> None:
     _, workload = _workload(net, x)
     late = min(workload.late)
     arrival = (Event(Kind.RELOAD, late), Event(Kind.RELOADED, late))

@@ -16,7 +16,7 @@ import memplan
 from memplan.runtime import CompiledModule
 
 
-class Net(nn.Module):
+class WithDropout(nn.Module):
     """Two layers, with a dropout between them that eval mode leaves out."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Net(nn.Module):
         return out
 
 
-class Best(Net):
+class Best(WithDropout):
     """The largest: whole numbers, which have no gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ def _gradients(model: nn.Module, call: Callable[..., torch.Tensor], *batches: to
 @pytest.mark.parametrize("options", [{}, {"dynamic_shapes": ({0: Dim("n", min=2, max=64)},)}], ids=["one", "varying"])
 def test_a_term_of_a_loss_keeps_its_gradient(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    model = Net().eval()
+    model = WithDropout().eval()
     eager = copy.deepcopy(model)
     x = torch.randn(5, 6)
     compiled = memplan.compile(model, x, guard="poison", **options)
@@ -57,7 +57,7 @@ def test_a_term_of_a_loss_keeps_its_gradient(options: dict[str, Any]) -> None:
 
 def test_a_loop_that_keeps_its_results_runs(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    model = Net().eval()
+    model = WithDropout().eval()
     compiled, batches = memplan.compile(model, torch.randn(5, 6)), [torch.randn(5, 6) for _ in range(4)]
     with caplog.at_level(logging.WARNING, "memplan"):
         kept = [compiled(x) for x in batches]
@@ -73,7 +73,7 @@ def test_a_loop_that_keeps_its_results_runs(caplog: pytest.LogCaptureFixture) ->
 
 def test_a_shape_planned_anew_while_results_are_alive() -> None:
     torch.manual_seed(0)
-    model = Net().eval()
+    model = WithDropout().eval()
     compiled = memplan.compile(model, torch.randn(5, 6), on_mismatch="replan")
     one, two = compiled(torch.randn(5, 6)), compiled(torch.randn(7, 6))
     assert one.grad_fn is not None
@@ -86,18 +86,18 @@ def test_a_shape_planned_anew_while_results_are_alive() -> None:
 
 def test_nothing_is_recorded_that_eager_does_not_record() -> None:
     x = torch.randn(5, 6)
-    frozen = memplan.compile(Net().eval().requires_grad_(False), x)
+    frozen = memplan.compile(WithDropout().eval().requires_grad_(False), x)
     assert not frozen(x).requires_grad
     assert not frozen._selector._runners, "no program beside the planned one"
     assert frozen(x.clone().requires_grad_()).requires_grad
     best = memplan.compile(Best().eval(), x)
     assert torch.equal(best(x), best._original(x))
-    asked = memplan.compile(Net().eval(), x, train=False)
+    asked = memplan.compile(WithDropout().eval(), x, train=False)
     assert not asked(x).requires_grad, "train=False asks for that"
 
 
 def test_where_the_backward_cannot_be_planned_the_call_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = Net().eval(), torch.randn(512, 6)
+    model, x = WithDropout().eval(), torch.randn(512, 6)
     budget = memplan.compile(model, x, train=False).plan.arena_size + 64
     compiled = memplan.compile(model, x, budget=budget)
     with torch.no_grad():
@@ -113,5 +113,5 @@ def test_a_copy_follows_eager_too() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 6)
     for train, recorded in ((None, True), (False, False)):
-        twin: CompiledModule = copy.deepcopy(memplan.compile(Net().eval(), x, train=train))
+        twin: CompiledModule = copy.deepcopy(memplan.compile(WithDropout().eval(), x, train=train))
         assert twin(x).requires_grad is recorded

@@ -17,7 +17,7 @@ from memplan.runtime.guards import Guards
 from memplan.runtime.hooks import StepEvent, When
 
 
-class Net(nn.Module):
+class Masking(nn.Module):
     """Activations of numbers, and a mask."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Net(nn.Module):
 def _compiled(guard: str | None) -> tuple[CompiledModule, torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(5, 6)
-    return memplan.compile(Net(), x, guard=guard), x
+    return memplan.compile(Masking(), x, guard=guard), x
 
 
 def _bytes(compiled: CompiledModule, buffer: Buffer) -> torch.Tensor:

@@ -20,8 +20,9 @@ from memplan.evict.workload import Workload
 from memplan.graph import StorageKind
 from memplan.runtime import CompiledModule, CompiledStep
 from memplan.runtime.guided import REPLANS, SAMPLES, WARM
+from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, QUICK, everything
-from tests.runtime.virtual import Net, virtual
+from tests.runtime.virtual import virtual
 from tests.steps import outcome_after, outcome_of
 
 STEPS = WARM + SAMPLES
@@ -36,7 +37,7 @@ class Mean(nn.Module):
 
 def _net() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return Net(), torch.randn(64, 16)
+    return Layers(), torch.randn(64, 16)
 
 
 @pytest.fixture(autouse=True)

@@ -12,17 +12,7 @@ from torch import nn
 from memplan.errors import InputMismatch, StaleActivationsError, UnsupportedCall
 from memplan.runtime import CompiledModule
 from memplan.runtime import compile as memplan_compile
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(8, 16)
-        self.two = nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.two(torch.tanh(self.one(x)))
-        return out
+from tests.models import TwoLayers
 
 
 @pytest.fixture
@@ -31,13 +21,13 @@ def x() -> torch.Tensor:
 
 
 @pytest.fixture
-def model() -> Net:
+def model() -> TwoLayers:
     torch.manual_seed(0)
-    return Net()
+    return TwoLayers(8, 16)
 
 
 @pytest.fixture
-def compiled(model: Net, x: torch.Tensor) -> CompiledModule:
+def compiled(model: TwoLayers, x: torch.Tensor) -> CompiledModule:
     return memplan_compile(model, (x,), guard="poison")
 
 
@@ -45,7 +35,7 @@ def _grads(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def _eager_grads(model: Net, *xs: torch.Tensor) -> list[torch.Tensor]:
+def _eager_grads(model: TwoLayers, *xs: torch.Tensor) -> list[torch.Tensor]:
     eager = copy.deepcopy(model)
     eager.zero_grad()
     for x in xs:
@@ -53,7 +43,7 @@ def _eager_grads(model: Net, *xs: torch.Tensor) -> list[torch.Tensor]:
     return _grads(eager)
 
 
-def test_gradients_never_alias_the_arena(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+def test_gradients_never_alias_the_arena(model: TwoLayers, compiled: CompiledModule, x: torch.Tensor) -> None:
     compiled(x).sum().backward()
     first = [p.grad for p in model.parameters()]
     copies = [g.clone() for g in first if g is not None]
@@ -94,7 +84,7 @@ def test_two_forwards_before_a_backward_raise(compiled: CompiledModule, x: torch
 
 
 def test_a_forward_whose_graph_was_dropped_blocks_nothing(
-    model: Net, compiled: CompiledModule, x: torch.Tensor
+    model: TwoLayers, compiled: CompiledModule, x: torch.Tensor
 ) -> None:
     out = compiled(x)
     del out
@@ -121,13 +111,13 @@ def test_backward_twice_raises(compiled: CompiledModule, x: torch.Tensor) -> Non
         loss.backward()
 
 
-def test_second_derivatives_raise(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+def test_second_derivatives_raise(model: TwoLayers, compiled: CompiledModule, x: torch.Tensor) -> None:
     loss = compiled(x).sum()
     with pytest.raises(UnsupportedCall, match="create_graph"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
-def test_parameters_may_move(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+def test_parameters_may_move(model: TwoLayers, compiled: CompiledModule, x: torch.Tensor) -> None:
     for _ in range(2):
         model.one.weight.data = torch.randn(16, 8)
         model.two = nn.Linear(16, 8)  # new Parameter objects in a new submodule
@@ -139,7 +129,7 @@ def test_parameters_may_move(model: Net, compiled: CompiledModule, x: torch.Tens
             assert torch.allclose(one, two, rtol=1e-6)
 
 
-def test_parameters_that_change_their_kind_raise(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+def test_parameters_that_change_their_kind_raise(model: TwoLayers, compiled: CompiledModule, x: torch.Tensor) -> None:
     model.one.weight.requires_grad_(False)
     with pytest.raises(InputMismatch, match=r"one\.weight"):
         compiled(x)
@@ -179,7 +169,7 @@ def test_changing_what_the_backward_needs_raises(x: torch.Tensor, what: str) -> 
         out.sum().backward()
 
 
-def test_an_optimizer_step_between_steps_is_seen(model: Net, compiled: CompiledModule, x: torch.Tensor) -> None:
+def test_an_optimizer_step_between_steps_is_seen(model: TwoLayers, compiled: CompiledModule, x: torch.Tensor) -> None:
     eager = copy.deepcopy(model)
     for net, call in ((model, compiled), (eager, eager)):
         optimizer = torch.optim.Adam(net.parameters(), lr=0.1)

@@ -20,7 +20,7 @@ from memplan.errors import InputMismatch, UnsupportedGraph
 LOG = logging.getLogger(__name__)
 
 
-class Net(nn.Module):
+class ReadsPython(nn.Module):
     """Reads of Python what people change from step to step."""
 
     offset = 1.0
@@ -126,7 +126,7 @@ _named = pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for cha
 
 @_named
 def test_a_change_of_the_model_raises_until_it_is_undone_or_compiled(change: Callable[[Any], None]) -> None:
-    model, x = Net(), torch.randn(5, 4)
+    model, x = ReadsPython(), torch.randn(5, 4)
     compiled = memplan.compile(model, x)
     compiled(x).sum().backward()
     change(model)
@@ -140,7 +140,7 @@ def test_a_change_of_the_model_raises_until_it_is_undone_or_compiled(change: Cal
 @_named
 @pytest.mark.parametrize("how", ["eager", "replan"])
 def test_a_change_of_the_model_is_followed_where_that_was_asked_for(how: str, change: Callable[[Any], None]) -> None:
-    model, x = Net(), torch.randn(5, 4)
+    model, x = ReadsPython(), torch.randn(5, 4)
     twin = copy.deepcopy(model)
     compiled = memplan.compile(model, x, on_mismatch=how)
     for step in range(4):
@@ -162,7 +162,7 @@ def test_a_change_of_the_model_is_followed_where_that_was_asked_for(how: str, ch
 
 @pytest.mark.parametrize("change", [_temperature, _frozen])
 def test_a_change_is_seen_by_the_program_of_another_shape(change: Callable[[Any], None]) -> None:
-    model, x = Net(), torch.randn(6, 4)
+    model, x = ReadsPython(), torch.randn(6, 4)
     change(model)
     compiled = memplan.compile(model, x, dynamic_shapes={"x": {0: Dim("batch", min=2, max=64)}})
     compiled(x).sum().backward()
@@ -172,7 +172,7 @@ def test_a_change_is_seen_by_the_program_of_another_shape(change: Callable[[Any]
 
 
 def test_what_forward_does_not_read_may_change() -> None:
-    model, x = Net(), torch.randn(5, 4)
+    model, x = ReadsPython(), torch.randn(5, 4)
     compiled = memplan.compile(model, x)
     model.unread += 1
     model.weights = [1.0, 2.0]  # other lists, the same numbers
@@ -181,7 +181,7 @@ def test_what_forward_does_not_read_may_change() -> None:
 
 
 def test_what_was_traced_twice_is_still_a_constant() -> None:
-    model, x = Net().eval(), torch.randn(5, 4)
+    model, x = ReadsPython().eval(), torch.randn(5, 4)
     for temperature in (1.0, 0.9, 0.8):  # dynamo takes what it has seen change for a variable
         model.temperature = temperature
         compiled = memplan.compile(model, x)
@@ -192,7 +192,7 @@ def test_what_was_traced_twice_is_still_a_constant() -> None:
 
 
 def test_attributes_are_set_where_forward_reads_them() -> None:
-    model, x = Net(), torch.randn(5, 4)
+    model, x = ReadsPython(), torch.randn(5, 4)
     compiled = memplan.compile(model, x, on_mismatch="eager")
     compiled.temperature = 2.0
     assert model.temperature == 2.0
@@ -392,7 +392,7 @@ def test_losses_that_are_skipped_behind_torch_compile(skipped: tuple[int, ...]) 
 
 
 def test_numbers_that_change_behind_torch_compile() -> None:
-    model, x = Net().eval(), torch.randn(5, 4)
+    model, x = ReadsPython().eval(), torch.randn(5, 4)
     compiled = torch.compile(model, backend=memplan.Backend())
     for temperature in (1.0, 0.9, 0.8, 0.9):
         model.temperature = temperature
@@ -412,7 +412,7 @@ def test_modes_that_are_set_module_by_module() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = memplan.compile(Net().train(), torch.randn(5, 4))
+            self.net = memplan.compile(ReadsPython().train(), torch.randn(5, 4))
 
     outer = Outer()
     modes = {module: module.training for module in outer.modules()}
@@ -421,7 +421,7 @@ def test_modes_that_are_set_module_by_module() -> None:
     for module, mode in modes.items():  # as Lightning does after validation
         module.training = mode
     outer.net(torch.randn(5, 4)).sum().backward()
-    assert not memplan.compile(Net().eval(), torch.randn(5, 4)).training
+    assert not memplan.compile(ReadsPython().eval(), torch.randn(5, 4)).training
 
 
 def test_what_a_configuration_settles_and_what_forward_logs() -> None:

@@ -37,6 +37,7 @@ from memplan.schedule import make_schedule
 from memplan.solve import solve
 from memplan.trace import plan_traced, trace
 from memplan.trace.traced import TracedGraph
+from tests.models import Layers
 from tests.runtime.budgets import (
     FAST_LINK,
     QUICK,
@@ -46,7 +47,6 @@ from tests.runtime.budgets import (
     runner_of,
     step_of,
 )
-from tests.runtime.virtual import Net
 from tests.steps import Outcome, outcome_after, outcome_of
 
 SHARES = (0.8, 0.6, 0.5, 0.4)
@@ -97,9 +97,9 @@ def test_bitwise_equal_to_the_step_without_a_budget(name: str) -> None:
         assert all(one.same_as(two) for one, two in zip(steps(plan), expected, strict=True)), kind
 
 
-def _net(batch: int = 8) -> tuple[Net, tuple[torch.Tensor]]:
+def _net(batch: int = 8) -> tuple[Layers, tuple[torch.Tensor]]:
     torch.manual_seed(0)
-    return Net(), (torch.randn(batch, 16),)
+    return Layers(), (torch.randn(batch, 16),)
 
 
 class Recurrent(nn.Module):

@@ -40,7 +40,7 @@ def test_same_gradients_as_handed_to_autograd(name: str) -> None:
                 m.zero_grad()
 
 
-class Net(nn.Module):
+class TwoResults(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 def test_inputs_get_theirs_and_autograd_grad_leaves_parameters_alone() -> None:
-    net = Net()
+    net = TwoResults()
     x = torch.randn(3, 4, requires_grad=True)
     compiled, eager = _owned(net, x), copy.deepcopy(net)
     out, double = compiled(x)

@@ -23,7 +23,7 @@ from memplan.trace import plan
 MB = 1 << 20
 
 
-class Net(nn.Module):
+class Convolutions(nn.Module):
     """Its convolutions are fallbacks of 16 MiB, its norm one of 4 MiB."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Net(nn.Module):
 @cache
 def _plan() -> Plan:
     with torch.device("meta"):
-        return plan(Net(), torch.empty(2, 1, 1024, 512), schedule="traced", solver="greedy")
+        return plan(Convolutions(), torch.empty(2, 1, 1024, 512), schedule="traced", solver="greedy")
 
 
 def test_only_what_has_its_whole_segment_to_itself_has_a_place() -> None:

@@ -25,6 +25,7 @@ from memplan.runtime.training import StepStructure
 from memplan.schedule import make_schedule, order
 from memplan.trace import alignment_of, trace, trace_step
 from memplan.trace.traced import TracedGraph
+from tests.models import TwoLayersLoss
 from tests.runtime.budgets import FAST_LINK
 
 STREAMED = (StorageKind.PARAMETER, StorageKind.OPTIMIZER_STATE)
@@ -65,27 +66,18 @@ def _runner(structure: Structure, traced: TracedGraph) -> Runner:
     return Runner(structure, traced, plan, arena_for(plan, traced.device), guard="poison")
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(torch.tanh(self.one(x))).square().mean()  # type: ignore[no-any-return]
-
-
 @pytest.fixture
 def x() -> torch.Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
-def net() -> Net:
+def net() -> TwoLayersLoss:
     torch.manual_seed(0)
-    return Net()
+    return TwoLayersLoss(16, 32)
 
 
-def test_gradients_are_those_of_eager_also_after_parameters_moved(net: Net, x: torch.Tensor) -> None:
+def test_gradients_are_those_of_eager_also_after_parameters_moved(net: TwoLayersLoss, x: torch.Tensor) -> None:
     eager = copy.deepcopy(net)
     runner = _runner(Structure(net), trace(net, (x,)))
     for _ in range(2):
@@ -112,7 +104,7 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     [lambda p: torch.optim.SGD(p, lr=0.1, fused=True), lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)],
     ids=["sgd", "adamw"],
 )
-def test_whole_steps_write_parameters_and_state_back(make: Make, net: Net, x: torch.Tensor) -> None:
+def test_whole_steps_write_parameters_and_state_back(make: Make, net: TwoLayersLoss, x: torch.Tensor) -> None:
     eager = copy.deepcopy(net)
     ours, theirs = make(net.parameters()), make(eager.parameters())
     runner = _runner(StepStructure(net, ours), trace_step(net, ours, (x,)))

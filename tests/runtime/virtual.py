@@ -8,22 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import nn
 
 from memplan.runtime.copies import Direction
-
-
-class Net(nn.Module):
-    """Layers that keep their results for the backward, and a loss."""
-
-    def __init__(self, layers: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.square().sum()
 
 
 class Clock:

@@ -15,7 +15,7 @@ from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, Unsuppor
 from memplan.units import parse_size
 
 
-class Net(nn.Module):
+class GeluLayers(nn.Module):
     """Five layers with something to save, and a loss."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 def make(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
-    return Net(), (torch.randn(batch, 64),)
+    return GeluLayers(), (torch.randn(batch, 64),)
 
 
 def test_P7_the_largest_batch_that_fits() -> None:  # noqa: N802
@@ -96,7 +96,7 @@ def test_nothing_of_the_models_size_is_allocated() -> None:
 def test_a_factory_that_looks_at_numbers_is_told_so() -> None:
     def looking(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
         x = torch.randn(batch, 64)
-        return Net(), (x if x.sum().item() > 0 else -x,)
+        return GeluLayers(), (x if x.sum().item() > 0 else -x,)
 
     with pytest.raises(UnsupportedGraph, match="fake tensors"):
         memplan.max_batch(looking, "1MiB")

@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import trace
 from memplan.trace.rules import RULES
+from tests.models import Apply
 from tests.runtime.reference import Interpreted
 
 X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
@@ -97,16 +98,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "soft_margin_loss sum": (lambda w, x: F.soft_margin_loss(x * w, x.sin().sign(), reduction="sum"), (X,)),
     "mse_loss none": (lambda w, x: F.mse_loss(x * w, x.sin(), reduction="none"), (X,)),
 }
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(1.25))
-        self.function = function
-
-    def forward(self, *xs: torch.Tensor) -> Any:
-        return self.function(self.w, *xs)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,20 +13,11 @@ from torch.nn import functional as F  # noqa: N812
 from memplan.graph import Phase
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import trace
+from tests.models import Apply
 from tests.runtime.reference import Interpreted
 
 X = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
 X[0, 0] = torch.tensor([-0.0, float("nan"), float("inf"), 1e-40])
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor(1.25))
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(self.w, x)
 
 
 def used_twice(y: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ def _group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class _Net(nn.Module):
+class _Talks(nn.Module):
     def __init__(self, talk: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
@@ -79,14 +79,14 @@ def _behind_torch_compile(net: nn.Module, x: torch.Tensor) -> Any:
 def test_collectives_are_refused(talk: Any, run: Any) -> None:
     torch._dynamo.reset()
     with pytest.raises(UnsupportedGraph, match=r"a collective .*arrives later") as caught:
-        run(_Net(talk), torch.randn(4, 4))
+        run(_Talks(talk), torch.randn(4, 4))
     assert "torch.compiler.disable" in str(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at, of what the function returns
 def test_what_the_hint_says_works() -> None:
     torch._dynamo.reset()
-    net, x = _Net(_summed_outside), torch.randn(4, 4)
+    net, x = _Talks(_summed_outside), torch.randn(4, 4)
     compiled = torch.compile(net, backend=memplan.Backend(guard="poison"))
     for _ in range(2):
         made = compiled(x)

@@ -1,0 +1,57 @@
+"""Small models that several test files train; a model of one file only is in that file, with a name of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Layers(nn.Module):
+    """`layers` linear layers of width 16 that keep their results for the backward, with dropout if it is above 0.
+
+    Returns a loss.
+    """
+
+    def __init__(self, layers: int = 6, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.dropout(layer(x).tanh())
+        return x.square().sum()
+
+
+class TwoLayers(nn.Module):
+    """Two linear layers, `width` to `hidden` and back, with a tanh between them. Returns what they make."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.two(torch.tanh(self.one(x)))
+        return out
+
+
+class TwoLayersLoss(TwoLayers):
+    """`TwoLayers` whose result is the mean of its squares."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+class Apply(nn.Module):
+    """`function(w, *inputs)`, with a parameter `w` of no dimensions."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(1.25))
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self.w, *inputs)
