@@ -16,6 +16,7 @@ _NORMALISATIONS = {
     *(aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default),
     *(aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats),
     *(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default),
+    *(aten._batch_norm_with_update_functional.default, aten._batch_norm_no_update.default),
 }
 
 

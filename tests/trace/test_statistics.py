@@ -12,6 +12,16 @@ from torch import nn
 
 from memplan.runtime import compile as memplan_compile
 
+
+class Updating(nn.BatchNorm2d):
+    """Batch norm by the op that keeps a reserve for its backward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        given = (input, self.weight, self.bias, self.running_mean, self.running_var)
+        out: torch.Tensor = torch.ops.aten._batch_norm_with_update(*given, 0.1, 1e-5)[0]
+        return out
+
+
 _LAYERS: dict[str, Callable[[], nn.Module]] = {
     "layer": lambda: nn.LayerNorm(5),
     "layer, half": lambda: nn.LayerNorm(5).bfloat16(),
@@ -19,6 +29,7 @@ _LAYERS: dict[str, Callable[[], nn.Module]] = {
     "group": lambda: nn.GroupNorm(2, 8),
     "batch": lambda: nn.BatchNorm2d(8),
     "batch, eval": lambda: nn.BatchNorm2d(8).eval(),
+    "batch, with update": lambda: Updating(8),
     "instance": lambda: nn.InstanceNorm2d(8, affine=True),
 }
 
