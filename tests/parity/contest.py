@@ -36,6 +36,10 @@ class _Wrong(Exception):
     """A difference that memplan must not have. Raised and caught in this file."""
 
 
+class _Rounded(Exception):
+    """The first value that is eager's up to rounding and has not the bits of aot_eager's."""
+
+
 def verdict_on(case: Case) -> Verdict:
     """Run the case and judge it; whatever a contender raises ends up in the verdict."""
     torch._dynamo.reset()
@@ -52,6 +56,8 @@ def verdict_on(case: Case) -> Verdict:
         ]  # all before the first is judged: none may change
         for i, outcome in enumerate(ours):
             _judge(case, i, outcome, references)
+    except _Rounded as error:
+        return Verdict(case=case.name, result=Result.ROUNDED, reason=str(error))
     except _Wrong as error:
         return Verdict(case=case.name, result=Result.WRONG, reason=str(error))
     except MemplanError as error:
@@ -173,7 +179,7 @@ def _outcome(program: Program, inputs: Sequence[torch.Tensor], results: dict[str
 
 
 def _judge(case: Case, number: int, ours: Outcome, references: _References) -> None:
-    """Raise `_Wrong` for the first difference that must not be."""
+    """Raise `_Wrong` or `_Rounded` for the first difference that must not be."""
     layout = case.call_layouts[number]
     where = f"call {number + 1} ({layout}, gradients {case.gradient_layouts[number]})"
     eager = references.eager[number]
@@ -200,7 +206,7 @@ def _judge(case: Case, number: int, ours: Outcome, references: _References) -> N
             also = ", and aot_eager's is the same" if judge.same_bits(value, aot) else ""
             raise _Wrong(f"{where}: {name} is far from eager's{also}")
         if aot is not _MISSING and not listed and not judge.same_bits(value, aot):
-            raise _Wrong(f"{where}: {name} has other bits than aot_eager's")
+            raise _Rounded(f"{where}: {name} has other bits than aot_eager's")
 
 
 def reason_of(error: BaseException) -> str:
