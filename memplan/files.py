@@ -22,10 +22,10 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     require_place(path)
     with _named(path):
         data = content if isinstance(content, bytes) else content.encode()
-        target = path.resolve()
-        if target.exists() and not target.is_file():
-            target.write_bytes(data)
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
             return
+        target = path.resolve()
         scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             scratch.write_bytes(data)
@@ -38,6 +38,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 def require_place(path: Path) -> None:
     """Raise `UnreadableFile` unless a file can be at `path`: its folder exists, and `path` is no folder itself."""
     with _named(path):
+        if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe
+            return
         folder = path.resolve().parent
         if path.is_dir():
             fault, hint = "it is a folder", "give the name of a file"
@@ -54,11 +56,11 @@ def require_place(path: Path) -> None:
 def _named(path: Path) -> Iterator[None]:
     """Raise what the system says of `path` as `UnreadableFile`, without the names of files that the user never named.
 
-    A `ValueError` is a name or a text that no file can have.
+    A `ValueError` is a name or a text that no file can have, a `RuntimeError` a link that leads to itself.
     """
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         hint = "name a file that can be written"
         raise UnreadableFile(f"cannot be written: {reason}", where=str(path), hint=hint) from error

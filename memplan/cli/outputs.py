@@ -44,7 +44,7 @@ def _same(one: Path, two: Path) -> bool:
     """Whether both are one file; links count as what they lead to."""
     try:
         return one.resolve() == two.resolve() or (one.exists() and two.exists() and one.samefile(two))
-    except OSError:
+    except (OSError, RuntimeError):  # a link that leads to itself
         return False
 
 

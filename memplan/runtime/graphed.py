@@ -23,6 +23,7 @@ from memplan.graph import StorageKind
 from memplan.runtime.arena import dtype_of
 from memplan.runtime.placed import Placer, PoolPlacer
 from memplan.runtime.program import Program
+from memplan.trace.strides import may_overlap
 from memplan.trace.traced import Kernel, Live, Source, TracedGraph, Transfer
 
 Function = Callable[[], Any]
@@ -254,7 +255,9 @@ def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def _like_it(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, also where other elements lie between its own."""
+    """A copy with the same strides, also where other elements lie between its own; dense where elements share bytes."""
+    if may_overlap(tensor.shape, tensor.stride()):
+        return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 

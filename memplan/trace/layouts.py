@@ -46,10 +46,10 @@ def _formatted(position: int) -> Layout:
 
 
 def _pointwise(*positions: int) -> Layout:
-    """As the first of these arguments that says how, without its gaps; only results that have the first one's shape."""
+    """As the first of these arguments that says how, without its gaps; only results that have the shape of each."""
 
     def layout(shape: tuple[int, ...], *args: Any) -> Any:
-        if tuple(args[positions[0]].shape) != tuple(shape):
+        if any(tuple(args[position].shape) != tuple(shape) for position in positions):
             return None
         return compute_elementwise_output_strides(*(args[position] for position in positions))
 
