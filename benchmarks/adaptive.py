@@ -28,11 +28,11 @@ from benchmarks.arguments import names, parser_of
 from benchmarks.results import Cell, Row, Table, collect
 from benchmarks.runtime import interleaved
 from benchmarks.zoo import ZOO
+from memplan.core.evictions import RELOAD, TRANSFERS
 from memplan.errors import BudgetInfeasible
-from memplan.evict.record import RELOAD, TRANSFERS
 from memplan.runtime import CompiledModule
-from memplan.runtime.copy_threads import ThreadCopies
-from memplan.runtime.guided import REPLANS, SAMPLES, WARM
+from memplan.runtime.copies.copy_threads import ThreadCopies
+from memplan.runtime.profile.profile_guided import REPLANS, SAMPLES, WARM
 
 COLUMNS = {
     "model": "model",

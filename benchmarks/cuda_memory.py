@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.contenders import CONTENDERS, Step
 from benchmarks.results import Cell
 from benchmarks.zoo import ZOO, Size
-from memplan.units import parse_size
+from memplan.core.units import parse_size
 
 MOST = 4096  # copies of the example; the search goes no further
 

@@ -20,8 +20,8 @@ import memplan
 from benchmarks.arguments import parser_of
 from benchmarks.results import Cell, Table, to_markdown, write
 from benchmarks.zoo import ZOO, Size
-from memplan.graph import Graph
-from memplan.runtime.arena import dtype_of
+from memplan.core.graph import Graph
+from memplan.runtime.memory.arena import dtype_of
 from memplan.trace import trace
 
 COLUMNS = {

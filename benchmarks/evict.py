@@ -3,7 +3,7 @@
     python -m benchmarks.evict --models gpt2,vit --budgets 80,50
 
 Models are full-size, traced on fake tensors in bfloat16; nothing is run. Every contender is judged by the same rules
-(`memplan.evict.arrays.measure`) and the same roofline.
+(`memplan.evict.judge.arrays.measure`) and the same roofline.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 from benchmarks.arguments import names, parser_of
 from benchmarks.full_size import FULL_SIZE, example
 from benchmarks.results import Cell, Row, Table, to_markdown, write
-from memplan.budget import plan_within
+from memplan.core.graph import Graph
+from memplan.core.in_place import with_chances
 from memplan.errors import BudgetInfeasible
-from memplan.evict.arrays import measure
 from memplan.evict.costs import DEVICES, CostModel
-from memplan.evict.fit import make_workload
-from memplan.evict.floor import floor
+from memplan.evict.judge.arrays import measure
 from memplan.evict.select import fit_policy
+from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
-from memplan.graph import Graph
-from memplan.inplace import with_chances
+from memplan.planning.budget import plan_within
+from memplan.planning.fit import make_workload
 from memplan.schedule import Schedule, order
 from memplan.trace import capture, trace_captured
 from memplan.trace.torch_budget import Point, partitions, points_of

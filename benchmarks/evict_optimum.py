@@ -24,13 +24,13 @@ from benchmarks.branching import CLASSES, images
 from benchmarks.evict import ALIGNMENT, SHARES
 from benchmarks.results import Cell, Row, Table, collect
 from memplan.errors import BudgetInfeasible
-from memplan.evict.arrays import measure
-from memplan.evict.auto import recompute
 from memplan.evict.costs import DEVICES
-from memplan.evict.cpsat import optimum
-from memplan.evict.fit import make_workload
-from memplan.evict.floor import floor
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.auto import recompute
+from memplan.evict.policies.cpsat import optimum
+from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
+from memplan.planning.fit import make_workload
 from memplan.schedule import order
 from memplan.trace import trace
 

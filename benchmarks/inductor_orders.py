@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 
-from memplan.graph import Graph
+from memplan.core.graph import Graph
 from memplan.schedule import Schedule, make_schedule, order, predecessors, traced
 
 

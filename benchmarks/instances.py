@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from memplan.problem import Buffer, Interval, Problem
+from memplan.core.problem import Buffer, Interval, Problem
 
 
 def planted(n: int, *, seed: int, density: float = 1.0, height: int = 1024, steps: int = 1000) -> Problem:

@@ -20,7 +20,7 @@ from benchmarks.full_size import FULL_SIZE, example
 from benchmarks.inductor_orders import bfs, dfs, inductor
 from benchmarks.results import Cell, Row, Table, collect
 from benchmarks.whole_step import whole_step
-from memplan.graph import Graph
+from memplan.core.graph import Graph
 from memplan.schedule import Schedule, order
 from memplan.trace import TracedGraph, trace
 from memplan.trace.traced import Source

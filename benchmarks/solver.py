@@ -26,10 +26,10 @@ from pathlib import Path
 
 from benchmarks.instances import network, planted, scattered, tiled
 from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
-from memplan.csvio import read_problem, write_solution
-from memplan.problem import Problem, Status
-from memplan.solve import SOLVERS, solve
-from memplan.solve.budget import Progress
+from memplan.core.csvio import read_problem, write_solution
+from memplan.core.problem import Problem, Status
+from memplan.solvers import SOLVERS, solve
+from memplan.solvers.limits import Progress
 
 HEURISTICS = [name for name in SOLVERS if name not in ("portfolio", "cpsat", "naive")]
 _QUADRATIC = {"partition", "shared", "hill-climb"}  # pure Python: only up to 2,000 buffers

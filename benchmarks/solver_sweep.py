@@ -13,10 +13,10 @@ import time
 import warnings
 
 from benchmarks.instances import mixed
+from memplan.core.problem import Problem, Solution
+from memplan.core.validate import validate
 from memplan.errors import SolverFault
-from memplan.problem import Problem, Solution
-from memplan.solve import solve
-from memplan.validate import validate
+from memplan.solvers import solve
 
 MOST = 60_000  # buffers
 

@@ -21,11 +21,11 @@ from torch.export import Dim
 
 from benchmarks.results import Cell, Table, write
 from benchmarks.zoo import ZOO
-from memplan.plan import Plan
+from memplan.core.plan import Plan
 from memplan.symbolic import SymbolicPlan
 from memplan.trace import plan_traced, trace
-from memplan.trace.dims import read_dims
-from memplan.trace.symbolic import plan_of, trace_symbolic
+from memplan.trace.dynamic.dims import read_dims
+from memplan.trace.dynamic.symbolic import plan_of, trace_symbolic
 
 LONGEST = 64  # positions of the nano language models
 

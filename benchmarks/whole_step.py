@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind
-from memplan.inplace import with_chances
+from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind
+from memplan.core.in_place import with_chances
 
 
 def whole_step(graph: Graph, parameter_of: Mapping[int, int]) -> Graph:

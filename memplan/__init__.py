@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from memplan import csvio
-    from memplan.backend import Backend
-    from memplan.budget import Budget
-    from memplan.diff import diff
-    from memplan.division import Divide, Division
+    from memplan.analysis.diff import diff
+    from memplan.analysis.explain import explain
+    from memplan.core import csvio
+    from memplan.core.division import Divide, Division
+    from memplan.core.plan import Plan
+    from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
+    from memplan.core.validate import validate
     from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
-    from memplan.explain import explain
-    from memplan.plan import Plan
-    from memplan.planfile import load
-    from memplan.problem import Buffer, Interval, Problem, Solution, Status
+    from memplan.planning.budget import Budget
+    from memplan.planning.planfile import load
     from memplan.runtime import (
         CompiledModule,
         CompiledStep,
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
         profile,
         record,
     )
+    from memplan.runtime.dynamo.backend import Backend
     from memplan.schedule import Policy
-    from memplan.solve import Solver, solve
+    from memplan.solvers import Solver, solve
     from memplan.symbolic import SymbolicPlan, load_symbolic
     from memplan.trace.batches import max_batch
-    from memplan.validate import validate
 
     class _Options(TypedDict, total=False):
         """Options of `plan` on which the type of its result does not depend."""
@@ -116,16 +116,16 @@ _RUNTIME = (
     *("compile", "compile_step", "install_allocator", "profile", "record"),
 )
 _HOMES = {
-    **dict.fromkeys(_PROBLEM, "memplan.problem"),
+    **dict.fromkeys(_PROBLEM, "memplan.core.problem"),
     **dict.fromkeys(_RUNTIME, "memplan.runtime"),
     **dict.fromkeys(("SymbolicPlan", "load_symbolic"), "memplan.symbolic"),
     **dict.fromkeys(("CostModel", "load_costs"), "memplan.evict.costs"),
-    "Backend": "memplan.backend",
-    "Division": "memplan.division",
+    "Backend": "memplan.runtime.dynamo.backend",
+    "Division": "memplan.core.division",
     "Plan": "memplan.plan",
     "diff": "memplan.diff",
     "explain": "memplan.explain",
-    "load": "memplan.planfile",
+    "load": "memplan.planning.planfile",
     "max_batch": "memplan.trace.batches",
     "solve": "memplan.solve",
     "validate": "memplan.validate",
@@ -225,8 +225,8 @@ def plan(
         **{"schedule": schedule, "solver": solver, "layout": layout, "time_limit": time_limit},
     }
     if dynamic_shapes is not None:
-        from memplan.trace.dims import refuse_beside
-        from memplan.trace.symbolic import plan_symbolic
+        from memplan.trace.dynamic.dims import refuse_beside
+        from memplan.trace.dynamic.symbolic import plan_symbolic
 
         refuse_beside(device=device, divide=divide, compress=compress)
         trace.stay_in_arena(gradients, dynamic_shapes=dynamic_shapes)

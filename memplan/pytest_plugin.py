@@ -18,9 +18,9 @@ import pytest
 from memplan.errors import InvalidSize, LimitExceeded
 
 if TYPE_CHECKING:
-    from memplan.check import Finding, Verdict
-    from memplan.plan import Plan
-    from memplan.rules import Rule
+    from memplan.check.check import Finding, Verdict
+    from memplan.check.rules import Rule
+    from memplan.core.plan import Plan
 
 Limit = int | float | str
 
@@ -79,8 +79,8 @@ class Checker:
         that is none, or when there is no limit at all, and `UnsupportedGraph` as `memplan.plan` does.
         """
         __tracebackhide__ = True
-        from memplan.check import check
-        from memplan.plan import Plan
+        from memplan.check.check import check
+        from memplan.core.plan import Plan
 
         own = {"arena": arena, "fragmentation": fragmentation, "outside": outside}
         rules = _rules(self._rules, {**self._limits, **{k: v for k, v in own.items() if v is not None}})
@@ -98,7 +98,7 @@ class Checker:
 
 
 def _rules(texts: Iterable[str], limits: Mapping[str, Limit | None]) -> tuple[Rule, ...]:
-    from memplan.rules import parse_rule
+    from memplan.check.rules import parse_rule
 
     unknown = [name for name in limits if name not in _NAMES]
     if unknown:
@@ -134,8 +134,8 @@ def _message(verdict: Verdict) -> str:
 
 
 def _why(finding: Finding) -> Iterator[str]:
+    from memplan.core.units import format_bytes
     from memplan.report.lines import op_name, origin
-    from memplan.units import format_bytes
 
     if finding.because:
         yield "  largest buffers alive at the peak:"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from memplan.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
-from memplan.inplace import with_chances
-from memplan.plan import Plan, make_plan
+from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
+from memplan.core.in_place import with_chances
+from memplan.core.plan import Plan, make_plan
 from memplan.schedule import Schedule, make_schedule, predecessors, traced
 
 NOWHERE = Origin()

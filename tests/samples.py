@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from memplan.budget import plan_within
-from memplan.graph import Graph, Origin, Phase, StorageKind
-from memplan.plan import Plan, make_plan
+from memplan.core.graph import Graph, Origin, Phase, StorageKind
+from memplan.core.plan import Plan, make_plan
+from memplan.planning.budget import plan_within
 from memplan.schedule import order, traced
 from tests.graph_strategies import GraphBuilder
 

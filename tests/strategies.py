@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from memplan.problem import Buffer, Interval, Problem
+from memplan.core.problem import Buffer, Interval, Problem
 
 _ALIGNMENTS = (1, 1, 1, 2, 4, 64)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from memplan.check.project import find_project
 from memplan.cli import main
-from memplan.project import find_project
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import typer
 from memplan.cli.compare import TARGET, Format, print_sections
 
 if TYPE_CHECKING:
-    from memplan.frontier import Frontier, Rival
+    from memplan.planning.frontier import Frontier, Rival
 
 
 def budget(
@@ -40,7 +40,7 @@ def budget(
     from memplan.cli.outputs import require_outputs
     from memplan.cli.source import is_model, obtain
     from memplan.errors import InvalidModel
-    from memplan.frontier import frontier
+    from memplan.planning.frontier import frontier
     from memplan.report.frontier_form import frontier_json, frontier_sections, frontier_title
 
     require_outputs({"--html": html, "--svg": svg, "--png": png}, target, costs)
@@ -59,10 +59,10 @@ def budget(
 
 def _torch(target: str, costs: str, alignment: int) -> tuple[Rival, ...]:
     """torch's points for a model that has a backward."""
-    from memplan.budget import cost_model
     from memplan.cli.source import quiet_stages
     from memplan.errors import UnsupportedGraph
-    from memplan.frontier import Rival
+    from memplan.planning.budget import cost_model
+    from memplan.planning.frontier import Rival
 
     with quiet_stages(target) as named:
         from memplan.trace.torch_budget import torch_points
@@ -77,7 +77,7 @@ def _torch(target: str, costs: str, alignment: int) -> tuple[Rival, ...]:
 def _draw(  # noqa: PLR0917
     name: str, found: Frontier, rivals: tuple[Rival, ...], html: Path | None, svg: Path | None, png: Path | None
 ) -> None:
-    from memplan.files import write_atomic
+    from memplan.core.files import write_atomic
     from memplan.report.frontier_form import frontier_html, frontier_svg
 
     if html is not None:

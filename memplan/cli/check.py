@@ -13,9 +13,9 @@ import typer
 from memplan.cli.console import console, error_console
 
 if TYPE_CHECKING:
+    from memplan.analysis.figures import Figures
+    from memplan.check.project import Entry
     from memplan.cli.gate import Work
-    from memplan.figures import Figures
-    from memplan.project import Entry
     from memplan.report.verdicts import Judged
 
 
@@ -83,11 +83,11 @@ def check(
 
     \\[tool.memplan] in pyproject.toml may list models, baseline and fail-over: then `memplan check` does it all.
     """
-    from memplan.baseline import read_baseline
+    from memplan.check.baseline import read_baseline
+    from memplan.check.project import find_project
     from memplan.cli.gate import Work, entries_of, given_rules
     from memplan.cli.source import seconds_option, share_option, size_option
     from memplan.errors import InvalidSize
-    from memplan.project import find_project
 
     given = given_rules(
         fail_over or [],
@@ -116,7 +116,7 @@ def check(
 
 def _update(work: Work, *, whole: bool, form: Format) -> None:
     """Write the figures of now, unless a plan is invalid or over a limit that no baseline moves."""
-    from memplan.baseline import read_baseline, update_baseline
+    from memplan.check.baseline import read_baseline, update_baseline
     from memplan.cli.interrupt import stop_if_interrupted
     from memplan.cli.outputs import require_outputs
     from memplan.errors import InvalidSize
@@ -139,8 +139,8 @@ def _update(work: Work, *, whole: bool, form: Format) -> None:
 def _say_written(file: Path, before: Mapping[str, Figures], now: Mapping[str, Figures]) -> None:
     from rich.text import Text
 
+    from memplan.core.units import format_exact
     from memplan.report.lines import printable
-    from memplan.units import format_exact
 
     screen = console()
     screen.print(Text(f"wrote {printable(str(file))}: {len(now)} updated"), soft_wrap=True)

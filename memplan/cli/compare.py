@@ -37,8 +37,8 @@ def diff(
 
     Buffers are matched by module, op and kind, so that plans of two versions of a model can be compared.
     """
+    from memplan.analysis.diff import diff as compare
     from memplan.cli.source import obtain
-    from memplan.diff import diff as compare
     from memplan.report.diff_form import diff_json, diff_sections, diff_title
 
     found = compare(obtain(before), obtain(after))
@@ -55,9 +55,9 @@ def explain(
 
     For every buffer: which later op holds it, and for how many steps nothing touches it.
     """
+    from memplan.analysis.explain import explain as explain_plan
     from memplan.cli.source import obtain
     from memplan.errors import InvalidSize
-    from memplan.explain import explain as explain_plan
     from memplan.report.explain_form import explain_json, explain_sections, explain_title
 
     if at != "peak" and not (at.isascii() and at.isdigit() and len(at) < 10):

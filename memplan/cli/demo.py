@@ -11,7 +11,7 @@ from memplan.cli.console import console, progress
 from memplan.errors import MemplanError, UnreadableFile
 
 if TYPE_CHECKING:
-    from memplan.plan import Plan
+    from memplan.core.plan import Plan
 
 BEFORE, AFTER = "memplan.demo_model:small", "memplan.demo_model:grown"
 SHARE = 0.6
@@ -69,7 +69,7 @@ def _require_own(plan_file: Path, *pictures: Path) -> None:
 
 
 def _of_a_demo(plan_file: Path) -> bool:
-    from memplan.planfile import load
+    from memplan.planning.planfile import load
 
     try:
         return load(plan_file).model == BEFORE
@@ -93,9 +93,9 @@ def _say(text: str) -> None:
 
 
 def _report(plan: Plan) -> None:
+    from memplan.core.units import format_exact, format_share
     from memplan.report.lines import title, verdict
-    from memplan.solve import solve
-    from memplan.units import format_exact, format_share
+    from memplan.solvers import solve
 
     report = plan.report()
     naive = solve(plan.problem, solver="naive").arena_size
@@ -135,11 +135,11 @@ def _train() -> None:
 
 
 def _budget(plan: Plan, page: Path) -> None:
-    from memplan.budget import plan_within
     from memplan.cli.pictures import write_html
+    from memplan.core.units import format_exact
+    from memplan.planning.budget import plan_within
     from memplan.report.lines import budget_lines
     from memplan.report.picture import picture_of_plan
-    from memplan.units import format_exact
 
     with progress("Fitting it; the first time on a machine, this compiles the search"):
         kept = plan_within(
@@ -159,11 +159,11 @@ def _budget(plan: Plan, page: Path) -> None:
 
 
 def _gate(before: Plan, after: Plan) -> None:
-    from memplan.check import check
-    from memplan.figures import figures_of
+    from memplan.analysis.figures import figures_of
+    from memplan.check.check import check
+    from memplan.check.rules import parse_rule
     from memplan.report.verdict_table import verdicts_table
     from memplan.report.verdicts import Judged
-    from memplan.rules import parse_rule
 
     verdict = check(after, [parse_rule("arena:+2%")], figures_of(before))
     screen = console()

@@ -64,7 +64,7 @@ def _system() -> list[Line]:
 
 
 def _memory() -> str:
-    from memplan.units import format_bytes
+    from memplan.core.units import format_bytes
 
     try:
         return f", {format_bytes(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
@@ -113,8 +113,8 @@ def _devices() -> list[Line]:
 
 def _solves() -> Line:
     """A small problem, solved and validated."""
-    from memplan.problem import Buffer, Interval, Problem
-    from memplan.solve import solve
+    from memplan.core.problem import Buffer, Interval, Problem
+    from memplan.solvers import solve
 
     buffers = tuple(Buffer(id=str(i), size=64 * (i % 5 + 1), live=Interval(i, i + 4)) for i in range(20))
     solution = solve(Problem(buffers=buffers))

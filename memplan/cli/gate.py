@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memplan.figures import Figures
-    from memplan.plan import Plan
-    from memplan.project import Entry, Project
+    from memplan.analysis.figures import Figures
+    from memplan.check.project import Entry, Project
+    from memplan.check.rules import Rule
+    from memplan.core.plan import Plan
     from memplan.report.verdicts import Judged
-    from memplan.rules import Rule
     from memplan.verify import Proof
 
 
@@ -31,8 +31,8 @@ class Work:
     time_limit: float | None = None
 
     def rules(self, entry: Entry) -> tuple[Rule, ...]:
+        from memplan.check.rules import NOTHING_GROWS
         from memplan.errors import InvalidSize
-        from memplan.rules import NOTHING_GROWS
 
         theirs = self.project.rules if self.project else None
         chosen = self.given or (entry.rules if entry.rules is not None else theirs)
@@ -48,9 +48,9 @@ class Work:
 
     def judge(self, before: Mapping[str, Figures], *, absolute_only: bool = False) -> list[Judged]:
         """Plan or load everything, one after the other, and check it."""
-        from memplan.check import check as check_plan
+        from memplan.check.check import check as check_plan
         from memplan.cli.source import is_model, obtain
-        from memplan.plan import check_consistency
+        from memplan.core.plan import check_consistency
         from memplan.report.verdicts import Judged
 
         asked = [(entry, () if absolute_only and not self.file else self.rules(entry)) for entry in self.entries]
@@ -93,9 +93,9 @@ def given_rules(
     texts: list[str], arena: int | None, fragmentation: float | None, outside: int | None
 ) -> tuple[Rule, ...]:
     """The rules that the command line's limits mean. Raises `InvalidSize` naming the option."""
-    from memplan.check import Limits
+    from memplan.check.check import Limits
+    from memplan.check.rules import parse_rule
     from memplan.errors import InvalidSize
-    from memplan.rules import parse_rule
 
     try:
         rules = tuple(map(parse_rule, texts))
@@ -108,9 +108,9 @@ def given_rules(
 
 def entries_of(targets: list[str], infer: bool, project: Project | None) -> tuple[tuple[Entry, ...], bool]:
     """What to check, and whether the project lists it: only then do its baseline and rules count."""
+    from memplan.check.project import Entry
     from memplan.cli.source import is_model
     from memplan.errors import InvalidModel
-    from memplan.project import Entry
 
     known = {entry.name: entry for entry in project.entries} if project else {}
     if targets and all(target in known for target in targets) and not infer:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from memplan.check import Finding
+from memplan.check.check import Finding
 from memplan.report.verdicts import Judged, Location, escape_message, escape_property, sources_of
 
 _OTHERS = frozenset({"node_modules", "site-packages", "__pycache__"})

@@ -14,7 +14,7 @@ from memplan.cli.console import error_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from memplan.solve import Progress
+    from memplan.solvers import Progress
 
 LINE_SECONDS = 1.0  # between two lines in a log, at least
 Listener = Callable[["Progress"], None]
@@ -33,7 +33,7 @@ class _Watch:
 
     def line(self) -> str:
         """Seconds so far, the best arena, the bound and how far they are apart."""
-        from memplan.units import format_exact, format_share
+        from memplan.core.units import format_exact, format_share
 
         text = f"{self.doing} ... {time.perf_counter() - self.began:.1f} s"
         if self.latest is None or self.latest.incumbent is None:

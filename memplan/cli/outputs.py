@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from memplan.core.files import require_place
 from memplan.errors import InvalidOutput
-from memplan.files import require_place
 
 
 def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None) -> None:

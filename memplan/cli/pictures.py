@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from memplan.core.files import write_atomic
 from memplan.errors import InvalidSize
-from memplan.files import write_atomic
 from memplan.report.picture import Picture
 
 

@@ -13,7 +13,7 @@ import typer
 from memplan.cli.console import console
 
 if TYPE_CHECKING:
-    from memplan.plan import Plan
+    from memplan.core.plan import Plan
     from memplan.report.summary import Report
 
 
@@ -92,7 +92,7 @@ def report(
     from memplan.cli.interrupt import stop_if_interrupted
     from memplan.cli.outputs import require_outputs
     from memplan.cli.source import obtain, seconds_option
-    from memplan.files import write_atomic
+    from memplan.core.files import write_atomic
     from memplan.report.jsonform import report_json
 
     limit = seconds_option("--time-limit", time_limit)
@@ -143,9 +143,9 @@ def _print(figures: Report, form: Format) -> None:
         console().print(ReportTable(figures))
     if form is Format.GITHUB:
         from memplan.cli.github import add_summary, notice
+        from memplan.core.units import format_exact
         from memplan.report.lines import title, verdict
         from memplan.report.markdown import report_markdown
-        from memplan.units import format_exact
 
         typer.echo(notice(title(figures), f"arena {format_exact(figures.arena_size)}; {verdict(figures)}"))
         add_summary(report_markdown(figures))

@@ -14,7 +14,7 @@ from memplan.cli.console import console, error_console, progress
 from memplan.cli.live import solver_progress
 
 if TYPE_CHECKING:
-    from memplan.problem import Problem, Solution
+    from memplan.core.problem import Problem, Solution
 
 _STDIN = "standard input"
 
@@ -72,9 +72,9 @@ def solve(
     from memplan.cli.interrupt import stop_if_interrupted
     from memplan.cli.outputs import require_outputs
     from memplan.cli.source import seconds_option, size_option
-    from memplan.csvio import write_solution
-    from memplan.problem import Status
-    from memplan.solve import solve as solve_problem
+    from memplan.core.csvio import write_solution
+    from memplan.core.problem import Status
+    from memplan.solvers import solve as solve_problem
 
     limit, wanted = seconds_option("--time-limit", time_limit), size_option("--capacity", capacity)
     draw = None
@@ -111,7 +111,7 @@ def solve(
 
 
 def _read(buffers: Path) -> Problem:
-    from memplan.csvio import parse_problem, read_problem
+    from memplan.core.csvio import parse_problem, read_problem
 
     return parse_problem(sys.stdin.buffer.read(), _STDIN) if str(buffers) == "-" else read_problem(buffers)
 
@@ -144,7 +144,7 @@ def _print(problem: Problem, solution: Solution, capacity: int | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from memplan.units import format_exact, format_share
+    from memplan.core.units import format_exact, format_share
 
     share = _fragmentation(problem, solution)
     lines = [

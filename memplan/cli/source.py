@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from memplan.cli.console import progress
+from memplan.cli.modelfile import NamedModel, blame, load_model, names_model
+from memplan.core.units import parse_share, parse_size
 from memplan.errors import InvalidModel, InvalidSize
-from memplan.modelfile import NamedModel, blame, load_model, names_model
-from memplan.units import parse_share, parse_size
 
 if TYPE_CHECKING:
-    from memplan.plan import Plan
+    from memplan.core.plan import Plan
 
 
 def is_model(target: str) -> bool:
@@ -51,7 +51,7 @@ def obtain(
 
 
 def _saved(target: str) -> Plan:
-    from memplan.planfile import load
+    from memplan.planning.planfile import load
 
     if target.endswith(".py"):
         raise InvalidModel("names a file, and no factory in it", where=target, hint=f"write {target}:FACTORY")

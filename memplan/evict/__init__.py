@@ -4,8 +4,8 @@ In the order in which data flows: `costs.py` (seconds of ops and copies), `workl
 file each (`select.py` names them, `auto.py` is the default), which answer with `events.py`; `apply.py` (events ->
 graph), `equivalent.py` (the oracle), `fit.py` (all of it). `arrays.py` and `*_kernel.py` are the same rules compiled,
 for policies that search. Those that walk through the step and evict on demand (`dtr.py`, `delta.py`, `flow.py`) share
-`walk.py`, on a `device.py`; `overlap.py` moves copies under ops; `again.py` says until when a storage can be made
-again; `guide.py` what measured steps change.
+`eviction_simulator.py`, on a `device_state.py`; `overlap.py` moves copies under ops; `recompute_limits.py` says until when a storage can be made
+again; `feedback.py` what measured steps change.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from memplan.core.files import write_atomic
+from memplan.core.graph import Graph, Op, Value
+from memplan.core.jsonio import from_json, to_json
 from memplan.errors import InvalidCosts, MemplanError, UnreadableFile
-from memplan.files import write_atomic
-from memplan.graph import Graph, Op, Value
-from memplan.jsonio import from_json, to_json
 
 VERSION = 1
 

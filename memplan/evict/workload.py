@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.evict.costs import CostModel
 from memplan.evict.events import Event, Events, Kind
-from memplan.graph import Graph, Phase, StorageKind
 
 _COLLECTIVES = ("_c10d_functional.", "c10d.")
 

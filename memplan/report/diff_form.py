@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memplan.diff import Diff, Pair
-from memplan.holders import Holder
-from memplan.jsonio import to_json
+from memplan.analysis.diff import Diff, Pair
+from memplan.analysis.holders import Holder
+from memplan.core.jsonio import to_json
+from memplan.core.units import format_bytes, format_exact, format_share
 from memplan.report.lines import op_name, origin
 from memplan.report.sections import Section, columns, limited
 from memplan.report.verdicts import counts, place, signed
-from memplan.units import format_bytes, format_exact, format_share
 
 FORMAT = "memplan-diff-1"
 SHOWN = 12

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from memplan.explain import Explanation, Held
-from memplan.jsonio import to_json
+from memplan.analysis.explain import Explanation, Held
+from memplan.analysis.uses import OpAt
+from memplan.core.jsonio import to_json
+from memplan.core.units import format_bytes, format_exact, format_share
 from memplan.report.lines import op_name, origin
 from memplan.report.sections import Section, columns, limited
-from memplan.units import format_bytes, format_exact, format_share
-from memplan.uses import OpAt
 
 FORMAT = "memplan-explain-1"
 SHOWN = 20

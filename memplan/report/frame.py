@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from memplan.core.units import format_exact
 from memplan.report.lines import op_name, origin, printable
 from memplan.report.picture import Block, Picture
-from memplan.units import format_exact
 
 WIDTH, HEIGHT = 1280, 820
 LEFT, RIGHT, TOP, ARENA, LIVE = 92, 24, 84, 470, 130

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from memplan.frontier import Frontier, Point, Rival
-from memplan.jsonio import to_json
+from memplan.core.jsonio import to_json
+from memplan.core.units import format_bytes, format_exact, format_share
+from memplan.planning.frontier import Frontier, Point, Rival
 from memplan.report.lines import printable
 from memplan.report.sections import Section, columns
-from memplan.units import format_bytes, format_exact, format_share
 
 FORMAT = "memplan-frontier-1"
 WIDTH, HEIGHT = 960, 560

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from memplan.frontier import Frontier, Rival
+from memplan.planning.frontier import Frontier, Rival
 from memplan.report.frontier_form import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Plot, frontier_title
 from memplan.report.png import drawn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from memplan.jsonio import to_json
+from memplan.core.jsonio import to_json
 from memplan.report.summary import Report
 
 

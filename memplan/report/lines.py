@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memplan.holders import Holder
+from memplan.analysis.holders import Holder
+from memplan.core.units import bytes_apart, format_bytes, format_exact, format_share
 from memplan.report.summary import Peak, Report
-from memplan.units import bytes_apart, format_bytes, format_exact, format_share
 
 Line = tuple[str, int | None, str]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memplan.core.units import format_bytes
 from memplan.report.cells import cell, table
 from memplan.report.lines import (
     budget_lines,
@@ -15,7 +16,6 @@ from memplan.report.lines import (
     waiting_lines,
 )
 from memplan.report.summary import Report
-from memplan.units import format_bytes
 
 
 def report_markdown(report: Report) -> str:

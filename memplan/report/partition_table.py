@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from memplan.problem import Buffer, Problem
+from memplan.core.problem import Buffer, Problem
 from memplan.report.lines import printable
-from memplan.solve.partition import partitions
+from memplan.solvers.baselines.partition import partitions
 
 _EMPTY = "*"
 _WIDEST = 24

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from memplan.analysis.holders import Holder, largest
+from memplan.analysis.uses import OpAt, homes, op_at, own_touches
+from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, TRANSFERS, Action
+from memplan.core.graph import Phase, StorageKind
+from memplan.core.plan import Plan
+from memplan.core.problem import Interval, Problem, Solution
+from memplan.core.units import format_bytes, format_share
 from memplan.errors import InvalidSolution
-from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, TRANSFERS, Action
-from memplan.graph import Phase, StorageKind
-from memplan.holders import Holder, largest
-from memplan.plan import Plan
-from memplan.problem import Interval, Problem, Solution
 from memplan.report.lines import title, verdict
 from memplan.report.summary import Report
-from memplan.units import format_bytes, format_share
-from memplan.uses import OpAt, homes, op_at, own_touches
 
 LIGHT: Mapping[str, str] = MappingProxyType(
     {"activation": "#4c82d8", "gradient": "#e0853b", "output": "#3f9d6b", "constant": "#8a8f98", "": "#4c82d8"}

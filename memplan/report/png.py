@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from memplan.core.units import format_bytes, format_exact
 from memplan.errors import MemplanError
 from memplan.report.frame import ARENA, HEIGHT, INNER, LEFT, RIGHT, TOP, WIDTH, live_y, ticks, x_of, y_of
 from memplan.report.lines import printable
 from memplan.report.picture import Picture, colours
-from memplan.units import format_bytes, format_exact
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from memplan.problem import Problem, Solution
+from memplan.core.problem import Problem, Solution
 from memplan.report.lines import printable
 
 _FREE = "."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memplan.advice import Lever, levers
-from memplan.division import Division
-from memplan.evict.record import SEND, Action, Section
-from memplan.graph import StorageKind
-from memplan.holders import Holder, alive_at, largest
-from memplan.plan import Plan
-from memplan.problem import Solution, Status
+from memplan.analysis.advice import Lever, levers
+from memplan.analysis.holders import Holder, alive_at, largest
+from memplan.core.division import Division
+from memplan.core.evictions import SEND, Action, Section
+from memplan.core.graph import StorageKind
+from memplan.core.plan import Plan
+from memplan.core.problem import Solution, Status
 from memplan.schedule import Barrier, Evidence, accumulated, live_bytes, price
 
 LARGEST = 10

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape, quoteattr
 
+from memplan.core.units import format_bytes, format_exact
 from memplan.report.frame import ARENA, HEIGHT, INNER, LEFT, RIGHT, TOP, WIDTH, about, live_y, ticks, x_of, y_of
 from memplan.report.lines import printable
 from memplan.report.picture import Picture, colours
-from memplan.units import format_bytes, format_exact
 
 _STYLE = (
     "text{font:12px system-ui,'DejaVu Sans',sans-serif;fill:#3a4048}.h{font-size:18px;font-weight:600;fill:#16191d}"

@@ -7,7 +7,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from memplan.holders import Holder
+from memplan.analysis.holders import Holder
+from memplan.core.units import format_bytes
 from memplan.report.lines import (
     budget_lines,
     certificate,
@@ -21,7 +22,6 @@ from memplan.report.lines import (
     waiting_lines,
 )
 from memplan.report.summary import Functional, Report
-from memplan.units import format_bytes
 
 WIDE = 100
 NARROW = 60

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memplan.check import Finding
+from memplan.check.check import Finding
+from memplan.core.units import format_exact
 from memplan.report.lines import printable
 from memplan.report.table import NARROW, headed, holders_table, new_table
 from memplan.report.verdicts import Judged, change, gain_lines, grown_rows, proof_lines
-from memplan.units import format_exact
 
 
 def verdicts_table(judged: Sequence[Judged], width: int) -> RenderableType:

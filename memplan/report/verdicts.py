@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memplan.check import Finding, Verdict
-from memplan.groups import Growth
-from memplan.jsonio import to_json
+from memplan.analysis.groups import Growth
+from memplan.check.check import Finding, Verdict
+from memplan.core.jsonio import to_json
+from memplan.core.units import format_bytes, format_exact, format_share
 from memplan.report.cells import cell, table
 from memplan.report.lines import op_name, printable
-from memplan.units import format_bytes, format_exact, format_share
 from memplan.verify import Proof
 
 FORMAT = "memplan-check-1"

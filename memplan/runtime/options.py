@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from memplan.division import compression_of, division_of
+from memplan.core.division import compression_of, division_of
+from memplan.core.legal_orders import require_legal
+from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
-from memplan.plan import Plan
-from memplan.planfile import load
-from memplan.runtime.guards import GUARDS, redzone_of
-from memplan.schedule.legal import require_legal
+from memplan.planning.planfile import load
+from memplan.runtime.debug.sanitizers import GUARDS, redzone_of
 from memplan.trace import alignment_of, plan_traced, stay_in_arena
-from memplan.trace.dims import refuse_beside
-from memplan.trace.follow import require_planned
+from memplan.trace.dynamic.dims import refuse_beside
+from memplan.trace.graph.remap_to_plan import require_planned
 from memplan.trace.traced import TracedGraph
 
 ON_MISMATCH = ("error", "eager", "replan", "passive")

@@ -1,19 +1,19 @@
 """Execution orders: `Graph -> Schedule`, one file per policy, and the lower bound over all orders.
 
-Read `legal.py` (which orders compute the same), `base.py`, `core.py` (a graph as arrays), `bound.py` (the least that
+Read `legal_orders.py` (which orders compute the same), `base.py`, `core.py` (a graph as arrays), `cut.py` (the least that
 any order needs), then `portfolio.py`, the default, and what it tries: a policy per file, `repair.py`, `search.py`.
 Loops that must be fast are in `*_kernel.py`, compiled on large graphs only.
 """
 
 from __future__ import annotations
 
+from memplan.core.legal_orders import predecessors, require_legal
+from memplan.core.schedule import Evidence, Schedule, live_bytes, make_schedule
 from memplan.schedule.barrier import Barrier, accumulated, price
-from memplan.schedule.base import Evidence, Schedule, live_bytes, make_schedule
-from memplan.schedule.bound import cut_bound, working_set_bound
+from memplan.schedule.bounds.cut import cut_bound, working_set_bound
 from memplan.schedule.evidence import is_proven_again, require_evidence
-from memplan.schedule.legal import predecessors, require_legal
+from memplan.schedule.policies.traced import traced
 from memplan.schedule.select import POLICIES, Policy, order
-from memplan.schedule.traced import traced
 
 __all__ = [
     "Barrier",

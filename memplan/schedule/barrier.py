@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from memplan.graph import Graph, Op, StorageKind
-from memplan.schedule.legal import predecessors
+from memplan.core.graph import Graph, Op, StorageKind
+from memplan.core.legal_orders import predecessors
 from memplan.schedule.select import order
 
 

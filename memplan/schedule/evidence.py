@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from memplan.core.graph import Graph
+from memplan.core.schedule import Evidence, Schedule
 from memplan.errors import InvalidPlan
-from memplan.graph import Graph
-from memplan.schedule.base import Evidence, Schedule
-from memplan.schedule.bound import cut_bound, working_set
+from memplan.schedule.bounds.cut import cut_bound, working_set
 from memplan.schedule.select import order
 
 

@@ -11,17 +11,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from memplan.graph import Graph
-from memplan.schedule.base import Schedule
-from memplan.schedule.core import Core, Ints, make_core, step_bytes
-from memplan.schedule.early_free import early_free_order, late_alloc_order
-from memplan.schedule.greedy import greedy_order
-from memplan.schedule.lpmf import lpmf_order
-from memplan.schedule.propagate import propagate
-from memplan.schedule.prover import Prover
-from memplan.schedule.repair import repair
-from memplan.schedule.reverse_greedy import reverse_greedy_order
-from memplan.schedule.search import Narrowed, narrow, unsearched, widest
+from memplan.core.graph import Graph
+from memplan.core.schedule import Schedule
+from memplan.schedule.arrays.graph_arrays import Core, Ints, make_core, step_bytes
+from memplan.schedule.bounds.propagate import propagate
+from memplan.schedule.bounds.prover import Prover
+from memplan.schedule.bounds.repair import repair
+from memplan.schedule.policies.early_free import early_free_order, late_alloc_order
+from memplan.schedule.policies.greedy import greedy_order
+from memplan.schedule.policies.lpmf import lpmf_order
+from memplan.schedule.policies.reverse_greedy import reverse_greedy_order
+from memplan.schedule.search.ideals import Narrowed, narrow, unsearched, widest
 
 _ORDERS: tuple[tuple[str, Callable[[Core], Ints]], ...] = (
     ("traced", lambda core: core.traced),

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MappingProxyType
 
+from memplan.core.graph import Graph
+from memplan.core.schedule import Schedule
 from memplan.errors import MemplanError
-from memplan.graph import Graph
-from memplan.schedule.base import Schedule
 
 Policy = Callable[[Graph], Schedule]
 

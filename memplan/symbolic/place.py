@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from memplan.core.problem import Interval
 from memplan.errors import ShapeOutOfRange
-from memplan.problem import Interval
-from memplan.solve.core import sections_of
+from memplan.solvers.arrays.problem_arrays import sections_of
 
 Ints = npt.NDArray[np.int64]
 _MOST = 1 << 52  # bytes: sums must stay exact in double precision, too
@@ -84,7 +84,7 @@ class Placer:
 
     def _layouts(self, units: Ints, thorough: bool) -> Iterator[Ints]:
         """Complete placements, in units, each valid, the quickest first."""
-        from memplan.solve import fit_kernel, skyline_kernel
+        from memplan.solvers.arrays import fit_kernel, skyline_kernel
 
         times = (self._ptr, self._lo, self._hi, self._sections)
         present = self._order if units.all() else self._order[units[self._order] > 0]

@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from memplan.core.graph import Graph
+from memplan.core.plan import Plan, as_loaded, check_consistency
+from memplan.core.schedule import Evidence
 from memplan.errors import InvalidPlan, UnknownName
-from memplan.graph import Graph
-from memplan.plan import Plan, as_loaded, check_consistency
 from memplan.schedule import Schedule, cut_bound, make_schedule
-from memplan.schedule.base import Evidence
 from memplan.symbolic.expression import Expression, evaluator, holder
 from memplan.symbolic.resolve import Placement, Resolver
 from memplan.symbolic.sizes import Sizes, always_alike, as_taken, check_sizes
@@ -155,7 +155,7 @@ def stable(graph: Graph, sizes: Sizes) -> Graph:
 
 def check_symbolic(made: SymbolicPlan) -> None:
     """Raise `InvalidPlan` unless every part of a symbolic plan follows from the others. The plan of the hint is not
-    looked at (see `memplan.plan.check_consistency`), but for what it may not have."""
+    looked at (see `memplan.core.plan.check_consistency`), but for what it may not have."""
     check_symbols(made.symbols)
     names = [s.name for s in made.symbols]
     for i, text in enumerate(made.conditions):

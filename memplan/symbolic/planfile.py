@@ -1,12 +1,12 @@
-"""Symbolic plans as JSON files, as strict as `memplan.planfile`, and apart from the files of resolved plans."""
+"""Symbolic plans as JSON files, as strict as `memplan.planning.planfile`, and apart from the files of resolved plans."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from memplan.files import write_atomic
-from memplan.planfile import Form
+from memplan.core.files import write_atomic
+from memplan.planning.planfile import Form
 from memplan.symbolic.plan import SymbolicPlan, check_whole, whole_as_loaded
 
 SYMBOLIC_VERSION = 1

@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from memplan import lifetimes
+from memplan.core import lifetimes
+from memplan.core.graph import Graph
+from memplan.core.in_place import with_chances
+from memplan.core.plan import Plan, make_plan
+from memplan.core.problem import Problem, Solution, Status
+from memplan.core.schedule import Evidence, storage_intervals
+from memplan.core.validate import validate
 from memplan.errors import ShapeOutOfRange
-from memplan.graph import Graph
-from memplan.inplace import with_chances
-from memplan.plan import Plan, make_plan
-from memplan.problem import Problem, Solution, Status
 from memplan.schedule import Schedule, cut_bound, make_schedule, order, working_set_bound
-from memplan.schedule.base import Evidence, storage_intervals
 from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.sizes import Sizes, graph_at
 from memplan.symbolic.symbols import Symbol, values_of
-from memplan.validate import validate
 
 if TYPE_CHECKING:
     from memplan.symbolic.place import Placer

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from memplan.core.graph import Graph, Op, Storage, Value
+from memplan.core.in_place_reuse import taken
 from memplan.errors import InvalidPlan, ShapeOutOfRange
-from memplan.graph import Graph, Op, Storage, Value
-from memplan.schedule.reuse import taken
 from memplan.symbolic.expression import Expression
 from memplan.symbolic.symbols import Symbol
 

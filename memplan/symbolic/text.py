@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from memplan.core.units import format_bytes, format_share
 from memplan.errors import ShapeOutOfRange
 from memplan.report.lines import printable
 from memplan.symbolic.plan import SymbolicPlan
-from memplan.units import format_bytes, format_share
 
 
 def to_text(plan: SymbolicPlan) -> str:

@@ -1,6 +1,6 @@
 """Tracing: `nn.Module` + example inputs -> `TracedGraph`, and `plan`, which needs nothing but the trace.
 
-In the order in which data flows: `capture.py` (front ends), `returns.py`, `fold.py`, `simplify.py`, `divide.py`,
+In the order in which data flows: `front_ends.py` (front ends), `own_outputs.py`, `fold.py`, `simplify.py`, `divide.py`,
 `pack.py`, `quantize.py`, `rules.py`, `layer_rules.py` and `products.py` (passes over the fx graph, through
 `rewrite.py`), `build.py` (fx graph -> `traced.py`); `tracing.py` runs them, `planning.py` plans what they made. Nothing
 is computed here but small constants.
@@ -8,7 +8,7 @@ is computed here but small constants.
 
 from __future__ import annotations
 
-from memplan.trace.capture import Captured, capture
+from memplan.trace.capture.front_ends import Captured, capture
 from memplan.trace.planning import (
     ARENA,
     GRADIENTS,

@@ -10,16 +10,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from memplan.budget import cost_model, plan_within
+from memplan.core.plan import Plan
+from memplan.core.units import format_bytes, parse_size
 from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError, UnsupportedGraph
 from memplan.evict.costs import CostModel
-from memplan.evict.fit import make_workload, smallest
 from memplan.evict.select import fit_policy
 from memplan.evict.workload import Policy as EvictionPolicy
-from memplan.plan import Plan
-from memplan.solve import Solver
+from memplan.planning.budget import cost_model, plan_within
+from memplan.planning.fit import make_workload, smallest
+from memplan.solvers import Solver
 from memplan.trace import device_costs, plan_traced, stay_in_arena, trace
-from memplan.units import format_bytes, parse_size
 
 Make = Callable[[int], tuple[nn.Module, Any]]
 

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memplan.division import Divide, compression_of, division_of
+from memplan.core.division import Divide, compression_of, division_of
+from memplan.core.plan import Plan, make_plan
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedProblem
-from memplan.plan import Plan, make_plan
 from memplan.schedule import Policy, Schedule
 from memplan.schedule import order as order_of
-from memplan.schedule.gather import gather
-from memplan.solve import Solver
-from memplan.trace.smaller import plan_divided
-from memplan.trace.together import small_updates
+from memplan.schedule.group_updates import gather
+from memplan.solvers import Solver
+from memplan.trace.chunking.chunk_search import plan_divided
+from memplan.trace.optimizer.update_groups import small_updates
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import trace
 from memplan.version import __version__
 
 if TYPE_CHECKING:
-    from memplan.budget import Budget
     from memplan.evict.costs import CostModel
     from memplan.evict.workload import Policy as EvictionPolicy
+    from memplan.planning.budget import Budget
 
 LAYOUTS = ("auto", "tstack")
 ARENA = "arena"
@@ -119,17 +119,17 @@ def _plan_whole(
     """The plan of a step as it was traced."""
     make = make_plan
     if len(traced.runs_on) > 1:
-        from memplan.several import plan_several
+        from memplan.planning.multi_device import plan_several
 
         prices = costs or device_costs(traced.device)
         make = partial(plan_several, budget, costs=prices, policy=policy, devices=traced.runs_on)
     elif budget is not None or traced.runs_on:
-        from memplan.budget import plan_within  # with the search and its compiler
+        from memplan.planning.budget import plan_within  # with the search and its compiler
 
         prices = costs or device_costs(traced.device)
         make = partial(plan_within, budget, costs=prices, policy=policy, room=room, device="".join(traced.runs_on))
     elif policy != "auto" or costs is not None:
-        from memplan.budget import require_known  # a misspelt name is an error, needed or not
+        from memplan.planning.budget import require_known  # a misspelt name is an error, needed or not
 
         require_known(policy, costs)
     order, alignment = order_of(traced.graph, schedule), alignment_of(traced.device)

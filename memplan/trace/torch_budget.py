@@ -17,17 +17,17 @@ import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
 
-from memplan.evict.arrays import measure
+from memplan.core.graph import Phase
+from memplan.core.in_place import with_chances
 from memplan.evict.costs import CostModel
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.fit import make_workload
+from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
-from memplan.graph import Phase
-from memplan.inplace import with_chances
-from memplan.trace.build import build
-from memplan.trace.capture import Captured, capture, quiet
-from memplan.trace.returns import own_the_results, returned_by, tangents_needed, write_back_mutations
-from memplan.trace.rewrite import fake_mode_of
+from memplan.planning.fit import make_workload
+from memplan.trace.capture.front_ends import Captured, capture, quiet
+from memplan.trace.graph.build import build
+from memplan.trace.passes.own_outputs import own_the_results, returned_by, tangents_needed, write_back_mutations
+from memplan.trace.passes.rewrite import fake_mode_of
 
 BUDGETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 

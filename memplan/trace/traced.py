@@ -11,10 +11,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
-from memplan.division import Division
+from memplan.core.division import Division
+from memplan.core.graph import Graph
 from memplan.errors import UnsupportedProblem
-from memplan.graph import Graph
-from memplan.trace.readings import Reading
+from memplan.trace.capture.python_values import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What a copy between device and host does: `target` is one of `memplan.evict.record.TRANSFERS`, `reads` and
+    """What a copy between device and host does: `target` is one of `memplan.core.evictions.TRANSFERS`, `reads` and
     `writes` are its op's.
     """
 
@@ -153,7 +153,7 @@ class TracedGraph:
     `training`: it has a backward. `autocast`: the type it casts to, if traced under that. `readings`: which of Python's
     values are constants of it. `device` is where all planned storages are.
     `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
-    (`hosted.py`); none when it is not.
+    (`offload_target.py`); none when it is not.
     `division`: how chains of rows were divided, with `over` settled; `compress`: how what waits is made smaller;
     `again` traces with others.
     """

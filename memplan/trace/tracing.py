@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from memplan.division import Division, compression_of
+from memplan.core.division import Division, compression_of
+from memplan.core.in_place import with_chances
 from memplan.errors import UnsupportedGraph
-from memplan.inplace import with_chances
-from memplan.trace.build import build
-from memplan.trace.capture import Captured, capture
-from memplan.trace.divide import divide
-from memplan.trace.fold import fold
-from memplan.trace.hosted import Target, hosted, require_at_home, target_of
-from memplan.trace.optimizers import require_supported
-from memplan.trace.pack import pack_masks
-from memplan.trace.quantize import quantize
-from memplan.trace.refusals import keywords_of
-from memplan.trace.returns import own_the_results, tangents_needed, write_back_mutations
-from memplan.trace.rewrite import copy_of, value
-from memplan.trace.rules import lower
-from memplan.trace.simplify import simplify
+from memplan.trace.capture.front_ends import Captured, capture
+from memplan.trace.capture.refusals import keywords_of
+from memplan.trace.chunking.chunk import divide
+from memplan.trace.compression.pack import pack_masks
+from memplan.trace.compression.quantize import quantize
+from memplan.trace.graph.build import build
+from memplan.trace.graph.offload_target import Target, hosted, require_at_home, target_of
+from memplan.trace.lowering.rules import lower
+from memplan.trace.optimizer.optimizers import require_supported
+from memplan.trace.optimizer.updates import Accumulate, append_updates
+from memplan.trace.passes.fold import fold
+from memplan.trace.passes.own_outputs import own_the_results, tangents_needed, write_back_mutations
+from memplan.trace.passes.rewrite import copy_of, value
+from memplan.trace.passes.simplify import simplify
 from memplan.trace.traced import TracedGraph
-from memplan.trace.updates import Accumulate, append_updates
 
 
 def trace(
@@ -43,8 +43,8 @@ def trace(
 ) -> TracedGraph:
     """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`.
 
-    `in_place`: let results take the bytes of dying inputs (see `memplan.inplace`). `device`: where the step runs while
-    the model and the caller stay on the CPU (see `hosted.py`); raises `UnsupportedDevice`. `resident`: parameters'
+    `in_place`: let results take the bytes of dying inputs (see `memplan.core.in_place`). `device`: where the step runs while
+    the model and the caller stay on the CPU (see `offload_target.py`); raises `UnsupportedDevice`. `resident`: parameters'
     gradients lie in the arena to the end of the step.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from memplan.graph import Graph, Phase
-from memplan.schedule.legal import predecessors
+from memplan.core.graph import Graph, Phase
+from memplan.core.legal_orders import predecessors
 
 _SOURCE, _SINK = "has run", "has not run"
 

@@ -6,14 +6,14 @@ import enum
 from dataclasses import dataclass
 from importlib import import_module
 
-from memplan import lifetimes
-from memplan.graph import Graph
-from memplan.plan import Plan
-from memplan.problem import Problem
+from memplan.core import lifetimes
+from memplan.core.graph import Graph
+from memplan.core.plan import Plan
+from memplan.core.problem import Problem
+from memplan.core.units import format_exact
 from memplan.schedule import Evidence, Schedule, order
 from memplan.schedule.select import POLICIES
-from memplan.solve import solve
-from memplan.units import format_exact
+from memplan.solvers import solve
 from memplan.verify.cut import between_phases, least_at
 from memplan.verify.within import within
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from memplan.evict.arrays import measure
-from memplan.evict.capuchin import capuchin, gaps_of, recompute_seconds
+from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.evict.costs import DEVICES, Link, signature_of
 from memplan.evict.events import Kind
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.capuchin import capuchin, gaps_of, recompute_seconds
 from memplan.evict.workload import Workload
-from memplan.graph import Graph, Phase, StorageKind
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder
 

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from benchmarks.zoo import ZOO
-from memplan.evict.record import RELOAD, TRANSFERS, Action
-from memplan.plan import Plan
+from memplan.core.evictions import RELOAD, TRANSFERS, Action
+from memplan.core.plan import Plan
 from memplan.trace import plan_traced, trace
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
 

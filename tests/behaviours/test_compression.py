@@ -14,12 +14,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 
 import memplan
+from memplan.core.compressed_storages import PACKED
+from memplan.core.evictions import Action
 from memplan.errors import InvalidSize
-from memplan.evict.packed import PACKED
-from memplan.evict.record import Action
-from memplan.trace.capture import capture
-from memplan.trace.pack import pack_masks
-from memplan.trace.rewrite import copy_of
+from memplan.trace.capture.front_ends import capture
+from memplan.trace.compression.pack import pack_masks
+from memplan.trace.passes.rewrite import copy_of
 from tests.runtime.budgets import QUICK
 from tests.steps import outcome_of
 

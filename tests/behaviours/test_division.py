@@ -16,14 +16,14 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F  # noqa: N812  (torch's own convention)
 
 import memplan
-from memplan.division import Division
+from memplan.core.division import Division
 from memplan.errors import BudgetInfeasible, InvalidSize
 from memplan.evict.costs import DEVICES
-from memplan.evict.fit import make_workload
-from memplan.evict.floor import floor
+from memplan.evict.working_set import floor
+from memplan.planning.fit import make_workload
 from memplan.trace import trace
-from memplan.trace.divide import divide
-from memplan.trace.rewrite import copy_of
+from memplan.trace.chunking.chunk import divide
+from memplan.trace.passes.rewrite import copy_of
 from memplan.trace.traced import TracedGraph
 from tests.runtime.budgets import QUICK
 from tests.runtime.reference import Interpreted

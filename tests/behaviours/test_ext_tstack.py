@@ -9,25 +9,25 @@ import pytest
 
 import memplan
 from benchmarks import zoo
-from memplan import lifetimes
+from memplan.core import lifetimes
+from memplan.core.evictions import OFFLOAD, RELOAD, evictions_of
+from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.in_place_reuse import placed
+from memplan.core.problem import Buffer, Interval, Problem
 from memplan.errors import UnsupportedProblem
-from memplan.evict.arrays import measure
-from memplan.evict.auto import auto, recompute
 from memplan.evict.costs import DEVICES, signature_of
-from memplan.evict.delta import Released, delta, direct
-from memplan.evict.device import Way
-from memplan.evict.dtr import Candidate, dtr, dtr_addresses, h_dtr
 from memplan.evict.events import Events, Kind
-from memplan.evict.flow import flow
-from memplan.evict.memory import Addresses
-from memplan.evict.record import OFFLOAD, RELOAD, evictions_of
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.auto import auto, recompute
+from memplan.evict.policies.delta import Released, delta, direct
+from memplan.evict.policies.dtr import Candidate, dtr, dtr_addresses, h_dtr
+from memplan.evict.policies.flow import flow
+from memplan.evict.simulator.device_state import Way
+from memplan.evict.simulator.memory import Addresses
 from memplan.evict.workload import Policy, Workload
-from memplan.graph import Graph, Phase, StorageKind
-from memplan.problem import Buffer, Interval, Problem
 from memplan.report.stack_text import stack_text
 from memplan.schedule import make_schedule
-from memplan.schedule.reuse import placed
-from memplan.solve import solve
+from memplan.solvers import solve
 from memplan.trace import trace
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder

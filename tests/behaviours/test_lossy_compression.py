@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 
 import memplan
 from benchmarks import zoo
+from memplan.core.compressed_storages import PACKED
+from memplan.core.evictions import Action
 from memplan.errors import InvalidSize
-from memplan.evict.packed import PACKED
-from memplan.evict.record import Action
-from memplan.trace.capture import capture
-from memplan.trace.quantize import group_of, quantize
-from memplan.trace.rewrite import copy_of
+from memplan.trace.capture.front_ends import capture
+from memplan.trace.compression.quantize import group_of, quantize
+from memplan.trace.passes.rewrite import copy_of
 from tests.runtime.budgets import QUICK
 from tests.steps import outcome_of
 

@@ -12,14 +12,14 @@ from torch import nn
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.evict.arrays import measure
+from memplan.core.evictions import TRANSFERS
 from memplan.evict.costs import signature_of
-from memplan.evict.fit import make_workload
-from memplan.evict.record import TRANSFERS
+from memplan.evict.judge.arrays import measure
+from memplan.planning.fit import make_workload
 from memplan.runtime import CompiledModule
-from memplan.runtime.copies import Direction
-from memplan.runtime.guided import SAMPLES, WARM
-from memplan.runtime.measurement import Measurement
+from memplan.runtime.copies.copies import Direction
+from memplan.runtime.profile.measurement import Measurement
+from memplan.runtime.profile.profile_guided import SAMPLES, WARM
 from memplan.schedule import order
 from memplan.trace import alignment_of, trace
 from tests.models import Layers
@@ -141,7 +141,7 @@ def test_P2_later_steps_follow_the_plan_made_from_the_measurement(  # noqa: N802
 
 def _copies_unless_dear(workload: Any) -> Any:
     """Copies where a copy takes no longer than the step, else recomputes."""
-    from memplan.evict.auto import auto
+    from memplan.evict.policies.auto import auto
 
     return auto(workload, swaps=max(workload.to_host) < sum(workload.seconds), work=0)
 

@@ -13,7 +13,7 @@ from torch import nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.errors import InputMismatch, MemplanError, StaleActivationsError
-from memplan.runtime.passive import Passive
+from memplan.runtime.on_demand.on_demand_offload import Passive
 from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, QUICK
 from tests.steps import Outcome, outcome_after, outcome_of

@@ -8,13 +8,13 @@ from functools import cache
 import pytest
 
 from benchmarks import zoo
-from memplan.evict.arrays import measure
+from memplan.core.graph import Graph
 from memplan.evict.events import Kind
-from memplan.evict.floor import floor
-from memplan.evict.flow import flow
-from memplan.evict.genoa import genoa
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.flow import flow
+from memplan.evict.policies.genoa import genoa
+from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
-from memplan.graph import Graph
 from memplan.trace import trace
 from tests.evict.judge import judged, workload_of
 

@@ -11,12 +11,12 @@ from torch import nn
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.evict.arrays import measure
-from memplan.evict.fit import make_workload
-from memplan.evict.floor import floor
-from memplan.evict.flow import flow
-from memplan.evict.genoa import genoa
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.flow import flow
+from memplan.evict.policies.genoa import genoa
+from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
+from memplan.planning.fit import make_workload
 from memplan.schedule import order
 from memplan.trace import alignment_of, trace
 from tests.runtime.budgets import FAST_LINK

@@ -11,13 +11,13 @@ import torch
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan import lifetimes
+from memplan.core import lifetimes
+from memplan.core.evictions import SEND, SEND_WAIT, TRANSFERS
+from memplan.core.graph import Phase
+from memplan.core.plan import Plan, check_consistency
 from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize, MemplanError, PlanMismatch, UnsupportedDevice
-from memplan.evict.record import SEND, SEND_WAIT, TRANSFERS
-from memplan.graph import Phase
-from memplan.plan import Plan, check_consistency
-from memplan.runtime.hooks import EventKind, StepEvent
-from memplan.runtime.tracker import Tracker
+from memplan.runtime.debug.hooks import EventKind, StepEvent
+from memplan.runtime.debug.tracker import Tracker
 from tests.runtime.budgets import FAST_LINK
 
 TWO = ("cpu:0", "cpu:1")

@@ -10,22 +10,22 @@ from typing import Any
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.evict.arrays import measure
+from memplan.analysis.forecast import Where
+from memplan.core.graph import Graph
+from memplan.core.plan import Plan
+from memplan.core.problem import Problem, Solution
 from memplan.evict.costs import Link
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.fit import make_workload
-from memplan.evict.genoa import genoa
-from memplan.evict.overlap import overlapped
+from memplan.evict.judge.arrays import measure
+from memplan.evict.judge.overlap import overlapped
+from memplan.evict.policies.genoa import genoa
 from memplan.evict.workload import Workload
-from memplan.forecast import Where
-from memplan.graph import Graph
-from memplan.plan import Plan
-from memplan.problem import Problem, Solution
-from memplan.runtime.copy_threads import ThreadCopies
-from memplan.runtime.hooks import EventKind, StepEvent, When
-from memplan.runtime.tracker import Tracker
+from memplan.planning.fit import make_workload
+from memplan.runtime.copies.copy_threads import ThreadCopies
+from memplan.runtime.debug.hooks import EventKind, StepEvent, When
+from memplan.runtime.debug.tracker import Tracker
 from memplan.schedule import Schedule, make_schedule
-from memplan.solve import solve
+from memplan.solvers import solve
 from memplan.trace import alignment_of, plan_traced, trace
 from tests.runtime.budgets import FAST_LINK, everything, plan_of_everything
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from memplan.problem import Buffer, Interval, Problem
-from memplan.solve import solve
-from memplan.solve.partition import partitions
+from memplan.core.problem import Buffer, Interval, Problem
+from memplan.solvers import solve
+from memplan.solvers.baselines.partition import partitions
 from tests.strategies import problems
 
 

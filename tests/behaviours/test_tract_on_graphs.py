@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.zoo import ZOO
-from memplan.graph import StorageKind
-from memplan.plan import Plan
-from memplan.solve.partition import partitions
+from memplan.core.graph import StorageKind
+from memplan.core.plan import Plan
+from memplan.solvers.baselines.partition import partitions
 from memplan.trace import plan
 
 

@@ -12,9 +12,9 @@ from torch.export import Dim
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.plan import Plan, check_consistency
+from memplan.core.plan import Plan, check_consistency
+from memplan.core.validate import validate
 from memplan.symbolic import SymbolicPlan
-from memplan.validate import validate
 
 LONGEST = 48
 batches, lengths = st.integers(2, 32), st.integers(3, LONGEST)

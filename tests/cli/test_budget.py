@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from memplan.plan import make_plan
-from memplan.planfile import save
+from memplan.core.plan import make_plan
+from memplan.planning.planfile import save
 from memplan.schedule import traced
 from tests.cli.helpers import Run
-from tests.test_budget import chain, within
+from tests.planning.test_budget import chain, within
 
 MODEL = """
 import torch

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from memplan import planfile
 from memplan.cli.demo import BEFORE
+from memplan.core.plan import Plan
+from memplan.core.units import format_exact
 from memplan.errors import InvalidModel
-from memplan.plan import Plan
-from memplan.units import format_exact
+from memplan.planning import planfile
 from tests.cli.helpers import Run, python
 from tests.samples import sample_plan
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.baseline import read_baseline
+from memplan.check.baseline import read_baseline
 from tests.cli.helpers import Run
 from tests.samples import sample_plan
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from memplan.cli import main
-from memplan.files import write_atomic
+from memplan.core.files import write_atomic
 from tests.cli.helpers import Run, python
 from tests.samples import sample_plan
 
@@ -59,12 +59,12 @@ def _replace(monkeypatch: pytest.MonkeyPatch, name: str, how: Callable[[Any], An
 
 
 COMMANDS = [
-    (["report", "plan.json", "--html", "out.html", "--save", "out.json"], "memplan.planfile.load"),
-    (["budget", "plan.json", "--svg", "out.svg"], "memplan.frontier.frontier"),
-    (["check", "plan.json", "--baseline", "out.json", "--update-baseline"], "memplan.planfile.load"),
-    (["solve", "buffers.csv", "-o", "out.csv", "--plot", "out.svg"], "memplan.solve.solve"),
-    (["diff", "plan.json", "plan.json"], "memplan.planfile.load"),
-    (["explain", "plan.json"], "memplan.planfile.load"),
+    (["report", "plan.json", "--html", "out.html", "--save", "out.json"], "memplan.planning.planfile.load"),
+    (["budget", "plan.json", "--svg", "out.svg"], "memplan.planning.frontier.frontier"),
+    (["check", "plan.json", "--baseline", "out.json", "--update-baseline"], "memplan.planning.planfile.load"),
+    (["solve", "buffers.csv", "-o", "out.csv", "--plot", "out.svg"], "memplan.solvers.solve"),
+    (["diff", "plan.json", "plan.json"], "memplan.planning.planfile.load"),
+    (["explain", "plan.json"], "memplan.planning.planfile.load"),
     (["demo", "-o", "shown"], "memplan.cli.source.load_model"),
     (["doctor"], "memplan.cli.doctor._system"),
 ]

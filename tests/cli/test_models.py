@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from memplan import planfile
 from memplan.cli import main
+from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
-from memplan.plan import Plan
+from memplan.planning import planfile
 from tests.cli.helpers import Run, python
 from tests.samples import sample_plan
 

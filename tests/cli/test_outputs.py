@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.baseline import read_baseline
+from memplan.check.baseline import read_baseline
 from tests.cli.helpers import CSV, Run
 from tests.samples import sample_plan
 

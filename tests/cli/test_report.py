@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan import planfile
+from memplan.planning import planfile
 from tests.cli.helpers import Run
 from tests.samples import sample_plan
 

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.instances import planted
 from memplan.cli import live
-from memplan.csvio import write_solution
-from memplan.problem import Problem
-from memplan.solve import solve
+from memplan.core.csvio import write_solution
+from memplan.core.problem import Problem
+from memplan.solvers import solve
 from tests.cli.helpers import CSV, Run
 
 

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from benchmarks.instances import planted
-from memplan import planfile
-from memplan.csvio import write_solution
-from memplan.problem import Problem
-from memplan.solve import solve
+from memplan.core.csvio import write_solution
+from memplan.core.problem import Problem
+from memplan.planning import planfile
+from memplan.solvers import solve
 from tests.cli.helpers import CSV, Run
 from tests.samples import sample_plan
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.planfile import load
+from memplan.planning.planfile import load
 from tests.cli.helpers import Run
 from tests.samples import branching_plan
 from tests.schedule.test_claimed import false_order

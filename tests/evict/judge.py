@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from memplan import lifetimes
-from memplan.evict.apply import Applied, apply
-from memplan.evict.arrays import Measured, measure
+from memplan.core import lifetimes
+from memplan.core.graph import Graph
+from memplan.core.in_place_reuse import placed
 from memplan.evict.costs import DEVICES, CostModel
-from memplan.evict.equivalent import require_equivalent
 from memplan.evict.events import Events
-from memplan.evict.resident import all_streamed
+from memplan.evict.graph.apply import Applied, apply
+from memplan.evict.graph.equivalent import require_equivalent
+from memplan.evict.host_resident import all_streamed
+from memplan.evict.judge.arrays import Measured, measure
 from memplan.evict.workload import Workload, in_order
-from memplan.graph import Graph
 from memplan.schedule import make_schedule, order
-from memplan.schedule.reuse import placed
 
 
 def workload_of(

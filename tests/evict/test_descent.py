@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import zoo
-from memplan.evict.arrays import measure
-from memplan.evict.descent import alike, descend, descend_alike, singles, walk
-from memplan.evict.search import SAVE, Search
+from memplan.evict.judge.arrays import measure
+from memplan.evict.search.decisions import SAVE, Search
+from memplan.evict.search.descent import alike, descend, descend_alike, singles, walk
 from memplan.trace import trace
 from tests.evict.judge import workload_of
 

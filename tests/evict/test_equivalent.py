@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT
+from memplan.core.graph import Graph, Op, Phase, StorageKind
 from memplan.errors import InvalidEviction
-from memplan.evict.apply import apply
-from memplan.evict.equivalent import require_equivalent
 from memplan.evict.events import Event, Kind
-from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT
-from memplan.graph import Graph, Op, Phase, StorageKind
+from memplan.evict.graph.apply import apply
+from memplan.evict.graph.equivalent import require_equivalent
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder
 

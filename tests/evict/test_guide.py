@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
-from memplan.evict.arrays import measure
 from memplan.evict.costs import Link
 from memplan.evict.events import Events, Kind
-from memplan.evict.genoa import genoa
-from memplan.evict.guide import Guided, Remembered, later, link_of
-from memplan.evict.overlap import come_early
-from memplan.graph import Graph
+from memplan.evict.feedback import Guided, Remembered, later, link_of
+from memplan.evict.judge.arrays import measure
+from memplan.evict.judge.overlap import come_early
+from memplan.evict.policies.genoa import genoa
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
 from tests.runtime.budgets import FAST_LINK

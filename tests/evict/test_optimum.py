@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import zoo
+from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
-from memplan.evict.arrays import Arrays, measure, to_arrays
-from memplan.evict.auto import recompute
-from memplan.evict.cpsat import optimum
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.floor import floor
+from memplan.evict.judge.arrays import Arrays, measure, to_arrays
+from memplan.evict.policies.auto import recompute
+from memplan.evict.policies.cpsat import optimum
+from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
-from memplan.graph import Graph
 from memplan.trace import trace
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs

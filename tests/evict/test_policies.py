@@ -11,17 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import zoo
+from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible, MemplanError
-from memplan.evict.arrays import measure
-from memplan.evict.cpsat import cpsat
-from memplan.evict.dtr import Heuristic, dtr, h_dtr, h_local, h_lru, h_size
 from memplan.evict.events import Events, Kind
-from memplan.evict.floor import floor
-from memplan.evict.flow import flow
-from memplan.evict.genoa import genoa
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.cpsat import cpsat
+from memplan.evict.policies.dtr import Heuristic, dtr, h_dtr, h_local, h_lru, h_size
+from memplan.evict.policies.flow import flow
+from memplan.evict.policies.genoa import genoa
 from memplan.evict.select import POLICIES, fit_policy
+from memplan.evict.working_set import floor
 from memplan.evict.workload import Policy, Workload
-from memplan.graph import Graph, Phase, StorageKind
 from memplan.trace import trace, trace_step
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder, graphs

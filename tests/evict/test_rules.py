@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import InvalidEviction
-from memplan.evict.again import limits
-from memplan.evict.apply import apply
 from memplan.evict.events import Event, Kind
-from memplan.evict.expand_kernel import SWAP
-from memplan.evict.resident import with_streamed_kept
-from memplan.evict.search import Decisions, Search
+from memplan.evict.graph.apply import apply
+from memplan.evict.host_resident import with_streamed_kept
+from memplan.evict.recompute_limits import limits
+from memplan.evict.search.decisions import Decisions, Search
+from memplan.evict.search.expand_kernel import SWAP
 from memplan.evict.workload import Workload
-from memplan.graph import Graph, Phase, StorageKind
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder
 

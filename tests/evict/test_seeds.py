@@ -8,14 +8,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from benchmarks import zoo
+from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
-from memplan.evict.arrays import measure
-from memplan.evict.auto import auto, recompute
-from memplan.evict.dtr import dtr
-from memplan.evict.floor import floor
-from memplan.evict.search import Search
-from memplan.evict.seeds import decisions_of
-from memplan.graph import Graph
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.auto import auto, recompute
+from memplan.evict.policies.dtr import dtr
+from memplan.evict.policies.seeds import decisions_of
+from memplan.evict.search.decisions import Search
+from memplan.evict.working_set import floor
 from memplan.trace import trace
 from tests.evict.judge import workload_of
 from tests.graph_strategies import graphs

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from memplan.plan import Plan
+from memplan.core.plan import Plan
 from memplan.report.jsonform import report_json
 from memplan.report.lines import printable
 from memplan.report.markdown import report_markdown

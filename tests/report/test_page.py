@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from memplan.plan import Plan
-from memplan.problem import Buffer, Interval, Problem
+from memplan.core.plan import Plan
+from memplan.core.problem import Buffer, Interval, Problem
 from memplan.report.html import page_data, picture_html
 from memplan.report.picture import picture_of, picture_of_plan
-from memplan.solve import solve
+from memplan.solvers import solve
 from tests.report.browser import CHROMIUM, DRIVER, MISSING, Page, browser
 from tests.samples import deep_plan, sample_plan
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from memplan.plan import Plan
-from memplan.problem import Buffer, Interval, Problem
+from memplan.core.plan import Plan
+from memplan.core.problem import Buffer, Interval, Problem
 from memplan.report.partition_table import partition_table
-from memplan.solve.partition import partitions
+from memplan.solvers.baselines.partition import partitions
 from tests.graph_strategies import plans
 from tests.samples import sample_plan
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from memplan.core.plan import Plan
+from memplan.core.problem import Buffer, Interval, Problem
 from memplan.errors import InvalidSolution, MemplanError
-from memplan.plan import Plan
-from memplan.problem import Buffer, Interval, Problem
 from memplan.report.frame import ticks
 from memplan.report.html import picture_html
 from memplan.report.picture import Picture, picture_of, picture_of_plan
@@ -25,7 +25,7 @@ from memplan.report.png import picture_png
 from memplan.report.snapshot import snapshot, snapshot_bytes
 from memplan.report.svg import picture_svg
 from memplan.report.trace_events import trace_events
-from memplan.solve import solve
+from memplan.solvers import solve
 from tests.graph_strategies import plans
 from tests.samples import MIB, deep_plan, sample_plan
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from hypothesis import given, settings
 
-from memplan.plan import Plan
+from memplan.core.plan import Plan
 from memplan.report.lines import verdict
 from memplan.report.summary import LARGEST, make_report
 from tests.graph_strategies import plans

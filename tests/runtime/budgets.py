@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from memplan.evict.arrays import measure
-from memplan.evict.auto import auto
+from memplan.core.plan import Plan
 from memplan.evict.costs import DEVICES, Link
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.fit import make_workload
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.auto import auto
 from memplan.evict.workload import Workload
-from memplan.plan import Plan
-from memplan.runtime.arena import arena_for
-from memplan.runtime.runner import Runner
-from memplan.runtime.slots import Structure
+from memplan.planning.fit import make_workload
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.memory.arena import arena_for
 from memplan.schedule import order
 from memplan.trace import alignment_of, plan_traced
 from memplan.trace.traced import TracedGraph

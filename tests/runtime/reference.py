@@ -15,8 +15,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
-from memplan.trace.capture import capture
-from memplan.trace.returns import returned_by
+from memplan.trace.capture.front_ends import capture
+from memplan.trace.passes.own_outputs import returned_by
 
 
 class Interpreted:

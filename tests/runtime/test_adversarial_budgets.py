@@ -14,7 +14,7 @@ from torch import nn
 
 from memplan.errors import InvalidCosts, InvalidEviction, InvalidPlan, InvalidSize, MemplanError, PlanMismatch
 from memplan.evict.costs import Link
-from memplan.planfile import load
+from memplan.planning.planfile import load
 from memplan.runtime import CompiledModule
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import plan_traced, trace

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.runtime.alike import Alike
+from memplan.runtime.guards.layout_guards import Alike
 
 
 def _tensors() -> list[torch.Tensor]:

@@ -18,8 +18,8 @@ from torch import nn
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.backend import Backend
 from memplan.errors import BudgetInfeasible, MemplanError, StaleActivationsError, UnsupportedCall
+from memplan.runtime.dynamo.backend import Backend
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 
 # Dynamo itself looks at .grad of what one graph hands to the next.

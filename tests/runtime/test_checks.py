@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from memplan.errors import UnsupportedGraph
-from memplan.planfile import load
+from memplan.planning.planfile import load
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
-from memplan.runtime.graphed import GraphedProgram
+from memplan.runtime.execute.cuda_graphs import GraphedProgram
 from memplan.trace import plan as memplan_plan
 from memplan.trace import trace
 from tests.steps import Outcome, outcome_of

@@ -10,10 +10,10 @@ from torch import nn
 
 import memplan
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime.convolve import direct_convolutions
-from memplan.runtime.convolve_inner import inner_convolution
-from memplan.runtime.probe import same_bytes
-from memplan.trace.outvariants import out_names
+from memplan.runtime.kernels.convolve import direct_convolutions
+from memplan.runtime.kernels.convolve_inner import inner_convolution
+from memplan.runtime.kernels.probe import same_bytes
+from memplan.trace.passes.out_variants import out_names
 
 aten = torch.ops.aten
 _has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from memplan.runtime.arena import Arena
-from memplan.runtime.copies import Direction
-from memplan.runtime.copy_streams import StreamCopies
-from memplan.runtime.copy_threads import ThreadCopies
+from memplan.runtime.copies.copies import Direction
+from memplan.runtime.copies.copy_streams import StreamCopies
+from memplan.runtime.copies.copy_threads import ThreadCopies
+from memplan.runtime.memory.arena import Arena
 
 HOST = torch.empty(0, dtype=torch.uint8)
 
@@ -51,7 +51,7 @@ def test_the_bytes_are_there_after_the_wait(copies: ThreadCopies, monkeypatch: p
         gate.set()
         return next(clock)
 
-    monkeypatch.setattr("memplan.runtime.copy_threads.perf_counter", look_at_the_clock)  # by who has to wait
+    monkeypatch.setattr("memplan.runtime.copies.copy_threads.perf_counter", look_at_the_clock)  # by who has to wait
     copies.before_each(lambda _: gate.wait())
     source, host, back = torch.arange(1000.0), torch.zeros(1000), torch.zeros(1000)
     out, again = copies.copy(Direction.TO_HOST, HOST), copies.copy(Direction.TO_DEVICE, HOST)

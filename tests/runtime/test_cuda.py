@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.replay.places import places
+from memplan.recording.places import places
 from memplan.runtime import CompiledModule, compile, compile_step
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 from tests.runtime.reference import Interpreted

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.analysis.forecast import Where
+from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT
+from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible, InvalidEviction, MemplanError, PlanMismatch, UnsupportedDevice
-from memplan.evict.apply import apply
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.fit import make_workload
-from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT
+from memplan.evict.graph.apply import apply
 from memplan.evict.workload import Workload
-from memplan.forecast import Where
-from memplan.graph import Graph, Phase, StorageKind
-from memplan.runtime.tracker import Tracker
+from memplan.planning.fit import make_workload
+from memplan.runtime.debug.tracker import Tracker
 from memplan.trace import trace
 from tests.runtime.budgets import FAST_LINK
 

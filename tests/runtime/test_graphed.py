@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.zoo import ZOO
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
-from memplan.runtime import compile, compile_step, graphed
-from memplan.runtime.placed import Placer
+from memplan.runtime import compile, compile_step
+from memplan.runtime.execute import cuda_graphs
+from memplan.runtime.kernels.pool_placement import Placer
 
 
 class Nowhere:
@@ -57,7 +58,7 @@ class Rerun:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
     made = Rerun()
-    for module in ("memplan.runtime.builder", "memplan.runtime.step_builder"):
+    for module in ("memplan.runtime.api.builder", "memplan.runtime.api.step_builder"):
         monkeypatch.setattr(f"{module}.make_recorder", lambda device, guard: made)
     return made
 
@@ -176,7 +177,7 @@ def test_workspaces_of_products_are_made_in_the_recordings_own_pool(monkeypatch:
         monkeypatch.setattr(torch.cuda, name, fake)
     clear = "_cuda_clearCublasWorkspaces"
     monkeypatch.setattr(torch._C, clear, lambda: seen.append("workspaces are cleared"), raising=False)
-    recorder = graphed.CudaRecorder(torch.device("cpu"))
+    recorder = cuda_graphs.CudaRecorder(torch.device("cpu"))
     replay, results = recorder.record(lambda: seen.append("the step"))
     cleared, products = "workspaces are cleared", "capture in (0, 2)"
     assert seen == [cleared, products, products, "the step", cleared]
@@ -190,7 +191,7 @@ def test_what_cannot_be_recorded_says_so() -> None:
     with pytest.raises(UnsupportedCall, match="CUDA device"):
         compile(_net(), _batch()[0], cuda_graph=True)
     with pytest.raises(MemplanError, match="redzone"):
-        graphed.make_recorder(torch.device("cuda"), "redzone")
+        cuda_graphs.make_recorder(torch.device("cuda"), "redzone")
 
 
 def test_inputs_that_are_changed_are_refused(recorder: Rerun) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.core.problem import Buffer
 from memplan.errors import ArenaCorruption
-from memplan.problem import Buffer
 from memplan.runtime import CompiledModule
-from memplan.runtime.guards import Guards
-from memplan.runtime.hooks import StepEvent, When
+from memplan.runtime.debug.hooks import StepEvent, When
+from memplan.runtime.debug.sanitizers import Guards
 
 
 class Masking(nn.Module):

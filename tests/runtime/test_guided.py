@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.core.graph import StorageKind
 from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, UnsupportedCall
 from memplan.evict.events import Events
 from memplan.evict.workload import Workload
-from memplan.graph import StorageKind
 from memplan.runtime import CompiledModule, CompiledStep
-from memplan.runtime.guided import REPLANS, SAMPLES, WARM
+from memplan.runtime.profile.profile_guided import REPLANS, SAMPLES, WARM
 from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, QUICK, everything
 from tests.runtime.virtual import virtual

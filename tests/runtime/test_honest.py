@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import ZOO
-from memplan.evict.record import TRANSFERS
+from memplan.core.evictions import TRANSFERS
 from memplan.runtime import CompiledModule
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime.measure import quiet_kineto
+from memplan.runtime.memory.measure import quiet_kineto
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
 
 _TANGENT = 4  # bytes: the gradient of a float32 loss, which autograd itself makes

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from benchmarks.zoo import ZOO
+from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, Action
+from memplan.core.graph import Phase
+from memplan.core.plan import Plan
 from memplan.errors import MemplanError, StaleActivationsError, UnsupportedCall
-from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, Action
-from memplan.graph import Phase
-from memplan.plan import Plan
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime.copy_threads import ThreadCopies
-from memplan.runtime.hooks import EventKind, StepEvent, When
+from memplan.runtime.copies.copy_threads import ThreadCopies
+from memplan.runtime.debug.hooks import EventKind, StepEvent, When
 from memplan.trace import plan_traced, trace
 from tests.runtime.budgets import FAST_LINK, QUICK_RECOMPUTE, plan_of_everything
 from tests.steps import outcome_of, same_tensors
@@ -93,7 +93,7 @@ def test_events_are_the_plans_and_bits_stay(kind: str, name: str) -> None:
 
 
 def test_without_hooks_nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memplan.runtime import namespace
+    from memplan.runtime.codegen import namespace
 
     sources: list[str] = []
     define = namespace.Namespace.define

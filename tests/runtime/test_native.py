@@ -20,10 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.zoo import ZOO
 from memplan.errors import StaleActivationsError
-from memplan.runtime import CompiledModule, compile_step, native
+from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime import program as programs
-from memplan.runtime.native import AVAILABLE
+from memplan.runtime.codegen import torchscript_runs
+from memplan.runtime.codegen.torchscript_runs import AVAILABLE
+from memplan.runtime.execute import program as programs
 from tests.steps import Outcome, outcome_of, outcomes_of, same_outcomes
 
 _interpreted = pytest.mark.skipif(not AVAILABLE, reason="this torch has no TorchScript graphs")
@@ -73,7 +74,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("constants", [True, False])
 def test_what_changes_in_the_arena_is_read_anew(constants: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where this torch would compute with a graph's constants ahead, and they are given in a list instead."""
-    monkeypatch.setattr("memplan.runtime.native._constants_are_memory", lambda: constants)
+    monkeypatch.setattr("memplan.runtime.codegen.torchscript_runs._constants_are_memory", lambda: constants)
     model, xs = Scaled(), [torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     eager, compiled = copy.deepcopy(model), memplan_compile(model, xs[0])
     assert _runs(compiled)
@@ -85,7 +86,7 @@ def test_what_changes_in_the_arena_is_read_anew(constants: bool, monkeypatch: py
 
 @_interpreted
 def test_this_torch_reads_and_writes_constants_when_it_runs() -> None:
-    assert native._constants_are_memory()
+    assert torchscript_runs._constants_are_memory()
 
 
 class Tower(nn.Module):
@@ -381,7 +382,7 @@ def test_torch_is_not_asked_where_no_run_can_be(monkeypatch: pytest.MonkeyPatch)
     compiled = memplan_compile(model, x)
     expected = compiled(x).detach()
     asked: list[Any] = []
-    monkeypatch.setattr(native, "_finds", lambda line, layout: asked.append(line))
+    monkeypatch.setattr(torchscript_runs, "_finds", lambda line, layout: asked.append(line))
     with compiled.hooks.add(lambda event: None):  # hooks stand between all ops
         assert torch.equal(compiled(x).detach(), expected)
     assert not asked

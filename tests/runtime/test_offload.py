@@ -19,22 +19,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.zoo import ZOO
+from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, Action
+from memplan.core.graph import Graph
+from memplan.core.lifetimes import host_problem
+from memplan.core.plan import Plan, make_plan
 from memplan.errors import BudgetInfeasible, InvalidEviction, InvalidPlan, MemplanError
-from memplan.evict.arrays import measure
-from memplan.evict.fit import make_workload
-from memplan.evict.record import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, Action
+from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
-from memplan.graph import Graph
-from memplan.lifetimes import host_problem
-from memplan.plan import Plan, make_plan
+from memplan.planning.fit import make_workload
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime.arena import arena_for
-from memplan.runtime.copies import Direction
-from memplan.runtime.copy_threads import ThreadCopies, ThreadCopy
-from memplan.runtime.runner import Runner
+from memplan.runtime.copies.copies import Direction
+from memplan.runtime.copies.copy_threads import ThreadCopies, ThreadCopy
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.memory.arena import arena_for
 from memplan.schedule import make_schedule
-from memplan.solve import solve
+from memplan.solvers import solve
 from memplan.trace import plan_traced, trace
 from memplan.trace.traced import TracedGraph
 from tests.models import Layers

@@ -13,7 +13,7 @@ from torch.export import Dim
 
 import memplan
 from memplan.errors import InputMismatch, UnsupportedGraph
-from memplan.trace.strides import may_overlap
+from memplan.trace.passes.overlapping_strides import may_overlap
 
 
 class Scaled(nn.Module):

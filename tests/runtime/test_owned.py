@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.zoo import ZOO
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.runtime import CompiledModule, compile
-from memplan.runtime.handles import hooks_of_node
+from memplan.runtime.guards.hook_counts import hooks_of_node
 
 
 def _owned(model: nn.Module, *args: Any) -> CompiledModule:
@@ -103,7 +103,7 @@ def test_nodes_are_asked_for_hooks_only_when_someone_set_one(monkeypatch: pytest
         asked.append(parameter)
         return hooks_of_node(parameter)
 
-    monkeypatch.setattr("memplan.runtime.owned.hooks_of_node", asking)
+    monkeypatch.setattr("memplan.runtime.execute.owned_gradients.hooks_of_node", asking)
 
     def steps() -> int:
         asked.clear()

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.plan import Plan
-from memplan.replay.allocator import host_backing
-from memplan.replay.places import LEAST, Place, PlaceAllocator, places, segment
-from memplan.runtime.bind import BoundOp, Form
-from memplan.runtime.placed import placing
+from memplan.core.plan import Plan
+from memplan.recording.allocator import host_backing
+from memplan.recording.places import LEAST, Place, PlaceAllocator, places, segment
+from memplan.runtime.kernels.kernel_selection import BoundOp, Form
+from memplan.runtime.kernels.pool_placement import placing
 from memplan.trace import plan
 
 MB = 1 << 20

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.runtime.probe import same_bytes, writes
+from memplan.runtime.kernels.probe import same_bytes, writes
 
 
 @pytest.mark.parametrize("shape", [(1,), (0,), (1, 1), (0, 0), (0, 3), (1, 1, 1)], ids=str)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.core.validate import validate
 from memplan.errors import MemplanError
-from memplan.validate import validate
 
 
 def test_known_allocations_are_found_and_placed() -> None:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import memplan
 from memplan.errors import UnsupportedCall
-from memplan.replay.allocator import Allocator, host_backing
-from memplan.runtime.recorded import Recording, recording_of
+from memplan.recording.allocator import Allocator, host_backing
+from memplan.runtime.recording.recorded import Recording, recording_of
 
 Action = tuple[
     int, int

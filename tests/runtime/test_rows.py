@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memplan.runtime import compile as memplan_compile
-from memplan.runtime import rows
+from memplan.runtime.kernels import rows
 
 
 class Rows(nn.Module):

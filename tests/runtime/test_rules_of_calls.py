@@ -12,7 +12,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import InputMismatch, StaleActivationsError
-from memplan.runtime.ledger import Ledger
+from memplan.runtime.memory.arena_ownership import Ledger
 
 
 def _grad(p: torch.Tensor) -> torch.Tensor:

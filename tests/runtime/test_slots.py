@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memplan.errors import InputMismatch
-from memplan.runtime.slots import Slots, Structure
+from memplan.runtime.guards.module_state_guards import Slots, Structure
 from memplan.trace import trace
 
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.budget import eviction_of
-from memplan.evict.arrays import measure
+from memplan.core.graph import StorageKind
+from memplan.core.plan import Plan, make_plan
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.fit import fit, make_workload
+from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
-from memplan.graph import StorageKind
-from memplan.plan import Plan, make_plan
-from memplan.runtime.arena import arena_for
-from memplan.runtime.copy_threads import ThreadCopies
-from memplan.runtime.runner import Runner
-from memplan.runtime.slots import Structure
-from memplan.runtime.training import StepStructure
+from memplan.planning.budget import eviction_of
+from memplan.planning.fit import fit, make_workload
+from memplan.runtime.copies.copy_threads import ThreadCopies
+from memplan.runtime.execute.optimizer_state import StepStructure
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.memory.arena import arena_for
 from memplan.schedule import make_schedule, order
 from memplan.trace import alignment_of, trace, trace_step
 from memplan.trace.traced import TracedGraph

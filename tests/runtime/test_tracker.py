@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from benchmarks.zoo import ZOO
-from memplan.evict.arrays import measure
-from memplan.evict.fit import make_workload
-from memplan.lifetimes import host_problem
-from memplan.plan import Plan
-from memplan.problem import Problem
+from memplan.core.lifetimes import host_problem
+from memplan.core.plan import Plan
+from memplan.core.problem import Problem
+from memplan.evict.judge.arrays import measure
+from memplan.planning.fit import make_workload
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
-from memplan.runtime.tracker import Held, Tracker
+from memplan.runtime.debug.tracker import Held, Tracker
 from memplan.trace import alignment_of, plan_traced, trace
 from memplan.trace.traced import TracedGraph
 from tests.runtime.budgets import FAST_LINK, QUICK, everything, plan_of_everything

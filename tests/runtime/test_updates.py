@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from memplan.errors import InputMismatch
-from memplan.planfile import load
+from memplan.planning.planfile import load
 from memplan.runtime import CompiledStep, compile_step
-from memplan.runtime.hooks import StepEvent, When
+from memplan.runtime.debug.hooks import StepEvent, When
 from memplan.schedule import order
 
 _LAYERS = 4

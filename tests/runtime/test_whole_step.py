@@ -564,5 +564,7 @@ def test_a_model_with_hooks_of_its_own_is_asked_once(monkeypatch: pytest.MonkeyP
     net[0].register_forward_hook(_hook)
     step = compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda out: out.sum(), x)
     step(x)
-    monkeypatch.setattr("memplan.runtime.training.hooks_of_node", lambda _: pytest.fail("nobody has set a hook"))
+    monkeypatch.setattr(
+        "memplan.runtime.execute.optimizer_state.hooks_of_node", lambda _: pytest.fail("nobody has set a hook")
+    )
     step(x)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.zoo import ZOO
-from memplan.problem import Status
+from memplan.core.problem import Status
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import plan_traced, trace
 from tests.runtime.reference import Interpreted

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from memplan.runtime.copies import Direction
+from memplan.runtime.copies.copies import Direction
 
 
 class Clock:
@@ -83,6 +83,8 @@ def virtual(
     """What is compiled within is measured in virtual time; `said`: as `seconds` if left out."""
     clock = Clock()
     with monkeypatch.context() as patch:
-        patch.setattr("memplan.runtime.meter.perf_counter", clock)
-        patch.setattr("memplan.runtime.arena.make_copies", lambda _: VirtualCopies(clock, seconds, said or seconds))
+        patch.setattr("memplan.runtime.profile.op_timer.perf_counter", clock)
+        patch.setattr(
+            "memplan.runtime.memory.arena.make_copies", lambda _: VirtualCopies(clock, seconds, said or seconds)
+        )
         yield clock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memplan.graph import Graph
+from memplan.core.graph import Graph
 from memplan.schedule import live_bytes, predecessors
 
 

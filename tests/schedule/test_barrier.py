@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from memplan.graph import Graph, Phase, StorageKind
-from memplan.plan import Plan
+from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.plan import Plan
+from memplan.core.units import format_bytes
 from memplan.report.jsonform import report_json
 from memplan.report.markdown import report_markdown
 from memplan.runtime import compile_step
 from memplan.schedule import accumulated, order, price
-from memplan.units import format_bytes
 from tests.graph_strategies import GraphBuilder, graphs
 
 

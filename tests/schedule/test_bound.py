@@ -5,11 +5,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.graph import Graph, Phase, StorageKind
+from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.schedule import Evidence, cut_bound, traced, working_set_bound
-from memplan.schedule.bound import cut
-from memplan.schedule.core import make_core, reverse, step_bytes
-from memplan.schedule.flow_kernel import max_flow
+from memplan.schedule.arrays.graph_arrays import make_core, reverse, step_bytes
+from memplan.schedule.bounds.cut import cut
+from memplan.schedule.bounds.flow_kernel import max_flow
 from memplan.schedule.portfolio import portfolio
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.schedule.brute import least_at, optimum

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from memplan.cli import main
-from memplan.plan import Plan
-from memplan.planfile import load
-from memplan.problem import Status
+from memplan.core.plan import Plan
+from memplan.core.problem import Status
+from memplan.planning.planfile import load
 from memplan.report.jsonform import report_json
 from memplan.report.lines import certificate, verdict
 from memplan.schedule import Evidence

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.in_place import with_chances
+from memplan.core.plan import check_consistency
 from memplan.errors import InvalidPlan
-from memplan.graph import Graph, Phase, StorageKind
-from memplan.inplace import with_chances
-from memplan.plan import check_consistency
-from memplan.planfile import load
+from memplan.planning.planfile import load
 from memplan.schedule import Evidence, is_proven_again, order, require_evidence
 from tests.graph_strategies import GraphBuilder, graphs
 from tests.samples import branching_graph, branching_plan

@@ -8,10 +8,10 @@ from itertools import groupby
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memplan import lifetimes
-from memplan.graph import Graph, Phase, StorageKind
+from memplan.core import lifetimes
+from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.schedule import live_bytes, require_legal, traced
-from memplan.schedule.gather import gather
+from memplan.schedule.group_updates import gather
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 
 

@@ -5,18 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.in_place import with_chances
+from memplan.core.plan import check_consistency, make_plan
+from memplan.core.problem import Interval
+from memplan.core.schedule import Evidence
 from memplan.errors import MemplanError
-from memplan.graph import Graph, Phase, StorageKind
-from memplan.inplace import with_chances
-from memplan.plan import check_consistency, make_plan
-from memplan.problem import Interval
 from memplan.schedule import POLICIES, cut_bound, live_bytes, make_schedule, order, require_legal, traced
-from memplan.schedule.base import Evidence
-from memplan.schedule.compiled import Kernel
-from memplan.schedule.core import make_core, step_bytes
-from memplan.schedule.propagate import propagate
-from memplan.schedule.repair import repair
-from memplan.schedule.search import Outcome, search
+from memplan.schedule.arrays.compiled import Kernel
+from memplan.schedule.arrays.graph_arrays import make_core, step_bytes
+from memplan.schedule.bounds.propagate import propagate
+from memplan.schedule.bounds.repair import repair
+from memplan.schedule.search.ideals import Outcome, search
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.samples import sample_graph
 from tests.schedule.brute import optimum

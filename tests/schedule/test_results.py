@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import ZOO
-from memplan.graph import Graph, Phase
+from memplan.core.graph import Graph, Phase
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step as memplan_compile_step
 from memplan.schedule import Schedule, make_schedule, predecessors, require_legal, traced

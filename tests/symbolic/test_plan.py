@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan import lifetimes
+from memplan.core import lifetimes
+from memplan.core.graph import Graph
+from memplan.core.in_place import with_chances
+from memplan.core.plan import check_consistency, make_plan
+from memplan.core.problem import Solution, Status
+from memplan.core.validate import validate
 from memplan.errors import InvalidPlan, MemplanError, ShapeOutOfRange, UnknownName
-from memplan.graph import Graph
-from memplan.inplace import with_chances
-from memplan.plan import check_consistency, make_plan
-from memplan.problem import Solution, Status
 from memplan.schedule import make_schedule, order, traced
 from memplan.symbolic import SymbolicPlan, make_symbolic
 from memplan.symbolic.sizes import graph_at
-from memplan.validate import validate
 from tests.symbolic.strategies import symbolic_plans, values_in
 
 
@@ -150,7 +150,7 @@ def _graph(plan: SymbolicPlan, values: dict[str, int]) -> Graph:
 
 
 def _example(conditions: list[str], power: int = 1, highest: int = 64, times: str = "1") -> SymbolicPlan:
-    from memplan.graph import Phase, StorageKind
+    from memplan.core.graph import Phase, StorageKind
     from memplan.symbolic import Symbol
     from memplan.symbolic.sizes import SizesWriter
     from tests.graph_strategies import GraphBuilder

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from memplan.errors import InvalidPlan, MemplanError, UnreadableFile
-from memplan.planfile import checksum, load
+from memplan.planning.planfile import checksum, load
 from memplan.symbolic import SymbolicPlan, load_symbolic
 from tests.symbolic.strategies import symbolic_plans
 from tests.symbolic.test_plan import _example

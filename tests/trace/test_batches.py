@@ -11,8 +11,8 @@ from torch.nn import functional as F  # noqa: N812
 
 import memplan
 from benchmarks.zoo import ZOO
+from memplan.core.units import parse_size
 from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, UnsupportedCall, UnsupportedGraph
-from memplan.units import parse_size
 
 
 class GeluLayers(nn.Module):

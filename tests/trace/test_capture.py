@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import ZOO
-from memplan.backend import Backend
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
+from memplan.runtime.dynamo.backend import Backend
 from memplan.trace import capture, plan, trace
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tracemalloc
 
-from memplan.trace.conditions import either, telling
-from memplan.trace.dims import Range
+from memplan.trace.dynamic.conditions import either, telling
+from memplan.trace.dynamic.dims import Range
 
 
 def _range(name: str, most: int) -> Range:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from memplan.errors import InvalidShapes
-from memplan.trace.dims import Range, Varying, read_dims
+from memplan.trace.dynamic.dims import Range, Varying, read_dims
 
 
 class Two(nn.Module):

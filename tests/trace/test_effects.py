@@ -17,7 +17,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
 from memplan.trace import plan
-from memplan.trace.symbolic import trace_symbolic
+from memplan.trace.dynamic.symbolic import trace_symbolic
 
 COUNTS = {"calls": 0}
 CALLS = 0

@@ -13,10 +13,10 @@ from torch.nn import functional as F  # noqa: N812
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.graph import StorageKind
+from memplan.core.graph import StorageKind
 from memplan.report.markdown import report_markdown
 from memplan.trace import trace
-from memplan.trace.fold import SMALL
+from memplan.trace.passes.fold import SMALL
 from memplan.trace.traced import Source
 from tests.runtime.reference import Interpreted
 

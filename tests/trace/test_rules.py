@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import trace
-from memplan.trace.rules import RULES
+from memplan.trace.lowering.rules import RULES
 from tests.models import Apply
 from tests.runtime.reference import Interpreted
 
@@ -141,7 +141,7 @@ def test_a_bias_gets_the_sum_itself() -> None:
 
 def test_every_rule_is_exercised() -> None:
     """Each op that has a rule occurs in a captured case, and none is left after lowering where the rule applies."""
-    from memplan.trace.capture import capture
+    from memplan.trace.capture.front_ends import capture
 
     seen: set[Any] = set()
     left: set[str] = set()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from memplan.graph import Phase
+from memplan.core.graph import Phase
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import trace
 from tests.models import Apply

@@ -12,11 +12,12 @@ from torch.export import Dim
 
 import memplan
 from benchmarks.zoo import ZOO
+from memplan.core.graph import Graph
 from memplan.errors import InvalidShapes, UnsupportedGraph
-from memplan.graph import Graph
-from memplan.trace import layer_rules, trace
-from memplan.trace.rules import RULES
-from memplan.trace.symbolic import trace_symbolic
+from memplan.trace import trace
+from memplan.trace.dynamic.symbolic import trace_symbolic
+from memplan.trace.lowering import layer_rules
+from memplan.trace.lowering.rules import RULES
 
 BATCH, SEQ = Dim("batch", min=1, max=64), Dim("seq", min=2, max=48)
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from benchmarks import zoo
 from memplan.errors import InvalidEviction
-from memplan.evict.apply import apply
-from memplan.evict.arrays import measure
 from memplan.evict.costs import DEVICES
 from memplan.evict.events import Kind
+from memplan.evict.graph.apply import apply
+from memplan.evict.judge.arrays import measure
 from memplan.trace import capture, trace
 from memplan.trace.torch_budget import Partition, events_of, partitions, points_of, torch_points
 from tests.evict.judge import judged

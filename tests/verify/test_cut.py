@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from memplan.graph import Graph, Phase, StorageKind
-from memplan.inplace import with_chances
+from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.in_place import with_chances
 from memplan.schedule import cut_bound
 from memplan.verify.cut import between_phases, least_at
 from tests.graph_strategies import GraphBuilder, graphs

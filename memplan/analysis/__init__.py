@@ -1,0 +1,1 @@
+"""memplan.analysis: to be described."""

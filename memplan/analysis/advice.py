@@ -1,0 +1,221 @@
+"""What would shrink a plan: levers that follow from its own data, each with the most that it can save.
+
+Nothing here guesses. A lever names buffers of the plan, and `saves` is computed from their lifetimes: the bytes
+by which max live (or the arena, or the total) would fall if nothing else changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from memplan.analysis.groups import grouped, pattern
+from memplan.analysis.holders import Holder, alive_at
+from memplan.analysis.uses import homes, last_use, next_use, own_touches, touches
+from memplan.core.evictions import OFFLOAD_WAIT
+from memplan.core.graph import Phase
+from memplan.core.plan import Plan
+from memplan.core.units import format_bytes
+from memplan.schedule import live_bytes, working_set_bound
+
+SHOWN = 3
+
+_POINTWISE = frozenset(
+    {"_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "abs", "add", "clamp", "div",
+     "elu", "exp", "gelu", "gelu_backward", "hardtanh", "hardtanh_backward", "leaky_relu", "log", "masked_fill", "mul",
+     "neg", "pow", "reciprocal", "relu", "rsqrt", "rsub", "sigmoid", "sigmoid_backward", "silu", "silu_backward",
+     "sqrt", "sub", "tanh", "tanh_backward", "threshold_backward", "where"}
+)  # fmt: skip
+"""Ops of aten that read an element before they write the same one: only these can take their input's place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """`name` is one of "evict", "in place", "copies", "gradients", "layout", "order"; `saves` is in bytes, at most."""
+
+    name: str
+    saves: int
+    text: str
+
+
+def levers(plan: Plan, step: int | None = None) -> tuple[Lever, ...]:
+    """What would shrink `plan` at `step` (None: the peak), the most concrete first; empty when nothing is planned."""
+    if not plan.problem.buffers or not plan.schedule.order:
+        return ()
+    at = plan.problem.peak_step if step is None else step
+    alive, steps = alive_at(plan, at), touches(plan)
+    found = [*_copies(plan, at, alive), *_in_place(plan, at, alive, steps), *_evict(plan, at, alive)]
+    if at == plan.problem.peak_step:
+        found += [*_gradients(plan), *_layout(plan), *_order(plan)]
+    return tuple(found)
+
+
+def _evict(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
+    """Forward results that wait for the backward while nobody touches them."""
+    found = list(_waiting(plan, step, {holder.id: holder for holder in alive}))
+    if not found:
+        return
+    saves = plan.max_live - _max_live_without(plan, {buffer: gap for _, buffer, gap in found})
+    idle = grouped(holder for holder, _, _ in found)
+    rows = [f"{_times(g.count, g.bytes)} of {_made_by(g.op, g.module)}" for g in idle[:SHOWN]]
+    more = f", and {len(idle) - SHOWN} more rows" if len(idle) > SHOWN else ""
+    held = sum(g.bytes for g in idle)
+    effect = (
+        f"saves at most {format_bytes(saves)} of the peak" if saves else "does not lower the peak: it lies elsewhere"
+    )
+    too = " too" if plan.evictions else ""
+    yield Lever(
+        name="evict",
+        saves=saves,
+        text=f"{format_bytes(held)} of activations wait for the backward ({', '.join(rows)}{more}): "
+        f"recomputing or offloading them{too} {effect}",
+    )
+
+
+def _waiting(plan: Plan, step: int, alive: Mapping[str, Holder]) -> Iterator[tuple[Holder, str, tuple[int, int]]]:
+    """(what waits, the buffer that it lies in, the idle steps [start, end)). What the plan's budget has computed again
+    or copied back is not counted once more, nor is what is on its way to the host."""
+    backward = [plan.graph.ops[i].phase is Phase.BACKWARD for i in plan.schedule.order]
+    steps, buffers = own_touches(plan), homes(plan)
+    again = {plan.graph.storages[s].name for _, s in plan.eviction.instances} if plan.eviction else set()
+    for storage in plan.graph.storages:
+        buffer, used = buffers.get(storage.name, ""), steps.get(storage.name, ())
+        before, after = last_use(used, step), next_use(used, step)
+        if buffer not in alive or before is None or after is None or step in used or storage.name in again:
+            continue
+        if backward[before] or not backward[after] or _target(plan, after) == OFFLOAD_WAIT:
+            continue
+        origin = storage.origin
+        holder = replace(
+            alive[buffer],
+            id=storage.name,
+            module=origin.module,
+            source=origin.source,
+            op=_target(plan, used[0]),
+        )
+        yield holder, buffer, (before + 1, after)
+
+
+def _target(plan: Plan, step: int) -> str:
+    return plan.graph.ops[plan.schedule.order[step]].target
+
+
+def _max_live_without(plan: Plan, gaps: Mapping[str, tuple[int, int]]) -> int:
+    """Max live if the buffers in `gaps` held no bytes during [start, end)."""
+    change = [0] * (len(plan.schedule.order) + 1)
+    for buffer in plan.problem.buffers:
+        for segment in buffer.segments:
+            change[segment.start] += buffer.size
+            change[segment.end] -= buffer.size
+        start, end = gaps.get(buffer.id, (0, 0))
+        change[start] -= buffer.size if end > start else 0
+        change[end] += buffer.size if end > start else 0
+    live = most = 0
+    for delta in change:
+        live += delta
+        most = max(most, live)
+    return most
+
+
+def _in_place(plan: Plan, step: int, alive: Iterable[Holder], steps: Mapping[str, tuple[int, ...]]) -> Iterator[Lever]:
+    """A result that is born where something of its size dies."""
+    op = plan.graph.ops[plan.schedule.order[step]]
+    if op.target.removeprefix("aten.").partition(".")[0] not in _POINTWISE:
+        return
+    born = [h for h in alive if h.start == step and h.end > step + 1]
+    dying = [h for h in alive if h.end == step + 1 and h.start < step and step in steps.get(h.id, ())]
+    for result in born:
+        twin = next((h for h in dying if h.size == result.size), None)
+        if twin is not None:
+            yield Lever(
+                name="in place",
+                saves=result.size,
+                text=f"{op.target.removesuffix('.default')} reads {twin.id} for the last time and makes {result.id} of "
+                f"the same size: in place saves {format_bytes(result.size)} at step {step}",
+            )
+            return
+
+
+def _copies(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
+    """Several of the largest buffers with one size, alive together."""
+    by_size: dict[int, list[Holder]] = {}
+    for holder in alive:
+        by_size.setdefault(holder.size, []).append(holder)
+    several = {size: same for size, same in by_size.items() if len(same) > 1}
+    if not several:
+        return
+    size, same = max(several.items(), key=lambda item: item[0])
+    if size * 10 < sum(h.size for h in alive):  # many small ones are no lever
+        return
+    where = list(dict.fromkeys(_made_by(h.op, pattern(h.module)) for h in same))
+    names = ", ".join(where[:SHOWN]) + (f" and {len(where) - SHOWN} more places" if len(where) > SHOWN else "")
+    op = plan.graph.ops[plan.schedule.order[step]]
+    at = f"{op.target.removesuffix('.default')}" + (f" in {op.origin.module}" if op.origin.module else "")
+    yield Lever(
+        name="copies",
+        saves=size,
+        text=f"{_times(len(same), size * len(same))} are alive at {at} ({names}): "
+        f"each one less can save {format_bytes(size)}",
+    )
+
+
+def _gradients(plan: Plan) -> Iterator[Lever]:
+    """Gradients that kernels write directly, beside the arena: in it, they would take what dying activations leave."""
+    graph, order = plan.graph, plan.schedule.order
+    made: dict[int, int] = {}  # storage -> the step that makes it
+    outside = {graph.values[v].storage for v in graph.gradients if not graph.storages[graph.values[v].storage].planned}
+    for step, index in enumerate(order):
+        op = graph.ops[index]
+        for storage in outside.intersection(graph.written(op)):
+            made.setdefault(storage, step if op.direct else -1)
+    changes = [0] * (len(order) + 1)
+    for storage, step in made.items():
+        if step >= 0:
+            changes[step] += graph.storages[storage].nbytes
+    beside = sum(changes)
+    live = live_bytes(graph, order)
+    saves = max(live, default=0) + beside - max(map(sum, zip(live, accumulate(changes), strict=False)), default=0)
+    if saves > 0 and plan.eviction is None:
+        yield Lever(
+            name="gradients",
+            saves=saves,
+            text=f"{format_bytes(beside)} of gradients lie beside the arena: in this order, "
+            f"compile(..., gradients='arena') saves {format_bytes(saves)} of the total",
+        )
+
+
+def _layout(plan: Plan) -> Iterator[Lever]:
+    least, how = (plan.max_live, "max live") if plan.solution.claimed else (plan.solution.bound, "the proven bound")
+    lost = plan.arena_size - least
+    if lost > 0:
+        yield Lever(
+            name="layout",
+            saves=lost,
+            text=f"solver {plan.solution.solver!r} left at most {format_bytes(lost)} above {how}: "
+            "another solver or more time may find it",
+        )
+
+
+def _order(plan: Plan) -> Iterator[Lever]:
+    least = working_set_bound(plan.graph) if plan.schedule.claimed else plan.schedule.bound
+    room = plan.schedule.max_live - least
+    if room > 0:
+        yield Lever(
+            name="order",
+            saves=room,
+            text=f"a better order than {plan.schedule.policy!r} may exist: no order can save more than "
+            f"{format_bytes(room)}",
+        )
+
+
+def _times(count: int, total: int) -> str:
+    """ "3 x 412 MiB" for equal parts, "5 buffers of 12 MiB together" otherwise."""
+    if count == 1:
+        return format_bytes(total)
+    return f"{count} x {format_bytes(total // count)}" if total % count == 0 else f"{count} with {format_bytes(total)}"
+
+
+def _made_by(op: str, module: str) -> str:
+    name = op.removesuffix(".default") or "unknown op"
+    return f"{name} in {module}" if module else name

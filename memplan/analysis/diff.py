@@ -1,0 +1,144 @@
+"""What changed between two plans: totals, and buffers that came, went, grew, shrank or moved to the peak.
+
+Buffers are matched by what they are (module without layer numbers, op, kind), not by name: names shift when
+anything before them changes. Pure, torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from memplan.analysis.figures import Figures, figures_of
+from memplan.analysis.groups import Growth, Key, growths, key_of
+from memplan.analysis.holders import Holder, largest
+from memplan.core.plan import Plan
+
+Pair = tuple[Holder, Holder]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diff:
+    """From plan `before` to plan `after`; every tuple has the largest change first.
+
+    `came` and `went` exist in one plan only; `grew` and `shrank` have another size; `to_peak` and `off_peak`
+    are alive at the peak of one plan only. `rows` are the rows of the peak that differ: their deltas add up to
+    the difference of max live. `same_graph`: the plans differ in order and layout only.
+    """
+
+    before: Figures
+    after: Figures
+    names: tuple[str, str]
+    same_graph: bool
+    first_difference: str
+    came: tuple[Holder, ...]
+    went: tuple[Holder, ...]
+    grew: tuple[Pair, ...]
+    shrank: tuple[Pair, ...]
+    to_peak: tuple[Pair, ...]
+    off_peak: tuple[Pair, ...]
+    rows: tuple[Growth, ...]
+
+    @property
+    def same(self) -> bool:
+        """No figure and no buffer differs."""
+        changes = (self.came, self.went, self.grew, self.shrank, self.to_peak, self.off_peak)
+        return not any(changes) and self.before == self.after
+
+
+def diff(before: Plan, after: Plan) -> Diff:
+    """Compare two plans, of one model or of two versions of it."""
+    pairs, went, came = _matched(largest(before), largest(after))
+    old, new = figures_of(before), figures_of(after)
+    first = _first_difference(before, after)
+    at_old, at_new = (_alive(plan) for plan in (before, after))
+    return Diff(
+        before=old,
+        after=new,
+        names=(before.model, after.model),
+        same_graph=not first,
+        first_difference=first,
+        came=came,
+        went=went,
+        grew=_by_change(p for p in pairs if p[1].size > p[0].size),
+        shrank=_by_change(p for p in pairs if p[1].size < p[0].size),
+        to_peak=_by_size(p for p in pairs if p[1].id in at_new and p[0].id not in at_old),
+        off_peak=_by_size(p for p in pairs if p[1].id not in at_new and p[0].id in at_old),
+        rows=growths(old.peak, new.peak),
+    )
+
+
+def _alive(plan: Plan) -> frozenset[str]:
+    return frozenset(b.id for b in plan.problem.alive_at(plan.problem.peak_step))
+
+
+def _by_change(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
+    return tuple(sorted(pairs, key=lambda p: -abs(p[1].size - p[0].size)))
+
+
+def _by_size(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
+    return tuple(sorted(pairs, key=lambda p: -p[1].size))
+
+
+def _first_difference(before: Plan, after: Plan) -> str:
+    """What makes the graphs differ: their budgets, else the first line that only one of them has."""
+    if before.fingerprint == after.fingerprint:
+        return ""
+    one, two = (_budget(plan) for plan in (before, after))
+    if one != two:
+        return f"{one} before, {two} after; what is computed again or copied are ops of the graph"
+    for old, new in zip_longest(before.graph.signature(), after.graph.signature(), fillvalue="nothing more"):
+        if old != new:
+            return f"{old} before, {new} after"
+    return ""
+
+
+def _budget(plan: Plan) -> str:
+    if plan.eviction is None:
+        return "no budget"
+    counts = f"{len(plan.evictions)} eviction{'' if len(plan.evictions) == 1 else 's'}"
+    return f"a budget of {plan.eviction.budget:,} B kept by {plan.eviction.policy!r} with {counts}"
+
+
+def _matched(
+    before: Iterable[Holder], after: Iterable[Holder]
+) -> tuple[list[Pair], tuple[Holder, ...], tuple[Holder, ...]]:
+    """(pairs of the same buffer, those only before, those only after), each in the order that it had."""
+    old, new = _by_key(before), _by_key(after)
+    pairs: list[Pair] = []
+    went: list[Holder] = []
+    came: list[Holder] = []
+    for key in {**old, **new}:
+        left, right = old.get(key, []), new.get(key, [])
+        # The most alike first: same layer and size, then same size, then whatever is left, in order of birth.
+        for alike in (lambda h: (h.module, h.size), lambda h: h.size, lambda h: 0):
+            left, right = _pair_off(left, right, alike, pairs)
+        went += left
+        came += right
+    return pairs, tuple(sorted(went, key=lambda h: -h.size)), tuple(sorted(came, key=lambda h: -h.size))
+
+
+def _by_key(holders: Iterable[Holder]) -> dict[Key, list[Holder]]:
+    rows: dict[Key, list[Holder]] = {}
+    for holder in sorted(holders, key=lambda h: h.start):
+        rows.setdefault(key_of(holder), []).append(holder)
+    return rows
+
+
+def _pair_off(
+    left: list[Holder], right: list[Holder], alike: Callable[[Holder], object], pairs: list[Pair]
+) -> tuple[list[Holder], list[Holder]]:
+    """Move those that are `alike` from both lists to `pairs`; what is left of each."""
+    waiting: dict[object, list[Holder]] = {}
+    for holder in reversed(right):
+        waiting.setdefault(alike(holder), []).append(holder)
+    rest, taken = [], set[str]()
+    for holder in left:
+        same = waiting.get(alike(holder))
+        if same:
+            pairs.append((holder, same.pop()))
+            taken.add(pairs[-1][1].id)
+        else:
+            rest.append(holder)
+    return rest, [holder for holder in right if holder.id not in taken]

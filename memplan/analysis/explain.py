@@ -1,0 +1,93 @@
+"""Who is alive at a step, why, and what would shrink it. Pure, torch-free."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from memplan.analysis.advice import Lever, levers
+from memplan.analysis.groups import Group, grouped
+from memplan.analysis.holders import Holder, alive_at
+from memplan.analysis.uses import OpAt, last_use, next_use, op_at, touches
+from memplan.core.plan import Plan
+from memplan.errors import InvalidSize
+
+
+class Role(enum.StrEnum):
+    """What a buffer does at a step."""
+
+    MADE = "made here"
+    USED = "used here"
+    LAST_USE = "used here for the last time"
+    WAITS = "waits"
+    KEPT = "kept to the end for the caller"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A buffer that is alive at the step. `holds_until` is the last op that touches it (None: nothing after this
+    step does, the caller has it), `next_use` the next one; `idle` are the steps around this one in which nothing
+    touches it."""
+
+    holder: Holder
+    role: Role
+    next_use: OpAt | None
+    holds_until: OpAt | None
+    idle: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One step of a plan: `live` bytes are alive, `max_live` at the peak; `held` has the largest first."""
+
+    model: str
+    at: OpAt
+    live: int
+    max_live: int
+    arena_size: int
+    held: tuple[Held, ...]
+    groups: tuple[Group, ...]
+    levers: tuple[Lever, ...]
+
+
+def explain(plan: Plan, at: int | None = None) -> Explanation:
+    """Explain step `at` of `plan` (None: the first step at the peak).
+
+    Raises `InvalidSize` for a step that the plan does not have. Takes milliseconds on thousands of ops.
+    """
+    step = plan.problem.peak_step if at is None else at
+    count = len(plan.schedule.order)
+    if not 0 <= step < count:
+        last = f"its steps are 0 to {count - 1}" if count else "it has no steps"
+        raise InvalidSize(f"{plan.model or 'the plan'} has no step {step}", hint=last)
+    steps, holders = touches(plan), alive_at(plan, step)
+    return Explanation(
+        model=plan.model,
+        at=op_at(plan, step),
+        live=sum(h.size for h in holders),
+        max_live=plan.max_live,
+        arena_size=plan.arena_size,
+        held=tuple(_held(plan, holder, steps.get(holder.id, ()), step) for holder in holders),
+        groups=grouped(holders),
+        levers=levers(plan, step),
+    )
+
+
+def _held(plan: Plan, holder: Holder, steps: tuple[int, ...], step: int) -> Held:
+    after, before = next_use(steps, step), last_use(steps, step)
+    touched = step in steps
+    if touched and before is None:
+        role = Role.MADE
+    elif touched:
+        role = Role.USED if after is not None else Role.LAST_USE
+    else:
+        role = Role.WAITS if after is not None else Role.KEPT
+    return Held(
+        holder=holder,
+        role=role,
+        next_use=None if after is None else op_at(plan, after),
+        holds_until=None if after is None else op_at(plan, steps[-1]),
+        idle=0
+        if touched
+        else (holder.end if after is None else after) - (holder.start if before is None else before) - 1,
+    )

@@ -1,0 +1,219 @@
+"""Where a storage will be at each step of a plan, and when it is used: what `Plan.forecast` answers."""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from memplan.core.evictions import OFFLOAD, RELOAD, RELOAD_WAIT, TRANSFERS
+from memplan.core.graph import StorageKind
+from memplan.errors import MemplanError, UnknownName
+
+if TYPE_CHECKING:
+    from memplan.core.plan import Plan
+
+_SHOWN = 8  # names in an error
+_GIVEN = (
+    StorageKind.PARAMETER,
+    StorageKind.OPTIMIZER_STATE,
+    StorageKind.CONSTANT,
+    StorageKind.INPUT,
+    StorageKind.TANGENT,
+)
+
+
+class Where(enum.StrEnum):
+    """Where the bytes of a storage are; the value is the word for people."""
+
+    ARENA = "arena"
+    RETURNING = "returning"  # its place in the arena is taken, the copy from the host is under way
+    HOST = "host"
+    DROPPED = "dropped"  # given up, and computed again before its next use
+    OUTSIDE = "outside"  # memory of the model, the caller or autograd
+    ABSENT = "absent"  # not made yet, or not needed any more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a storage is during the steps [start, end). `offset`: bytes from the beginning of the arena (or of the
+    arena on the host); None where there is none."""
+
+    start: int
+    end: int
+    where: Where
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """A storage of `nbytes` bytes through the `steps` steps of a plan.
+
+    `places` follow one another without a gap from step 0 to the last. `uses` are the steps whose ops read or write
+    it, recomputes included and copies left out, ascending. `lives` are the names under which the plan has it: its own,
+    and one for each time that it is computed or copied back ("gelu@1").
+    """
+
+    name: str
+    nbytes: int
+    kind: str
+    steps: int
+    places: tuple[Place, ...]
+    uses: tuple[int, ...]
+    lives: tuple[str, ...]
+
+    def at(self, step: int) -> Place:
+        """Where it is while the op of `step` runs. Raises `MemplanError` for a step that is none."""
+        if not 0 <= step < self.steps:
+            raise MemplanError(
+                f"step {step} is not one of the plan's {self.steps}",
+                where=self.name,
+                hint=f"its steps are 0 to {self.steps - 1}",
+            )
+        return self.places[bisect_right(self.places, step, key=lambda place: place.start) - 1]
+
+    def next_use(self, step: int) -> int | None:
+        """The first use after `step` (-1: the first of all), None when there is none."""
+        place = bisect_right(self.uses, step)
+        return self.uses[place] if place < len(self.uses) else None
+
+
+def forecast(plan: Plan, name: str) -> Forecast:
+    """The storage that `name` names: its own name or that of a further life, of a value that lies in it, or the path
+    of the module that made it, when that made only one. Raises `UnknownName`, with the names that come close.
+    """
+    hosts = _hosts(plan)
+    storage = _find(plan, _bases(plan, hosts), name)
+    lives = _lives(plan, storage)
+    touched = _touches(plan, lives)
+    graph, order, found = plan.graph, plan.schedule.order, plan.graph.storages[storage]
+    uses = {s for steps in touched.values() for s in steps if graph.ops[order[s]].target not in TRANSFERS}
+    return Forecast(
+        name=found.name,
+        nbytes=found.nbytes,
+        kind=found.kind.value,
+        steps=len(order),
+        places=tuple(_without_gaps(plan, lives, hosts, touched)),
+        uses=tuple(sorted(uses)),
+        lives=tuple(graph.storages[life].name for life in lives),
+    )
+
+
+# -- names -----------------------------------------------------------------------------------------------
+
+
+def _hosts(plan: Plan) -> dict[int, int]:
+    """Storage of the arena -> what holds its bytes on the host: a copy or (streamed) the storage it is a life of."""
+    graph, found = plan.graph, dict[int, int]()
+    for op in graph.ops:
+        if op.target in (OFFLOAD, RELOAD):
+            source, destination = graph.values[op.reads[0]].storage, graph.values[op.writes[0]].storage
+            device, host = (source, destination) if op.target == OFFLOAD else (destination, source)
+            found[device] = host
+    return found
+
+
+def _bases(plan: Plan, hosts: Mapping[int, int]) -> dict[int, int]:
+    """Further life, or copy on the host -> the storage that it is of."""
+    found = {life: base for base, life in plan.eviction.instances} if plan.eviction else {}
+    copies = {host: found.get(device, device) for device, host in hosts.items()}
+    return found | {host: base for host, base in copies.items() if host != base}
+
+
+def _find(plan: Plan, bases: Mapping[int, int], name: str) -> int:
+    """The storage (not one of its further lives) of that name. Raises `UnknownName`."""
+    storages = plan.graph.storages
+    for table in (
+        {s.name: i for i, s in reversed(list(enumerate(storages)))},
+        {v.name: v.storage for v in reversed(plan.graph.values)},
+    ):
+        if name in table:
+            return bases.get(table[name], table[name])
+    own = [i for i in range(len(storages)) if i not in bases]
+    made = [i for i in own if name and storages[i].origin.module == name]
+    if len(made) == 1:
+        return made[0]
+    if made:
+        names = ", ".join(storages[i].name for i in made[:_SHOWN])
+        hint = f"name one of them: {names}{', ...' if len(made) > _SHOWN else ''}"
+        raise UnknownName(f"the module made {len(made)} storages", where=name, hint=hint)
+    known = {storages[i].name for i in own} | {storages[i].origin.module for i in own} - {""}
+    close = get_close_matches(name, sorted(known), n=_SHOWN, cutoff=0.5)
+    hint = f"did you mean: {', '.join(close)}" if close else "the names are those of plan.graph.storages"
+    raise UnknownName("names no storage, value or module of the plan", where=repr(name), hint=hint)
+
+
+# -- places ----------------------------------------------------------------------------------------------
+
+
+def _lives(plan: Plan, storage: int) -> list[int]:
+    """`storage` and its further lives that anything reads; the others are memory that a recompute throws away."""
+    graph = plan.graph
+    further = [life for base, life in plan.eviction.instances if base == storage] if plan.eviction else []
+    read = {graph.values[v].storage for op in graph.ops if op.target != RELOAD_WAIT for v in op.reads}
+    return [storage, *(life for life in further if life in read or life in _kept(plan))]
+
+
+def _kept(plan: Plan) -> set[int]:
+    """What the caller keeps, which lives to the end of the step."""
+    return {plan.graph.values[v].storage for v in (*plan.graph.outputs, *plan.graph.gradients)}
+
+
+def _touches(plan: Plan, storages: list[int]) -> dict[int, list[int]]:
+    """Storage -> the steps of its touches, ascending."""
+    found: dict[int, list[int]] = {s: [] for s in storages}
+    for step, index in enumerate(plan.schedule.order):
+        for s in plan.graph.touched(plan.graph.ops[index]):
+            if s in found:
+                found[s].append(step)
+    return found
+
+
+def _stays(plan: Plan, touched: Mapping[int, list[int]]) -> Iterator[Place]:
+    """Where each life is from its first touch to its last; in the arena that is where its bytes are placed."""
+    graph, order = plan.graph, plan.schedule.order
+    container = {v.storage: plan.placed.values[i].storage for i, v in enumerate(graph.values)}
+    for life, steps in touched.items():
+        storage = graph.storages[life]
+        if not steps or (not storage.planned and (storage.kind in _GIVEN or len(touched) > 1)):
+            continue  # or made for the caller, who gets it on the host
+        first, end = steps[0], len(order) if life in _kept(plan) else steps[-1] + 1
+        if not storage.planned:
+            yield Place(start=first, end=end, where=Where.OUTSIDE)
+            continue
+        offset = plan.solution.offsets.get(graph.storages[container[life]].name)
+        offset = None if offset is None else offset + plan.redzone  # a storage without bytes has none
+        if graph.ops[order[first]].target == RELOAD:
+            arrived = next((s + 1 for s in steps if graph.ops[order[s]].target == RELOAD_WAIT), end)
+            yield Place(start=first, end=arrived, where=Where.RETURNING, offset=offset)
+            first = arrived
+        if first < end:
+            yield Place(start=first, end=end, where=Where.ARENA, offset=offset)
+
+
+def _without_gaps(
+    plan: Plan, lives: list[int], hosts: Mapping[int, int], touched: Mapping[int, list[int]]
+) -> Iterator[Place]:
+    """Where the lives stay, and between them where the storage is while it is not on the device."""
+    base = plan.graph.storages[lives[0]]
+    given = not base.planned and base.kind in _GIVEN
+    on_host = [hosts[life] for life in lives if life in hosts]
+    copies = plan.eviction.host.offsets if plan.eviction else {}
+    offset = copies.get(plan.graph.storages[on_host[0]].name) if on_host else None
+    now, end = 0, len(plan.schedule.order)
+    for place in (*sorted(_stays(plan, touched), key=lambda place: place.start), None):
+        until = end if place is None else place.start
+        if now < until:
+            if given or (not base.planned and on_host and now):
+                where = Where.HOST if on_host else Where.OUTSIDE
+            elif place is None or now == 0:
+                where = Where.ABSENT
+            else:
+                where = Where.HOST if place.where is Where.RETURNING else Where.DROPPED
+            yield Place(start=now, end=until, where=where, offset=offset if where is Where.HOST else None)
+        if place is not None:
+            yield place
+            now = place.end

@@ -1,0 +1,1 @@
+"""memplan.check: to be described."""

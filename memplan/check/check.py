@@ -1,0 +1,180 @@
+"""A plan against limits: which were exceeded, by how much, and which buffers explain it. Pure, torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from memplan.analysis.figures import Figures, figures_of
+from memplan.analysis.groups import Growth, growths
+from memplan.analysis.holders import Holder, alive_at
+from memplan.check.rules import Against, Metric, Rule
+from memplan.core.plan import Plan
+from memplan.core.units import bytes_apart, format_exact, format_share, shares_apart
+from memplan.errors import InvalidSize
+
+EXPLAINED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a plan must keep; None is no limit.
+
+    `max_arena` and `max_outside` are bytes (outside: everything that `Plan.total` adds to the arena),
+    `max_fragmentation` is a share between 0 and 1. A figure equal to its limit keeps it.
+    """
+
+    max_arena: int | None = None
+    max_fragmentation: float | None = None
+    max_outside: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_arena", "max_outside"):
+            size = getattr(self, name)
+            if size is not None and size < 0:
+                raise InvalidSize(f"{size} is negative", where=name, hint="give a number of bytes")
+        share = self.max_fragmentation
+        if share is not None and not 0 <= share <= 1:
+            raise InvalidSize(f"{share} is not between 0 and 1", where="max_fragmentation", hint="write 0.02 for 2 %")
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.rules
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The limits as rules, in the order of the fields."""
+        # 0.02 as it was written, not as the nearest binary fraction: 98 of 100 bytes keep a limit of 2 %.
+        share = None if self.max_fragmentation is None else Fraction(repr(float(self.max_fragmentation)))
+        given = ((Metric.ARENA, self.max_arena), (Metric.FRAGMENTATION, share), (Metric.OUTSIDE, self.max_outside))
+        return tuple(
+            Rule(metric=metric, against=Against.ZERO, amount=Fraction(most), text=f"{metric}:{most}")
+            for metric, most in given
+            if most is not None
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One limit and what was measured, exactly. `is_share`: both are shares of one, otherwise bytes.
+
+    What explains an exceeded limit, largest first: `grown` are the rows that differ from the baseline, which
+    add up to the difference; without a baseline `because` are the buffers alive at the peak, or `parts` the
+    bytes by kind that lie outside. `before` is the baseline's value.
+    """
+
+    name: str
+    measured: Fraction
+    limit: Fraction
+    is_share: bool
+    ok: bool
+    rule: str = ""
+    before: Fraction | None = None
+    because: tuple[Holder, ...] = ()
+    parts: tuple[tuple[str, int], ...] = ()
+    grown: tuple[Growth, ...] = ()
+
+    @property
+    def excess(self) -> Fraction:
+        """How much above the limit, in its unit; 0 when the limit is kept."""
+        return Fraction(0) if self.ok else self.measured - self.limit
+
+    def texts(self) -> tuple[str, str, str]:
+        """Measured, limit and excess for reading: exact bytes, shares with the digits that tell them apart."""
+        if self.is_share:
+            measured, limit = shares_apart(float(self.measured), float(self.limit))
+            return measured, limit, "" if self.ok else format_share(float(self.excess))
+        # Bytes come whole: a limit of 100.5 bytes is one of 100.
+        figure, most = int(self.measured), int(self.limit)
+        if self.ok:
+            return *bytes_apart(figure, most), ""
+        return format_exact(figure), format_exact(most), format_exact(figure - most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The findings of a plan, one per rule, in the order of the rules."""
+
+    model: str
+    findings: tuple[Finding, ...]
+    figures: Figures
+    baseline: Figures | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Every limit is kept."""
+        return all(finding.ok for finding in self.findings)
+
+    @property
+    def gains(self) -> tuple[tuple[Metric, int, int], ...]:
+        """(figure, bytes in the baseline, fewer bytes now): what the baseline can be lowered to."""
+        if self.baseline is None:
+            return ()
+        pairs = ((m, int(m.of(self.baseline)), int(m.of(self.figures))) for m in (Metric.ARENA, Metric.OUTSIDE))
+        return tuple((metric, before, now) for metric, before, now in pairs if now < before)
+
+
+def check(plan: Plan, limits: Limits | Iterable[Rule], baseline: Figures | None = None) -> Verdict:
+    """Compare exactly (no float comes between a figure and its limit).
+
+    Raises `InvalidSize` for a rule that counts from a baseline when none is given.
+    """
+    rules = limits.rules if isinstance(limits, Limits) else tuple(limits)
+    for rule in rules:
+        if rule.needs_baseline and baseline is None:
+            raise InvalidSize(
+                f"{rule.text!r} counts from a baseline, and {plan.model or 'the plan'} has none",
+                hint="give --baseline FILE, and write it once with --update-baseline",
+            )
+    figures = figures_of(plan)
+    findings = tuple(_finding(plan, figures, baseline, rule) for rule in rules)
+    return Verdict(model=plan.model, findings=findings, figures=figures, baseline=baseline)
+
+
+def _finding(plan: Plan, figures: Figures, baseline: Figures | None, rule: Rule) -> Finding:
+    metric, measured, limit = rule.metric, rule.metric.of(figures), rule.limit(baseline)
+    ok = measured <= limit
+    before = metric.of(baseline) if baseline is not None else None
+    grown: tuple[Growth, ...] = ()
+    if not ok and baseline is not None and before is not None and measured > before:
+        grown = tuple(_grown(metric, baseline, figures))
+    explain = not ok and not grown
+    return Finding(
+        name=metric.value,
+        measured=measured,
+        limit=limit,
+        is_share=metric.is_share,
+        ok=ok,
+        rule=rule.text,
+        before=before,
+        because=alive_at(plan, plan.problem.peak_step, EXPLAINED) if explain and metric is not Metric.OUTSIDE else (),
+        parts=_parts(figures) if explain and metric is Metric.OUTSIDE else (),
+        grown=grown,
+    )
+
+
+def _parts(figures: Figures) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(figures.parts.items(), key=lambda part: -part[1]))
+
+
+def _grown(metric: Metric, before: Figures, after: Figures) -> Iterator[Growth]:
+    """What explains the growth of a figure, largest first."""
+    rows: list[Growth] = []
+    if metric is not Metric.OUTSIDE:
+        rows += growths(before.peak, after.peak)
+    if metric in (Metric.ARENA, Metric.TOTAL, Metric.FRAGMENTATION) and before.lost != after.lost:
+        rows.append(_row("fragmentation", before.lost, after.lost))
+    if metric in (Metric.OUTSIDE, Metric.TOTAL):
+        for kind in {**after.parts, **before.parts}:
+            old, new = before.parts.get(kind, 0), after.parts.get(kind, 0)
+            if old != new:
+                rows.append(_row(kind, old, new))
+    yield from sorted(rows, key=lambda row: -row.delta)
+
+
+def _row(kind: str, before: int, after: int) -> Growth:
+    """A row that stands for no buffers of the arena."""
+    return Growth(
+        module="", op="", kind=kind, source="", count_before=0, count_after=0, bytes_before=before, bytes_after=after
+    )

@@ -1,0 +1,1 @@
+"""memplan.core: to be described."""

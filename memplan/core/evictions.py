@@ -1,0 +1,159 @@
+"""What a plan says of its evictions: which storage, how, and at which steps."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memplan.core.graph import Graph
+from memplan.core.problem import Solution
+from memplan.errors import InvalidPlan
+
+OFFLOAD, OFFLOAD_WAIT = "memplan.offload", "memplan.offload_wait"
+RELOAD, RELOAD_WAIT = "memplan.reload", "memplan.reload_wait"
+SEND, SEND_WAIT = "memplan.send", "memplan.send_wait"  # from one device to another
+TRANSFERS = (OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT)
+
+
+class Action(enum.Enum):
+    """How a storage's bytes are given up and had again; the value is the word for people."""
+
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+    COMPRESS = "compress"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """One absence of a storage from the device (Capuchin's terms; steps of the plan's schedule).
+
+    `evicted_access` is the last use before, `back_access` the next after it; at `in_trigger` the reload (or the
+    op that makes it again) starts. `instance` is the storage that holds it from then on.
+    """
+
+    storage: str
+    instance: str
+    action: Action
+    nbytes: int
+    evicted_access: int
+    in_trigger: int
+    back_access: int
+
+
+def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Eviction, ...]:
+    """Every absence that ends in a use; `instances`: (storage, further life of it) in the order of their births."""
+    touches: dict[int, list[int]] = {}
+    for step, op in enumerate(graph.ops):
+        for s in graph.touched(op):
+            touches.setdefault(s, []).append(step)
+    found = []
+    previous: dict[int, int] = {}
+    for base, instance in instances:
+        steps = touches[instance]
+        using = [s for s in steps if instance not in graph.written(graph.ops[s])]
+        if not using:
+            continue  # thrown away, or waiting for the end
+        if not graph.storages[base].planned and graph.ops[steps[0]].target != RELOAD:
+            previous[base] = instance
+            continue  # made for the caller, who gets it on the host
+        before = [s for s in touches.get(previous.get(base, base), ()) if s < steps[0]]
+        accesses = [s for s in before if graph.ops[s].target not in TRANSFERS]
+        found.append(
+            Eviction(
+                storage=graph.storages[base].name,
+                instance=graph.storages[instance].name,
+                action=Action.OFFLOAD if graph.ops[steps[0]].target == RELOAD else Action.RECOMPUTE,
+                nbytes=graph.storages[base].nbytes,
+                evicted_access=accesses[-1] if accesses else 0,
+                in_trigger=steps[0],
+                back_access=using[0],
+            )
+        )
+        previous[base] = instance
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The arena of one device, among those of a plan for several: its bytes are the offsets [start, start + size).
+
+    `max_live` is the lower bound of its size in this order, `budget` the most that it may have.
+    """
+
+    device: str
+    start: int
+    size: int
+    max_live: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionPlan:
+    """How a plan keeps its budget. Its graph holds every recompute and copy as an op of its own.
+
+    `budget` is in bytes; `costs` names the cost model by which `seconds` (of a step, `stall` of them waiting for
+    copies) and `base_seconds` (without evictions) are predicted. `sources[i]` is the op of the traced graph that
+    op i is or repeats, -1 for a copy. `instances` are (storage, further life of it) in the order of their births.
+    `host` places the copies on the host in an arena of their own. `device`: where the step runs whose model and caller
+    are on the host ("": where they are), and all of whose parameters, inputs and results are copied. `sections`: the
+    arenas of several devices, in their order; none for one.
+    """
+
+    policy: str
+    costs: str
+    budget: int
+    seconds: float
+    base_seconds: float
+    stall: float
+    sources: tuple[int, ...]
+    instances: tuple[tuple[int, int], ...]
+    host: Solution
+    device: str = ""
+    sections: tuple[Section, ...] = ()
+
+    @property
+    def overhead(self) -> float:
+        """Predicted seconds over those without evictions, less 1."""
+        return self.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
+
+
+def check_record(graph: Graph, plan: EvictionPlan) -> None:
+    """Raise `InvalidPlan` naming what in `plan` cannot belong to `graph`."""
+    if len(plan.sources) != len(graph.ops):
+        raise InvalidPlan("needs one source per op", where="eviction.sources")
+    for i, (op, source) in enumerate(zip(graph.ops, plan.sources, strict=True)):
+        if source < -1 or (source == -1) != (op.target in TRANSFERS):
+            raise InvalidPlan(f"names no op that {op.name!r} could repeat", where=f"eviction.sources[{i}]")
+    _check_instances(graph, plan)
+    if plan.budget < 0 or min(plan.seconds, plan.base_seconds, plan.stall) < 0:
+        raise InvalidPlan("a budget or a time is negative", where="eviction")
+    if plan.stall > plan.seconds:
+        raise InvalidPlan(f"a step of {plan.seconds} s cannot wait for {plan.stall} s", where="eviction.stall")
+
+
+def _check_instances(graph: Graph, plan: EvictionPlan) -> None:
+    """A further life begins with a reload or a repeated op, or is made for the caller; each is named once, with the
+    storage that it is one of."""
+    storages = graph.storages
+    outside = {life for base, life in plan.instances if 0 <= base < len(storages) and not storages[base].planned}
+    born: list[int] = []
+    touched: set[int] = set()
+    seen: set[int] = set()
+    for op, source in zip(graph.ops, plan.sources, strict=True):
+        again = op.target in (RELOAD, RELOAD_WAIT) or source in seen
+        new = [s for s in graph.touched(op) if s not in touched]
+        born += [s for s in new if storages[s].planned and (again or s in outside)]
+        touched.update(new)
+        seen |= {source} - {-1}
+    lives: dict[int, int] = {}
+    for i, pair in enumerate(plan.instances):
+        where = f"eviction.instances[{i}]"
+        if not all(0 <= s < len(storages) for s in pair):
+            raise InvalidPlan("names no storages of the graph", where=where)
+        base, further = (storages[s] for s in pair)
+        lives[pair[0]] = lives.get(pair[0], 0) + 1
+        if further.name != f"{base.name}@{lives[pair[0]]}" or further.nbytes != base.nbytes:
+            raise InvalidPlan(f"{further.name!r} is not the next life of {base.name!r}", where=where)
+    if [further for _, further in plan.instances] != sorted(born):
+        raise InvalidPlan("are not the lives that begin with a reload or a repeated op", where="eviction.instances")

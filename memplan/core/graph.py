@@ -1,0 +1,253 @@
+"""What runs, and which bytes it touches: a traced step without torch.
+
+An `Op` is one kernel launch; a `Value` is a strided view of a `Storage`; a `Storage` is a run of bytes (an
+alias set). View ops do not appear: the views that they make are values. Ops stand in traced order, which is
+one legal order; which others are legal follows from the storages that they touch.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from memplan.errors import InvalidPlan, PlanMismatch
+
+GIVEN = "constant"  # the op of a constant's origin that no op made
+
+
+class StorageKind(enum.StrEnum):
+    """What the bytes are for."""
+
+    INPUT = "input"
+    PARAMETER = "parameter"
+    CONSTANT = "constant"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    OUTPUT = "output"
+    TANGENT = "tangent"
+    OPTIMIZER_STATE = "optimizer state"
+    HOST = "host copy"
+
+
+class Phase(enum.StrEnum):
+    """When an op runs: in the call of the model, or in `backward`."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where something came from: module path ("h.0.attn"), user's source line ("model.py:12"), op and node."""
+
+    module: str = ""
+    source: str = ""
+    op: str = ""
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A run of bytes. `planned`: it lives in the arena; otherwise the model, the caller or autograd owns it."""
+
+    name: str
+    nbytes: int
+    device: str
+    kind: StorageKind
+    planned: bool
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A strided view of `storage` (an index into `Graph.storages`); `offset` and `strides` count elements."""
+
+    name: str
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def dense(self) -> bool:
+        """Whether its elements lie one beside the other, in whatever order, each once; expanded values do not."""
+        expected = 1
+        for stride, n in sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
+            if stride != expected:
+                return False
+            expected *= n
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One kernel. `reads` and `writes` are value indices; a value in both is changed in place.
+
+    `direct`: the kernel writes its results where it is told to. Otherwise it returns fresh tensors, which
+    are copied to their place, and their bytes lie outside the arena while it runs.
+
+    `chances` are pairs (result, input) of value indices: the result may take the bytes of the input's storage,
+    in an order in which nothing touches that storage after this op. See `memplan.core.in_place`. `unrelated` are such pairs
+    too: the result does not depend on the input, although the kernel reads it.
+    """
+
+    name: str
+    target: str
+    phase: Phase
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    direct: bool
+    random: bool
+    origin: Origin
+    chances: tuple[tuple[int, int], ...] = ()
+    unrelated: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def only_raises(self) -> bool:
+        """Whether it makes and changes nothing, and runs to raise if what it reads says that an op has failed."""
+        return not self.writes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """A step: ops in traced order (forward first), the values and storages they touch, what the caller gets.
+
+    `outputs` are the values returned to the caller, `gradients` those handed to autograd (parameters' and
+    inputs' gradients); value indices.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    storages: tuple[Storage, ...]
+    outputs: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+    def touched(self, op: Op) -> tuple[int, ...]:
+        """Indices of the storages that `op` reads or writes, each once, in order of appearance."""
+        return tuple(dict.fromkeys(self.values[v].storage for v in (*op.reads, *op.writes)))
+
+    def written(self, op: Op) -> tuple[int, ...]:
+        """Indices of the storages that `op` writes, each once."""
+        return tuple(dict.fromkeys(self.values[v].storage for v in op.writes))
+
+    @cached_property
+    def forward_ops(self) -> int:
+        """How many ops run in the forward; they come first."""
+        return sum(op.phase is Phase.FORWARD for op in self.ops)
+
+    def bytes_of(self, *kinds: StorageKind, planned: bool = False) -> int:
+        """Total bytes of the storages of these kinds that are (not) planned."""
+        return sum(s.nbytes for s in self.storages if s.kind in kinds and s.planned == planned)
+
+    @property
+    def folded_bytes(self) -> int:
+        """Bytes of the constants that the trace computed: results of ops that no step runs."""
+        constants = (s for s in self.storages if s.kind is StorageKind.CONSTANT)
+        return sum(s.nbytes for s in constants if s.origin.op != GIVEN)
+
+    def functional_bytes(self, op: Op) -> int:
+        """Bytes that `op` returns in fresh tensors before they are copied to their place (0 when direct)."""
+        if op.direct:
+            return 0
+        return sum(self.storages[s].nbytes for s in self.written(op) if self.storages[s].planned)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over every op, value and storage; origins (file names, lines) take no part."""
+        digest = hashlib.sha256()
+        for line in self.signature():
+            digest.update(line.encode() + b"\n")
+        return digest.hexdigest()
+
+    def signature(self) -> Iterator[str]:
+        """One line per storage and op: equal lines, equal graphs. `require_same` names the first that differs."""
+        for s in self.storages:
+            yield f"storage {s.name}: {s.kind} {s.nbytes} bytes on {s.device}{' planned' if s.planned else ''}"
+        for op in self.ops:
+            reads = ", ".join(self._describe(v) for v in op.reads)
+            writes = ", ".join(self._describe(v) for v in op.writes)
+            chances = "".join(f" or in {self.values[i].name}" for _, i in op.chances)
+            random = " random" if op.random else ""
+            unrelated = "".join(f", {self.values[o].name} not of {self.values[i].name}" for o, i in op.unrelated)
+            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{chances}{random}{unrelated}"
+        yield f"outputs: {', '.join(self._describe(v) for v in self.outputs)}"
+        yield f"gradients: {', '.join(self._describe(v) for v in self.gradients)}"
+
+    def _describe(self, index: int) -> str:
+        v = self.values[index]
+        shape, strides = ("x".join(map(str, numbers)) for numbers in (v.shape, v.strides))
+        return f"{v.name}[{v.dtype} {shape} / {strides} + {v.offset} of {self.storages[v.storage].name}]"
+
+
+def require_same(planned: Graph, traced: Graph) -> None:
+    """Raise `PlanMismatch` naming the first line in which a plan's graph and a freshly traced one differ."""
+    if planned.fingerprint == traced.fingerprint:
+        return
+    hint = "make the plan anew: memplan.plan(model, example_inputs).save(path)"
+    theirs, ours = list(planned.signature()), list(traced.signature())
+    for one, two in zip(theirs, ours, strict=False):
+        if one != two:
+            raise PlanMismatch(f"the plan was made for another graph\n  plan:  {one}\n  model: {two}", hint=hint)
+    longer = theirs if len(theirs) > len(ours) else ours
+    raise PlanMismatch(
+        f"the plan was made for another graph; only one has {longer[min(len(theirs), len(ours))]!r}", hint=hint
+    )
+
+
+def check_graph(graph: Graph) -> None:
+    """Raise `InvalidPlan` naming the first index, size or order in `graph` that cannot be."""
+    _check_storages(graph)
+    for i, value in enumerate(graph.values):
+        if not 0 <= value.storage < len(graph.storages):
+            raise InvalidPlan(f"names storage {value.storage}", where=f"graph.values[{i}].storage")
+        if len(value.shape) != len(value.strides) or min((*value.shape, *value.strides, value.offset)) < 0:
+            raise InvalidPlan("has no such view: shape, strides and offset disagree", where=f"graph.values[{i}]")
+    references = [
+        (f"ops[{i}].{field}", getattr(op, field)) for i, op in enumerate(graph.ops) for field in ("reads", "writes")
+    ]
+    references += [("outputs", graph.outputs), ("gradients", graph.gradients)]
+    for where, indices in references:
+        for index in indices:
+            if not 0 <= index < len(graph.values):
+                raise InvalidPlan(f"names value {index}", where=f"graph.{where}")
+    for i, op in enumerate(graph.ops):
+        if op.phase is Phase.FORWARD and i >= graph.forward_ops:
+            raise InvalidPlan("is of the forward, and stands behind the backward", where=f"graph.ops[{i}].phase")
+    _check_chances(graph)
+
+
+def _check_chances(graph: Graph) -> None:
+    """Both storages are planned, of one size and not the caller's; the op makes the one and reads the other."""
+    kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
+    made: dict[int, int] = {}
+    for i, op in enumerate(graph.ops):
+        for storage in graph.touched(op):
+            made.setdefault(storage, i)
+        for k, (result, read) in enumerate(op.unrelated):
+            if result not in op.writes or read not in op.reads:
+                where = f"graph.ops[{i}].unrelated[{k}]"
+                raise InvalidPlan("is not a result and an input of its op", where=where)
+        for k, (result, read) in enumerate(op.chances):
+            where = f"graph.ops[{i}].chances[{k}]"
+            if result not in op.writes or read not in op.reads:
+                raise InvalidPlan("is not a result and an input of its op", where=where)
+            born, host = (graph.values[v].storage for v in (result, read))
+            one, two = graph.storages[born], graph.storages[host]
+            if born in kept or host in kept or host in graph.written(op) or made[born] != i:
+                raise InvalidPlan("cannot be: the bytes are not free, or the result is not new", where=where)
+            if not one.planned or not two.planned or (one.nbytes, one.device) != (two.nbytes, two.device):
+                raise InvalidPlan("is between storages that do not fit each other", where=where)
+
+
+def _check_storages(graph: Graph) -> None:
+    names: set[str] = set()
+    for i, storage in enumerate(graph.storages):
+        if storage.nbytes < 0:
+            raise InvalidPlan(f"negative size {storage.nbytes}", where=f"graph.storages[{i}].nbytes")
+        if storage.name in names:
+            raise InvalidPlan(f"a storage before it has this name: {storage.name!r}", where=f"graph.storages[{i}].name")
+        names.add(storage.name)

@@ -1,0 +1,105 @@
+"""In-place reuse: an op's result may take the bytes of an input that dies at that op.
+
+Here the chances are found; `schedule/reuse.py` takes those that an order leaves.
+
+Safe where the kernel reads an element only before it writes that element's place: pointwise kernels, and those of the
+softmax family, which finish a row before they write it. Products of complex numbers are left out: their kernels, which
+the compiler vectorizes only where result and inputs are apart, round otherwise in place. An op that runs functionally
+returns fresh memory first, so its result may go anywhere. Each entry of the list is held by a bitwise test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from memplan.core.graph import Graph, Op, Value
+
+_POINTWISE_NAMES = """
+    abs.default add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default exp.default log.default reciprocal.default
+    sqrt.default rsqrt.default sin.default cos.default tanh.default sigmoid.default silu.default gelu.default
+    erf.default pow.Tensor_Scalar clamp.default clamp_min.default clamp_max.default maximum.default minimum.default
+    where.self addcmul.default lerp.Scalar bitwise_not.default logical_not.default bitwise_and.Tensor
+    bitwise_or.Tensor hardtanh.default leaky_relu.default elu.default silu_backward.default gelu_backward.default
+    tanh_backward.default sigmoid_backward.default threshold_backward.default mse_loss_backward.default
+"""
+_ROWWISE_NAMES = """
+    _softmax.default _log_softmax.default _softmax_backward_data.default _log_softmax_backward_data.default
+"""
+# ATen ops whose kernels read index i before they write index i, and nothing of it after.
+POINTWISE = frozenset(f"aten.{name}" for name in _POINTWISE_NAMES.split())
+# ATen ops whose CPU kernels finish reading a row before they write it.
+ROWWISE = frozenset(f"aten.{name}" for name in _ROWWISE_NAMES.split())
+# Those among them that multiply or divide: kernels that round complex numbers otherwise in place.
+COMPLEX_PRODUCTS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("mul.Tensor", "div.Tensor", "addcmul.default", "lerp.Scalar", "pow.Tensor_Scalar"),
+        *("silu_backward.default", "tanh_backward.default", "sigmoid_backward.default"),
+    )
+)
+_COPY = "aten.copy_.default"
+
+
+def with_chances(graph: Graph) -> Graph:
+    """The graph in which each op says which results may take the bytes of which inputs.
+
+    Which of the chances are taken depends on the order: an input must have had its last use. Outputs, gradients
+    and what is not planned take no part.
+    """
+    kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
+    made: dict[int, int] = {}
+    for index, op in enumerate(graph.ops):
+        for storage in graph.touched(op):
+            made.setdefault(storage, index)
+    new = {op.name: {s for s in graph.written(op) if made[s] == index} - kept for index, op in enumerate(graph.ops)}
+    ops = tuple(replace(op, chances=tuple(_chances(graph, op, new[op.name], kept))) for op in graph.ops)
+    return replace(graph, ops=ops)
+
+
+def _chances(graph: Graph, op: Op, new: set[int], kept: set[int]) -> Iterator[tuple[int, int]]:
+    """One pair for each result in `new` and each other storage that it could take the bytes of."""
+    if not new or not _can_overwrite(graph, op):
+        return
+    for out in _whole_results(graph, op):
+        if graph.values[out].storage in new:
+            seen = kept | set(graph.written(op))
+            for read in op.reads:
+                storage = graph.values[read].storage
+                if storage not in seen and _fits(graph, op, out, storage):
+                    yield out, read
+                seen.add(storage)
+
+
+def _can_overwrite(graph: Graph, op: Op) -> bool:
+    if not op.direct or op.target in POINTWISE or op.target == _COPY:
+        return True
+    on_cpu = all(graph.storages[s].device == "cpu" for s in graph.touched(op))
+    return on_cpu and op.target in ROWWISE  # CUDA's row kernels have not been put to the test
+
+
+def _whole_results(graph: Graph, op: Op) -> list[int]:
+    """Results that are all of their planned storage, in order."""
+    return [v for v in op.writes if _spans(graph.values[v]) and graph.storages[graph.values[v].storage].planned]
+
+
+def _fits(graph: Graph, op: Op, out: int, storage: int) -> bool:
+    """Whether the bytes of `storage`, which `op` reads, can hold `out`."""
+    result, host = graph.values[out], graph.storages[storage]
+    own = graph.storages[result.storage]
+    if not host.planned or not host.nbytes or (host.nbytes, host.device) != (own.nbytes, own.device):
+        return False
+    reads = [graph.values[r] for r in op.reads if graph.values[r].storage == storage]
+    if not op.direct:
+        return True
+    rounds = op.target in COMPLEX_PRODUCTS and result.dtype.startswith("complex")
+    return not rounds and all(_same_place(r, result) for r in reads)
+
+
+def _same_place(one: Value, two: Value) -> bool:
+    return (one.dtype, one.shape, one.strides, one.offset) == (two.dtype, two.shape, two.strides, two.offset)
+
+
+def _spans(value: Value) -> bool:
+    """Whether the value's elements fill its storage, each once."""
+    return value.offset == 0 and 0 not in value.shape and value.dense

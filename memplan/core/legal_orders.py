@@ -1,0 +1,88 @@
+"""Which orders compute the same: what must run before what, and whether an order keeps to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from memplan.core.graph import Graph, Op, Phase, Storage, StorageKind
+from memplan.errors import InvalidPlan
+
+
+def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
+    """For each op (by index) the ops that must run before it, directly.
+
+    Ops that touch one storage keep their traced order when one of them writes it. Random ops keep theirs
+    among each other, so that a seed gives the same numbers; so do collectives, which all ranks must start in
+    one order. For an op that only raises wait, of those traced after it, all that use what the op has made that it
+    checks, all that change what outlives the step, and random ops: they do not run when it raises, as in eager.
+    """
+    writer: dict[int, int] = {}
+    checked: dict[int, int] = {}  # storage -> the op that checks whoever made it
+    readers: dict[int, list[int]] = {}
+    last: dict[str, int] = {}  # of the ops that keep their order among each other
+    found: list[frozenset[int]] = []
+    for index, op in enumerate(graph.ops):
+        before: set[int] = set()
+        written = set(graph.written(op))
+        for storage in graph.touched(op):
+            if storage in writer:
+                before.add(writer[storage])
+            if storage in checked:
+                before.add(checked[storage])
+            if storage in written:
+                before.update(readers.get(storage, ()))
+                writer[storage], readers[storage] = index, []
+            else:
+                readers.setdefault(storage, []).append(index)
+        if op.only_raises:
+            made_together = (s for v in op.reads for s in _made_with(graph, writer, graph.values[v].storage))
+            checked.update(dict.fromkeys(made_together, index))
+        elif "check" in last and any(_outlives(graph.storages[s]) for s in written):
+            before.add(last["check"])
+        for chain in _chains(op):
+            if chain in last:
+                before.add(last[chain])
+            last[chain] = index
+        found.append(frozenset(before))
+    return tuple(found)
+
+
+def _made_with(graph: Graph, writer: Mapping[int, int], storage: int) -> tuple[int, ...]:
+    """What the op has written that wrote a storage last."""
+    return graph.written(graph.ops[writer[storage]]) if storage in writer else ()
+
+
+def _outlives(storage: Storage) -> bool:
+    """Whether its bytes are the model's, the optimizer's or the caller's own before the step."""
+    return not storage.planned and storage.kind not in (StorageKind.OUTPUT, StorageKind.GRADIENT)
+
+
+def _chains(op: Op) -> Iterator[str]:
+    if op.random or op.only_raises:
+        yield "random"
+    if op.only_raises:
+        yield "check"
+    if op.target.startswith(("_c10d_functional.", "c10d.")):
+        yield "collective"
+
+
+def require_legal(graph: Graph, order: tuple[int, ...]) -> None:
+    """Raise `InvalidPlan` naming the first fault unless `order` runs every op once, after what it needs.
+
+    Forward ops come before backward ops: the caller's loss is computed in between.
+    """
+    if sorted(order) != list(range(len(graph.ops))):
+        raise InvalidPlan("is not an order of the graph's ops", where="schedule.order")
+    before = predecessors(graph)
+    done: set[int] = set()
+    backward = False
+    for step, index in enumerate(order):
+        op = graph.ops[index]
+        missing = before[index] - done
+        if missing:
+            first = graph.ops[min(missing)].name
+            raise InvalidPlan(f"runs {op.name!r} before {first!r}, which it needs", where=f"schedule.order[{step}]")
+        if backward and op.phase is Phase.FORWARD:
+            raise InvalidPlan(f"runs {op.name!r} of the forward in the backward", where=f"schedule.order[{step}]")
+        backward = backward or op.phase is Phase.BACKWARD
+        done.add(index)

@@ -1,0 +1,50 @@
+"""From an order to a problem: every planned storage becomes a buffer with a live interval in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memplan.core.graph import Graph, Storage, StorageKind
+from memplan.core.problem import Buffer, Problem
+from memplan.core.schedule import storage_intervals
+from memplan.schedule import Schedule
+
+
+def problem(graph: Graph, schedule: Schedule, *, alignment: int, redzone: int = 0) -> Problem:
+    """The offset-assignment problem of `graph` under `schedule`.
+
+    Sizes are rounded up to `alignment` bytes, so that every end is aligned too; `redzone` adds so many bytes
+    (a multiple of `alignment`) on each side of every buffer. Buffers stand in the order of their births.
+    """
+    return _problem(graph, schedule, lambda storage: storage.planned, alignment, redzone)
+
+
+def device_problem(problem: Problem, graph: Graph, device: str) -> Problem:
+    """The part of `problem` that lies on one of several devices."""
+    there = {s.name for s in graph.storages if s.device == device}
+    return Problem(buffers=tuple(b for b in problem.buffers if b.id in there))
+
+
+def host_problem(graph: Graph, schedule: Schedule, *, alignment: int) -> Problem:
+    """The problem of the copies on the host, which take no bytes of the arena."""
+    return _problem(graph, schedule, lambda storage: storage.kind is StorageKind.HOST, alignment, 0)
+
+
+def _problem(
+    graph: Graph, schedule: Schedule, chosen: Callable[[Storage], bool], alignment: int, redzone: int
+) -> Problem:
+    buffers = []
+    for index, live in storage_intervals(graph, schedule.order).items():
+        storage = graph.storages[index]
+        if chosen(storage) and storage.nbytes:
+            buffers.append(
+                Buffer(
+                    id=storage.name,
+                    size=-(-storage.nbytes // alignment) * alignment + 2 * redzone,
+                    live=live,
+                    alignment=alignment,
+                    kind=storage.kind.value,
+                    origin=storage.origin.module or storage.origin.op,
+                )
+            )
+    return Problem(buffers=tuple(buffers))

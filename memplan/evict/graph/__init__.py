@@ -1,0 +1,1 @@
+"""memplan.evict.graph: to be described."""

@@ -1,0 +1,265 @@
+"""From events to a graph: recomputes and copies become ordinary ops, and every life of a storage a storage.
+
+The base graph's values and storages keep their indices, so whatever binds to them still does; further lives
+("gelu@1") stand behind them. A copy to the host and back is four ops, `memplan.offload`, `offload_wait`,
+`reload` and `reload_wait`, whose touches hold the bytes for as long as the copy needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT
+from memplan.core.graph import Graph, Op, Phase, Storage, StorageKind, Value
+from memplan.errors import InvalidEviction
+from memplan.evict.events import Event, Kind
+from memplan.evict.workload import Workload
+
+_NAMES = {
+    Kind.OFFLOAD: OFFLOAD,
+    Kind.OFFLOADED: OFFLOAD_WAIT,
+    Kind.RELOAD: RELOAD,
+    Kind.RELOADED: RELOAD_WAIT,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """The graph that runs, ops in order; `sources` and `instances` as in `EvictionPlan`."""
+
+    graph: Graph
+    sources: tuple[int, ...]
+    instances: tuple[tuple[int, int], ...]
+
+
+def apply(workload: Workload, events: Iterable[Event]) -> Applied:
+    """The graph of `events`. Raises `InvalidEviction` naming the event that cannot be."""
+    machine = _Machine(workload)
+    for position, event in enumerate(events):
+        machine.take(position, event)
+    return machine.finish()
+
+
+@dataclass(slots=True)
+class _Life:
+    """The current life of a storage: where it is (indices of the new graph's storages)."""
+
+    device: int | None = None
+    host: int | None = None
+    written: int = 0  # by how many of its writers
+    dropped: bool = False
+    away: bool = False  # on the host, and to come back from there
+    clean: bool = False  # the host has the same bytes
+    copying: Kind | None = None
+
+
+@dataclass(slots=True)
+class _Machine:
+    workload: Workload
+    values: list[Value] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    instances: list[tuple[int, int]] = field(default_factory=list)  # (base storage, its further life)
+    lives: list[_Life] = field(default_factory=list)
+    ran: list[int] = field(default_factory=list)
+    moved: dict[tuple[int, int], int] = field(default_factory=dict)
+    copies: dict[int, int] = field(default_factory=dict)  # of the names of a storage
+    due: set[int] = field(default_factory=set)  # what the forward has changed, and is not home yet
+    forward_left: int = 0
+    backward: bool = False
+
+    def __post_init__(self) -> None:
+        g, w = self.workload.graph, self.workload
+        self.values, self.storages = list(g.values), list(g.storages)
+        self.ran = [0] * len(g.ops)
+        self.forward_left = g.forward_ops
+        self.lives = [_Life(device=None if i in w.held else i) for i in range(len(g.storages))]
+        for s in w.streamed - w.fresh:
+            self.lives[s].host, self.lives[s].clean = s, True
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def take(self, position: int, event: Event) -> None:
+        where = f"event {position} ({event.kind.name.lower()} {self._name(event)})"
+        if event.kind is Kind.RUN:
+            self._run(event.of, where)
+        elif event.kind is Kind.DROP:
+            life = self._on_device(event.of, where)
+            if not life.clean and not self.workload.recomputable[event.of]:
+                raise InvalidEviction("its bytes cannot be had again", where=where)
+            life.dropped = True
+        else:
+            self._copy(event, where)
+
+    def finish(self) -> Applied:
+        g = self.workload.graph
+        for i, count in enumerate(self.ran):
+            if not count:
+                raise InvalidEviction("never runs", where=f"op {g.ops[i].name}")
+        graph = replace(g, ops=tuple(self.ops), values=tuple(self.values), storages=tuple(self.storages))
+        return Applied(graph=graph, sources=tuple(self.sources), instances=tuple(self.instances))
+
+    def _run(self, index: int, where: str) -> None:
+        op, again = self.workload.graph.ops[index], self.ran[index] > 0
+        if again and op.random:
+            raise InvalidEviction("it draws random numbers, and would draw others", where=where)
+        touched = self.workload.graph.values
+        reads = tuple(self._value(v, self._readable(touched[v].storage, where)) for v in op.reads)
+        target = {s: self._writable(s, index, again, where) for s in self.workload.graph.written(op)}
+        writes = tuple(self._value(v, target[touched[v].storage]) for v in op.writes)
+        if not again and op.phase is Phase.FORWARD:
+            self.forward_left -= 1
+            self.due |= self.workload.due.intersection(target)
+        name = f"{op.name}@{self.ran[index]}" if again else op.name
+        phase = None if again else op.phase
+        new = dict(zip((*op.reads, *op.writes), (*reads, *writes), strict=True))
+        chances = tuple((new[result], new[read]) for result, read in op.chances)
+        unrelated = tuple((new[result], new[read]) for result, read in op.unrelated)
+        op = replace(op, name=name, reads=reads, writes=writes, chances=chances, unrelated=unrelated)
+        self._emit(op, self.workload.sources[index], phase, where)
+        self.ran[index] += 1
+
+    def _copy(self, event: Event, where: str) -> None:
+        s, life = event.of, self.lives[event.of]
+        if event.kind in (Kind.OFFLOAD, Kind.OFFLOADED):
+            self._on_device(s, where)
+        starts = event.kind in (Kind.OFFLOAD, Kind.RELOAD)
+        if starts and life.copying is not None:
+            raise InvalidEviction("another copy of it is under way", where=where)
+        if not starts and life.copying is not Kind(event.kind - 1):
+            raise InvalidEviction("no such copy was started", where=where)
+        if event.kind is Kind.OFFLOAD and life.host is None:
+            life.host = s if s in self.workload.fresh else self._host_copy(s)
+        if event.kind is Kind.RELOAD:
+            if life.host is None or (life.device is not None and not life.dropped):
+                raise InvalidEviction("there is no copy of it on the host, or it never left", where=where)
+            life.device = self._instance(s)
+        assert life.host is not None
+        assert life.device is not None
+        device, host = self._whole(life.device), self._whole(life.host)
+        base = self.workload.graph.storages[s]
+        reads, writes = {
+            Kind.OFFLOAD: ((device,), (host,)),
+            Kind.OFFLOADED: ((device, host), (host,)),
+            Kind.RELOAD: ((host,), (device,)),
+            Kind.RELOADED: ((host, device), (device,)),
+        }[event.kind]
+        op = Op(
+            name=f"{_NAMES[event.kind].removeprefix('memplan.')}:{self.storages[life.device].name}",
+            target=_NAMES[event.kind],
+            phase=Phase.FORWARD,
+            reads=reads,
+            writes=writes,
+            direct=True,
+            random=False,
+            origin=base.origin,
+        )
+        early = event.kind is Kind.OFFLOAD and not self.backward  # what the forward made may leave before it ends
+        self._emit(op, -1, Phase.FORWARD if early else None, where)
+        if event.kind is Kind.OFFLOADED:
+            self.due.discard(s)
+        if event.kind is Kind.RELOAD and s in self.workload.late and not self.backward:
+            raise InvalidEviction("it is given when the backward begins", where=where)
+        life.copying = event.kind if starts else None
+        life.clean = life.clean or event.kind is Kind.OFFLOADED
+        life.away = event.kind is Kind.OFFLOADED or (life.away and event.kind is Kind.RELOAD)
+        life.dropped = event.kind is Kind.OFFLOADED or (life.dropped and event.kind is not Kind.RELOADED)
+
+    # -- where things are --------------------------------------------------------------------------------
+
+    def _on_device(self, s: int, where: str) -> _Life:
+        life = self.lives[s]
+        if life.device is None or life.dropped or life.copying is Kind.RELOAD:
+            raise InvalidEviction("its bytes are not on the device", where=where)
+        return life
+
+    def _readable(self, s: int, where: str) -> int:
+        device = self._on_device(s, f"{where}: {self.workload.graph.storages[s].name}").device
+        assert device is not None
+        return device
+
+    def _writable(self, s: int, index: int, again: bool, where: str) -> int:
+        """The instance that a run writes: the current one, a renewed one, or throw-away memory."""
+        life, name = self.lives[s], self.workload.graph.storages[s].name
+        if life.copying is not None and not again:
+            raise InvalidEviction(f"it writes {name} while that is being copied", where=where)
+        place = self.workload.writers[s].index(index)
+        absent = life.device is None or life.dropped
+        if again and not self.workload.recomputable[s]:
+            raise InvalidEviction(f"it would change {name} twice", where=where)
+        life.clean = life.clean and again
+        if life.copying is None and not absent and life.written == place:
+            life.written += 1
+        elif absent and place == 0 and not life.away and life.copying is None and (again or not life.dropped):
+            further = again or s in self.workload.streamed
+            life.device, life.written, life.dropped = (self._instance(s) if further else s), 1, False
+        elif again and (life.away or life.copying is not None or not absent):
+            return self._instance(s)
+        elif s not in self.workload.streamed or absent:
+            raise InvalidEviction(f"{name} does not hold what its earlier writers wrote", where=where)
+        assert life.device is not None
+        return life.device
+
+    # -- making things -----------------------------------------------------------------------------------
+
+    def _emit(self, op: Op, source: int, phase: Phase | None, where: str) -> None:
+        """`phase` None: the one that the step is in; the backward begins when all ops of the forward have run, and
+        what they changed of the caller's is home."""
+        if phase is None:
+            late = self.backward or (self.forward_left == 0 and not self.due and self._has_backward)
+            phase = Phase.BACKWARD if late else Phase.FORWARD
+        if phase is Phase.BACKWARD and self.due:
+            name = self.workload.graph.storages[min(self.due)].name
+            raise InvalidEviction(f"the forward changed {name}, which is not back on the host", where=where)
+        self.backward = self.backward or phase is Phase.BACKWARD
+        self.ops.append(replace(op, phase=phase))
+        self.sources.append(source)
+
+    @property
+    def _has_backward(self) -> bool:
+        return self.workload.graph.forward_ops < len(self.workload.graph.ops)
+
+    def _instance(self, s: int) -> int:
+        base = self.workload.graph.storages[s]
+        self.copies[s] = self.copies.get(s, 0) + 1
+        device = self.workload.device or base.device
+        self.storages.append(replace(base, name=f"{base.name}@{self.copies[s]}", planned=True, device=device))
+        self.instances.append((s, len(self.storages) - 1))
+        return len(self.storages) - 1
+
+    def _host_copy(self, s: int) -> int:
+        base = self.workload.graph.storages[s]
+        host = replace(base, name=f"{base.name}@host", kind=StorageKind.HOST, planned=False, device="cpu")
+        self.storages.append(host)
+        return len(self.storages) - 1
+
+    def _value(self, v: int, storage: int) -> int:
+        """Value `v` in another life of its storage."""
+        if self.values[v].storage == storage:
+            return v
+        if (v, storage) not in self.moved:
+            base = self.values[v]
+            suffix = self.storages[storage].name.rpartition("@")[2]
+            self.values.append(replace(base, name=f"{base.name}@{suffix}", storage=storage))
+            self.moved[v, storage] = len(self.values) - 1
+        return self.moved[v, storage]
+
+    def _whole(self, storage: int) -> int:
+        """A value of all the bytes of a storage."""
+        if (-1, storage) not in self.moved:
+            s = self.storages[storage]
+            whole = Value(
+                name=f"{s.name}:bytes", storage=storage, dtype="uint8", shape=(s.nbytes,), strides=(1,), offset=0
+            )
+            self.values.append(whole)
+            self.moved[-1, storage] = len(self.values) - 1
+        return self.moved[-1, storage]
+
+    def _name(self, event: Event) -> str:
+        g = self.workload.graph
+        table: tuple[Op, ...] | tuple[Storage, ...] = g.ops if event.kind is Kind.RUN else g.storages
+        if not 0 <= event.of < len(table):
+            raise InvalidEviction(f"names {event.kind.name.lower()} {event.of}, which is not there", where="events")
+        return table[event.of].name

@@ -1,0 +1,188 @@
+"""The oracle of evictions: both graphs are run on names instead of numbers, and must compute the same.
+
+It shares no code with what makes the events. The content of a storage is what wrote it from what; an op of the
+evicted graph must find in its operands exactly what the traced op finds, and leave the caller the same. Copies
+take time: what one reads must not change before its wait, what one writes must not be used before it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from memplan.core.evictions import OFFLOAD, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT, TRANSFERS
+from memplan.core.graph import Graph, Op, StorageKind, Value
+from memplan.errors import InvalidEviction
+
+_HINT = "this is a mistake of the policy that made the plan; please report it, or use policy='auto'"
+_Content = int
+
+
+@dataclass(slots=True)
+class _Names:
+    """Numbers for contents: equal descriptions, equal numbers."""
+
+    known: dict[object, _Content] = field(default_factory=dict)
+
+    def __call__(self, *description: object) -> _Content:
+        return self.known.setdefault(description, len(self.known))
+
+
+@dataclass(slots=True)
+class _Run:
+    """A graph that runs on names. `found[source]`: what the traced op finds in its operands."""
+
+    graph: Graph
+    names: _Names
+    content: dict[int, _Content] = field(default_factory=dict)
+    flying: dict[tuple[int, int], str] = field(default_factory=dict)  # (from, to) -> the op that started the copy
+
+    def operands(self, op: Op) -> tuple[_Content, ...]:
+        return tuple(self._content(self.graph.values[v].storage) for v in op.reads)
+
+    def op(self, op: Op, source: int) -> None:
+        """Let a computing op write."""
+        operands = self.operands(op)
+        for k, v in enumerate(op.writes):
+            value = self.graph.values[v]
+            whole = v not in op.reads and _whole(self.graph, value)
+            before = None if whole else self._content(value.storage)
+            related = tuple(c for r, c in zip(op.reads, operands, strict=True) if (v, r) not in op.unrelated)
+            self.content[value.storage] = self.names("op", source, k, related, before)
+
+    def found(self, op: Op, *, again: bool) -> object:
+        """What an op finds in its operands; run again, only in those that all of its results depend on."""
+        immaterial = {r for _, r in op.unrelated} if again else set()
+        pairs = zip(op.reads, self.operands(op), strict=True)
+        return tuple(-1 if r in immaterial else content for r, content in pairs)
+
+    def copy(self, op: Op) -> None:
+        """Start or end a copy."""
+        starts = op.target in (OFFLOAD, RELOAD, SEND)
+        pair = self._ends(op, waits=not starts)
+        if starts:
+            self.require_idle(op)
+            self.flying[pair] = op.name
+        elif self.flying.pop(pair, None) is None:
+            raise _fault(op, f"waits for a copy of {self._name(pair[0])} to {self._name(pair[1])} that was not started")
+        else:
+            self.content[pair[1]] = self._content(pair[0])
+
+    def require_idle(self, op: Op) -> None:
+        """No operand of `op` is still being copied into, and nothing that it writes is still being read."""
+        if not self.flying:
+            return
+        touched, written = self.graph.touched(op), self.graph.written(op)
+        for (source, destination), name in self.flying.items():
+            if destination in touched:
+                raise _fault(op, f"uses {self._name(destination)} before {name} has ended")
+            if source in written:
+                raise _fault(op, f"changes {self._name(source)} while {name} copies it")
+
+    def _ends(self, op: Op, *, waits: bool) -> tuple[int, int]:
+        """From where to where `op` copies: all bytes of a storage to one of the same size, one of them on the host."""
+        values = self.graph.values
+        expected = (*op.reads[:1], *op.writes) if waits else op.reads
+        if op.target not in TRANSFERS or len(op.writes) != 1 or len(op.reads) != 1 + waits or op.reads != expected:
+            raise _fault(op, "is no copy from one storage to another")
+        pair = values[op.reads[0]].storage, values[op.writes[0]].storage
+        from_host = op.target in (RELOAD, RELOAD_WAIT)
+        source, destination = (self.graph.storages[s] for s in pair)
+        all_bytes = ("uint8", (source.nbytes,), (1,), 0)
+        layouts = {(v.dtype, v.shape, v.strides, v.offset) for v in (values[i] for i in (*op.reads, *op.writes))}
+        if layouts != {all_bytes} or source.nbytes != destination.nbytes:
+            raise _fault(op, "does not copy all bytes of a storage to another of its size")
+        if op.target in (SEND, SEND_WAIT):
+            if not (source.planned and destination.planned and source.device != destination.device):
+                raise _fault(op, "is not between the arenas of two devices")
+        elif (source.planned, destination.planned) != (not from_host, from_host):
+            raise _fault(op, "is not between the arena and the host")
+        return pair
+
+    def _content(self, storage: int) -> _Content:
+        if storage not in self.content:
+            s = self.graph.storages[storage]
+            made = s.planned or s.kind in (StorageKind.OUTPUT, StorageKind.GRADIENT)
+            self.content[storage] = self.names("never written" if made else ("given", storage))
+        return self.content[storage]
+
+    def _name(self, storage: int) -> str:
+        return self.graph.storages[storage].name
+
+
+def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) -> None:
+    """Raise `InvalidEviction` naming the first op of `evicted` that would compute something else than `traced`.
+
+    `sources` maps its ops to the traced ones, -1 for copies. Both graphs have the same values and storages, and
+    `evicted` more behind them.
+    """
+    names = _Names()
+    base = _Run(traced, names)
+    expected: list[tuple[object, ...]] = []
+    for i, op in enumerate(traced.ops):
+        expected.append((base.found(op, again=False), base.found(op, again=True), _layouts(traced, op)))
+        base.op(op, i)
+    run = _Run(evicted, names)
+    times = [0] * len(traced.ops)
+    randoms: list[int] = []
+    if len(sources) != len(evicted.ops):
+        raise InvalidEviction(f"{len(sources)} sources for {len(evicted.ops)} ops", where="sources", hint=_HINT)
+    for op, source in zip(evicted.ops, sources, strict=True):
+        if source < 0:
+            run.copy(op)
+            continue
+        if source >= len(traced.ops) or traced.ops[source].target != op.target:
+            raise _fault(op, "is no op of the traced graph")
+        run.require_idle(op)
+        again = times[source] > 0
+        if (run.found(op, again=again), _layouts(evicted, op)) != (expected[source][again], expected[source][2]):
+            raise _fault(op, f"does not find what {traced.ops[source].name} does")
+        run.op(op, source)
+        times[source] += 1
+        randoms += [source] if op.random else []
+    _require_once(traced, times, randoms)
+    _require_results(traced, evicted, base, run)
+
+
+def _require_once(traced: Graph, times: Sequence[int], randoms: Sequence[int]) -> None:
+    """Every op runs, and once where a second time would show; random ops in their order."""
+    for op, count in zip(traced.ops, times, strict=True):
+        shows = op.only_raises or any(not traced.storages[s].planned for s in traced.written(op))
+        if count < 1 or (count > 1 and (shows or op.random)):
+            raise _fault(op, f"runs {count} times")
+    if list(randoms) != sorted(randoms):
+        raise InvalidEviction("random ops run in another order", where="evicted graph", hint=_HINT)
+
+
+def _require_results(traced: Graph, evicted: Graph, base: _Run, run: _Run) -> None:
+    """What the caller and the model hold at the end is the same, and no copy is under way."""
+    if run.flying:
+        raise InvalidEviction("a copy is still under way at the end", where="evicted graph", hint=_HINT)
+    if (traced.outputs, traced.gradients) != (evicted.outputs, evicted.gradients):
+        raise InvalidEviction("returns other values", where="evicted graph", hint=_HINT)
+    for index, storage in enumerate(traced.storages):
+        if not storage.planned and base._content(index) != run._content(index):
+            raise InvalidEviction("is left with another content", where=storage.name, hint=_HINT)
+
+
+def _layouts(graph: Graph, op: Op) -> tuple[object, ...]:
+    values = (graph.values[v] for v in (*op.reads, *op.writes))
+    return tuple((v.dtype, v.shape, v.strides, v.offset) for v in values)
+
+
+def _whole(graph: Graph, value: Value) -> bool:
+    """Whether the value's elements are all of its storage's bytes; expanded values are not."""
+    nbytes = prod(value.shape) * _itemsize(value.dtype)
+    return value.offset == 0 and value.dense and nbytes >= graph.storages[value.storage].nbytes
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of an element: "bfloat16" has 2, "float8_e4m3fn" 1, "bool" 1."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits.group()) // 8 if bits else 1
+
+
+def _fault(op: Op, what: str) -> InvalidEviction:
+    return InvalidEviction(what, where=op.name, hint=_HINT)

@@ -1,0 +1,1 @@
+"""memplan.evict.judge: to be described."""

@@ -1,0 +1,100 @@
+"""A workload as flat arrays, for the kernels: what runs thousands of times while a policy searches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.errors import InvalidEviction
+from memplan.evict.events import Event, Events, Kind
+from memplan.evict.workload import Workload
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a sequence of events needs and takes: bytes and seconds.
+
+    `live[k]` are the arena bytes at the k-th event that is an op (DROP is none); `area` the sum over steps of the
+    bytes above the budget; `stall` the seconds that the step waits for copies.
+    """
+
+    peak: int
+    seconds: float
+    stall: float
+    area: float
+    live: Ints
+
+
+class Arrays:
+    """The tables of a workload. Lists of lists are a pointer and a flat array (`ptr[i]:ptr[i + 1]`)."""
+
+    def __init__(self, workload: Workload) -> None:
+        w = self.workload = workload
+        self.read_ptr, self.read = _flat(w.reads)
+        self.write_ptr, self.write = _flat(w.writes)
+        self.size = np.array(w.size, np.int64)
+        self.writer_ptr, self.writer = _flat([ops if s in w.held else () for s, ops in enumerate(w.writers)])
+        self.use_ptr, self.use = _flat([ops if s in w.held else () for s, ops in enumerate(w.uses)])
+        self.seconds = np.array(w.seconds, np.float64)
+        self.to_host = np.array(w.to_host, np.float64)
+        self.to_device = np.array(w.to_device, np.float64)
+        self.pair_ptr, self.pair = _flat([[x for pair in op for x in pair] for op in w.pairs])
+        self.streamed = np.zeros(len(w.size), np.bool_)
+        self.streamed[list(w.streamed - w.fresh)] = True
+        self.redo_until = np.array(w.redo_until, np.int64)
+
+    @cached_property
+    def tables(self) -> tuple[npt.NDArray[Any], ...]:
+        """What `measure_kernel.measure` takes, in its order."""
+        return (
+            *(self.read_ptr, self.read, self.write_ptr, self.write, self.writer_ptr, self.writer, self.size),
+            *(self.pair_ptr, self.pair, self.streamed, self.seconds, self.to_host, self.to_device),
+        )
+
+    def measure(self, kinds: Ints, indices: Ints) -> Measured | None:
+        """What these events need and take; None when one of them cannot be."""
+        from memplan.evict.judge.measure_kernel import measure
+
+        code, peak, seconds, stall, area, live = measure(kinds, indices, self.workload.budget, *self.tables)
+        if code >= 0:
+            return None
+        return Measured(peak=int(peak), seconds=float(seconds), stall=float(stall), area=float(area), live=live)
+
+
+def to_arrays(events: Sequence[Event]) -> tuple[Ints, Ints]:
+    """Kinds and indices. Raises `InvalidEviction` for what a policy returned that is no sequence of events."""
+    try:
+        pairs = np.array(events, np.int64).reshape(-1, 2)
+    except (TypeError, ValueError, OverflowError) as error:
+        what = "what the policy returned is no sequence of events"
+        raise InvalidEviction(what, where="events", hint="return (kind, index) pairs") from error
+    return np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+
+
+def to_events(kinds: Ints, indices: Ints) -> Events:
+    """The other way round."""
+    return tuple(Event(Kind(k), i) for k, i in zip(kinds.tolist(), indices.tolist(), strict=True))
+
+
+def measure(workload: Workload, events: Sequence[Event]) -> Measured:
+    """What `events` need and take. Raises `InvalidEviction` when one of them cannot be (`apply` says why)."""
+    found = Arrays(workload).measure(*to_arrays(events))
+    if found is None:
+        raise InvalidEviction(
+            "an event needs what is not there", where="events", hint="apply(workload, events) names it"
+        )
+    return found
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    ptr = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum([len(one) for one in lists], out=ptr[1:])
+    return ptr, np.array([x for one in lists for x in one], np.int64)

@@ -1,0 +1,1 @@
+"""memplan.evict.policies: to be described."""

@@ -1,0 +1,148 @@
+"""`capuchin`: Capuchin's guided execution (Peng et al. 2020), a baseline that plans are compared with.
+
+While the step needs more than the budget: of the storages that lie idle over the peak, the one with the most free
+time is swapped, as long as the gap hides its copies; after that the one that saves the most bytes per second of
+recompute (MSPS) is computed again, unless a swap would show less. Capuchin estimates what a decision saves; here the
+step is measured after each, which can only help it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from memplan.evict.events import Events, Kind
+from memplan.evict.host_resident import with_streamed_kept
+from memplan.evict.judge.arrays import to_arrays
+from memplan.evict.search.decisions import KEEP, ONCE, SWAP, Decisions, Move, Search
+from memplan.evict.working_set import infeasible, require_floor
+from memplan.evict.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A storage idle between two accesses (op positions), and its free time in seconds: how much longer that is than
+    its copies out and back."""
+
+    storage: int
+    evicted_access: int
+    back_access: int
+    free_time: float
+
+
+def capuchin(workload: Workload) -> Events:
+    """Events within the budget; streamed storages stay on the device. Raises `BudgetInfeasible` when nothing that is
+    idle at the peak is left to be given up."""
+    return with_streamed_kept(workload, _guided)
+
+
+def _guided(workload: Workload) -> Events:
+    require_floor(workload)
+    search = Search(workload)
+    state = guided(search)
+    if state.area > 0:
+        raise infeasible(workload)
+    return search.events(state)
+
+
+def guided(search: Search, *, evaluations: int | None = None) -> Decisions:
+    """Decisions within the budget, or as far as they come: nothing more helps, or `evaluations` states were judged.
+
+    Swaps nothing where `search` does not.
+    """
+    state = search.start()
+    gaps = gaps_of(search.workload)
+    shown: dict[Gap, float] = {}
+    limit = float("inf") if evaluations is None else search.evaluations + evaluations
+    while state.area > 0 and search.evaluations < limit:
+        peak = _peak_op(search, state)
+        free = [g for g in gaps if state.decision[g.storage] == KEEP]
+        idle = [g for g in free if g.evicted_access < peak < g.back_access]
+        after = _hidden(search, state, idle, shown) if search.swaps else None
+        after = after or _cheapest(search, state, idle, shown) or _cheapest(search, state, free, shown)
+        if after is None:
+            break
+        state = after
+    return state
+
+
+def gaps_of(workload: Workload) -> tuple[Gap, ...]:
+    """Every interval in which a finished storage that the arena holds is idle."""
+    w = workload
+    clock = np.concatenate(([0.0], np.cumsum(w.seconds)))
+    found = []
+    for s, uses in enumerate(w.uses):
+        if not w.size[s] or not w.writers[s]:
+            continue
+        for a, b in pairwise(uses):
+            if a >= w.writers[s][-1] and b > a + 1:
+                free = float(clock[b] - clock[a + 1]) - w.to_host[s] - w.to_device[s]
+                found.append(Gap(storage=s, evicted_access=a, back_access=b, free_time=free))
+    return tuple(found)
+
+
+def recompute_seconds(workload: Workload, storage: int, dropped: frozenset[int], position: int) -> float:
+    """Seconds to make `storage` again at `position` (an op), with every source that is not there then: one that was
+    `dropped`, or has had its last use, counts with its own sources (collective recomputation)."""
+    w, seen, stack, total = workload, {storage}, [storage], 0.0
+    while stack:
+        top = stack.pop()
+        total += sum(w.seconds[i] for i in w.writers[top])
+        for r in {r for i in w.writers[top] for r in w.reads[i]} - seen:
+            seen.add(r)
+            if w.recomputable[r] and (r in dropped or w.uses[r][-1] < position):
+                stack.append(r)
+    return total
+
+
+def _hidden(search: Search, state: Decisions, idle: list[Gap], shown: dict[Gap, float]) -> Decisions | None:
+    """The state after the swap of most free time that nothing waits for. `shown` remembers by how many seconds the
+    others were seen: the link only gets busier."""
+    for g in sorted(idle, key=lambda g: -g.free_time):
+        if g.free_time < 0:
+            shown.setdefault(g, -g.free_time)
+        if g in shown:
+            continue
+        after = search.after(state, Move(g.storage, SWAP, g.evicted_access))
+        if after.seconds > state.seconds * (1 + 1e-9):
+            shown[g] = after.seconds - state.seconds
+        elif after.area < state.area:
+            return after
+    return None
+
+
+def _cheapest(search: Search, state: Decisions, idle: list[Gap], shown: dict[Gap, float]) -> Decisions | None:
+    """The state after the recompute, or the swap that shows, of fewest seconds per byte; None when none helps."""
+    w = search.workload
+    dropped = frozenset(np.flatnonzero(state.decision == ONCE).tolist())
+    found = []
+    for g in idle:
+        if w.recomputable[g.storage] and w.redo_until[g.storage] >= g.back_access:
+            seconds = recompute_seconds(w, g.storage, dropped, g.back_access)
+            found.append((seconds / w.size[g.storage], Move(g.storage, ONCE, g.evicted_access)))
+        if g in shown:
+            found.append((shown[g] / w.size[g.storage], Move(g.storage, SWAP, g.evicted_access)))
+    for _, move in sorted(found, key=lambda one: one[0]):
+        after = search.after(state, move)
+        if after.area < state.area:
+            return after
+    return None
+
+
+def _peak_op(search: Search, state: Decisions) -> int:
+    """The op of the step (its position) at or before which most bytes are alive."""
+    events = search.events(state)
+    figures = search.arrays.measure(*to_arrays(events))
+    assert figures is not None
+    peak, step, position = int(np.argmax(figures.live)), -1, -1
+    ran: set[int] = set()
+    for kind, index in events:
+        step += kind is not Kind.DROP
+        if kind is Kind.RUN and index not in ran:
+            ran.add(index)
+            position = index
+            if step >= peak:
+                break
+    return position

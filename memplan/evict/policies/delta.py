@@ -1,0 +1,95 @@
+"""`delta`: DELTA (Tang et al. 2022), a baseline that plans are compared with.
+
+On demand, like DTR, with two functions: the *filter* says which storage is released, the *director* whether it is
+swapped or computed again. Copies are then moved under the ops, which stands for DELTA's prefetching and overlapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memplan.evict.events import Events
+from memplan.evict.judge.overlap import overlapped
+from memplan.evict.policies.dtr import Candidate, Neighbourhoods, candidate, h_dtr
+from memplan.evict.simulator.device_state import Device, Way, Where
+from memplan.evict.simulator.eviction_simulator import Walk
+from memplan.evict.simulator.memory import Counter
+from memplan.evict.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """A storage that the filter chose, in seconds: to compute it again with what it is made from; until a copy to the
+    host that starts at its last touch is complete; to copy it back, and what is needed before it; until its next use.
+    """
+
+    recompute: float
+    out: float
+    back: float
+    gap: float
+
+
+Filter = Callable[[Candidate], float]  # the storage with the smallest value is released
+Director = Callable[[Released], Way]
+
+
+def cheapest(candidate: Candidate) -> float:
+    """DTR's h."""
+    return h_dtr(candidate)
+
+
+def direct(released: Released) -> Way:
+    """Swap where what is waited for is less than the recompute: the way out now, and what the gap does not hide of
+    the way back."""
+    visible = released.out + max(0.0, released.back - released.gap)
+    return Way.SWAP if visible < released.recompute else Way.DROP
+
+
+def delta(workload: Workload, *, filter: Filter = cheapest, director: Director = direct) -> Events:
+    """Events that keep the budget. Raises `BudgetInfeasible` when an op's operands cannot be had."""
+    walk = Walk(workload, Counter(workload.budget), _Delta(workload, filter, director))
+    return overlapped(workload, walk.walk())
+
+
+class _Delta:
+    """The filter and the director at work."""
+
+    swaps = True
+
+    def __init__(self, workload: Workload, choose: Filter, director: Director) -> None:
+        self._filter, self._director = choose, director
+        self._around = Neighbourhoods(workload)
+        clock = [0.0]
+        for seconds in workload.seconds:
+            clock.append(clock[-1] + seconds)
+        self._clock = clock
+        self._away: set[int] = set()
+        self._copied: set[int] = set(workload.streamed)
+        self._busy = 0.0  # until when copies to the host take the link
+
+    def choose(self, device: Device, candidates: Sequence[int]) -> int:
+        return min(candidates, key=lambda s: (self._filter(candidate(device, self._around, s)), s))
+
+    def way(self, device: Device, storage: int) -> Way:
+        w, by = device.workload, device.next_use(storage)
+        released = Released(
+            recompute=device.seconds(storage) + self._around.seconds(device, storage),
+            out=0.0 if device.clean(storage) else max(0.0, self._left(device, storage) - device.clock),
+            back=w.to_device[storage] + sum(w.to_device[s] for s in self._away if device.next_use(s) <= by),
+            gap=self._clock[by] - self._clock[device.position],
+        )
+        return self._director(released)
+
+    def changed(self, device: Device, storage: int) -> None:
+        self._around.changed(device, storage)
+        self._away.discard(storage)
+        if device.where[storage] is Where.AWAY:
+            self._away.add(storage)
+            if storage not in self._copied:
+                self._busy = self._left(device, storage)
+            self._copied.add(storage)
+
+    def _left(self, device: Device, storage: int) -> float:
+        """When its copy to the host is complete, after those before it."""
+        return max(self._busy, device.touched[storage]) + device.workload.to_host[storage]

@@ -1,0 +1,49 @@
+"""`flow`: from the bytes available and every storage's future uses, what stays, what leaves, when it comes back.
+
+torch.TensorRef named this policy and never built it. Nothing is computed twice: when bytes are wanted, the storage
+whose next use is furthest goes to the host (Belady 1966, as a page replacement that knows the future), without a copy
+when the host has its bytes already; then copies are moved under the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from memplan.errors import BudgetInfeasible
+from memplan.evict.events import Events
+from memplan.evict.judge.arrays import measure
+from memplan.evict.judge.overlap import overlapped
+from memplan.evict.policies.genoa import genoa
+from memplan.evict.simulator.device_state import Device, Way
+from memplan.evict.simulator.eviction_simulator import Walk
+from memplan.evict.simulator.memory import Counter
+from memplan.evict.working_set import require_floor
+from memplan.evict.workload import Workload
+
+
+class _Furthest:
+    """Gives up what is needed last."""
+
+    swaps = True
+
+    def choose(self, device: Device, candidates: Sequence[int]) -> int:
+        return max(candidates, key=lambda s: (device.next_use(s), -s))
+
+    def way(self, device: Device, storage: int) -> Way:
+        return Way.SWAP
+
+    def changed(self, device: Device, storage: int) -> None:
+        pass
+
+
+def flow(workload: Workload) -> Events:
+    """Events within the budget, never slower than those of `genoa`, which take over where Belady's leave no room.
+
+    Raises `BudgetInfeasible` below the floor.
+    """
+    require_floor(workload)
+    found = [overlapped(workload, genoa(workload))]
+    with suppress(BudgetInfeasible):
+        found.insert(0, overlapped(workload, Walk(workload, Counter(workload.budget), _Furthest()).walk()))
+    return min(found, key=lambda events: measure(workload, events).seconds)

@@ -1,0 +1,30 @@
+"""`genoa`: an operand arrives right before its op and leaves right after (torch.TensorRef's policy of that name).
+
+Slowest, and smallest: no plan needs less than one op's operands and results. A baseline, to compare budgets with;
+`flow` keeps what fits instead.
+"""
+
+from __future__ import annotations
+
+from memplan.evict.events import Event, Events, Kind
+from memplan.evict.working_set import require_floor
+from memplan.evict.workload import Workload
+
+
+def genoa(workload: Workload) -> Events:
+    """Events whose peak is the floor of `workload`, in bytes. Raises `BudgetInfeasible` below it."""
+    require_floor(workload)
+    events: list[Event] = []
+    for i in range(len(workload.graph.ops)):
+        reads, writes = workload.reads[i], workload.writes[i]
+        for s in dict.fromkeys((*reads, *writes)):
+            if workload.uses[s][0] < i or s in workload.streamed - workload.fresh:
+                events += [Event(Kind.RELOAD, s), Event(Kind.RELOADED, s)]
+        events.append(Event(Kind.RUN, i))
+        for s in dict.fromkeys((*writes, *reads)):
+            wanted = workload.uses[s][-1] > i
+            if s in writes and (wanted or s in workload.streamed):
+                events += [Event(Kind.OFFLOAD, s), Event(Kind.OFFLOADED, s)]
+            elif wanted or s in workload.streamed:
+                events.append(Event(Kind.DROP, s))
+    return tuple(events)

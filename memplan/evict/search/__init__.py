@@ -1,0 +1,1 @@
+"""memplan.evict.search: to be described."""

@@ -1,0 +1,146 @@
+"""From one decision per storage to the events of the whole step: what is absent is had again when it is needed."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from memplan.evict.judge.measure_kernel import AWAY, DROP, GONE, HERE, NEVER, OFFLOAD, RELOADED, RUN
+
+KEEP, ONCE, AGAIN, SWAP, SAVE = range(5)
+SOON = 6  # ops: what is used again that soon is not given up in between
+
+
+@njit(cache=True)
+def _stale(s, i, decision, near, remade, last_use, redo_until):
+    """Whether the bytes of `s` went with its last use, some time ago: it is made again rather than held until now."""
+    if last_use[s] >= i or decision[s] == SAVE or redo_until[s] < i or i - near[s] <= SOON:
+        return False
+    return decision[s] == AGAIN or not remade[s]
+
+
+@njit(cache=True)
+def expand(
+    decision, gap, kinds, indices,
+    read_ptr, read, write_ptr, write, writer_ptr, writer, use_ptr, use, redo_until, last_use,
+):  # fmt: skip
+    """Fill `kinds` and `indices`; the number of events, or -1 when an op could not find what it needs.
+
+    `redo_until[s]` is the last position before which the writers of `s` can run again (-1: never), `last_use[s]`
+    that of its last use. `decision[s]`, with `gap[s]` the position of the use after which it acts: KEEP to the last
+    use (made again if a recompute asks for it long after), ONCE: given up after `gap[s]`, made again for the next
+    use; AGAIN: given up after every use that no other follows soon; SWAP: to the host after `gap[s]`; SAVE: never
+    given up.
+    """
+    n, m = read_ptr.shape[0] - 1, decision.shape[0]
+    state = np.zeros(m, np.int8)
+    near = np.zeros(m, np.int64)  # the position of the last touch
+    remade = np.zeros(m, np.bool_)
+    ran = np.zeros(n, np.bool_)
+    stack = np.empty(m + n + 1, np.int64)
+    pointer = use_ptr[:-1].copy()  # the next use, by storage
+    count, limit = 0, kinds.shape[0]
+    for i in range(n):
+        again = True
+        while again:
+            again = False
+            for k in range(read_ptr[i], read_ptr[i + 1]):
+                s = read[k]
+                if state[s] == HERE and not _stale(s, i, decision, near, remade, last_use, redo_until):
+                    continue
+                depth = 0
+                stack[0] = s
+                again = True
+                while depth >= 0:
+                    top = stack[depth]
+                    if state[top] == HERE and not _stale(top, i, decision, near, remade, last_use, redo_until):
+                        depth -= 1
+                        continue
+                    if count + 2 * (writer_ptr[top + 1] - writer_ptr[top]) + 8 > limit:
+                        return -1
+                    if state[top] == AWAY:
+                        kinds[count], indices[count] = RELOADED, top
+                        count += 1
+                        state[top] = HERE
+                        depth -= 1
+                        continue
+                    if redo_until[top] < i:
+                        return -1
+                    missing = -1
+                    for j in range(writer_ptr[top], writer_ptr[top + 1]):
+                        w = writer[j]
+                        if not ran[w]:
+                            return -1
+                        for r in range(read_ptr[w], read_ptr[w + 1]):
+                            needed = read[r]
+                            if needed != top and (
+                                state[needed] != HERE or _stale(needed, i, decision, near, remade, last_use, redo_until)
+                            ):
+                                missing = needed
+                                break
+                        if missing >= 0:
+                            break
+                    if missing >= 0:
+                        depth += 1
+                        if depth >= stack.shape[0]:
+                            return -1
+                        stack[depth] = missing
+                        continue
+                    if state[top] == HERE:
+                        kinds[count], indices[count] = DROP, top
+                        count += 1
+                        state[top] = GONE
+                    for j in range(writer_ptr[top], writer_ptr[top + 1]):
+                        w = writer[j]
+                        kinds[count], indices[count] = RUN, w
+                        count += 1
+                        for r in range(write_ptr[w], write_ptr[w + 1]):
+                            if state[write[r]] == GONE:
+                                state[write[r]] = HERE
+                                remade[write[r]] = True
+                                near[write[r]] = i
+                    for j in range(writer_ptr[top], writer_ptr[top + 1]):
+                        w = writer[j]
+                        for r in range(read_ptr[w], read_ptr[w + 1]):
+                            x = read[r]
+                            near[x] = i
+                            unused = pointer[x] >= use_ptr[x + 1] or use[pointer[x]] > i + SOON
+                            if decision[x] == AGAIN and state[x] == HERE and x != top and unused:
+                                if count + 4 > limit:
+                                    return -1
+                                kinds[count], indices[count] = DROP, x
+                                count += 1
+                                state[x] = GONE
+                    depth -= 1
+        if count + 8 > limit:
+            return -1
+        kinds[count], indices[count] = RUN, i
+        count += 1
+        ran[i] = True
+        for k in range(write_ptr[i], write_ptr[i + 1]):
+            if state[write[k]] == NEVER:
+                state[write[k]] = HERE
+        for part in range(2):
+            ptr, table = (read_ptr, read) if part == 0 else (write_ptr, write)
+            for k in range(ptr[i], ptr[i + 1]):
+                s = table[k]
+                near[s] = i
+                while pointer[s] < use_ptr[s + 1] and use[pointer[s]] <= i:
+                    pointer[s] += 1
+                if state[s] != HERE or pointer[s] >= use_ptr[s + 1]:
+                    continue
+                following = use[pointer[s]]
+                gives_up = decision[s] == ONCE and gap[s] == i
+                gives_up = gives_up or (decision[s] == AGAIN and following > i + SOON)
+                if count + 4 > limit:
+                    return -1
+                if gives_up and i >= writer[writer_ptr[s + 1] - 1]:
+                    kinds[count], indices[count] = DROP, s
+                    count += 1
+                    state[s] = GONE
+                elif decision[s] == SWAP and gap[s] == i:
+                    kinds[count], indices[count] = OFFLOAD, s
+                    count += 1
+                    state[s] = AWAY
+    return count

@@ -1,0 +1,1 @@
+"""memplan.evict.simulator: to be described."""

@@ -1,0 +1,1 @@
+"""memplan.planning: to be described."""

@@ -1,0 +1,178 @@
+"""A plan for several devices: planned as for one, divided by blocks, and an arena placed on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from memplan.core import lifetimes
+from memplan.core.evictions import EvictionPlan, Section
+from memplan.core.graph import Graph
+from memplan.core.plan import Plan
+from memplan.core.problem import Problem, Solution, Status
+from memplan.core.units import format_bytes
+from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
+from memplan.evict.costs import CostModel
+from memplan.evict.graph.apply import Applied, apply
+from memplan.evict.graph.equivalent import require_equivalent
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.flow import flow
+from memplan.evict.select import fit_policy
+from memplan.evict.workload import Policy, Workload
+from memplan.planning.budget import bytes_of, cost_model
+from memplan.planning.fit import make_workload
+from memplan.planning.partition.assign import Assignment, assign
+from memplan.planning.partition.blocks import Units, units_of
+from memplan.planning.partition.divide import Divided, devices_of, divide
+from memplan.planning.partition.simulate import simulate
+from memplan.schedule import Schedule, make_schedule
+from memplan.solvers import Solver, solve
+
+_TRIES = 4
+_POLICY = "blocks"  # what divides
+
+
+def plan_several(
+    budget: Any,
+    *,
+    model: str,
+    graph: Graph,
+    schedule: Schedule,
+    alignment: int,
+    versions: Mapping[str, str],
+    costs: CostModel | str,
+    devices: tuple[str, ...],
+    policy: str | Policy = "auto",
+    redzone: int = 0,
+    solver: str | Solver = "auto",
+    time_limit: float | None = None,
+) -> Plan:
+    """A plan of a scheduled graph whose blocks are divided among `devices`, each with an arena of its own.
+
+    `budget`: bytes, a text or a share (of what one device would need) for each device alike, or a sequence with one for
+    each; None divides evenly. Parameters stay on the device of their block from their first use to their last; nothing
+    is evicted. Raises `BudgetInfeasible`, with the smallest budget for all devices alike that the division can keep.
+    """
+    if policy != "auto":
+        fit_policy(policy)
+        what = "several devices share a step by blocks, and evict nothing"
+        raise MemplanError(what, where=f"policy={policy!r}", hint="leave out policy=, or name one device")
+    prices = cost_model(costs)
+    workload = make_workload(graph, schedule.order, prices, alignment, device=devices[0])
+    workload = workload.within(measure(workload, workload.plain).peak)
+    budgets = _budgets(budget, workload, len(devices))
+    whole = apply(workload, flow(workload))
+    units = units_of(whole.graph, len(devices))
+    wanted = budgets
+    for _ in range(_TRIES):
+        assignment = assign(
+            whole.graph, units, prices.to_device, alignment=alignment, count=len(devices), budgets=wanted
+        )
+        divided = _divided(whole, units, assignment, devices)
+        require_equivalent(graph, divided.graph, divided.sources)
+        order = make_schedule(divided.graph, tuple(range(len(divided.graph.ops))), schedule.policy)
+        problem = lifetimes.problem(divided.graph, order, alignment=alignment, redzone=redzone)
+        parts = [lifetimes.device_problem(problem, divided.graph, device) for device in devices]
+        solutions = [solve(part, solver=solver, time_limit=time_limit) for part in parts]
+        limits = [solution.arena_size for solution in solutions] if budgets is None or redzone else budgets
+        over = [max(s.arena_size - b, 0) for s, b in zip(solutions, limits, strict=True)]
+        if not any(over):
+            break
+        wanted = [max(b - extra, 0) for b, extra in zip(wanted or limits, over, strict=True)]
+    else:
+        raise _without_holes(solutions, limits)
+    sections = _sections(devices, parts, solutions, limits)
+    plan = Plan(
+        model=model,
+        graph=divided.graph,
+        schedule=order,
+        problem=problem,
+        solution=_side_by_side(sections, solutions),
+        alignment=alignment,
+        redzone=redzone,
+        versions=versions,
+    )
+    return replace(plan, eviction=_eviction(plan, whole, divided, prices, sections))
+
+
+def _eviction(
+    plan: Plan, whole: Applied, divided: Divided, prices: CostModel, sections: tuple[Section, ...]
+) -> EvictionPlan:
+    """What the plan says of its devices, and of the time that they take together."""
+    seconds, stall = simulate(divided.graph, prices)
+    return EvictionPlan(
+        policy=_POLICY,
+        costs=prices.name,
+        budget=sum(section.budget for section in sections),
+        seconds=seconds,
+        base_seconds=simulate(whole.graph, prices)[0],
+        stall=stall,
+        sources=divided.sources,
+        instances=whole.instances,
+        host=solve(lifetimes.host_problem(divided.graph, plan.schedule, alignment=plan.alignment)),
+        device=", ".join(section.device for section in sections),
+        sections=sections,
+    )
+
+
+def _sections(
+    devices: Sequence[str], parts: Sequence[Problem], solutions: Sequence[Solution], limits: Sequence[int]
+) -> tuple[Section, ...]:
+    """The arenas, each behind the one before."""
+    found, start = [], 0
+    for device, part, solution, limit in zip(devices, parts, solutions, limits, strict=True):
+        size = solution.arena_size
+        found.append(Section(device=device, start=start, size=size, max_live=part.max_live, budget=limit))
+        start += size
+    return tuple(found)
+
+
+def _divided(whole: Applied, units: Units, assignment: Assignment, devices: Sequence[str]) -> Divided:
+    wanted = [assignment.device_of(unit) if unit >= 0 else -1 for unit in units.of]
+    return divide(whole.graph, whole.sources, devices_of(whole.graph, wanted), devices)
+
+
+def _side_by_side(sections: Sequence[Section], solutions: Sequence[Solution]) -> Solution:
+    """The arenas of all devices as one solution: each behind the one before."""
+    offsets = {
+        name: offset + section.start
+        for section, solution in zip(sections, solutions, strict=True)
+        for name, offset in solution.offsets.items()
+    }
+    optimal = all(solution.status is Status.OPTIMAL for solution in solutions)
+    return Solution(
+        offsets=offsets,
+        arena_size=sum(solution.arena_size for solution in solutions),
+        status=Status.OPTIMAL if optimal else Status.FEASIBLE,
+        bound=sum(solution.bound for solution in solutions),
+        solver=", ".join(dict.fromkeys(solution.solver for solution in solutions)),
+        seconds=sum(solution.seconds for solution in solutions),
+    )
+
+
+def _budgets(budget: Any, workload: Workload, count: int) -> list[int] | None:
+    if budget is None:
+        return None
+    alike = isinstance(budget, (int, float, str))
+    if not alike and len(budget) != count:
+        what = f"{len(budget)} budgets for {count} devices"
+        raise InvalidSize(what, where="budget", hint="give one for all devices alike, or one for each")
+    found = []
+    for one in [budget] * count if alike else budget:
+        if one is None or one == "min":
+            hint = "give each device bytes, a text or a share, or no budget at all, which divides evenly"
+            raise InvalidSize(f"{one!r} is no budget of one of several devices", where="budget", hint=hint)
+        found.append(bytes_of(one, workload, flow))
+    return found
+
+
+def _without_holes(solutions: Sequence[Solution], budgets: Sequence[int] | None) -> BudgetInfeasible:
+    largest = max(solution.arena_size for solution in solutions)
+    return BudgetInfeasible(
+        f"blocks were divided, and do not fit into {', '.join(map(format_bytes, budgets or ()))} without holes",
+        op="",
+        smallest=largest,
+        where="budget",
+        hint=f"give each device {largest} bytes",
+    )

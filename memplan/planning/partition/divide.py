@@ -1,0 +1,180 @@
+"""The graph of several devices: every storage on one of them, and a transfer wherever an op reads what is on another.
+
+A transfer is two ops like a copy to the host, `memplan.send` and `memplan.send_wait`: it starts some ops before the
+first one that wants the bytes there, when they are made by then, and makes a storage of its own ("gelu on cuda:1"),
+which later ops on that device read too until the original changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from memplan.core.evictions import RELOAD, RELOAD_WAIT, SEND, SEND_WAIT, TRANSFERS
+from memplan.core.graph import Graph, Op, Phase, Storage, Value
+
+_AHEAD = 16  # ops: how long before it is wanted a transfer starts at the earliest
+
+
+def devices_of(graph: Graph, wanted: Sequence[int]) -> tuple[int, ...]:
+    """The device of each op: as `wanted` (-1: of a copy, which follows its storage), but all writers of a storage are
+    where the first of them is."""
+    parent = list(range(len(graph.ops)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    writer: dict[int, int] = {}
+    for i, op in enumerate(graph.ops):
+        if op.target not in TRANSFERS:
+            for s in graph.written(op):
+                one, two = root(writer.setdefault(s, i)), root(i)
+                parent[max(one, two)] = min(one, two)
+    return tuple(-1 if op.target in TRANSFERS else wanted[root(i)] for i, op in enumerate(graph.ops))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divided:
+    """The graph that runs; `sources[i]` as in `EvictionPlan`."""
+
+    graph: Graph
+    sources: tuple[int, ...]
+
+
+def divide(graph: Graph, sources: Sequence[int], device_of: Sequence[int], names: Sequence[str]) -> Divided:
+    """`graph`, whose ops stand in their order, with op i on device `names[device_of[i]]`."""
+    machine = _Machine(graph, tuple(device_of), tuple(names))
+    for i, op in enumerate(graph.ops):
+        machine.op(i, op, sources[i])
+    return machine.finish()
+
+
+@dataclass(slots=True)
+class _Machine:
+    graph: Graph
+    device_of: tuple[int, ...]
+    names: tuple[str, ...]
+    values: list[Value] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    home: dict[int, int] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)  # storage -> the position behind its last writer
+    copies: dict[tuple[int, int], int] = field(default_factory=dict)  # (storage, device) -> its copy there, still good
+    counts: dict[tuple[int, int], int] = field(default_factory=dict)
+    moved: dict[tuple[int, int], int] = field(default_factory=dict)
+    ops: list[tuple[Op, int]] = field(default_factory=list)
+    sends: list[tuple[int, Op]] = field(default_factory=list)  # (position before which it stands, op)
+
+    def __post_init__(self) -> None:
+        self.values, self.storages = list(self.graph.values), list(self.graph.storages)
+        self.home = _homes(self.graph, self.device_of)
+        for s, device in self.home.items():
+            self.storages[s] = replace(self.storages[s], device=self.names[device])
+
+    def op(self, index: int, op: Op, source: int) -> None:
+        """Take one op over, with the transfers that it waits for before it."""
+        device = self.device_of[index]
+        written = self.graph.written(op)
+        if device >= 0:
+            new = {v: self._here(v, device, op) for v in op.reads if self.graph.values[v].storage not in written}
+            new |= {v: v for v in (*op.reads, *op.writes) if v not in new}
+            op = replace(
+                op,
+                reads=tuple(new[v] for v in op.reads),
+                chances=tuple((new[result], new[read]) for result, read in op.chances),
+                unrelated=tuple((new[result], new[read]) for result, read in op.unrelated),
+            )
+        for s in written:
+            self.written[s] = len(self.ops) + 1
+            for there in range(len(self.names)):
+                self.copies.pop((s, there), None)
+        self.ops.append((op, source))
+
+    def finish(self) -> Divided:
+        """The graph, with every send where its bytes are made."""
+        before: dict[int, list[Op]] = {}
+        for position, op in self.sends:
+            before.setdefault(position, []).append(op)
+        found: list[tuple[Op, int]] = []
+        for position, (op, source) in enumerate(self.ops):
+            late = op.phase if not found or found[-1][0].phase is Phase.BACKWARD else Phase.FORWARD
+            found += [(replace(send, phase=late), -1) for send in before.get(position, ())]
+            found.append((op, source))
+        graph = replace(
+            self.graph,
+            ops=tuple(op for op, _ in found),
+            values=tuple(self.values),
+            storages=tuple(self.storages),
+        )
+        return Divided(graph=graph, sources=tuple(source for _, source in found))
+
+    def _here(self, v: int, device: int, op: Op) -> int:
+        """Value `v` where `op` can read it."""
+        s = self.graph.values[v].storage
+        if self.home.get(s, device) == device:
+            return v
+        if (s, device) not in self.copies:
+            self.copies[s, device] = self._sent(s, device, op)
+        return self._value(v, self.copies[s, device])
+
+    def _sent(self, s: int, device: int, op: Op) -> int:
+        """A new copy of storage `s` on `device`, waited for here."""
+        count = self.counts[s, device] = self.counts.get((s, device), 0) + 1
+        base = self.storages[s]
+        name = f"{base.name} on {self.names[device]}{f' ({count})' if count > 1 else ''}"
+        self.storages.append(replace(base, name=name, device=self.names[device]))
+        copy = len(self.storages) - 1
+        source, destination = self._whole(s), self._whole(copy)
+        send = Op(
+            name=f"send:{name}",
+            target=SEND,
+            phase=op.phase,
+            reads=(source,),
+            writes=(destination,),
+            direct=True,
+            random=False,
+            origin=base.origin,
+        )
+        start = max(self.written.get(s, 0), len(self.ops) - _AHEAD)
+        self.sends.append((start, send))
+        wait = replace(send, name=f"send_wait:{name}", target=SEND_WAIT, reads=(source, destination))
+        self.ops.append((wait, -1))
+        return copy
+
+    def _value(self, v: int, storage: int) -> int:
+        if (v, storage) not in self.moved:
+            self.values.append(replace(self.values[v], name=f"{self.values[v].name}@{storage}", storage=storage))
+            self.moved[v, storage] = len(self.values) - 1
+        return self.moved[v, storage]
+
+    def _whole(self, storage: int) -> int:
+        if (-1, storage) not in self.moved:
+            s = self.storages[storage]
+            self.values.append(
+                Value(name=f"{s.name}:sent", storage=storage, dtype="uint8", shape=(s.nbytes,), strides=(1,), offset=0)
+            )
+            self.moved[-1, storage] = len(self.values) - 1
+        return self.moved[-1, storage]
+
+
+def _homes(graph: Graph, device_of: Sequence[int]) -> dict[int, int]:
+    """The device of each planned storage: that of its writers, or of the first reader of what comes from the host."""
+    writers: dict[int, int] = {}
+    readers: dict[int, int] = {}
+    for i, op in enumerate(graph.ops):
+        if op.target in TRANSFERS:
+            continue
+        written = graph.written(op)
+        for s in graph.touched(op):
+            if graph.storages[s].planned:
+                (writers if s in written else readers).setdefault(s, device_of[i])
+    moved = {
+        graph.values[v].storage
+        for op in graph.ops
+        if op.target in (RELOAD, RELOAD_WAIT)
+        for v in op.writes
+        if graph.storages[graph.values[v].storage].planned
+    }
+    return {s: writers.get(s, readers.get(s, 0)) for s in {**writers, **readers, **dict.fromkeys(moved)}}

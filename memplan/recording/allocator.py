@@ -1,0 +1,138 @@
+"""The machine as two C functions, `allocate(size, device, stream)` and `release(pointer, size, device, stream)`.
+
+That is what PyTorch's pluggable allocator takes (docs: notes/cuda, "Using custom memory allocators"). They run without
+the interpreter and its lock, under a lock of their own. Memory that the tape does not plan comes from `Backing`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from memplan.errors import MemplanError
+from memplan.recording.tape import Event, Tape
+
+_Word = ctypes.c_size_t
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """Where memory comes from: C functions of integers. `allocate` puts the address where its first argument points
+    (as cudaMalloc) and returns 0, or an error; `release` takes the address.
+    """
+
+    allocate: Callable[[int, int], int]
+    release: Callable[[int], int]
+
+
+def host_backing() -> Backing:
+    """The host's own memory, for tests and for looking at a replay without a GPU."""
+    libc = ctypes.CDLL(None)
+    align, free = libc.posix_memalign, libc.free
+    align.argtypes, align.restype = (_Word, _Word, _Word), ctypes.c_int
+    free.argtypes, free.restype = (_Word,), ctypes.c_int
+    made = ctypes.CFUNCTYPE(ctypes.c_int, _Word, _Word)(lambda place, size: int(align(place, 512, size)))
+    return Backing(made, free)
+
+
+def cuda_backing(library: ctypes.CDLL) -> Backing:
+    """cudaMalloc and cudaFree of the CUDA runtime that the process has loaded."""
+    allocate, release = library.cudaMalloc, library.cudaFree
+    allocate.argtypes, allocate.restype = (_Word, _Word), ctypes.c_int
+    release.argtypes, release.restype = (_Word,), ctypes.c_int
+    return Backing(allocate, release)
+
+
+class Allocator:
+    """One machine, its two functions and its arena. It must live as long as memory that it gave out: for ever."""
+
+    def __init__(self, backing: Backing) -> None:
+        from memplan.recording import machine_kernel
+        from memplan.recording.hook_kernel import make_hooks
+
+        self._kernel: Any = machine_kernel
+        self._m: Any = self._kernel.new_machine()
+        self._backing = backing
+        self._mutex = ctypes.create_string_buffer(64)  # a pthread_mutex_t of zeros is a free one
+        self._hooks = make_hooks(self._m.ctypes.data, ctypes.addressof(self._mutex), backing)
+        self._arena = 0
+        self._loaded: Tape | None = None
+        self.differences = 0  # replayed steps that were not the recorded one, since a tape was loaded
+
+    @property
+    def pointers(self) -> tuple[int, int]:
+        """Addresses of `void* allocate(size_t, int, void*)` and `void release(void*, size_t, int, void*)`."""
+        return self._hooks[0].address, self._hooks[1].address
+
+    def start_recording(self) -> None:
+        """Write down all allocations and releases from now on."""
+        self._m[self._kernel.EVENTS] = 0
+        self._m[self._kernel.MODE] = self._kernel.RECORD
+
+    def stop_recording(self) -> list[Event]:
+        """What was written down. Raises `MemplanError` when it was more than there is room for."""
+        k, m = self._kernel, self._m
+        m[k.MODE] = k.OFF
+        count = int(m[k.EVENTS])
+        if count > k.MAX_EVENTS:
+            what = f"{count} allocations and releases in one step, {k.MAX_EVENTS} can be recorded"
+            raise MemplanError(what, hint="record a smaller part of the step")
+        found = m[k.T_EVENTS : k.T_EVENTS + 2 * count].reshape(-1, 2).tolist()
+        return [Event(address, nbytes) for address, nbytes in found]
+
+    def load(self, tape: Tape) -> None:
+        """Let steps be served from `tape`; its arena is made now. Raises `MemplanError` without room for it."""
+        if tape is self._loaded:
+            return
+        if self._loaded is not None and self._m[self._kernel.LIVE]:
+            hint = "release what the last replayed step left"
+            raise MemplanError("memory of another recording's arena is in use", where="replay", hint=hint)
+        place = ctypes.c_size_t(0)
+        if self._backing.allocate(ctypes.addressof(place), max(tape.arena_size, 512)) or not place.value:
+            hint = "free memory of the device, or record a smaller part of the step"
+            raise MemplanError(f"no memory for an arena of {tape.arena_size} bytes", where="replay", hint=hint)
+        if not self._kernel.load(self._m, tape, place.value):
+            self._backing.release(place.value)
+            what = f"{len(tape.sizes)} allocations, {self._kernel.MAX_COUNT} can be replayed"
+            raise MemplanError(what, where="replay", hint="record a smaller part of the step")
+        if self._arena:
+            self._backing.release(self._arena)
+        self._arena, self._loaded, self.differences = place.value, tape, 0
+        self._m[self._kernel.STEPS] = 0
+
+    def begin(self) -> None:
+        """A step to be replayed starts."""
+        self._kernel.begin(self._m)
+
+    def end(self) -> str:
+        """It is over: "" if it was the recorded one, else how it differed first."""
+        k, m = self._kernel, self._m
+        why = int(k.end(m))
+        self.differences += why != k.SAME
+        at, size = int(m[k.AT]), int(m[k.SIZE])
+        recorded = int(m[k.T_SIZES + at]) if at < int(m[k.COUNT]) else 0
+        return {
+            k.SAME: "",
+            k.OTHER_SIZE: f"allocation {at} asks for {size} bytes, recorded were {recorded}",
+            k.LIVES_LONGER: f"allocation {at} would overwrite what was released before it when recorded",
+            k.MORE: f"allocation {at} comes after the last recorded one",
+            k.STILL_ALIVE: f"{int(m[k.LIVE])} allocations of an earlier step are still alive",
+            k.FEWER: f"it stopped before allocation {at} of {int(m[k.COUNT])}",
+        }[why]
+
+    @property
+    def replayed(self) -> int:
+        """Steps that were the recorded one, since a tape was loaded."""
+        return int(self._m[self._kernel.STEPS])
+
+    @property
+    def in_arena(self) -> int:
+        """How many allocations the arena holds now."""
+        return int(self._m[self._kernel.LIVE])
+
+    @property
+    def kept(self) -> int:
+        """Bytes of ordinary memory that were released and are kept for the next that asks."""
+        return int(self._m[self._kernel.CACHED])

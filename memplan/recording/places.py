@@ -1,0 +1,94 @@
+"""Which fallback results could be made at their planned address, and the allocator that puts them there.
+
+PyTorch's caching allocator asks a pool's own allocator for segments: above 10 MiB one for each tensor, rounded up to
+2 MiB (c10/cuda/CUDACachingAllocator.cpp, kMinLargeAlloc and kRoundLarge). So what lies behind a result, up to the end
+of its segment, must be free as well, and nothing else that the op returns may ask for a segment of the same size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from memplan.core.plan import Plan
+from memplan.recording.allocator import Backing
+
+LEAST = 10 << 20  # bytes: smaller tensors share segments
+_GRAIN = 2 << 20
+
+
+def segment(nbytes: int) -> int:
+    """Bytes of the segment for a tensor of `nbytes`, which is `LEAST` at least."""
+    return -(-nbytes // _GRAIN) * _GRAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Value `value` (an index) of an op's results: `nbytes` bytes at `offset` in the arena."""
+
+    value: int
+    offset: int
+    nbytes: int
+
+
+def places(plan: Plan) -> dict[int, Place]:
+    """Op (index) -> the result that its kernel could make where it is planned, although it cannot be told to."""
+    graph, found = plan.placed, {}
+    for step, index in enumerate(plan.schedule.order):
+        op = graph.ops[index]
+        if op.direct:
+            continue
+        read = {graph.values[v].storage for v in op.reads}
+        made = [v for v in op.writes if graph.storages[graph.values[v].storage].nbytes >= LEAST]
+        sizes = [segment(graph.storages[graph.values[v].storage].nbytes) for v in made]
+        for value, size in zip(made, sizes, strict=True):
+            storage = graph.storages[graph.values[value].storage]
+            mine = graph.values[value].storage not in read
+            if mine and sizes.count(size) == 1 and storage.planned and _is_free(plan, step, storage.name, size):
+                found[index] = Place(value, plan.solution.offsets[storage.name] + plan.redzone, storage.nbytes)
+                break
+    return found
+
+
+def _is_free(plan: Plan, step: int, name: str, size: int) -> bool:
+    """Whether at `step` nothing but `name` is alive in the segment of `size` bytes where `name` is planned."""
+    start = plan.solution.offsets[name] + plan.redzone
+    if start + size > plan.arena_size:
+        return False
+    others = [b for b in plan.problem.alive_at(step) if b.id != name]
+    at = plan.solution.offsets
+    return all(at[b.id] + b.size <= start or start + size <= at[b.id] for b in others)
+
+
+class PlaceAllocator:
+    """The allocator of pools whose first tensor is to lie at a given address in [low, high)."""
+
+    def __init__(self, backing: Backing, exchange: Any, low: int, high: int) -> None:
+        import numpy as np
+
+        from memplan.recording import place_kernel
+
+        exchange.argtypes, exchange.restype = (ctypes.c_size_t,), ctypes.c_int
+        self._kernel: Any = place_kernel
+        self._state: Any = np.zeros(place_kernel.WORDS, np.int64)
+        self._state[place_kernel.LOW], self._state[place_kernel.HIGH] = low, high
+        self._keep = backing, exchange
+        self._functions = place_kernel.make_place(self._state.ctypes.data, backing, exchange)
+
+    @property
+    def pointers(self) -> tuple[int, int]:
+        """Addresses of `void* allocate(size_t, int, void*)` and `void release(void*, size_t, int, void*)`."""
+        return self._functions[0].address, self._functions[1].address
+
+    @contextmanager
+    def expecting(self, address: int, nbytes: int) -> Iterator[None]:
+        """The first segment for a tensor of `nbytes` lies at `address`."""
+        k = self._kernel
+        self._state[k.ADDRESS], self._state[k.NBYTES] = address, segment(nbytes)
+        try:
+            yield
+        finally:
+            self._state[k.ADDRESS] = 0

@@ -1,0 +1,79 @@
+"""A tape: the allocations of one step in their order, and the offset in the arena that each of them gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from memplan.core.problem import Interval, Problem
+
+ELSEWHERE = -1  # the offset of what outlives the step: it gets memory as if there were no tape
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An allocation (`nbytes` > 0) or a release at an address, by an op ("" if unknown)."""
+
+    address: int
+    nbytes: int
+    op: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tape:
+    """`sizes[k]` bytes are asked for as the k-th allocation, and get `offsets[k]` (or `ELSEWHERE`).
+
+    `before[k]` are the allocations that had bytes of the k-th last: they must have been released when it is made.
+    """
+
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    before: tuple[tuple[int, ...], ...]
+    arena_size: int
+
+
+def lives(events: Sequence[Event]) -> list[Interval | None]:
+    """For each allocation, in order, from its event to that of its release; None for what is not released."""
+    open_at: dict[int, tuple[int, int]] = {}
+    found: list[Interval | None] = []
+    for step, event in enumerate(events):
+        if event.nbytes > 0:
+            open_at[event.address] = len(found), step
+            found.append(None)
+        elif event.address in open_at:
+            index, birth = open_at.pop(event.address)
+            found[index] = Interval(birth, step)
+    return found
+
+
+def make_tape(events: Sequence[Event], problem: Problem, offsets: Mapping[str, int], arena_size: int) -> Tape:
+    """The tape of a solved recording, whose buffers are the released allocations in their order."""
+    made = [event for event in events if event.nbytes > 0]
+    buffers = {b.live.start: b for b in problem.buffers}
+    starts = [step for step, event in enumerate(events) if event.nbytes > 0]
+    at = tuple(offsets[buffers[step].id] if step in buffers else ELSEWHERE for step in starts)
+    ends = tuple(offset + buffers[step].size if offset >= 0 else 0 for step, offset in zip(starts, at, strict=True))
+    return Tape(
+        sizes=tuple(event.nbytes for event in made), offsets=at, before=_owners(at, ends), arena_size=arena_size
+    )
+
+
+def _owners(starts: Sequence[int], ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """For each range [start, end) of bytes, in order, those that had some of its bytes last."""
+    owned: list[tuple[int, int, int]] = []  # disjoint (start, end, owner)
+    found: list[tuple[int, ...]] = []
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        before, rest = [], []
+        if start < 0:
+            found.append(())
+            continue
+        for low, high, owner in owned:
+            if high <= start or end <= low:
+                rest.append((low, high, owner))
+                continue
+            before.append(owner)
+            rest += [(low, start, owner)] if low < start else []
+            rest += [(end, high, owner)] if end < high else []
+        owned = [*rest, (start, end, index)]
+        found.append(tuple(sorted(set(before))))
+    return tuple(found)

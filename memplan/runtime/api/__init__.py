@@ -1,0 +1,1 @@
+"""memplan.runtime.api: to be described."""

@@ -1,0 +1,140 @@
+"""From a model to programs that run it: traced, planned, assembled, all in one arena where they fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from memplan.core.plan import Plan
+from memplan.errors import InputMismatch
+from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.execute.cuda_graphs import make_recorder
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.memory.arena import Arena, arena_for
+from memplan.runtime.memory.host import prepare_host
+from memplan.runtime.options import Options
+from memplan.runtime.profile.profile_guided import Guide, guide_of, require_measurable, room_for, safe_plan
+from memplan.trace import ARENA, trace
+from memplan.trace.traced import TracedGraph
+
+if TYPE_CHECKING:
+    from memplan.runtime.kernels.kernel_selection import BoundOp
+    from memplan.symbolic import SymbolicPlan
+    from memplan.trace.dynamic.varying import SymbolicTrace
+
+
+class Builder:
+    """Builds the programs of one model. What can be refused is refused before an arena is allocated.
+
+    `options` are those of the next program: what is learnt (the budget of a given plan, measured costs) goes into them.
+    `arena` is where the programs take turns, from the first one on. Raises `UnsupportedCall` for options of which
+    nothing could be measured.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, hooks: Hooks) -> None:
+        self.model, self.hooks = model, hooks
+        self.structure = Structure(model)
+        self.measures = options.measures
+        if self.measures:
+            require_measurable(cuda_graph=options.cuda_graph, dynamic_shapes=options.dynamic_shapes)
+        self.options = replace(options, costs=None) if self.measures else options
+        self.arena: Arena | None = None
+
+    def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
+        """The program of a call like this one, by the `given` plan or one that is made now."""
+        with torch.inference_mode(False):
+            traced = self._trace(args, kwargs, train)
+            room = 0 if self.arena is None else self.arena.nbytes
+            runner = self.assemble(*self.options.settle(traced, given, room=room))
+        if given is not None and given.eviction is not None:  # other programs keep it too
+            self.options = replace(self.options, budget=given.eviction.budget)
+        return runner
+
+    def guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[Runner, Guide | None]:
+        """A program whose first steps are measured, in an arena that has room for every plan within the budget, and
+        its guide; None where nothing has to be evicted."""
+        with torch.inference_mode(False):
+            traced, plan, policy = safe_plan(self.options, self._trace(args, kwargs, train))
+            runner = self.assemble(traced, plan, room_for(plan, policy))
+            if policy.events is None:
+                return runner, None
+            return runner, guide_of(self.options, traced, runner, policy, partial(self.assemble, traced))
+
+    def symbolic(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, fixed: frozenset[str]
+    ) -> tuple[SymbolicTrace, SymbolicPlan]:
+        """One trace and one plan for all shapes; symbols in `fixed` have the sizes of this call."""
+        from memplan.trace.dynamic.symbolic import plan_of, trace_symbolic
+
+        require_real(self.model, args, kwargs)
+        options = self.options
+        traced = trace_symbolic(
+            self.model,
+            args,
+            kwargs,
+            dynamic_shapes=options.dynamic_shapes,
+            train=train,
+            in_place=options.in_place,
+            fixed=fixed,
+        )
+        return traced, plan_of(traced, **options.planning(traced.traced.device))
+
+    def assemble(
+        self, traced: TracedGraph, plan: Plan, room: int = 0, bound: tuple[BoundOp, ...] | None = None
+    ) -> Runner:
+        """The program of a plan. `room`: bytes that the arena shall have at least; `bound`: as in `Runner`."""
+        options = self.options
+        with torch.inference_mode(False):
+            return Runner(
+                self.structure,
+                traced,
+                plan,
+                self._arena_for(plan, traced.device, room),
+                guard=options.guard,
+                owned=options.gradients == "owned",
+                recorder=make_recorder(traced.device, options.guard) if options.cuda_graph else None,
+                bound=bound,
+                hooks=self.hooks,
+            )
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> TracedGraph:
+        require_real(self.model, args, kwargs)
+        options = self.options
+        traced = trace(
+            self.model,
+            args,
+            kwargs,
+            train=train,
+            in_place=options.in_place,
+            device=options.device,
+            resident=options.gradients == ARENA,
+        )
+        prepare_host(self.model, traced)
+        return traced
+
+    def _arena_for(self, plan: Plan, device: torch.device, room: int) -> Arena:
+        """The arena if the plan fits in it (programs take turns), else one for this plan alone; with shapes that vary,
+        a larger one takes the place of the arena."""
+        arena = self.arena
+        if arena is None or (self.options.dynamic_shapes is not None and max(plan.arena_size, room) > arena.nbytes):
+            arena = self.arena = arena_for(plan, device, room)
+        return arena.turned(plan) or arena_for(plan, device)
+
+
+def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `InputMismatch` naming the first parameter, buffer or input that holds no numbers."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    inputs = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *inputs):
+        if isinstance(tensor, torch.Tensor) and (tensor.is_meta or isinstance(tensor, FakeTensor)):
+            hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"
+            raise InputMismatch(
+                f"a fake or {tensor.device} tensor holds no numbers to compute with", where=name, hint=hint
+            )

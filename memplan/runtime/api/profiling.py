@@ -1,0 +1,138 @@
+"""`memplan.profile`: what each op and each copy of a step takes on this machine (Capuchin's measured execution).
+
+The step runs op by op in its arena, several times; an op's time is the median of its runs, on CUDA between two events
+of the device. Nothing of the user's is changed: ops that would change it are left out and keep
+the roofline's estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.errors import InvalidCosts
+from memplan.evict.costs import DEVICES, CostModel, Link, signature_of
+from memplan.runtime.api.builder import require_real
+from memplan.runtime.execute.program import Program
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.execute.trial import fill_dynamic, leaves_users_alone, run_bound, without_autocast
+from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.memory.arena import arena_for
+from memplan.trace import device_costs, plan_traced, trace
+from memplan.trace.capture.refusals import keywords_of
+from memplan.trace.traced import Source
+
+_LARGE, _SMALL = 1 << 26, 1 << 12  # bytes of the copies that are timed
+_SLEEP = 200_000  # cycles: about 0.1 ms, in which an op is launched
+
+
+def profile(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    train: bool | None = None,
+    rounds: int = 5,
+) -> CostModel:
+    """Measure the ops of a step of `model`, and copies to the host and back, on this machine.
+
+    Takes about `rounds` steps, after a warm one. The result goes where a cost model goes
+    (`memplan.plan(..., budget=..., costs=profile(...))`) and can be saved (`.save(path)`, `memplan.load_costs(path)`):
+    ops of other models that are called on the same shapes are known too; all others get the estimate for this kind of
+    device. Raises what `memplan.compile` raises, and `InvalidCosts` for fewer than one round.
+    """
+    if not isinstance(rounds, int) or rounds < 1:
+        raise InvalidCosts(f"is {rounds}", where="rounds", hint="measure at least one round")
+    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    require_real(model, args, keywords_of(example_kwargs))
+    traced = trace(model, args, example_kwargs, train=train)
+    plan = plan_traced(traced, schedule="traced")
+    runner = Runner(Structure(model), traced, plan, arena_for(plan, traced.device), guard=None)
+    seconds = _op_seconds(runner.program, rounds)
+    base = DEVICES[device_costs(traced.device)]
+    graph = traced.graph
+    times: dict[str, list[float]] = {}
+    for index, taken in seconds.items():
+        times.setdefault(signature_of(graph, graph.ops[index]), []).append(taken)
+    return replace(
+        base,
+        name=f"measured on {_device_name(traced.device)}",
+        to_host=_link(traced.device, to_device=False, rounds=rounds),
+        to_device=_link(traced.device, to_device=True, rounds=rounds),
+        measured={signature: median(found) for signature, found in times.items()},
+    )
+
+
+def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
+    """Op index -> median seconds, of all that change nothing of the user's."""
+    traced, order = program.traced, program.plan.schedule.order
+    names = program.namespace.names
+    env = [*(names.get(f"v{index}") for index in range(len(traced.graph.values))), *[None] * traced.handed]
+    layout = program.layout
+    tensors = {
+        i: traced.example_inputs[b.index].detach() for i, b in enumerate(traced.bindings) if b.source is Source.INPUT
+    }
+    fill_dynamic(env, traced, layout, tensors)
+    timed = _device_seconds if traced.device.type == "cuda" else _seconds
+    found: dict[int, list[float]] = {i: [] for i in order if leaves_users_alone(traced, layout, i)}
+    devices = [traced.device] if traced.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast(traced.device):
+        for _ in range(rounds + 1):
+            for index, times in found.items():
+                times.append(timed(partial(run_bound, program.bound[index], env)))
+    return {index: median(times[1:]) for index, times in found.items()}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
+def _device_seconds(run: Callable[[], object]) -> float:
+    """What the device takes, not what it takes to launch: everything is launched while it sleeps."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_SLEEP)  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _link(device: torch.device, *, to_device: bool, rounds: int) -> Link:
+    """Latency and bandwidth of copies in one direction: a small and a large one."""
+    wait = _synchronise(device)
+
+    def seconds(nbytes: int) -> float:
+        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        here = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        target, source = (here, host) if to_device else (host, here)
+        times = []
+        for _ in range(rounds + 1):
+            wait()
+            start = perf_counter()
+            target.copy_(source, non_blocking=True)
+            wait()
+            times.append(perf_counter() - start)
+        return median(times[1:])
+
+    latency = seconds(_SMALL)
+    return Link(bytes_per_second=_LARGE / max(seconds(_LARGE) - latency, 1e-9), latency=latency)
+
+
+def _synchronise(device: torch.device) -> Callable[[], None]:
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, torch {torch.__version__}"

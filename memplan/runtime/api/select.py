@@ -1,0 +1,132 @@
+"""Which program a call runs: one for each state (modes, gradients) in which the module is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from memplan.errors import InputMismatch, MemplanError
+from memplan.runtime.api.builder import Builder
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.memory.arena import Arena
+from memplan.trace.capture.front_ends import NoBackward, autocast_dtype
+
+_MAX_RUNNERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """In which state a call is made: does autograd record, and the training flag of every submodule."""
+
+    grad: bool
+    modes: tuple[bool, ...]
+
+
+class RunsEagerly(Exception):
+    """A call that autograd records, and for which there is no program with a backward now: the original runs it."""
+
+
+class Selector:
+    """Finds the runner for a call, or has one built for a state that comes up for the first time.
+
+    `main` runs calls in the state in which the module was compiled. Under `no_grad` and in eval mode, others
+    take its arena in turns. `follows`: where `main` has no backward, a call that eager would record gets a program that
+    has one. Where that cannot be planned, and while its backward is to come, calls run eagerly (`RunsEagerly`).
+    """
+
+    def __init__(self, builder: Builder, main: Runner, *, follows: bool = False) -> None:
+        self._builder, self._structure = builder, builder.structure
+        self.main = main
+        self._follows = follows and not main.traced.training
+        self._refused: dict[Any, MemplanError] = {}  # why a call that eager would record has no program
+        self.main_modes = self._structure.modes()
+        self._runners: dict[Any, Runner] = {}
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the CUDA graphs of all its programs keep, each in a private pool."""
+        return sum(runner.pool_bytes for runner in (self.main, *self._runners.values()))
+
+    def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
+        """The runner for the current state, and the leaves of the call as it takes them.
+
+        Raises `InputMismatch` naming the first difference from what the module was compiled for.
+        """
+        main = self.main
+        modes = self._structure.modes()
+        grad = self._records(args, kwargs)
+        require_autocast(main)
+        runner = main
+        if modes != self.main_modes or grad is not main.traced.training:
+            self._check_modes(modes)
+            leaves = main.signature.flatten(args, kwargs)
+            example = pytree.tree_unflatten(leaves, main.signature.spec)
+            runner = self._cached(State(grad, tuple(modes)), *example, train=grad)
+        self._require_free(runner.arena)
+        return runner, runner.signature.flatten(args, kwargs, training=grad)
+
+    def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
+        """The runner for a call that differs from the example: planned on its own, kept for the next like it."""
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        layouts = tuple(
+            (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x)
+            for x in flat
+        )
+        grad = self._records(args, kwargs)
+        autocast = autocast_dtype(self.main.device_type)
+        state = State(grad, tuple(self._structure.modes()))
+        runner = self._cached((state, autocast, str(spec), layouts), args, kwargs, train=grad)
+        self._require_free(runner.arena)
+        return runner, runner.signature.flatten(args, kwargs)
+
+    def _cached(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
+        if key not in self._runners:
+            if len(self._runners) >= _MAX_RUNNERS:
+                del self._runners[next(iter(self._runners))]
+            self._runners[key] = self._built(key, args, kwargs, train=train)
+        return self._runners[key]
+
+    def _records(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call goes through autograd."""
+        if not torch.is_grad_enabled() or not self._follows:
+            return self.main.traced.training and torch.is_grad_enabled()
+        given = (*pytree.tree_leaves((args, kwargs)), *self.main.slots.tensors())
+        return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
+
+    def _built(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
+        """A new program; of a call that eager would record, without a backward where nothing requires a gradient."""
+        self._require_free(self._builder.arena)  # which a trial run would overwrite
+        if not (self._follows and train):
+            return self._builder.build(args, kwargs, train)
+        if key not in self._refused:
+            try:
+                return self._builder.build(args, kwargs, train)
+            except NoBackward:
+                return self._builder.build(args, kwargs, train=False)
+            except InputMismatch:
+                raise
+            except MemplanError as error:
+                self._refused[key] = error
+        raise RunsEagerly(f"it cannot be planned with its backward ({self._refused[key]})")
+
+    def _require_free(self, arena: Arena | None) -> None:
+        """Raise `RunsEagerly` where an evaluation would overwrite what waits for a backward that may never come."""
+        if self._follows and arena is not None and arena.ledger.pending is not None:
+            raise RunsEagerly("results of an earlier call are alive, with their backward")
+
+    def _check_modes(self, modes: list[bool]) -> None:
+        """All modes as compiled, or the whole module in eval mode; anything between is likely a mistake."""
+        if any(modes):
+            self._structure.require_modes(self.main_modes)
+
+
+def require_autocast(runner: Runner) -> None:
+    """Raise `InputMismatch` unless autocast is as where the runner was traced: off, or to the same type."""
+    then, now = runner.traced.autocast, autocast_dtype(runner.device_type)
+    if now is not then:
+        here, there = ("without autocast" if dtype is None else f"under autocast to {dtype}" for dtype in (now, then))
+        hint = "compile and call in the same autocast state"
+        raise InputMismatch(f"called {here}, the plan was made {there}", where="the call", hint=hint)

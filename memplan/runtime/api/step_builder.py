@@ -1,0 +1,96 @@
+"""From a model, its loss and an optimizer to the programs of a whole step, all in one arena."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.core.plan import Plan
+from memplan.evict.feedback import Remembered
+from memplan.runtime.api.builder import require_real
+from memplan.runtime.execute.cuda_graphs import make_recorder
+from memplan.runtime.execute.optimizer_state import StepStructure
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards.ranks import require_collective
+from memplan.runtime.memory.arena import arena_for_all
+from memplan.runtime.memory.host import prepare_host
+from memplan.runtime.options import PlanOptions, require_recordable
+from memplan.runtime.profile.profile_guided import Guide, guide_of, require_measurable, room_for, safe_plan
+from memplan.trace import trace_step
+from memplan.trace.optimizer.updates import Accumulate
+from memplan.trace.traced import TracedGraph
+
+
+class StepBuilder:
+    """Builds what a `CompiledStep` runs; `loss` is a model with its loss. Raises `UnsupportedCall` for options of which
+    nothing could be measured or recorded."""
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        options: PlanOptions,
+        *,
+        clip_grad_norm: float | None,
+        cuda_graph: bool,
+        allow_unsynchronized: bool,
+    ) -> None:
+        self._loss, self._optimizer, self._options = loss, optimizer, options
+        self._clip_grad_norm, self._cuda_graph = clip_grad_norm, cuda_graph
+        self._allow_unsynchronized = allow_unsynchronized
+        self._measures = options.measures
+        if self._measures:
+            require_measurable(cuda_graph=cuda_graph)
+        if cuda_graph:
+            require_recordable(options.device)
+
+    def build(
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any], kinds: Sequence[Accumulate | None], given: Plan | None
+    ) -> tuple[StepStructure, list[Runner], list[Guide]]:
+        """What the programs act on, a program of each kind, by the `given` plan or one that is made now, and, where
+        steps are measured and something is evicted, their guides."""
+        require_real(self._loss, batch, kwargs)
+        options = self._options
+        traced = [self._trace(batch, kwargs, kind) for kind in kinds]
+        if not self._allow_unsynchronized:
+            require_collective(traced)
+        prepare_host(self._loss, traced[0], self._optimizer)
+        device = traced[0].device
+        recorder = make_recorder(device, options.guard) if self._cuda_graph else None
+        planned: list[tuple[TracedGraph, Plan, Remembered | None]]
+        if self._measures:
+            planned = [safe_plan(options, t) for t in traced]
+        else:
+            planned = [(*options.settle(t, given), None) for t in traced]
+        structure = StepStructure(self._loss, self._optimizer)
+        room = max(room_for(plan, policy) for _, plan, policy in planned)
+        arena = arena_for_all([plan for _, plan, _ in planned], device, room)
+
+        def runner_of(t: TracedGraph, plan: Plan) -> Runner:
+            view = arena.turned(plan) or arena
+            return Runner(structure, t, plan, view, guard=options.guard, recorder=recorder, whole=True)
+
+        runners = [runner_of(t, plan) for t, plan, _ in planned]
+        guides = [
+            guide_of(options, t, runner, policy, partial(runner_of, t))
+            for (t, _, policy), runner in zip(planned, runners, strict=True)
+            if policy is not None and policy.events is not None
+        ]
+        return structure, runners, guides
+
+    def _trace(self, batch: tuple[Any, ...], kwargs: dict[str, Any], kind: Accumulate | None) -> TracedGraph:
+        return trace_step(
+            self._loss,
+            self._optimizer,
+            batch,
+            kwargs,
+            clip_grad_norm=self._clip_grad_norm,
+            accumulate=kind,
+            rates_in_memory=self._cuda_graph,
+            in_place=self._options.in_place,
+            device=self._options.device,
+        )

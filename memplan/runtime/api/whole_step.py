@@ -1,0 +1,297 @@
+"""`compile_step`: forward, loss, backward and the optimizer's update as one program in one arena."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from memplan.core.plan import Plan
+from memplan.errors import InputMismatch, MemplanError, UnsupportedCall, UnsupportedGraph
+from memplan.runtime.api.select import require_autocast
+from memplan.runtime.api.step_builder import StepBuilder
+from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.execute.optimizer_state import StepStructure
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards import transforms
+from memplan.runtime.guards.ranks import require_no_reducer
+from memplan.runtime.memory.arena import dtype_of
+from memplan.runtime.on_demand.eager_step import eager_step
+from memplan.runtime.on_demand.on_demand_offload import Passive, passive_for
+from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice
+from memplan.runtime.profile.profile_guided import Guide, Measured
+from memplan.trace.capture.refusals import keywords_of
+from memplan.trace.optimizer.updates import Accumulate
+
+
+class Loss(nn.Module):
+    """A model and its loss as one module: the loss is traced too, so no gradient of its inputs' size comes in."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.with_targets = _positional_arguments(loss_fn) > 1
+
+    def require_parts(self, batch: tuple[Any, ...]) -> None:
+        """Raise `UnsupportedGraph` for a batch that is not what `loss_fn` takes."""
+        if self.with_targets and len(batch) != 2:
+            what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
+            raise UnsupportedGraph("example_batch", what, "pass (inputs, targets), or a loss_fn of one argument")
+
+    def forward(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.with_targets:
+            return self.loss_fn(self.model(*batch, **kwargs))
+        inputs, targets = batch
+        output = self.model(*inputs, **kwargs) if isinstance(inputs, tuple) else self.model(inputs, **kwargs)
+        return self.loss_fn(output, *targets) if isinstance(targets, tuple) else self.loss_fn(output, targets)
+
+
+class CompiledStep(Measured):
+    """One training step. Made by `memplan.compile_step`; `step(*batch, **kwargs)` returns the loss, detached.
+
+    The parameters and the optimizer's state are changed in place, as `optimizer.step()` would; gradients
+    live and die in the arena, and `.grad` is left alone. `plan` is the plan that it runs, `hooks` see what it does
+    (which is not undone when one of them raises: some parameters may be updated, others not). Compiled with
+    `accumulate=k`, every k-th call updates the parameters, and `pending` says how many calls since the last
+    update wait for the next.
+    """
+
+    plan: Plan
+    hooks: Hooks
+
+    def __init__(
+        self,
+        structure: StepStructure,
+        adding: Runner | None,
+        updating: Runner,
+        *,
+        accumulate: int,
+        guides: Sequence[Guide] = (),
+        passive: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        """`guides`: what measures the runners, and plans them anew (`profile_guided.py`); `passive`: takes a step for which
+        there is no plan (`eager_step.py`).
+        """
+        self.passive: Passive | None = None
+        self._passive = passive
+        self.plan = updating.plan
+        self._guides = tuple(guides)
+        self._measurements = next((g.measurements for g in guides if g.runner is updating), [])
+        self.hooks = Hooks()
+        for runner in (updating, *(() if adding is None else (adding,))):
+            self.hooks.attach(runner)
+        self.accumulate = accumulate
+        self.pending = 0
+        self._structure = structure
+        self._adding = adding
+        self._updating = updating
+        self._modes = structure.modes()
+        loss = updating.traced.graph.values[updating.traced.results.fresh[0]]
+        home = torch.device(updating.traced.graph.storages[loss.storage].device)
+        self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=home)
+
+    def __call__(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
+        """Run a step. Raises `InputMismatch` or `UnsupportedCall` rather than be silently wrong."""
+        transforms.refuse((batch, kwargs), self._structure.model)
+        runner = self._updating
+        if self._adding is not None and self.pending + 1 < self.accumulate:
+            runner = self._adding
+        try:
+            self._structure.require_modes(self._modes)
+            require_autocast(runner)
+            leaves = runner.signature.flatten(batch, kwargs, training=True)
+        except InputMismatch as error:
+            if self._passive is None:
+                raise
+            return self._passively(error, batch, kwargs, update=runner is self._updating)
+        self._structure.follow()
+        if self._guides:
+            runner = self._guided(runner)
+        loss = runner.whole_step(leaves, self._tangent)
+        if runner is self._updating:
+            self._structure.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        self.pending = (self.pending + 1) % self.accumulate
+        return loss
+
+    def _passively(
+        self, reason: InputMismatch, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool
+    ) -> torch.Tensor:
+        """Run a step for which there is no plan, evicting on demand."""
+        passive = self.passive = passive_for(reason, self.plan, self._updating.traced.device)
+        run = _call if passive is None else passive.run
+        assert self._passive is not None
+        loss = self._passive(self._structure, run, batch, kwargs, accumulate=self.accumulate, update=update)
+        self.pending = (self.pending + 1) % self.accumulate
+        return loss
+
+    def _guided(self, runner: Runner) -> Runner:
+        """The runner itself, or the one that its guide puts in its place from now on."""
+        guide = next((g for g in self._guides if g.runner is runner), None)
+        if guide is None or not guide.due:
+            return runner
+        try:
+            new = guide.turn()
+        finally:
+            self._guides = tuple(g for g in self._guides if not g.done)
+        if new is not runner:
+            self.hooks.attach(new)
+        if runner is self._updating:
+            self._updating, self.plan = new, new.plan
+        else:
+            self._adding = new
+        return new
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that CUDA graphs keep in their private pool, beside the arena."""
+        return self._updating.pool_bytes
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedCall(
+            "a compiled step is bound to its model and optimizer, and cannot be copied or pickled",
+            hint="save their state_dicts, or copy both together, and compile a step for the copies",
+        )
+
+
+def compile_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[..., torch.Tensor],
+    example_batch: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    budget: Any = None,
+    policy: Any = "auto",
+    costs: Any = None,
+    divide: Any = None,
+    compress: str | None = None,
+    schedule: Any = "auto",
+    solver: Any = "auto",
+    layout: str = "auto",
+    time_limit: float | None = None,
+    in_place: bool = True,
+    guard: str | None = None,
+    on_mismatch: str = "error",
+    cuda_graph: bool = False,
+    device: Any = None,
+    allow_unsynchronized: bool = False,
+) -> CompiledStep:
+    """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
+
+    `loss_fn(model(*batch))` is computed when `loss_fn` takes one argument; otherwise the batch is
+    `(inputs, targets)` and `loss_fn(model(inputs), targets)` is, tuples unpacked. `example_kwargs` are further
+    arguments of the model: with `lambda out: out.loss`, `step(**batch)` trains a model of transformers. `optimizer` is
+    SGD, Adam or AdamW; it stays the owner of its state and hyperparameters, which are read at every step. Each
+    parameter is updated as soon as its gradient exists and its old value has had its last reader; `clip_grad_norm`
+    (the maximal global 2-norm) makes all updates wait for all gradients.
+
+    `accumulate=k`: each call is a micro-batch, and every k-th updates the parameters, as k times eager's
+    `(loss_fn(...) / k).backward()` and then `optimizer.step()` would; the loss is returned undivided. The
+    sums of gradients live from call to call: they lie outside the arena, and count as optimizer state.
+
+    `cuda_graph`: record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
+    kept in memory (single precision), and may change at every step; another hyperparameter that changes is recorded
+    anew.
+
+    `on_mismatch="passive"`: a batch that differs from the example is taken as eager would, evicting on demand to keep
+    the budget, instead of raising.
+
+    `allow_unsynchronized=True`: in a process group of several ranks, let each train on its own. A step that holds no
+    collective raises otherwise, and so do parameters of a DistributedDataParallel, whose hooks a step does not call.
+
+    `plan`: a saved plan (or its path) of this very step to run instead of making one, without `accumulate`. The other
+    options are those of `memplan.compile`; with `device` the optimizer's state stays on the CPU too, and parameters and
+    state are updated on the device and written back in each step.
+
+    Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `UnsupportedCall` for
+    hooks on parameters or on the optimizer's step, which it would not call (a call raises for later ones), and for
+    inputs that require gradients, which they would not get, `PlanMismatch` when `plan` was made for another step.
+    """
+    _require_sensible(accumulate, clip_grad_norm)
+    given = given_plan(plan, budget)
+    if given is not None and accumulate > 1:
+        what = f"accumulate={accumulate} has two programs, and a plan is of one"
+        raise MemplanError(what, where="compile_step", hint="leave out plan=")
+    options = PlanOptions(
+        budget=budget,
+        policy=policy,
+        costs=costs,
+        divide=divide,
+        compress=compress,
+        schedule=schedule,
+        solver=solver,
+        layout=layout,
+        time_limit=time_limit,
+        in_place=in_place,
+        guard=guard,
+        device=device_for(device, given),
+    )
+    require_choice("on_mismatch", on_mismatch, ("error", "passive"))
+    loss = Loss(model, loss_fn)
+    batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
+    loss.require_parts(batch)
+    kwargs = keywords_of(example_kwargs)
+    _require_no_gradients((batch, kwargs))
+    if not allow_unsynchronized:
+        require_no_reducer(model)
+    builder = StepBuilder(
+        loss,
+        optimizer,
+        options,
+        clip_grad_norm=clip_grad_norm,
+        cuda_graph=cuda_graph,
+        allow_unsynchronized=allow_unsynchronized,
+    )
+    kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
+    structure, runners, guides = builder.build(batch, kwargs, kinds, given)
+    passive = partial(eager_step, clip_grad_norm=clip_grad_norm) if on_mismatch == "passive" else None
+    adding = runners[0] if accumulate > 1 else None
+    return CompiledStep(structure, adding, runners[-1], accumulate=accumulate, guides=guides, passive=passive)
+
+
+def _require_sensible(accumulate: int, clip_grad_norm: float | None) -> None:
+    if type(accumulate) is not int or accumulate < 1:
+        raise MemplanError(f"accumulate={accumulate!r}", hint="pass the number of micro-batches per update, 1 or more")
+    if clip_grad_norm is not None and (
+        isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, (int, float)) or not clip_grad_norm >= 0
+    ):
+        raise MemplanError(
+            f"clip_grad_norm={clip_grad_norm!r}", hint="pass the maximal norm, a number of at least 0, or None"
+        )
+
+
+def _require_no_gradients(batch: Any) -> None:
+    """Raise `UnsupportedCall` for an input that eager would give a gradient, which may go on to what made it."""
+    for i, leaf in enumerate(pytree.tree_leaves(batch)):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            what = "requires a gradient, which a compiled step does not give"
+            hint = "pass it detached; make what computes it a part of the model, or use memplan.compile"
+            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint)
+
+
+def _call(model: nn.Module, /, *batch: Any, **kwargs: Any) -> Any:
+    return model(*batch, **kwargs)
+
+
+def _positional_arguments(function: Callable[..., Any]) -> int:
+    """How many positional arguments without defaults a function (or a module's forward) takes.
+
+    Functions of torch's own (`torch.sum`) may not say: they are reductions, of one.
+    """
+    target = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:
+        return 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters)

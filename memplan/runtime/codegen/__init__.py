@@ -1,0 +1,1 @@
+"""memplan.runtime.codegen: to be described."""

@@ -1,0 +1,321 @@
+"""Runs of ops as one call: torch's own interpreter goes from kernel to kernel in less time than Python's.
+
+A run becomes a TorchScript graph. Tensors over our own memory are constants of the graph; parameters and what else
+may move one day are one list, given in every call; what moves from call to call comes as arguments; what the caller
+will own is made inside and returned. No pass may touch the graph, least of all one that takes a constant's numbers for
+what they will always be, or leaves out what only others read: whoever calls it turns the executor's optimisation off
+for his thread (`codegen.py`). The interpreter lets other Python threads run meanwhile.
+
+Left to Python is what torch's interpreter does not know (hyperparameters, what is handed from kernel to kernel, our own
+functions), and what may fail for the numbers that it is given with an error that its words do not tell apart: out of
+torch's interpreter comes a plain `RuntimeError`, whatever eager raises, to which `raise_as_eager` gives the kernel's
+own words back, and by these its type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._ops import OpOverload
+
+from memplan.runtime.codegen.step_ir import Call, Empty, Hooked, Layout, Line, View, refs, same_layout
+from memplan.runtime.memory.arena import dtype_of
+from memplan.trace.passes.out_variants import out_names
+from memplan.trace.passes.randomness import draws
+from memplan.trace.traced import Handed, Live, Ref
+
+# What says of a number out of range what nothing else says, or what is a plain RuntimeError in eager too.
+_TELLS = {"index_select", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices_backward"}
+_TELLS |= {"_unsafe_index", "_unsafe_index_put"}
+_INDEX_ERROR = re.compile(r"index out of range in self$|Target -?\d+ is out of bounds\.$", re.MULTILINE)
+# In the same words, the first raise an IndexError and the second a RuntimeError.
+_INDEXED = {"index", "index_put", "index_put_"}
+_GATHERED = {"index_add", "index_add_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+_OUT_OF_BOUNDS = re.compile(r"index -?\d+ is out of bounds for dimension \d+ with size \d+$", re.MULTILINE)
+_NUMBERS = {"index", "indices", "target", "repeats", "offsets", "mask_indices"}
+_MAY_FAIL = ("linalg_", "_linalg_", "cholesky", "lu_", "_assert", "_cdist")
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError)  # of torch's bindings, for what they do not take
+_MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+_TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
+_LEFT = object()  # stands for arguments that are left to Python
+_PLAIN = {"IntType": int, "BoolType": bool, "FloatType": float}
+_FAILED = (
+    "The following operation failed in the TorchScript interpreter.\n"
+    "Traceback of TorchScript (most recent call last):\nRuntimeError: "
+)  # and no place in a source, which a user's own script would have
+_NEEDED = ("Graph", "ScriptList", "_create_function_from_graph", "_jit_interpret_graph")
+AVAILABLE = all(hasattr(torch._C, name) for name in _NEEDED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreted:
+    """`function(tensors, *arguments)`: `arguments` are values that move, `tensors` is the list of those that seldom do,
+    which are `values` (None: a tensor of no value)."""
+
+    function: Any
+    tensors: Any
+    values: tuple[int | None, ...]
+    arguments: tuple[int, ...]
+
+
+def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
+    """Whether torch's interpreter runs the same kernel, and nothing can fail there that did not fail in the trial.
+
+    `asked`: what is known of overloads with arguments of some kinds, and grows.
+    """
+    if isinstance(line, Hooked):
+        return False
+    if isinstance(line, Empty):
+        return True
+    if isinstance(line, View):
+        one, two = (layout.graph.values[i] for i in (line.base, line.value))
+        return one.dtype == two.dtype and two.storage in layout.fresh_storages
+    overload = _overload(line)
+    if overload is None or overload.namespace != "aten" or line.adopted or line.bound.hands:
+        return False
+    kinds = _kinds(line.arguments)
+    if _LEFT in kinds:
+        return False
+    if overload._opname.startswith(_MAY_FAIL) or _by_number(line, overload, layout):
+        return False
+    if any(r.type.kind() != "TensorType" for r in overload._schema.returns):  # a list of tensors is one result there
+        return False
+    if draws(overload, *line.arguments) and "Tensor" in overload._overloadname:  # with probabilities of its own
+        return False
+    key = (overload, line.bound.out_names, kinds)
+    if key not in asked:
+        asked[key] = _finds(line, layout)
+    return asked[key]
+
+
+def told_apart(lines: Sequence[Line], fitting: Sequence[bool]) -> tuple[list[bool], bool]:
+    """Which of the lines that `takes` said yes to may run beside each other in one function, and whether what is out of
+    bounds is an `IndexError` there (see `raise_as_eager`)."""
+    names = [o._opname if isinstance(line, Call) and (o := _overload(line)) is not None else "" for line in lines]
+    if not any(fit and name in _GATHERED for fit, name in zip(fitting, names, strict=True)):
+        return list(fitting), True
+    return [fit and name not in _INDEXED for fit, name in zip(fitting, names, strict=True)], False
+
+
+def _kinds(thing: Any) -> tuple[Any, ...]:
+    """By what torch's interpreter tells overloads apart: the types of numbers, which things are tensors."""
+    if isinstance(thing, (Ref, torch.Tensor)):
+        return (torch.Tensor,)
+    if isinstance(thing, (Handed, Live)):
+        return (_LEFT,)
+    if isinstance(thing, (list, tuple)):
+        return (type(thing), *(kind for item in thing for kind in _kinds(item)), None)
+    if isinstance(thing, dict):
+        return tuple(kind for name, item in thing.items() for kind in (name, *_kinds(item)))
+    return (type(thing) if isinstance(thing, (int, float, str)) else thing,)
+
+
+def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, names: Mapping[str, Any]) -> Interpreted:
+    """One function for a run of lines that `takes` said yes to. `names` has the static values, as `v12`."""
+    used = {v for line in run for v in line.uses} & layout.placed if _constants_are_memory() else set()
+    placed = {v: names[f"v{v}"] for v in sorted(used)}
+    writer = _Writer(run, layout, placed)
+    for line in run:
+        writer.write(line)
+    tensors = [thing if isinstance(thing, torch.Tensor) else names[f"v{thing}"] for thing in writer.static]
+    return Interpreted(
+        function=_function_of("memplan_run", writer.returning(results)),
+        tensors=torch._C.ScriptList(tensors),
+        values=tuple(None if isinstance(thing, torch.Tensor) else thing for thing in writer.static),
+        arguments=tuple(writer.arguments),
+    )
+
+
+def _function_of(name: str, graph: Any) -> Any:
+    made: Any = torch._C._create_function_from_graph(name, graph)
+    made._torchdynamo_inline = partial(_interpret, graph)  # what torch calls while any thread exports a model
+    return made
+
+
+def _interpret(graph: Any, *given: Any) -> Any:
+    """The same run by the same interpreter, without the function around it; `given` begins with a run's tensors."""
+    tensors = [list(tensors) for tensors in given[:1]]
+    return torch._C._jit_interpret_graph(graph, (*tensors, *given[1:]))  # type: ignore[attr-defined]
+
+
+def raise_as_eager(error: RuntimeError, *, indexed: bool) -> None:
+    """Raise an error of a run as the kernel alone would; of others, do nothing. `indexed`: as `told_apart` said."""
+    words = str(error)
+    if words.startswith(_FAILED):
+        said = words.removeprefix(_FAILED).removesuffix("\n")
+        by_index = _INDEX_ERROR.match(said) or (indexed and _OUT_OF_BOUNDS.match(said))
+        raise (IndexError if by_index else RuntimeError)(said) from None
+
+
+@cache
+def _constants_are_memory() -> bool:
+    """Whether this torch reads and writes a graph's constants whenever it runs: it computes nothing with them ahead,
+    and leaves nothing out that the graph itself does not read."""
+    graph: Any = torch._C.Graph()
+
+    def call(name: str, *inputs: Any) -> Any:
+        made = graph.insertNode(graph.create(name, list(inputs), 1)).output()
+        made.setType(_TENSOR)
+        return made
+
+    read, written = torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")
+    x, one = graph.insertConstant(read), graph.insertConstant(1)
+    made = call("aten::add", call("aten::mul", call("aten::neg", x), x), x, one)
+    call("aten::add", made, x, one, graph.insertConstant(written))
+    graph.registerOutput(made)
+    run = _function_of("memplan_probe", graph)
+    was = torch._C._get_graph_executor_optimize()
+    try:
+        torch._C._set_graph_executor_optimize(False)
+        found = [(run(), written.clone()) for i in range(4) if read.fill_(i) is read]
+    finally:
+        torch._C._set_graph_executor_optimize(was)
+    return all((one.item(), two.item()) == (i - i * i, 2 * i - i * i) for i, (one, two) in enumerate(found))
+
+
+def _by_number(line: Call, overload: OpOverload, layout: Layout) -> bool:
+    """Whether it is told where to read or write by numbers, and does not tell well enough that one is out of range."""
+    if overload._opname in _TELLS | _INDEXED | _GATHERED:
+        return False
+    args, kwargs = line.arguments
+    named = {**dict(zip((a.name for a in overload._schema.arguments), args, strict=False)), **kwargs}
+    told = [v for name, thing in named.items() if name in _NUMBERS for v in refs(thing)]
+    return any(layout.graph.values[v].dtype in ("int64", "int32") for v in told)
+
+
+def _overload(line: Call) -> OpOverload | None:
+    return line.bound.fresh_overload if line.fresh else line.bound.overload
+
+
+def _finds(line: Call, layout: Layout) -> bool:
+    """Whether torch's interpreter finds the overload of a call by the arguments."""
+    overload = _overload(line)
+    try:
+        writer = _Writer([line], layout, {})  # whose graph must outlive what is asked of its nodes
+        return bool(writer.call(line).schema() == str(overload._schema))  # type: ignore[union-attr]
+    except _FAILURES:
+        return False
+
+
+class _Writer:
+    """Writes a TorchScript graph: its first input is the list of what does not move from call to call (`static`:
+    values, and tensors of no value), the others are `arguments`, values that the run does not make itself. What is
+    `placed` is there already."""
+
+    def __init__(self, run: Sequence[Line], layout: Layout, placed: Mapping[int, torch.Tensor]) -> None:
+        self.layout = layout
+        made = {value for line in run for value in line.makes}
+        used = dict.fromkeys(value for line in run for value in line.uses)
+        leaves = [leaf for line in run if isinstance(line, Call) for leaf in pytree.tree_leaves(line.arguments)]
+        constants = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self.static: list[Any] = [*(v for v in used if v in layout.static and v not in placed), *constants.values()]
+        self.arguments = [v for v in used if v not in layout.static and v not in made]
+        self.graph: Any = torch._C.Graph()
+        tensors = self._input(torch._C.ListType(_TENSOR))
+        unpacked = self._insert("prim::ListUnpack", [tensors], [_TENSOR] * len(self.static))
+        elements = zip(self.static, unpacked.outputs(), strict=True)
+        self.known: dict[int, Any] = {value: self._input(_TENSOR) for value in self.arguments}
+        self.known |= {id(thing) if isinstance(thing, torch.Tensor) else thing: node for thing, node in elements}
+        self.known |= {value: self._constant(tensor) for value, tensor in placed.items()}
+
+    def write(self, line: Line) -> None:
+        """Add a line to the graph."""
+        if isinstance(line, Empty):
+            value = self.layout.graph.values[line.value]
+            device = torch.device(self.layout.graph.storages[value.storage].device)
+            given = (value.shape, value.strides, dtype_of(value), None, device, None)
+            self.known[line.value] = self._op(torch.ops.aten.empty_strided.default, given).output()
+        elif isinstance(line, View):
+            self.known[line.value] = self._view(line)
+        elif isinstance(line, Call):
+            made = list(self.call(line).outputs())
+            self.known |= {v: made[position] for position, v in line.born}
+            for position, v in line.copied:
+                copy = [self.known[v], made[position], self._constant(False)]
+                self._insert("aten::copy_", copy, [_TENSOR])
+
+    def call(self, line: Call) -> Any:
+        """The node of a call."""
+        overload, (args, kwargs) = _overload(line), line.arguments
+        assert overload is not None
+        outs = [out for name in line.bound.out_names if name in kwargs for out in _as_list(kwargs.pop(name))]
+        kwargs |= dict(zip(out_names(overload), outs, strict=True)) if outs else {}
+        given = [
+            args[i] if i < len(args) else kwargs.pop(a.name, a.default_value)
+            for i, a in enumerate(overload._schema.arguments)
+        ]
+        if kwargs:
+            raise TypeError(f"{overload} takes no {', '.join(kwargs)}")
+        return self._op(overload, given)
+
+    def returning(self, results: Sequence[int]) -> Any:
+        """The graph, once all lines are in it."""
+        if not results:
+            self.graph.registerOutput(self._constant(None))
+        elif len(results) == 1:
+            self.graph.registerOutput(self.known[results[0]])
+        else:
+            # a list: of a tuple, whoever takes it out of the interpreter asks the type of every element
+            kind = torch._C.ListType(_TENSOR)
+            several = self._insert("prim::ListConstruct", [self.known[v] for v in results], [kind])
+            self.graph.registerOutput(several.output())
+        return self.graph
+
+    def _view(self, line: View) -> Any:
+        one, two = (self.layout.graph.values[i] for i in (line.base, line.value))
+        if same_layout(one, two):
+            return self.known[line.base]
+        given = (Ref(line.base), two.shape, two.strides, two.offset - one.offset)
+        return self._op(torch.ops.aten.as_strided.default, given).output()
+
+    # -- nodes -------------------------------------------------------------------------------------------
+
+    def _input(self, kind: Any) -> Any:
+        made = self.graph.addInput()
+        made.setType(kind)
+        return made
+
+    def _constant(self, thing: Any) -> Any:
+        return self.graph.insertConstant(thing)
+
+    def _insert(self, name: str, inputs: Sequence[Any], kinds: Sequence[Any]) -> Any:
+        node = self.graph.create(name, list(inputs), len(kinds))
+        self.graph.insertNode(node)
+        for output, kind in zip(node.outputs(), kinds, strict=True):
+            output.setType(kind)
+        return node
+
+    def _op(self, overload: OpOverload, given: Sequence[Any]) -> Any:
+        schema = overload._schema
+        inputs = [self._given(thing, a.type) for thing, a in zip(given, schema.arguments, strict=True)]
+        return self._insert(schema.name, inputs, [r.type for r in schema.returns])
+
+    def _given(self, thing: Any, kind: Any) -> Any:
+        """An argument of type `kind` as what it is in the graph."""
+        if isinstance(thing, Ref):
+            return self.known[thing.value]
+        if isinstance(thing, torch.Tensor):
+            return self.known[id(thing)]
+        while kind.kind() == "OptionalType":
+            kind = kind.getElementType()
+        if isinstance(thing, (list, tuple)):
+            element = _INT if kind.getElementType().kind() == "SymIntType" else kind.getElementType()
+            plain = _PLAIN.get(element.kind())
+            if thing and plain is not None and all(type(item) in {plain, int} for item in thing):
+                return self._constant([plain(item) for item in thing])
+            items = [self._given(item, element) for item in thing]
+            return self._insert("prim::ListConstruct", items, [torch._C.ListType(element)]).output()
+        if isinstance(thing, torch.memory_format):
+            return self._constant(_MEMORY_FORMATS.index(thing))
+        as_float = kind.kind() == "FloatType" and type(thing) is int
+        return self._constant(float(thing) if as_float else thing)
+
+
+def _as_list(thing: Any) -> Sequence[Any]:
+    return thing if isinstance(thing, (list, tuple)) else [thing]

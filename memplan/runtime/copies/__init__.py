@@ -1,0 +1,1 @@
+"""memplan.runtime.copies: to be described."""

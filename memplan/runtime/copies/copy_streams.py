@@ -1,0 +1,107 @@
+"""Copies on CUDA: by a stream per direction and device.
+
+Events order it with the stream that computes: a copy starts after all that was launched before it, and what follows
+its wait runs after it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from memplan.runtime.copies.copies import Direction
+
+
+class StreamCopies:
+    """Copies by a stream per direction and device, to and from pinned memory, and from device to device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pending: set[StreamCopy] = set()
+        self.timed = False
+        self._streams: dict[tuple[Direction, torch.device], torch.cuda.Stream] = {}
+        self._hosts: dict[int, torch.Tensor] = {}
+
+    def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> StreamCopy:
+        """A new planned copy.
+
+        `host` stays until `close`: a stream may wait for a copy that runs on when the program is gone, and torch's
+        allocator of pinned memory, which sees addresses within it only, would give it to somebody else.
+        """
+        device = device or self.device
+        if (direction, device) not in self._streams:
+            self._streams[direction, device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._hosts[host.data_ptr()] = host
+        return StreamCopy(self, self._streams[direction, device])
+
+    def time(self, on: bool) -> None:
+        """See `Copies`."""
+        self.timed = on
+
+    def drain(self) -> None:
+        """Wait, on the host, for copies that no op has waited for."""
+        if self.pending:
+            for stream in self._streams.values():
+                stream.synchronize()
+            self.pending.clear()
+
+    def settle(self) -> None:
+        """Wait, on the host, for all copies: the caller may read what came, and change what went."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Wait for all copies, those too that streams wait for, and give up the host's memory."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self.pending.clear()
+        self._hosts.clear()
+
+
+class StreamCopy:
+    """See `Copy`. It is the computing stream that waits, not the host: `stalled` stays 0."""
+
+    __slots__ = ("_devices", "_done", "_owner", "_stream", "_times", "nbytes", "stalled")
+
+    def __init__(self, owner: StreamCopies, stream: torch.cuda.Stream) -> None:
+        self._owner = owner
+        self._stream = stream
+        self._devices: tuple[torch.device, ...] = ()
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._times: tuple[torch.cuda.Event, ...] = ()
+        self.stalled = 0.0
+        self.nbytes = 0
+
+    @property
+    def seconds(self) -> float:
+        """Waits, on the host, for its end."""
+        if not self._times:
+            return 0.0
+        begun, ended = self._times
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3
+
+    def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """After the producer of the source, and after the last user of what the destination's bytes held."""
+        self._devices = tuple({t.device for t in (destination, source) if t.is_cuda})
+        for device in self._devices:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._owner.pending.add(self)
+        self.nbytes = source.nbytes
+        self._times = tuple(_timing_event() for _ in range(2)) if self._owner.timed else ()
+        with torch.cuda.stream(self._stream):
+            for event in self._times[:1]:
+                event.record(self._stream)
+            destination.copy_(source, non_blocking=True)
+            for event in self._times[1:]:
+                event.record(self._stream)
+        self._done.record(self._stream)
+
+    def wait(self) -> None:
+        """Whatever is launched from now on runs after the copy."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).wait_event(self._done)
+        self._owner.pending.discard(self)
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""memplan.runtime.debug: to be described."""

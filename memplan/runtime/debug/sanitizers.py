@@ -1,0 +1,132 @@
+"""Guards: checks that run inside the step, for tests and for the suspicious.
+
+`poison` fills a buffer with NaN (0x7F for integers) before its first write and after its last use, so that a
+read outside its lifetime shows in the results. `redzone` puts a pattern on both sides of every buffer and
+looks at all of them after every step, so that a write outside its bytes is caught and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memplan.core.lifetimes import host_problem
+from memplan.core.plan import Plan
+from memplan.core.problem import Buffer
+from memplan.errors import ArenaCorruption
+from memplan.runtime.memory.arena import Arena, Memory
+from memplan.trace.traced import TracedGraph
+
+Hook = Callable[[], None]
+_PATTERN = 0xA5
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """Hooks by step: what to call before and after the op that runs there."""
+
+    befores: tuple[tuple[Hook, ...], ...] = ()
+    afters: tuple[tuple[Hook, ...], ...] = ()
+
+    def before(self, step: int) -> Sequence[Hook]:
+        return self.befores[step] if self.befores else ()
+
+    def after(self, step: int) -> Sequence[Hook]:
+        return self.afters[step] if self.afters else ()
+
+    def around(self, inner: Guards, steps: int) -> Guards:
+        """These, and `inner` between them and the op."""
+        return Guards(
+            tuple((*self.before(step), *inner.before(step)) for step in range(steps)),
+            tuple((*inner.after(step), *self.after(step)) for step in range(steps)),
+        )
+
+
+NO_GUARDS = Guards()
+GUARDS = ("poison", "redzone")
+
+
+def redzone_of(guard: str | None, alignment: int) -> int:
+    """Bytes that the plan must leave on each side of every buffer for `guard`."""
+    return alignment if guard == "redzone" else 0
+
+
+def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Guards:
+    """Poison at birth and after death, in the arena, and on the host where the host itself copies."""
+    steps = len(plan.schedule.order)
+    before: list[list[Hook]] = [[] for _ in range(steps)]
+    after: list[list[Hook]] = [[] for _ in range(steps)]
+    graph = traced.graph
+    dtype_of: dict[str, torch.dtype] = {}
+    for value in sorted(graph.values, key=lambda value: value.dtype == "uint8"):  # as copies see it
+        dtype_of.setdefault(graph.storages[value.storage].name, getattr(torch, value.dtype))
+    nbytes = {s.name: s.nbytes for s in graph.storages}
+    kept = {graph.storages[graph.values[v].storage].name for v in graph.gradients}
+    places: list[tuple[Sequence[Buffer], Mapping[str, int], Memory, int]]
+    places = [(plan.problem.buffers, plan.solution.offsets, arena, plan.redzone)]
+    if plan.eviction is not None and arena.device.type == "cpu":  # a GPU copies later than the host runs
+        copies = host_problem(plan.graph, plan.schedule, alignment=plan.alignment).buffers
+        places.append((copies, plan.eviction.host.offsets, host, 0))
+    for buffers, offsets, memory, redzone in places:
+        for buffer in buffers:
+            dtype = dtype_of[buffer.id]
+            storage = memory.storage(offsets[buffer.id] + redzone, nbytes[buffer.id])
+            count = nbytes[buffer.id] // dtype.itemsize
+            view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (count,), (1,))
+            before[buffer.live.start].append(_poison(view))
+            if buffer.id not in kept:
+                after[buffer.live.end - 1].append(_poison(view))
+    return Guards(tuple(map(tuple, before)), tuple(map(tuple, after)))
+
+
+def _poison(view: torch.Tensor) -> Hook:
+    if view.dtype.is_floating_point or view.dtype.is_complex:
+        return _fill(view, float("nan"))
+    return _fill(view.view(torch.uint8), 0x7F)
+
+
+def _fill(view: torch.Tensor, value: float) -> Hook:
+    def fill() -> None:
+        view.fill_(value)
+
+    return fill
+
+
+def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Guards:
+    """Pattern bytes on both sides of every buffer, drawn at its birth and checked after each step of its life."""
+    steps = len(plan.schedule.order)
+    before: list[list[Hook]] = [[] for _ in range(steps)]
+    after: list[list[Hook]] = [[] for _ in range(steps)]
+    for buffer in plan.problem.buffers:
+        low = plan.solution.offsets[buffer.id]
+        high = low + buffer.size
+        zones = (arena.bytes_at(low, low + plan.redzone), arena.bytes_at(high - plan.redzone, high))
+        before[buffer.live.start].append(_draw(zones))
+        for step in range(buffer.live.start, buffer.live.end):
+            op = plan.graph.ops[plan.schedule.order[step]]
+            after[step].append(_check(zones, buffer.id, f"{op.name} ({op.target}) at step {step}"))
+    return Guards(tuple(map(tuple, before)), tuple(map(tuple, after)))
+
+
+def _draw(zones: tuple[torch.Tensor, ...]) -> Hook:
+    fills = [_fill(zone, _PATTERN) for zone in zones]
+
+    def draw() -> None:
+        for fill in fills:
+            fill()
+
+    return draw
+
+
+def _check(zones: tuple[torch.Tensor, ...], name: str, where: str) -> Hook:
+    def check() -> None:
+        if any(bool((zone != _PATTERN).any()) for zone in zones):
+            raise ArenaCorruption(
+                f"bytes next to buffer {name!r} were overwritten",
+                where=where,
+                hint="the kernel that ran at this step wrote outside its result; please report it with the op's name",
+            )
+
+    return check

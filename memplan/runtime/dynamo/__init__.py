@@ -1,0 +1,1 @@
+"""memplan.runtime.dynamo: to be described."""

@@ -1,0 +1,1 @@
+"""memplan.runtime.execute: to be described."""

@@ -1,0 +1,116 @@
+"""The one link between a program and autograd: forward and backward of a step as a single autograd node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from memplan.errors import StaleActivationsError, UnsupportedCall
+from memplan.runtime.guards import transforms
+from memplan.runtime.memory.arena_ownership import InFlight
+
+_version = attrgetter("_version")
+
+
+class PlannedStep(torch.autograd.Function):
+    """Parameters are inputs, so that their gradients arrive; what the backward reads may not change in between."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runner: Any,
+        inputs: Sequence[torch.Tensor],
+        current: Sequence[torch.Tensor],
+        *differentiable: torch.Tensor,
+    ) -> Any:
+        with runner.arena.ledger as ledger:
+            step = ledger.begin(keep=True)
+            try:
+                fresh, saved = runner.forward(*inputs)
+            except BaseException:
+                step.done = True  # no backward can follow; a kept exception must not block the arena
+                raise
+        runner.count_writes(inputs, current)
+        # An output saved as itself would keep its own graph alive for ever.
+        if True in (outputs := runner.program.saved_outputs):
+            saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
+        ctx.saved = saved
+        ctx.watched = [*ctx.saved, *runner.watched(current), *(fresh[i].detach() for i in runner.views_of_saved)]
+        ctx.versions = list(map(_version, ctx.watched))
+        ctx.runner, ctx.step = runner, step
+        ctx.set_materialize_grads(False)
+        if None in runner.tangents:
+            ctx.mark_non_differentiable(*(t for t, dual in zip(fresh, runner.tangents, strict=True) if dual is None))
+        return fresh
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        runner, step = ctx.runner, ctx.step
+        if torch.is_grad_enabled():
+            raise UnsupportedCall(
+                "a planned step has no second derivative (create_graph=True)",
+                hint="run this step on the original model",
+            )
+        if transforms.active():
+            raise UnsupportedCall(
+                "a planned step takes one gradient at a time (not several under vmap)",
+                hint="run this step on the original model",
+            )
+        with runner.arena.ledger as ledger:
+            ledger.end(step)
+            saved, watched, ctx.saved, ctx.watched = ctx.saved, ctx.watched, None, None
+            if list(map(_version, watched)) != ctx.versions:
+                raise _changed(watched, ctx.versions, step)
+            tangents, missing = runner.tangents_from(grads)
+            gradients = runner.backward(*saved, *tangents)
+            if runner.resident is not None:
+                ledger.move_out = runner.resident.move_out
+        return (None, None, None, *runner.in_order(gradients, missing))
+
+
+class OwningStep(PlannedStep):
+    """The same with one anchor in the place of all parameters, whose gradients it assigns itself (`owned_gradients.py`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runner: Any,
+        inputs: Sequence[torch.Tensor],
+        current: Sequence[torch.Tensor],
+        *differentiable: torch.Tensor,
+    ) -> Any:
+        runner.owned.require_no_reducer()
+        ctx.parameters = runner.wanted(current)
+        return PlannedStep.forward(ctx, runner, inputs, current)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        runner, parameters = ctx.runner, ctx.parameters
+        anchor = ctx.next_functions[0][0]
+        wanted = torch._C._will_engine_execute_node(anchor)  # not by autograd.grad(loss, inputs)
+        if wanted:
+            runner.owned.require_no_hooks(parameters)
+        gradients = PlannedStep.backward(ctx, *grads)[3:]
+        if wanted:
+            runner.owned.assign(parameters, gradients[: len(parameters)])
+        return (None, None, None, None, *gradients[len(parameters) :])
+
+
+def _without_a_look(step: type[PlannedStep]) -> Callable[..., Any]:
+    """`apply`, without a look at each argument for what functorch may have left behind: callers have looked."""
+    return super(torch.autograd.Function, step).apply  # type: ignore[misc,no-any-return]
+
+
+run_planned, run_owning = map(_without_a_look, (PlannedStep, OwningStep))
+
+
+def _changed(watched: Sequence[torch.Tensor], versions: Sequence[int], step: InFlight) -> StaleActivationsError:
+    tensor = next(t for t, version in zip(watched, versions, strict=True) if t._version != version)
+    return StaleActivationsError(
+        f"a tensor of shape {tuple(tensor.shape)} (an input, an output or a parameter) that the backward of "
+        f"forward {step.number} needs was changed in place after the forward",
+        hint="change it after the backward, or change a copy",
+    )

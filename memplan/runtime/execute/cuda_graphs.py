@@ -1,0 +1,279 @@
+"""`cuda_graph=True`: a program recorded once and replayed, so that a step costs no Python at all.
+
+A recorded kernel has its addresses for ever. So inputs and tangents are copied into memory that stays, and what
+the caller owns is copied out of memory that stays; the arena, parameters and state stay anyway. Parameters that
+moved, and hyperparameters that changed, are recorded anew. Recording runs the step for real once or twice:
+what it changes (buffers, parameters, optimizer state, random numbers) is put back.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from memplan.core.graph import StorageKind
+from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
+from memplan.runtime.execute.program import Program
+from memplan.runtime.kernels.pool_placement import Placer, PoolPlacer
+from memplan.runtime.memory.arena import dtype_of
+from memplan.trace.traced import Kernel, Live, Source, TracedGraph, Transfer
+
+Function = Callable[[], Any]
+_CAPTURE = threading.Lock()  # torch captures in one thread of the process at a time
+
+
+class Recorder(Protocol):
+    """Records what a function launches. Recordings of one recorder share their memory, and run in turns."""
+
+    def warm_up(self, function: Function) -> None:
+        """Run it once, so that libraries set themselves up before anything is recorded."""
+
+    def record(self, function: Function) -> tuple[Callable[[], None], Any]:
+        """A callable that runs it again on the same memory, and the tensors that it then leaves its results in."""
+
+    def placer(self, low: int, high: int) -> Placer:
+        """What lets results be made at addresses of the arena, which spans [low, high)."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that recordings keep beside the arena: results, and what kernels allocate by themselves."""
+
+
+class CudaRecorder:
+    """CUDA graphs on one private pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._placers: weakref.WeakSet[PoolPlacer] = weakref.WeakSet()
+
+    def warm_up(self, function: Function) -> None:
+        """On a side stream, as recording will."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            function()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def record(self, function: Function) -> tuple[Callable[[], None], Any]:
+        """Capture; the generators of the device are registered with the graph by torch.
+
+        cuBLAS's workspaces are torch's, one per stream: whoever clears them (another graph that is recorded or goes)
+        would take them from under the recorded kernels. So they are made anew in the recording's own pool, by a
+        recording of products alone, so that no place of the arena is asked for them.
+        """
+        if not self._graphs:  # the pool of graphs that are gone cannot be used again while a result of theirs is held
+            self._pool = torch.cuda.graph_pool_handle()
+        with _workspaces_of_its_own():
+            products, _ = self._capture(partial(_multiply, torch.zeros(16, 16, device=self._device)))
+            graph, results = self._capture(function)
+        del products  # not before the pool has another graph
+        return graph.replay, results
+
+    def _capture(self, function: Function) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), capture:
+            results = function()
+        self._graphs.add(graph)
+        return graph, results
+
+    def placer(self, low: int, high: int) -> PoolPlacer:
+        """See `pool_placement.py`."""
+        made = PoolPlacer(self._device, low, high)
+        self._placers.add(made)
+        return made
+
+    @property
+    def pool_bytes(self) -> int:
+        """Segments of the pools, as the allocator lists them, without those that lie in the arena."""
+        pools = {tuple(self._pool)}
+        arenas = []
+        for placer in self._placers:
+            pools |= {tuple(pool.id) for pool in placer.pools}
+            arenas.append(range(placer.low, placer.high))
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        ours = [s for s in segments if tuple(s.get("segment_pool_id", ())) in pools]
+        return sum(s["total_size"] for s in ours if not any(s["address"] in arena for arena in arenas))
+
+
+@contextmanager
+def _workspaces_of_its_own() -> Iterator[None]:
+    """As torch.compile's own recordings: what was recorded has them in its pool, where its bytes stay."""
+    with _CAPTURE:
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            yield
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+
+
+def _multiply(square: torch.Tensor) -> None:
+    """By cuBLAS and by cuBLASLt, of which each may have a workspace."""
+    torch.mm(square, square)
+    torch.addmm(square[0], square, square)
+
+
+def make_recorder(device: torch.device, guard: str | None) -> Recorder:
+    """The recorder of a device. Raises where there is nothing that could record."""
+    if device.type != "cuda":
+        raise UnsupportedCall(f"cuda_graph=True needs a CUDA device, the model is on {device}", hint="leave it out")
+    if guard == "redzone":
+        raise MemplanError('guard="redzone" reads its patterns in every step, which cannot be recorded', hint="poison")
+    return CudaRecorder(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+    fresh: tuple[torch.Tensor, ...]
+    saved: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor, ...]
+    live: list[Any]
+    placer: Placer  # holds memory that the recorded kernels use
+
+
+class GraphedProgram:
+    """Called like a `Program`; records it at the first call. `whole`: the backward always follows the forward."""
+
+    def __init__(self, program: Program, recorder: Recorder, *, whole: bool) -> None:
+        traced = program.traced
+        for i in program.inputs:
+            if traced.bindings[i].written:
+                hint = "change a copy, or leave cuda_graph out"
+                raise UnsupportedGraph(f"input {traced.bindings[i].index}", "is changed by the model", hint)
+        if any(isinstance(k, Transfer) for k in traced.kernels):
+            what = "copies to the host run beside the step, and cannot be recorded with it"
+            raise UnsupportedCall(what, where="cuda_graph=True", hint="policy='recompute', or leave cuda_graph out")
+        _require_on_device(traced)
+        self.program = program
+        self.recorder = recorder
+        self._whole = whole
+        self._inputs = [self._memory(traced.bindings[i].value) for i in program.inputs]
+        self._tangents = [self._memory(b.value) for b in traced.bound(Source.TANGENT)]
+        self._live = [
+            x for k in traced.kernels if isinstance(k, Kernel) for x in k.kwargs.values() if isinstance(x, Live)
+        ]
+        self._recording: _Recording | None = None
+
+    def forget(self) -> None:
+        """Record anew at the next call: an address has changed."""
+        self._recording = None
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """As `Program.forward`; what it returns first is the caller's, what it saves is its own."""
+        _copy_all(self._inputs, inputs)
+        recording = self._ready()
+        recording.forward()
+        return tuple(map(_like_it, recording.fresh)), recording.saved
+
+    def backward(self, *saved_and_tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As `Program.backward`, of which only the tangents are looked at."""
+        recording = self._recording
+        assert recording is not None, "a backward follows its forward"
+        _copy_all(self._tangents, saved_and_tangents[len(recording.saved) :])
+        recording.backward()
+        return tuple(t.clone() for t in recording.gradients)
+
+    def step(self, inputs: Sequence[torch.Tensor], tangent: torch.Tensor) -> torch.Tensor:
+        """Forward and backward as one recording; the loss."""
+        _copy_all(self._inputs, inputs)
+        _copy_all(self._tangents, (tangent,))
+        recording = self._ready()
+        recording.forward()
+        return recording.fresh[0].clone()
+
+    # -- recording ---------------------------------------------------------------------------------------
+
+    def _ready(self) -> _Recording:
+        live = [x.value() for x in self._live]
+        if self._recording is None or self._recording.live != live:
+            self._recording = None  # frees its memory first
+            self._recording = self._record(live)
+        return self._recording
+
+    def _record(self, live: list[Any]) -> _Recording:
+        program, recorder = self.program, self.recorder
+        saved: tuple[torch.Tensor, ...] = ()
+        run_forward, run_backward = program.forward, program.backward
+
+        def forward() -> Any:
+            return run_forward(*self._inputs)
+
+        def backward() -> Any:
+            return run_backward(*saved, *self._tangents) if run_backward is not None else ()
+
+        def step() -> Any:
+            nonlocal saved
+            fresh, saved = forward()
+            return fresh, saved, backward()
+
+        with torch.no_grad(), self._put_back():
+            recorder.warm_up(step)
+            start = program.arena.memory.data_ptr()
+            placer = recorder.placer(start, start + program.arena.nbytes)
+            run_forward, run_backward = program.placed(placer)
+            if self._whole:
+                replay, (fresh, saved, gradients) = recorder.record(step)
+                return _Recording(replay, _nothing, fresh, saved, gradients, live, placer)
+            replay, (fresh, saved) = recorder.record(forward)
+            replay_backward, gradients = _nothing, ()
+            if program.backward is not None:
+                replay_backward, gradients = recorder.record(backward)
+            return _Recording(replay, replay_backward, fresh, saved, gradients, live, placer)
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """What the step changes for good is afterwards as it was: parameters, buffers, state, random numbers."""
+        names, traced = self.program.namespace.names, self.program.traced
+        written = [names[f"v{b.value}"] for b in traced.bindings if b.written and b.source is not Source.INPUT]
+        before = [t.clone() for t in written]
+        devices = [traced.device] if traced.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            yield
+        _copy_all(written, before)
+
+    def _memory(self, value: int) -> torch.Tensor:
+        v = self.program.traced.graph.values[value]
+        device = self.program.traced.graph.storages[v.storage].device
+        return torch.zeros(0, dtype=dtype_of(v), device=device).new_empty_strided(v.shape, v.strides).fill_(1)
+
+
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _like_it(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, also where other elements lie between its own."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _nothing() -> None:
+    """The other half of what is recorded as one."""
+
+
+def _require_on_device(traced: TracedGraph) -> None:
+    """Raise for a tensor in the host's memory: a recorded kernel would keep the number that it had when recorded. And
+    for an op that only raises: it waits for the device, which no recording may."""
+    graph = traced.graph
+    for op in graph.ops:
+        if op.only_raises:
+            where = " in ".join(part for part in (op.name, op.origin.module, op.origin.source) if part)
+            hint = "use the _ex variant (torch.linalg.inv_ex), which checks nothing, or leave cuda_graph out"
+            raise UnsupportedGraph(where, f"{op.target} would check a result on the host in a recorded step", hint)
+        for v in (*op.reads, *op.writes):
+            storage = graph.storages[graph.values[v].storage]
+            if torch.device(storage.device).type != traced.device.type and storage.kind is not StorageKind.HOST:
+                where = " in ".join(part for part in (op.name, op.origin.module, op.origin.source) if part)
+                hint = f"create {storage.name!r} on {traced.device}, or leave cuda_graph out"
+                raise UnsupportedGraph(where, f"uses {storage.name!r} on {storage.device} in a recorded step", hint)

@@ -1,0 +1,194 @@
+"""A model with its optimizer: where a step finds the optimizer's state, and what it keeps beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import getitem, is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from memplan.errors import InputMismatch, UnsupportedCall
+from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
+from memplan.runtime.guards.module_state_guards import COMPILE_AGAIN, Structure
+from memplan.trace.optimizer.optimizers import DECIDING, STEP
+from memplan.trace.optimizer.updates import ACCUMULATED, COUNTERS, LEARNING_RATE
+from memplan.trace.traced import Binding, Source
+
+_OF_ALL_OPTIMIZERS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+_SKIPPED = "has a hook, which a compiled step would not call"
+_HOOKS = "remove it, or compile the model alone (memplan.compile) and keep the optimizer"
+_LOAD_OR_COMPILE = "load a checkpoint of the optimizer, or compile the step again, which begins from zero"
+
+
+class StepStructure(Structure):
+    """A model with its optimizer, whose state tensors have slots too."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._accumulated: dict[str, dict[str, Any]] = {}
+        self._rates: dict[str, dict[str, Any]] = {}
+        self._counters: Counters | None = None
+        self._options = list(map(_deciding, optimizer.param_groups))
+        self._noted_rates = [group["lr"] for group in optimizer.param_groups]
+        super().__init__(model)
+        self.called = getattr(model, "model", model)  # with its loss
+        self._note()
+        own = {id(p) for group in self._groups for p in group}
+        self._updated = [(name, p) for name, p in model.named_parameters() if id(p) in own]
+        self._require_no_hooks()
+
+    def _note(self) -> None:
+        """The parameters of each group, and the state of all, as they are now."""
+        groups = self.optimizer.param_groups
+        self._groups = [list(group["params"]) for group in groups]
+        self._parameters = list(self.optimizer.state)
+        self._dicts = list(self.optimizer.state.values())
+
+    def modes(self) -> list[bool]:
+        """As `Structure.modes`, after a look at whether the optimizer still has the same parameters, options, state."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self._groups) or not all(
+            _same(group["params"], noted) for group, noted in zip(groups, self._groups, strict=True)
+        ):
+            what = "its groups have other parameters than when the step was compiled"
+            raise InputMismatch(what, where="the optimizer", hint=COMPILE_AGAIN)
+        if list(map(_deciding, groups)) != self._options:
+            self._require_options()
+        state = self.optimizer.state
+        if not (_same(state, self._parameters) and _same(state.values(), self._dicts)):
+            self._note()
+            self.version += 1
+        return super().modes()
+
+    def require_known(self) -> None:
+        """As `Structure.require_known`: eager's step would go on updating what is no longer in the model."""
+        for name, p in self._updated:
+            if self.model.get_parameter(name) is not p:
+                what = "is another parameter than the optimizer's"
+                hint = "load without assign=True, or make the optimizer anew and compile the step again"
+                raise InputMismatch(what, where=name, hint=hint)
+
+    def _count_hooks(self) -> None:
+        """As `Structure._count_hooks`; those of the optimizer and of what it updates are not called in a step."""
+        if self._hooks_ever != hooks_ever_set():
+            self._require_no_hooks()
+        super()._count_hooks()
+
+    def _require_no_hooks(self) -> None:
+        """Raise `UnsupportedCall` for a hook that eager's backward, or `optimizer.step()`, would have called."""
+        own = self.optimizer
+        if any((*_OF_ALL_OPTIMIZERS, own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)):
+            raise UnsupportedCall(
+                "has a hook on its step, which a compiled step would not call", where="optimizer", hint=_HOOKS
+            )
+        for name, p in self.model.named_parameters():
+            if p._backward_hooks or p._post_accumulate_grad_hooks or hooks_of_node(p):
+                raise UnsupportedCall(_SKIPPED, where=name, hint=_HOOKS)
+
+    def _require_options(self) -> None:
+        """Raise `InputMismatch` for a group whose parameters would get another update now."""
+        for i, (group, noted) in enumerate(zip(self.optimizer.param_groups, self._options, strict=True)):
+            for option, now, before in zip(DECIDING, _deciding(group), noted, strict=True):
+                if now != before and not (option == "momentum" and now and before):
+                    what = f"{option} changed from {before} to {now}"
+                    raise InputMismatch(what, where=f"the optimizer's group {i}", hint=COMPILE_AGAIN)
+        self._options = list(map(_deciding, self.optimizer.param_groups))
+
+    def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
+        """As `Structure.slot`, and for the optimizer's state and what outlives a step beside it, made here at need."""
+        if binding.source is not Source.STATE:
+            return super().slot(binding)
+        if binding.key == LEARNING_RATE:
+            return self._rates.setdefault(binding.name, self._new_rate(binding.name)), binding.key
+        if binding.key == ACCUMULATED:
+            if binding.name not in self._accumulated:
+                zeros = torch.zeros_like(self.model.get_parameter(binding.name), requires_grad=False)
+                self._accumulated[binding.name] = {ACCUMULATED: zeros}
+            return self._accumulated[binding.name], binding.key
+        if binding.key == COUNTERS:
+            parameters = [self.model.get_parameter(name) for name in binding.names]
+            if self._counters is None or not _same(parameters, self._counters.parameters):
+                self._counters = Counters(parameters)
+            self._counters.look([self._state_of(name, STEP) for name in binding.names])
+            return self._counters.slot, binding.key
+        return self._state_of(binding.name, binding.key), binding.key
+
+    def _state_of(self, name: str, key: str) -> dict[str, Any]:
+        """The optimizer's state of a parameter. Raises `InputMismatch` when `key` is missing there."""
+        state: dict[str, Any] = self.optimizer.state.get(self.model.get_parameter(name), {})
+        if key not in state:
+            what = f"the optimizer's state has no {key!r} any more"
+            raise InputMismatch(what, where=name, hint=_LOAD_OR_COMPILE)
+        return state
+
+    def accumulated(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The sums of gradients that wait for the next update, by parameter."""
+        return {self.model.get_parameter(name): kept[ACCUMULATED] for name, kept in self._accumulated.items()}
+
+    def _new_rate(self, name: str) -> dict[str, Any]:
+        group = self.optimizer.param_groups[int(name.rpartition(" ")[2])]
+        return {LEARNING_RATE: torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)}
+
+    def follow(self) -> None:
+        """Let what the step keeps beside the optimizer's state say what that says: counters, and learning rates that
+        a recorded step reads from memory."""
+        if self._counters is not None:
+            self._counters.follow()
+        if not self._rates:
+            return
+        now = [group["lr"] for group in self.optimizer.param_groups]
+        if now != self._noted_rates:
+            for name, rate in self._rates.items():
+                rate[LEARNING_RATE].fill_(now[int(name.rpartition(" ")[2])])
+            self._noted_rates = now
+
+
+class Counters:
+    """The step counters of `parameters` in one tensor, of which the optimizer's own are elements.
+
+    A counter that someone puts in the place of one (a checkpoint that is loaded) gives it its number.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.parameters = parameters
+        counters = torch.zeros(len(parameters), dtype=torch.float32, device=parameters[0].device)
+        self.slot = {COUNTERS: counters}
+        self._elements = counters.unbind()
+        self._places = [element.data_ptr() for element in self._elements]
+        self._keys = [STEP] * len(parameters)
+        self._holders: list[dict[str, Any]] = []
+
+    def look(self, holders: list[dict[str, Any]]) -> None:
+        """Find the counters in the state of each parameter, where the optimizer has it now."""
+        self._holders = holders
+        self.follow()
+
+    def follow(self) -> None:
+        """Make every counter of the optimizer an element again, with the number that it has.
+
+        Raises `InputMismatch` where one is no tensor any more.
+        """
+        try:
+            now = list(map(getitem, self._holders, self._keys))
+            if list(map(torch.Tensor.data_ptr, now)) == self._places:
+                return
+        except (KeyError, TypeError) as error:
+            what = f"a parameter's {STEP!r} is missing or no tensor"
+            raise InputMismatch(what, where="the optimizer's state", hint=_LOAD_OR_COMPILE) from error
+        numbers = [step.clone() for step in now]  # they may be elements of this very tensor, in another order
+        for holder, number, element in zip(self._holders, numbers, self._elements, strict=True):
+            element.copy_(number)
+            holder[STEP] = element
+
+
+def _deciding(group: dict[str, Any]) -> list[Any]:
+    """The options of a group that decide which update its parameters get."""
+    return list(map(group.get, DECIDING))
+
+
+def _same(ones: Any, others: Any) -> bool:
+    """Whether two collections hold the same objects in the same order."""
+    return len(ones) == len(others) and all(map(is_, ones, others))

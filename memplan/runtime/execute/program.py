@@ -1,0 +1,284 @@
+"""A program: one traced step made ready to run at the addresses of its plan, as two generated functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.plan import Plan
+from memplan.recording.places import places
+from memplan.runtime.codegen.codegen import FunctionWriter
+from memplan.runtime.codegen.namespace import Namespace
+from memplan.runtime.codegen.step_ir import Layout
+from memplan.runtime.codegen.torchscript_runs import AVAILABLE
+from memplan.runtime.copies.copies import Copy
+from memplan.runtime.debug.hooks import Hook as EventHook
+from memplan.runtime.debug.hooks import observing
+from memplan.runtime.debug.sanitizers import NO_GUARDS, Guards, Hook
+from memplan.runtime.execute.trial import run_trial
+from memplan.runtime.kernels.fused_updates import joined
+from memplan.runtime.kernels.kernel_selection import BoundOp
+from memplan.runtime.kernels.pool_placement import Placer, placing
+from memplan.runtime.kernels.transfers import bind_transfers
+from memplan.runtime.memory.arena import Arena, Memory, view_of, view_within
+from memplan.trace.traced import Binding, Source, TracedGraph
+
+Functions = tuple[Callable[..., Any], Callable[..., Any] | None]
+_STATIC_SOURCES = (Source.PARAMETER, Source.BUFFER, Source.STATE, Source.CONSTANT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """`forward(*inputs) -> (fresh, saved)`; `backward(*saved, *tangents) -> (gradients,)`.
+
+    `inputs` are the bindings (indices) that `forward` takes. `saved` are the values that must be kept for
+    `backward`: inputs, and outputs (`saved_outputs` says which); what lives in the arena needs no keeping.
+    `used_in_backward` are the bindings whose bytes the backward reads. `host` holds what is away from the arena.
+    `last` is called at the end of forward and backward.
+    """
+
+    traced: TracedGraph
+    plan: Plan
+    arena: Arena
+    host: Memory
+    copies: tuple[Copy, ...]
+    guards: Guards
+    bound: tuple[BoundOp, ...]
+    layout: Layout
+    namespace: Namespace
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+    inputs: tuple[int, ...]
+    saved: tuple[int, ...]
+    saved_outputs: tuple[bool, ...]
+    used_in_backward: frozenset[int]
+    last: Hook | None
+
+    def observed(self, emit: EventHook | None, meter: Guards = NO_GUARDS) -> Functions:
+        """Forward and backward once more, over the same addresses, telling `emit` of every event (`hooks.py`).
+
+        `meter`: what to call right before and after each op.
+        """
+        guards = self.guards.around(meter, len(self.plan.schedule.order))
+        return _functions(
+            self.traced,
+            self.layout,
+            self.namespace,
+            bound=self.bound,
+            order=self.plan.schedule.order,
+            saved=self.saved,
+            guards=guards if emit is None else observing(guards, self.plan, emit),
+            last=self.last,
+            prefix="observed_",
+            join=False,  # each op is an event of its own
+        )
+
+    def placed(self, placer: Placer) -> Functions:
+        """Forward and backward once more, for recording: large fallback results are made in place (`pool_placement.py`)."""
+        found = {} if self.plan.devices else places(self.plan)
+        if not found:
+            return self.forward, self.backward
+        return _functions(
+            self.traced,
+            self.layout,
+            self.namespace,
+            bound=placing(self.bound, found, self.namespace.names, placer),
+            order=self.plan.schedule.order,
+            saved=self.saved,
+            guards=self.guards,
+            last=self.last,
+            prefix="placed_",
+        )
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that steps have waited for copies so far."""
+        return sum(copy.stalled for copy in self.copies)
+
+    def rebind(self, binding: int, tensor: torch.Tensor) -> None:
+        """Let a parameter or buffer live at another address from now on."""
+        graph, b = self.traced.graph, self.traced.bindings[binding]
+        for index, value in enumerate(graph.values):
+            if value.storage == graph.values[b.value].storage:
+                self.namespace.move(index, _over(tensor, self.traced, b, index))
+
+
+def build_program(
+    traced: TracedGraph,
+    plan: Plan,
+    arena: Arena,
+    host: Memory,
+    tensors: Mapping[int, torch.Tensor],
+    *,
+    guards: Guards,
+    bound: tuple[BoundOp, ...] | None = None,
+) -> Program:
+    """Bind, measure and compile a step. `tensors` maps bindings (indices) to parameters, buffers, example inputs.
+
+    The program's plan is `plan` with what the trial run found out about the kernels. `bound`: what a trial of the
+    same program elsewhere has bound already.
+    """
+    layout = _layout(traced)
+    graph, order = traced.graph, plan.schedule.order
+    static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **_on_host(graph, plan, host)}, tensors, layout)
+    transfers, copies = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
+    if bound is not None:
+        bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # copies are this program's own
+    else:
+        plan, bound = run_trial(traced, plan, layout, static, tensors, transfers=transfers)
+    namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
+    split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
+    inputs = tuple(i for i, b in enumerate(traced.bindings) if b.source is Source.INPUT)
+    dynamic_bases = {b.value for b in traced.bindings if b.source is Source.INPUT} | set(traced.results.fresh)
+    touched_late = {layout.base_of.get(s, -1) for i in order[split:] for s in graph.touched(graph.ops[i])}
+    gradient_bases = {layout.base_of.get(graph.values[v].storage, -1) for v in graph.gradients}
+    fresh_bases = {layout.base_of[graph.values[v].storage] for v in traced.results.fresh}
+    saved = tuple(sorted((touched_late | gradient_bases) & (dynamic_bases | fresh_bases)))
+    last = arena.copies.settle if traced.runs_on else None  # what the caller gets has been copied
+    forward, backward = _functions(
+        traced, layout, namespace, bound=bound, order=order, saved=saved, guards=guards, last=last
+    )
+    return Program(
+        traced=traced,
+        plan=plan,
+        arena=arena,
+        host=host,
+        copies=copies,
+        guards=guards,
+        bound=bound,
+        layout=layout,
+        namespace=namespace,
+        forward=forward,
+        backward=backward,
+        inputs=inputs,
+        saved=saved,
+        saved_outputs=tuple(graph.values[v].storage in layout.fresh_storages for v in saved),
+        used_in_backward=_read_late(traced, order[split:]),
+        last=last,
+    )
+
+
+def _functions(
+    traced: TracedGraph,
+    layout: Layout,
+    namespace: Namespace,
+    *,
+    bound: Sequence[BoundOp],
+    order: Sequence[int],
+    saved: Sequence[int],
+    guards: Guards,
+    last: Hook | None,
+    prefix: str = "",
+    join: bool = True,
+) -> Functions:
+    """The generated forward, and the backward of a step that has one. `join`: run updates together (`fused_updates.py`)."""
+    graph = traced.graph
+    split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
+    together = joined(traced, bound, order) if join else {}
+    steps = [(step, together.get(step, bound[op])) for step, op in enumerate(order)]
+    forward = FunctionWriter(f"{prefix}forward", layout, namespace, [b.value for b in traced.bound(Source.INPUT)])
+    _write(forward, steps[:split], guards, last)
+    backward = None
+    if traced.training:
+        tangents = [b.value for b in traced.bound(Source.TANGENT)]
+        writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents])
+        _write(writer, steps[split:], guards, last)
+        backward = writer.finish([graph.gradients])
+    return forward.finish([traced.results.fresh, saved]), backward
+
+
+def _layout(traced: TracedGraph) -> Layout:
+    """Static is what never moves: the arena, its copies on the host, parameters, buffers, constants.
+
+    The rest has a base value each.
+    """
+    graph = traced.graph
+    ours = {i for i, s in enumerate(graph.storages) if s.planned or s.kind is StorageKind.HOST}
+    static_storages = ours | {graph.values[b.value].storage for b in traced.bindings if b.source in _STATIC_SOURCES}
+    base_of: dict[int, int] = {}
+    for index, value in enumerate(graph.values):
+        if value.storage not in static_storages:
+            base_of.setdefault(value.storage, index)  # the first value of a storage spans it
+    bound_storages = {graph.values[b.value].storage for b in traced.bindings}
+    return Layout(
+        graph=graph,
+        static=frozenset(i for i, v in enumerate(graph.values) if v.storage in static_storages),
+        placed=frozenset(i for i, v in enumerate(graph.values) if v.storage in ours and v.shape),
+        base_of=base_of,
+        fresh_storages=frozenset(base_of) - bound_storages,
+        autocast=traced.autocast is not None,
+        native=AVAILABLE and traced.device.type == "cpu",
+    )
+
+
+def _in_arena(graph: Graph, plan: Plan, arena: Arena) -> dict[int, torch.UntypedStorage]:
+    """The planned storages (by index) at their offsets."""
+    offsets = plan.solution.offsets
+    return {
+        index: arena.storage(offsets[s.name] + plan.redzone if s.nbytes else 0, s.nbytes)
+        for index, s in enumerate(graph.storages)
+        if s.planned and (s.name in offsets or not s.nbytes)  # the rest no op touches
+    }
+
+
+def _on_host(graph: Graph, plan: Plan, host: Memory) -> dict[int, torch.UntypedStorage]:
+    """The copies on the host (by index) at their offsets."""
+    offsets = plan.eviction.host.offsets if plan.eviction else {}
+    return {
+        index: host.storage(offsets[s.name] if s.nbytes else 0, s.nbytes)
+        for index, s in enumerate(graph.storages)
+        if s.kind is StorageKind.HOST and (s.name in offsets or not s.nbytes)
+    }
+
+
+def _static_tensors(
+    traced: TracedGraph,
+    planned: Mapping[int, torch.UntypedStorage],
+    tensors: Mapping[int, torch.Tensor],
+    layout: Layout,
+) -> dict[int, torch.Tensor]:
+    """Every static value as a tensor: made once, here. `planned`: the storages that are ours."""
+    graph = traced.graph
+    binding_of = {graph.values[b.value].storage: i for i, b in reversed(list(enumerate(traced.bindings)))}
+    made: dict[int, torch.Tensor] = {}
+    for index in layout.static:
+        storage = graph.values[index].storage
+        if storage in planned:
+            made[index] = view_of(planned[storage], graph.values[index])
+        elif storage in binding_of:
+            i = binding_of[storage]
+            made[index] = _over(tensors[i], traced, traced.bindings[i], index)
+    return made
+
+
+def _over(tensor: torch.Tensor, traced: TracedGraph, binding: Binding, index: int) -> torch.Tensor:
+    """Value `index` as a view of the bytes of a bound tensor, wherever that one starts in its own storage."""
+    return view_within(traced.graph.values[binding.value], traced.graph.values[index], tensor)
+
+
+def _write(
+    writer: FunctionWriter,
+    steps: Iterable[tuple[int, BoundOp | None]],
+    guards: Guards,
+    last: Hook | None,
+) -> None:
+    for step, bound in steps:
+        for hook in guards.before(step):
+            writer.hook(hook)
+        if bound is not None:
+            writer.op(bound)
+        for hook in guards.after(step):
+            writer.hook(hook)
+    if last is not None:
+        writer.hook(last)
+
+
+def _read_late(traced: TracedGraph, late: Sequence[int]) -> frozenset[int]:
+    """Bindings whose bytes the backward reads: they must not change between forward and backward."""
+    graph = traced.graph
+    read = {graph.values[v].storage for i in late for v in graph.ops[i].reads}
+    return frozenset(i for i, b in enumerate(traced.bindings) if graph.values[b.value].storage in read)

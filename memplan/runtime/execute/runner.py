@@ -1,0 +1,315 @@
+"""A runner: one program with its parameters, its way through autograd, and its way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from memplan.core.plan import Plan
+from memplan.errors import UnsupportedCall
+from memplan.runtime.debug.hooks import Hook, Hooks
+from memplan.runtime.debug.sanitizers import NO_GUARDS, Guards, make_poison, make_redzone
+from memplan.runtime.execute.arena_gradients import ResidentGradients
+from memplan.runtime.execute.autograd_step import run_owning, run_planned
+from memplan.runtime.execute.cuda_graphs import GraphedProgram, Recorder
+from memplan.runtime.execute.owned_gradients import OwnedGradients
+from memplan.runtime.execute.program import Functions, build_program
+from memplan.runtime.guards.input_guards import Signature, picking
+from memplan.runtime.guards.module_state_guards import Slots, Structure
+from memplan.runtime.guards.python_value_guards import Constants
+from memplan.runtime.kernels.kernel_selection import BoundOp
+from memplan.runtime.memory.arena import Arena, Memory, dtype_of, view_within
+from memplan.trace.graph.remap_to_plan import follow
+from memplan.trace.traced import ReturnKind, Source, TracedGraph
+
+
+class Runner:
+    """Calls a program as the model would be called: leaves in, the model's result out."""
+
+    def __init__(
+        self,
+        structure: Structure,
+        traced: TracedGraph,
+        plan: Plan,
+        arena: Arena,
+        *,
+        guard: str | None,
+        owned: bool = False,
+        recorder: Recorder | None = None,
+        whole: bool = False,
+        bound: tuple[BoundOp, ...] | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        """`bound`: as in `build_program`. `hooks`: what sees the steps. `owned`: assign gradients (`owned_gradients.py`).
+        `recorder`: record and replay (`cuda_graphs.py`), `whole`: as one.
+        """
+        traced = follow(traced, plan)  # from here on values are where the plan has them
+        self.traced = traced
+        self.device_type = traced.device.type
+        self.arena = arena
+        self.slots = Slots(structure, traced)
+        self.constants = Constants(structure, traced.readings)
+        self._written_slots = [j for j, i in enumerate(self.slots.bindings) if traced.bindings[i].written]
+        self.signature = Signature(traced, structure.called.forward, changes_model=bool(self._written_slots))
+        self._note_written(self.slots.tensors())
+        self._counted: tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] = ((None,) * len(self.slots.bindings), ())
+        tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))
+        for i, b in enumerate(traced.bindings):
+            if b.source is Source.INPUT:
+                tensors[i] = traced.example_inputs[b.index].detach()
+            elif b.tensor is not None:
+                tensors[i] = b.tensor
+        host = arena.host(plan.host_size)
+        guards = _guards(guard, traced, plan, arena, host)
+        if bound is None:
+            with arena.ledger as ledger:
+                ledger.require_free("the trial run of another program")
+                self.program = build_program(traced, plan, arena, host, tensors, guards=guards)
+        else:
+            self.program = build_program(traced, plan, arena, host, tensors, guards=guards, bound=bound)
+        self.plan = self.program.plan
+        self.graphed = None if recorder is None else GraphedProgram(self.program, recorder, whole=whole)
+        self.forward = self.program.forward if self.graphed is None else self.graphed.forward
+        self.backward = self.program.backward if self.graphed is None else self.graphed.backward
+        self._emit: Hook | None = None
+        self._meter = NO_GUARDS
+        self._observed: tuple[Hook | None, Guards, Functions] | None = None
+        self._wire()
+        self.owned = self._owned() if owned else None
+        # Results of which no gradient comes (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
+        anchored = traced.training and not owned and not self._gradient_order
+        self._anchors = (torch.zeros((), requires_grad=True),) if anchored else ()
+        self.resident = self._resident()
+        if hooks is not None:
+            hooks.attach(self)
+
+    def require_observable(self) -> None:
+        """Raise `UnsupportedCall` if no hook can see what runs."""
+        if self.graphed is not None:
+            what = "a recorded step is replayed without Python, so that no hook could be called"
+            raise UnsupportedCall(what, where="cuda_graph=True", hint="leave cuda_graph out to set hooks")
+
+    def observe(self, emit: Hook | None) -> None:
+        """Run the functions that tell `emit` of every event (made when first asked for), or None: the plain ones."""
+        self._watch(emit, self._meter)
+
+    def time(self, meter: Guards) -> None:
+        """Call `meter` right around each op from now on, within what guards and hooks do; `NO_GUARDS`: no more."""
+        self._watch(self._emit, meter)
+
+    def _watch(self, emit: Hook | None, meter: Guards) -> None:
+        self._emit, self._meter = emit, meter
+        if emit is None and meter is NO_GUARDS:
+            self.forward, self.backward = self.program.forward, self.program.backward
+            return
+        self.require_observable()
+        known = self._observed
+        if known is None or known[0] != emit or known[1] is not meter:
+            known = self._observed = (emit, meter, self.program.observed(emit, meter))
+        self.forward, self.backward = known[2]
+
+    def _wire(self) -> None:
+        """Work out once what each call needs: whose gradients, which tangents, what is watched, what is returned."""
+        t = self.traced
+        slot_of = {binding: i for i, binding in enumerate(self.slots.bindings)}
+        of = t.results.gradient_of
+        ordered = sorted(range(len(of)), key=lambda i: of[i] not in slot_of)  # parameters first, then inputs
+        self._gradient_order = ordered
+        self._wanted_slots = [slot_of[of[i]] for i in ordered if of[i] in slot_of]
+        self._wanted_inputs = [t.bindings[of[i]].index for i in ordered if of[i] not in slot_of]
+        # of the parameters and buffers as they are: those that get gradients, and those that the backward reads
+        self.wanted = picking(self._wanted_slots)
+        self.watched = picking([slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of])
+        self._in_order = picking(ordered)
+        self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
+        self.tangents = t.results.tangents
+        # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
+        self._tangents = [(t.results.tangents.index(b.value), t.graph.values[b.value]) for b in t.bound(Source.TANGENT)]
+        self._fresh_at = {value: i for i, value in enumerate(t.results.fresh)}
+        storage_of = [v.storage for v in t.graph.values]
+        saved, kept = self.program.saved, {storage_of[v] for v in self.program.saved}
+        # (positions) outputs that are views of what is kept for the backward: to change one in place changes that
+        self.views_of_saved = [i for v, i in self._fresh_at.items() if storage_of[v] in kept and v not in saved]
+        returned = t.results.returned
+        self._single = self._fresh_at.get(returned[0].value) if len(returned) == 1 and t.out_spec.is_leaf() else None
+
+    def _owned(self) -> OwnedGradients:
+        t, slots = self.traced, [self.slots.bindings[i] for i in self._wanted_slots]
+        gradients = [t.graph.values[t.results.gradients[i]] for i in self._gradient_order[: len(slots)]]
+        alike = [
+            g.strides == t.graph.values[t.bindings[i].value].strides for g, i in zip(gradients, slots, strict=True)
+        ]
+        return OwnedGradients([self.slots.names[i] for i in self._wanted_slots], alike)
+
+    def _resident(self) -> ResidentGradients | None:
+        """The gradients that the plan keeps in the arena, if it does."""
+        t, namespace = self.traced, self.program.namespace.names
+        pairs = zip(self._wanted_slots, self._gradient_order, strict=False)
+        found = [(slot, t.results.gradients[i]) for slot, i in pairs]
+        found = [(slot, v) for slot, v in found if t.graph.storages[t.graph.values[v].storage].planned]
+        if not found:
+            return None
+        slots, values = zip(*found, strict=True)
+        return ResidentGradients(self.slots, slots, [namespace[f"v{v}"] for v in values], self.arena)
+
+    # -- a call ------------------------------------------------------------------------------------------
+
+    def __call__(self, leaves: list[Any], current: list[torch.Tensor] | None = None, *, training: bool) -> Any:
+        """Run the forward on checked leaves, with what is `current`; `training`: through autograd, so that a backward
+        can follow."""
+        current = self.current() if current is None else current
+        if self._written:
+            self.signature.check_apart(leaves, self._written)
+        inputs = self.signature.tensors(leaves)
+        if training:
+            wanted = [leaves[i] for i in self._wanted_inputs] if self._wanted_inputs else ()
+            if self.owned is None:
+                fresh = run_planned(self, inputs, current, *self.wanted(current), *wanted, *self._anchors)
+            else:
+                fresh = run_owning(self, inputs, current, self.owned.anchor, *wanted)
+        else:
+            with self.arena.ledger as ledger, torch.no_grad():
+                ledger.begin(keep=False)
+                fresh = self.forward(*inputs)[0]
+            self.count_writes(inputs, current)
+        if self._single is not None:
+            return fresh[self._single]
+        return self._assemble(fresh, current, leaves)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that its CUDA graphs keep in their private pool, beside the arena."""
+        return 0 if self.graphed is None else self.graphed.recorder.pool_bytes
+
+    def whole_step(self, leaves: list[Any], tangent: torch.Tensor) -> torch.Tensor:
+        """Run forward and backward of a step whose backward updates the parameters; the loss.
+
+        `tangent` is the gradient of what is minimised with respect to the loss.
+        """
+        current = self.current()
+        self.signature.check_apart(leaves, self._written)
+        inputs = self.signature.tensors(leaves)
+        assert self.backward is not None
+        with self.arena.ledger as ledger, torch.no_grad():
+            ledger.begin(keep=False)
+            if self.graphed is not None:
+                loss = self.graphed.step(inputs, tangent)
+            else:
+                (loss,), saved = self.forward(*inputs)
+                self.backward(*saved, tangent)
+        self.count_writes(inputs, current)
+        return loss
+
+    def current(self) -> list[torch.Tensor]:
+        """Parameters, buffers and state as they are now; the program follows those that moved. Raises
+        `InputMismatch` for what is not as it was traced, constants of Python's too.
+        """
+        self.constants.require_same()
+        current, unmoved = self.slots.look()
+        if not unmoved:
+            with self.arena.ledger:  # a run of another thread reads its lists of tensors without Python's lock
+                self._follow(current)
+        return current
+
+    def _follow(self, current: Sequence[torch.Tensor]) -> None:
+        moved = self.slots.moved(current)
+        for i in moved:
+            self.program.rebind(self.slots.bindings[i], current[i])
+        if moved:
+            if self.graphed is not None:
+                self.graphed.forget()
+            self._note_written(current)
+
+    def _note_written(self, current: Sequence[torch.Tensor]) -> None:
+        """Where the parameters, buffers and state lie that the step changes, and what they are."""
+        self._written = {}
+        for i in self._written_slots:
+            source = self.traced.bindings[self.slots.bindings[i]].source
+            self._written[current[i].untyped_storage().data_ptr()] = f"the {source.value} {self.slots.names[i]!r}"
+
+    def _assemble(self, fresh: Sequence[torch.Tensor], current: list[torch.Tensor], leaves: list[Any]) -> Any:
+        """The model's result: fresh tensors, and views of them, of inputs or of parameters that autograd knows."""
+        t = self.traced
+        base: dict[int, Any] = {value: fresh[i] for value, i in self._fresh_at.items()}
+        for b in t.bindings:
+            if b.source is Source.INPUT:
+                base[b.value] = leaves[b.index]
+            elif b.tensor is not None:
+                base[b.value] = b.tensor
+        for position, i in enumerate(self.slots.bindings):
+            base[t.bindings[i].value] = current[position]
+        results = []
+        for r in t.results.returned:
+            if r.kind is ReturnKind.CONSTANT:
+                results.append(r.constant)
+            else:
+                alias = base[r.of] if r.value == r.of else self._alias(base[r.of], r.of, r.value)
+                results.append(alias if r.differentiable or not alias.requires_grad else alias.detach())
+        return pytree.tree_unflatten(results, t.out_spec)
+
+    def _alias(self, tensor: torch.Tensor, of: int, value: int) -> torch.Tensor:
+        one, two = self.traced.graph.values[of], self.traced.graph.values[value]
+        if one.dtype != two.dtype:
+            return view_within(one, two, tensor.detach())
+        if (one.shape, one.strides, one.offset) == (two.shape, two.strides, two.offset):
+            return tensor
+        return tensor.as_strided(two.shape, two.strides, tensor.storage_offset() + two.offset - one.offset)
+
+    # -- what autograd asks for --------------------------------------------------------------------------
+
+    def count_writes(self, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
+        """Tell autograd that the step changed buffers and inputs, as an in-place op of eager's would."""
+        if self._written_slots:
+            known, written = self._counted
+            if not all(map(is_, current, known)):
+                written = _counting(current[i] for i in self._written_slots)
+                self._counted = tuple(current), written
+            torch.autograd.graph.increment_version(written)
+        if self._written_inputs:
+            torch.autograd.graph.increment_version(_counting(inputs[i] for i in self._written_inputs))
+
+    def tangents_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], set[int]]:
+        """The incoming gradients of differentiable outputs, laid out as traced, and the positions of those that did
+        not come: zeros."""
+        made, missing = [], set()
+        for position, (i, v) in enumerate(self._tangents):
+            grad = grads[i]
+            if grad is not None and (grad.is_conj() or grad.is_neg()):
+                grad = grad.resolve_conj().resolve_neg()
+            if grad is None or grad.stride() != v.strides:
+                device = torch.device(self.traced.graph.storages[v.storage].device)
+                laid_out = torch.empty_strided(v.shape, v.strides, dtype=dtype_of(v), device=device)
+                if grad is None:
+                    missing.add(position)
+                grad = laid_out.zero_() if grad is None else laid_out.copy_(grad)
+            made.append(grad)
+        return made, missing
+
+    def in_order(self, gradients: Sequence[torch.Tensor], missing: set[int]) -> Sequence[torch.Tensor | None]:
+        """The program's gradients in the order in which `PlannedStep` took its differentiable inputs.
+
+        None for those that depend only on outputs whose gradients did not come: `missing`, as `tangents_from` says it.
+        """
+        if self._anchors:
+            return (None,)
+        if not missing:
+            return self._in_order(gradients)
+        needs = self.traced.results.needs
+        return [None if needs[i] and needs[i] <= missing else gradients[i] for i in self._gradient_order]
+
+
+def _counting(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Those of which autograd counts the changes."""
+    return tuple(t for t in tensors if not t.is_inference())
+
+
+def _guards(guard: str | None, traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Guards:
+    if guard == "poison":
+        return make_poison(traced, plan, arena, host)
+    if guard == "redzone":
+        return make_redzone(traced, plan, arena)
+    return NO_GUARDS

@@ -1,0 +1,1 @@
+"""memplan.runtime.guards: to be described."""

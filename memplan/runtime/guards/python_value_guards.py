@@ -1,0 +1,102 @@
+"""Whether what forward reads of Python is still what was traced: dropout rates, temperatures, a loss's weight.
+
+Each call looks at all of them, by two passes of C over lists; only where one is another object is it looked at closely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import getitem, is_
+from typing import Any
+
+import numpy as np
+import torch
+
+from memplan.errors import InputMismatch
+from memplan.runtime.guards.input_guards import same_constant
+from memplan.runtime.guards.module_state_guards import COMPILE_AGAIN, Structure
+from memplan.trace.capture.python_values import GONE, Reading
+
+_OF_MODULES = ("_modules", "_parameters", "_buffers")  # dicts that stay; submodules are `Structure`'s to look at
+_HINT = f"{COMPILE_AGAIN}; a registered buffer, changed in place, may have another value in each step"
+
+
+class Constants:
+    """The `readings` of a traced step, to be compared with what they are now."""
+
+    def __init__(self, structure: Structure, readings: Sequence[Reading]) -> None:
+        self._structure = structure
+        self._readings = readings
+        self._version: int | None = None  # nothing is noted yet
+
+    def require_same(self) -> None:
+        """Raise `InputMismatch` naming the first value that is another one now."""
+        try:
+            if (
+                self._version == self._structure.version
+                and all(map(is_, map(getitem, self._holders, self._keys), self._items))
+                and (not self._attributes or all(map(is_, map(getattr, self._owners, self._names), self._attributes)))
+                and list(map(len, self._sized)) == self._lengths
+            ):
+                return
+        except (LookupError, AttributeError, ValueError):  # one is gone, which is looked at closely
+            pass
+        for reading in self._readings:
+            now = reading.now(self._structure.model)
+            if not _same(now, reading.value):
+                what = f"is {_shown(now)}, the plan was made for {_shown(reading.value)}"
+                raise InputMismatch(what, where=_name(reading), hint=_HINT)
+        self._look()
+
+    def _look(self) -> None:
+        """Note where each value is, and what leads there beside submodules."""
+        items: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}
+        attributes: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}
+        self._sized: list[Any] = []
+        for reading in self._readings:
+            owner: Any = self._structure.model if reading.root is None else reading.root
+            structure = len(reading.path) - len(reading.beyond_modules())
+            for i, link in enumerate(reading.path):
+                value = link.follow(owner)
+                if i >= structure and not (link.attribute and link.key in _OF_MODULES):
+                    held = owner if not link.attribute else getattr(owner, "__dict__", {})
+                    plain = not link.attribute or link.key in held
+                    kept, place = (items, held) if plain else (attributes, owner)
+                    kept[id(place), link.key] = place, link.key, value
+                owner = value
+            if reading.length and not isinstance(owner, tuple):
+                self._sized.append(owner)
+        self._lengths = list(map(len, self._sized))
+        self._holders, self._keys, self._items = map(list, zip(*items.values(), strict=True)) if items else ([], [], [])
+        found = map(list, zip(*attributes.values(), strict=True)) if attributes else ([], [], [])
+        self._owners, self._names, self._attributes = found
+        self._version = self._structure.version
+
+
+def _same(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if type(now) is not type(before) or isinstance(now, torch.Tensor):
+        return False
+    if isinstance(now, tuple):
+        return len(now) == len(before) and all(map(_same, now, before))
+    return repr(now) == repr(before) if isinstance(now, np.generic) else same_constant(now, before)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dtype} {tuple(value.shape)} (object {id(value):#x})"
+    return "gone" if value is GONE else repr(value)
+
+
+def _name(reading: Reading) -> str:
+    """As the user would write it, without the model itself: "drop.p", "config.scale", "loss_fn.__defaults__[0]"."""
+    words = "" if reading.root is None else getattr(reading.root, "__name__", "what forward reads from outside")
+    submodule = False
+    for link in reading.path:
+        if link.attribute and link.key in _OF_MODULES:
+            submodule = True
+            continue
+        words += f".{link.key}" if link.attribute or submodule else f"[{link.key!r}]"
+        submodule = False
+    return ("the length of " if reading.length else "") + words.lstrip(".")

@@ -1,0 +1,1 @@
+"""memplan.runtime.kernels: to be described."""

@@ -1,0 +1,1 @@
+"""memplan.runtime.memory: to be described."""

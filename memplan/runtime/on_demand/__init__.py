@@ -1,0 +1,1 @@
+"""memplan.runtime.on_demand: to be described."""

@@ -1,0 +1,64 @@
+"""A whole training step for which there is no plan, as eager takes it: what `compile_step` runs passively."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplan.errors import UnsupportedCall
+from memplan.runtime.execute.optimizer_state import StepStructure
+
+
+def eager_step(
+    structure: StepStructure,
+    run: Callable[..., Any],
+    batch: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    accumulate: int,
+    update: bool,
+    clip_grad_norm: float | None,
+) -> torch.Tensor:
+    """The loss (detached) of a batch, after its backward, and after the optimizer's step where `update` says so.
+
+    `run(model, *batch, **kwargs)` calls the model. `.grad` is left alone; gradients that wait for an update are added
+    where the planned step keeps them. Raises `UnsupportedCall` for a gradient that it keeps nowhere.
+    """
+    optimizer = structure.optimizer
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    everyone = {*parameters, *structure.model.parameters()}
+    before = {p: p.grad for p in everyone}
+    try:
+        for p in everyone:
+            p.grad = None
+        with torch.enable_grad():
+            loss = run(structure.model, *batch, **kwargs)
+            loss.backward(torch.full_like(loss, 1 / accumulate))
+        if accumulate > 1:
+            _add(structure, parameters)
+        if update:
+            if clip_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
+            optimizer.step()
+            for total in structure.accumulated().values():
+                total.zero_()
+    finally:
+        for p, grad in before.items():
+            p.grad = grad
+    result: torch.Tensor = loss.detach()
+    return result
+
+
+def _add(structure: StepStructure, parameters: list[torch.Tensor]) -> None:
+    """Add the gradients to those of the calls before, which become the parameters' own."""
+    totals = structure.accumulated()
+    for p in parameters:
+        total = totals.get(p)
+        if p.grad is not None and total is None:
+            what = f"a parameter of shape {tuple(p.shape)} has a gradient, and had none when the step was compiled"
+            raise UnsupportedCall(what, where=f"{len(totals)} gradients accumulate", hint="compile the step again")
+        if total is not None:
+            with torch.no_grad():
+                p.grad = total if p.grad is None else total.add_(p.grad)

@@ -1,0 +1,202 @@
+"""Passive mode: a call that no plan is for runs as it is, and what it saves is evicted on demand (Capuchin's term).
+
+The model runs eagerly. What its ops make on the device is counted while it lives; before an op would pass the budget,
+the activation that was saved first, which the backward needs last, goes to the host, and comes back when it is asked
+for. Results, gradients and everything else of autograd are eager's own. Not counted, as in planned steps: parameters,
+inputs, gradients of parameters, and what kernels allocate by themselves. The arena lies idle beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from math import prod
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan.core.plan import Plan
+from memplan.core.units import format_bytes
+from memplan.errors import MemplanError
+from memplan.runtime.on_demand.live_bytes import Living, is_plain
+from memplan.runtime.on_demand.saved_tensors import Block, Saved
+
+_log = logging.getLogger("memplan")
+# nodes that hand the gradient of a parameter on as a view of it
+_VIEWS = ("TBackward", "ViewBackward", "TransposeBackward", "PermuteBackward", "ReshapeAliasBackward", "UnsafeView")
+
+
+def passive_for(reason: MemplanError, plan: Plan, device: torch.device) -> Passive | None:
+    """How a call runs for which there is no plan, because of `reason`: within the budget of `plan`, if it has one."""
+    eviction = plan.eviction  # one for another device says nothing of the host, where the model is
+    budget = None if eviction is None or eviction.device else eviction.budget
+    how = "eagerly" if budget is None else f"eagerly within {format_bytes(budget)}"
+    where = f"{reason.where}: " if reason.where else ""
+    _log.warning("%s: a call runs %s, without a plan: %s%s", plan.model, how, where, reason.what)
+    return None if budget is None else Passive(budget, device)
+
+
+class Passive:
+    """One call and its backward, within `budget` bytes of `device` where that is possible.
+
+    `living` counts what was made; `evicted` and `fetched` are the bytes that went to the host and came back.
+    """
+
+    def __init__(self, budget: int, device: torch.device) -> None:
+        self.budget = budget
+        self.living = Living(device)
+        self.evicted = self.fetched = 0
+        self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # the oldest first
+        self._ages = count()
+        self._block_of: weakref.WeakValueDictionary[int, Block] = (
+            weakref.WeakValueDictionary()
+        )  # by the storage's address
+        self._reserved = 0
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call `function`; its backward, whenever it comes, is seen too."""
+        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = {x.grad_fn for x in inputs if x.grad_fn is not None}
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, Saved.unpack), _Watch(self):
+            result = function(*args, **kwargs)
+        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        for node in _nodes(tensors, given):
+            self._follow(node, given)
+        return result
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were held at once."""
+        return self.living.peak
+
+    # -- bytes -------------------------------------------------------------------------------------------
+
+    def make_room(self, nbytes: int) -> None:
+        """Evict, the oldest first, until `nbytes` more fit, or nothing is left to evict."""
+        free = self.budget - nbytes - self._reserved
+        if not self.living.exceeds(free):
+            return
+        for block in list(self._blocks.values()):
+            if block.present:
+                self.evicted += block.evict()
+                if not self.living.exceeds(free):
+                    return
+
+    def fetch(self, nbytes: int) -> torch.UntypedStorage:
+        """New memory on the device, counted."""
+        self.make_room(nbytes)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.living.device)
+        self.living.add([memory])
+        self.fetched += nbytes
+        return memory.untyped_storage()
+
+    # -- what autograd saves -----------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        block, storage = None, tensor.untyped_storage() if is_plain(tensor) else None
+        if storage is not None and storage in self.living:  # made in this call
+            block = self._block_of.get(storage._cdata)
+            if block is None or block.host is not None:  # what was evicted had this address, or had these bytes once
+                block = Block(self.fetch, storage.nbytes())
+                self._block_of[storage._cdata] = self._blocks[next(self._ages)] = block
+        return Saved(tensor, block)
+
+    # -- the backward ------------------------------------------------------------------------------------
+
+    def _follow(self, node: torch.autograd.graph.Node, given: set[Any]) -> None:
+        """Make room for what a node of the backward makes, and count that."""
+        counted = [f is not None and f not in given and not _of_parameter(f) for f, _ in node.next_functions]
+        coming = 0
+        for (function, index), one in zip(node.next_functions, counted, strict=True):
+            if one:
+                assert function is not None
+                metadata: Any = function._input_metadata[index]
+                coming += prod(metadata.shape) * metadata.dtype.itemsize
+
+        def before(grads: Sequence[Any]) -> None:
+            self.living.add(grads)
+            self._reserved = 0
+            self.make_room(coming)
+            self._reserved = coming
+
+        def after(made: Sequence[Any], _: Sequence[Any]) -> None:
+            self._reserved = 0
+            self.living.add([grad for grad, one in zip(made, counted, strict=False) if one])
+
+        node.register_prehook(before)
+        node.register_hook(after)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes room before each op, and counts what it made."""
+
+    def __init__(self, passive: Passive) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._passive = passive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        coming = _bytes_of_results(func, args, kwargs)
+        if coming:
+            self._passive.make_room(coming)
+        result = func(*args, **kwargs)
+        if _makes(func):
+            self._passive.living.add(pytree.tree_leaves(result))
+        return result
+
+
+def _makes(func: Any) -> bool:
+    """Whether a result of `func` is no view of an argument."""
+    returns = func._schema.returns
+    return any(r.alias_info is None for r in returns)
+
+
+def _bytes_of_results(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes that an op is going to make, from its results on the meta device; 0 where that cannot be known."""
+    if not _makes(func) or kwargs.get("generator") is not None:
+        return 0
+
+    def meta(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return torch.device("meta") if isinstance(x, torch.device) else x
+
+    try:
+        args, kwargs = pytree.tree_map(meta, (args, kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta")
+        results = pytree.tree_leaves(func(*args, **kwargs))
+    except Exception:  # an op without a meta kernel, or whose result depends on numbers: counted once it is there
+        return 0
+    return sum(r.untyped_storage().nbytes() for r in results if isinstance(r, torch.Tensor))
+
+
+def _nodes(tensors: Sequence[torch.Tensor], given: set[Any]) -> Iterator[torch.autograd.graph.Node]:
+    """The nodes of the backward from `tensors` down to leaves, and to what is `given`."""
+    stack: list[Any] = [t.grad_fn for t in tensors]
+    seen = {None, *given}
+    while stack:
+        node = stack.pop()
+        if node in seen or _of_parameter(node):
+            continue
+        seen.add(node)
+        yield node
+        stack += [function for function, _ in node.next_functions]
+
+
+def _accumulates(node: Any) -> bool:
+    return "AccumulateGrad" in node.name()
+
+
+def _of_parameter(node: Any) -> bool:
+    """Whether what a node takes becomes the gradient of a leaf."""
+    while not _accumulates(node):
+        following = [function for function, _ in node.next_functions if function is not None]
+        if len(following) != 1 or not node.name().startswith(_VIEWS):
+            return False
+        (node,) = following
+    return True

@@ -1,0 +1,1 @@
+"""memplan.runtime.profile: to be described."""

@@ -1,0 +1,247 @@
+"""Guided execution: the first steps run under a safe plan and are measured, later ones under a plan made from that.
+
+A `Guide` accompanies one runner. Between steps it looks at what was measured and may answer with another runner for
+the same arena. First the policy decides again, with measured costs. Then, while reloads are waited for, they start
+earlier (Capuchin's feedback), until none stalls, nothing can start earlier within the budget, or `REPLANS` is
+reached. At last the plan that was measured to be the fastest is the one that stays, and nothing is measured any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memplan.core.plan import Plan
+from memplan.errors import MemplanError, StaleActivationsError, UnsupportedCall
+from memplan.evict.costs import CostModel
+from memplan.evict.events import Events
+from memplan.evict.feedback import Guided, Remembered, later
+from memplan.evict.policies.auto import auto, recompute
+from memplan.evict.select import fit_policy, policy_name
+from memplan.evict.workload import Policy
+from memplan.planning.budget import cost_model
+from memplan.runtime.debug.sanitizers import NO_GUARDS
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.options import PlanOptions
+from memplan.runtime.profile.measurement import Measurement
+from memplan.runtime.profile.op_timer import Meter
+from memplan.trace import device_costs
+from memplan.trace.traced import TracedGraph
+
+WARM = 1  # steps of a plan that are not counted: pages are touched and caches filled in the first
+SAMPLES = 5  # steps that are: their median ignores two that something else disturbed
+REPLANS = 8  # at most: each takes a search, a placement and a trial run; most late reloads are in time after two
+WORTH = 0.01  # of a step's time: what waits for reloads that take less is not worth another plan
+OFF = 0.25  # of the predicted time: where the measured one is as far off, the policy is asked again,
+ASKED = 2  # times in all: it is what takes the longest
+
+PlanWith = Callable[[Policy, CostModel], Plan]
+Build = Callable[[Plan], Runner]
+_log = logging.getLogger("memplan")
+
+
+def remembered(policy: str | Policy) -> Remembered:
+    """The policy, remembering what it decides."""
+    decide = fit_policy(policy)
+
+    def quick(workload: Any) -> Events:
+        return decide(workload, work=0)  # type: ignore[call-arg]
+
+    return Remembered(decide, policy_name(policy), quick if decide in (auto, recompute) else None)
+
+
+def require_measurable(*, cuda_graph: bool, dynamic_shapes: Any = None) -> None:
+    """Raise `UnsupportedCall` for what is replayed as a whole, in which nothing can be timed, and for many shapes."""
+    if cuda_graph:
+        hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
+        raise UnsupportedCall("a recorded step is replayed without Python", where="costs='measure'", hint=hint)
+    if dynamic_shapes is not None:
+        hint = "measure one shape, save compiled.measurement.costs, and compile with costs='costs.json'"
+        raise UnsupportedCall("steps of one shape are measured", where="costs='measure'", hint=hint)
+
+
+def room_for(plan: Plan, policy: Remembered | None) -> int:
+    """Bytes that the arena of a measured step needs, so that each plan within the budget has room; 0 without."""
+    return plan.eviction.budget if policy is not None and policy.events is not None and plan.eviction else 0
+
+
+def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[TracedGraph, Plan, Remembered]:
+    """A plan within the budget by the costs that are known of the device, with the step as it divides it, and what its
+    policy decided.
+    """
+    if len(traced.runs_on) > 1:
+        what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"
+        raise UnsupportedCall(what, where="costs='measure'", hint="pass costs of your own, or one device")
+    options = replace(options, costs=None)
+    if options.divide:  # which tries several ways: the policy is asked about the one that is taken
+        traced, plan = options.settle(traced, None)
+        assert plan.eviction is not None
+        options = replace(options, divide=None, budget=plan.eviction.budget)
+    policy = remembered(options.policy)
+    return *replace(options, policy=policy).settle(traced, None), policy
+
+
+def guide_of(options: PlanOptions, traced: TracedGraph, runner: Runner, policy: Remembered, build: Build) -> Guide:
+    """The guide of a runner of `safe_plan`; every plan keeps the bytes of its budget."""
+    eviction = runner.plan.eviction
+    assert eviction is not None
+
+    def plan_with(policy: Policy, costs: CostModel) -> Plan:
+        return replace(options, budget=eviction.budget, policy=policy, costs=costs, divide=None).plan(traced)
+
+    return Guide(runner, policy, plan_with, build)
+
+
+class Guide:
+    """See the module. `plan_with(policy, costs)` plans the step anew within the budget, `build(plan)` makes a runner.
+
+    `measurements` are those of all plans that ran so far, each with its plan, in order; `done`: there will be no more.
+    """
+
+    def __init__(self, runner: Runner, policy: Remembered, plan_with: PlanWith, build: Build) -> None:
+        self.measurements: list[Measurement] = []
+        self.done = False
+        self._policy, self._plan_with, self._build = policy, plan_with, build
+        self._leads: dict[tuple[int, int], float] = {}
+        self._costs = cost_model(device_costs(runner.traced.device))
+        self._asked = 0
+        self._stall = 0.0
+        assert policy.events is not None
+        self._watch(runner, policy.events)
+
+    @property
+    def due(self) -> bool:
+        """Whether enough steps were measured, and nothing is in flight."""
+        return not self.done and self._meter.samples >= WARM + SAMPLES and self.runner.arena.ledger.pending is None
+
+    def turn(self) -> Runner:
+        """The runner of the next steps: the same one, or one for a new plan. Call it when it is `due`.
+
+        Errors of memplan's own end the guidance, with a warning; the plan that runs stays.
+        """
+        self.runner.current()  # what is not as it was traced is the caller's to hear of
+        try:
+            with torch.inference_mode(False):
+                return self._turn()
+        except StaleActivationsError:  # another thread is in the arena
+            raise
+        except MemplanError as error:
+            _log.warning("%s: the plan stays as it is: %s", self.runner.plan.model, error)
+            self._stop()
+            return self.runner
+        except BaseException:
+            self._stop()
+            raise
+
+    # -- what comes next ---------------------------------------------------------------------------------
+
+    def _turn(self) -> Runner:
+        with self.runner.arena.ledger:
+            measured = self._meter.measurement(self._costs, self.runner.arena, skip=WARM)
+        self.measurements.append(measured)
+        self._costs = measured.costs
+        found, reason = self._next(measured)
+        if found is None:
+            return self._settle(reason)
+        plan, events = found
+        self._log(measured, plan, reason)
+        self._watch(self._build(plan), events)
+        return self.runner
+
+    def _next(self, measured: Measurement) -> tuple[tuple[Plan, Events] | None, str]:
+        """The next plan and its events, and why; or None, and why not."""
+        eviction = measured.plan.eviction
+        assert eviction is not None
+        if len(self.measurements) > REPLANS:
+            return None, f"planned anew {REPLANS} times"
+        off = abs(measured.seconds - eviction.seconds) > OFF * eviction.seconds
+        if not self._asked or (off and self._asked < ASKED):
+            self._asked += 1
+            if found := self._planned((self._policy.policy,)):
+                return found, "the costs were measured"
+        late = {(copy.storage, copy.nth): copy.stall for copy in measured.late}
+        stall, before, self._stall = sum(late.values()), self._stall, sum(late.values())
+        if stall <= WORTH * measured.seconds:
+            return None, "no reload stalls"
+        if self._leads and stall >= before:
+            return None, "starting earlier does not help"
+        self._leads = later(self._leads, late)
+        found = self._planned(())
+        return found, f"{len(late)} reloads stalled" if found else "no room for reloads to start earlier"
+
+    def _planned(self, policies: tuple[Policy, ...]) -> tuple[Plan, Events] | None:
+        """What `Guided` says, planned; None when it says what ran already."""
+        policy = Remembered(Guided(self._events, self._leads, policies), self._policy.__name__)
+        plan = self._plan_with(policy, self._costs)
+        if policy.events is None or policy.events == self._events:
+            return None
+        return plan, policy.events
+
+    def _settle(self, reason: str) -> Runner:
+        """End the guidance with the fastest plan so far."""
+        best = min(range(len(self.measurements)), key=lambda i: self.measurements[i].seconds)
+        measured, now = self.measurements[best], self.measurements[-1]
+        self._stop()
+        if measured.plan.fingerprint != now.plan.fingerprint and measured.seconds < (1 - WORTH) * now.seconds:
+            what = "%s: plan %s -> %s, which was faster: %s; %s; the other %s"
+            _log.info(
+                what, now.plan.model, _id(now.plan), _id(measured.plan), reason, _figures(now), _figures(measured)
+            )
+            self.runner = self._build(measured.plan)
+        else:
+            _log.info("%s: plan %s stays: %s; %s", now.plan.model, _id(now.plan), reason, _figures(now))
+        return self.runner
+
+    def _watch(self, runner: Runner, events: Events) -> None:
+        self.runner, self._events = runner, events
+        self._meter = Meter(runner.program)
+        runner.time(self._meter.guards)
+        runner.arena.copies.time(True)
+
+    def _stop(self) -> None:
+        self.done = True
+        self.runner.time(NO_GUARDS)
+        self.runner.arena.copies.time(False)
+
+    def _log(self, measured: Measurement, plan: Plan, reason: str) -> None:
+        assert plan.eviction is not None
+        _log.info(
+            "%s: plan %s -> %s: %s; %s; the new plan is predicted to take %.3f ms, %.3f ms of them waiting",
+            *(plan.model, _id(measured.plan), _id(plan), reason, _figures(measured)),
+            *(plan.eviction.seconds * 1e3, plan.eviction.stall * 1e3),
+        )
+
+
+class Measured:
+    """What may be guided, and keeps the measurements of the plans that it ran."""
+
+    _measurements: Sequence[Measurement]
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """With `costs="measure"`: what was measured of each plan so far (of a whole step: of the program that updates),
+        in the order in which they ran."""
+        return tuple(self._measurements)
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The latest of `measurements`; None before the first steps were measured."""
+        return self._measurements[-1] if self._measurements else None
+
+
+def _id(plan: Plan) -> str:
+    return plan.fingerprint[:12]
+
+
+def _figures(measured: Measurement) -> str:
+    """What was predicted, by which costs, and what was measured."""
+    eviction = measured.plan.eviction
+    assert eviction is not None
+    return (
+        f"predicted {eviction.seconds * 1e3:.3f} ms a step ({eviction.stall * 1e3:.3f} ms waiting) by costs"
+        f" '{eviction.costs}', measured {measured.seconds * 1e3:.3f} ms ({measured.stall * 1e3:.3f} ms waiting)"
+    )

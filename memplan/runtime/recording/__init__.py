@@ -1,0 +1,1 @@
+"""memplan.runtime.recording: to be described."""

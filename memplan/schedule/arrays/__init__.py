@@ -1,0 +1,1 @@
+"""memplan.schedule.arrays: to be described."""

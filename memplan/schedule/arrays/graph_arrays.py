@@ -1,0 +1,231 @@
+"""A graph as arrays: what every policy and bound works on.
+
+Ops are numbered in traced order, which is one legal order, with one op more: the *barrier*, which touches
+nothing and stands between the forward's ops and the backward's (the caller's loss is computed there). Any
+topological order of these ops is a legal order of the graph, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.core.graph import Graph
+from memplan.core.legal_orders import predecessors
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core:
+    """Ops 0..n-1 and storages 0..m-1; lists of lists are flat, row i is `x[x_ptr[i]:x_ptr[i + 1]]`.
+
+    `pred` and `succ`: ops that must run directly before and after. `touch`: the planned storages that an op
+    touches; `user`: the ops that touch a storage, in traced order. `size` is in bytes. A `given` storage is
+    alive before the first op (1 or 0), a `kept` one after the last. Storages that the same ops touch are one.
+    `chance`: for each op storages whose bytes a result may take; if the op is the last to touch `host`, then
+    `saved` bytes less are alive while it runs (the most of its chances). `backwards`: the first to touch it.
+    """
+
+    barrier: int
+    pred_ptr: Ints
+    pred: Ints
+    succ_ptr: Ints
+    succ: Ints
+    touch_ptr: Ints
+    touch: Ints
+    user_ptr: Ints
+    user: Ints
+    size: Ints
+    given: Ints
+    kept: Ints
+    chance_ptr: Ints
+    host: Ints
+    saved: Ints
+    backwards: bool = False
+
+    @property
+    def n(self) -> int:
+        return int(self.touch_ptr.shape[0]) - 1
+
+    @property
+    def m(self) -> int:
+        return int(self.size.shape[0])
+
+    @property
+    def traced(self) -> Ints:
+        """The traced order."""
+        return np.arange(self.n)
+
+    @cached_property
+    def working_set(self) -> Ints:
+        """Bytes that each op touches."""
+        total = np.concatenate(([0], np.cumsum(self.size[self.touch])))
+        less = np.zeros(self.n, np.int64)
+        np.maximum.at(less, self.taker, self.saved)
+        return np.asarray(total[self.touch_ptr[1:]] - total[self.touch_ptr[:-1]] - less, np.int64)
+
+    @cached_property
+    def taker(self) -> Ints:
+        """The op of each chance."""
+        return np.repeat(np.arange(self.n), np.diff(self.chance_ptr))
+
+    def graph_order(self, order: Ints) -> tuple[int, ...]:
+        """An order of the graph's own ops."""
+        real = order[order != self.barrier]
+        return tuple((real - (real > self.barrier)).tolist())
+
+    def core_order(self, order: Sequence[int]) -> Ints:
+        """The core's numbers of an order of the graph's ops; the barrier after the last of the forward."""
+        numbers = np.asarray(order, np.int64)
+        return np.insert(numbers + (numbers >= self.barrier), self.barrier, self.barrier)
+
+    def graph_op(self, op: int) -> int:
+        """The graph's number of an op other than the barrier."""
+        return op - (op > self.barrier)
+
+
+def make_core(graph: Graph, *, least: int = 1) -> Core:
+    """The arrays of `graph`. Linear in its ops and the storages that they touch.
+
+    Storages of fewer than `least` bytes count as nothing: what every order needs without them, every order needs.
+    """
+    barrier = graph.forward_ops
+    before = [frozenset(p + (p >= barrier) for p in found) for found in predecessors(graph)]
+    pred = _with_barrier(before, barrier)
+    succ: list[list[int]] = [[] for _ in pred]
+    for number, needed in enumerate(pred):
+        for p in needed:
+            succ[p].append(number)
+    users: dict[int, list[int]] = {}
+    for index, op in enumerate(graph.ops):
+        for storage in graph.touched(op):
+            if graph.storages[storage].planned and graph.storages[storage].nbytes >= max(least, 1):
+                users.setdefault(storage, []).append(index + (index >= barrier))
+    return _assemble(graph, barrier, pred, succ, users)
+
+
+def _with_barrier(before: list[frozenset[int]], barrier: int) -> list[list[int]]:
+    """Predecessors with the barrier between the phases: it stands for every edge that crosses it."""
+    forward = before[:barrier]
+    needed = frozenset().union(*forward) if forward else frozenset()
+    last = [op for op in range(barrier) if op not in needed]
+    rows = [sorted(found) for found in forward] + [last]
+    return rows + [sorted(p for p in found if p > barrier) or [barrier] for found in before[barrier:]]
+
+
+def _assemble(
+    graph: Graph, barrier: int, pred: list[list[int]], succ: list[list[int]], users: dict[int, list[int]]
+) -> Core:
+    kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
+    merged: dict[tuple[tuple[int, ...], bool], int] = {}
+    for storage, ops in users.items():
+        key = (tuple(ops), storage in kept)
+        merged[key] = merged.get(key, 0) + graph.storages[storage].nbytes
+    number = {key: i for i, key in enumerate(merged)}
+    chances: list[dict[int, int]] = [{} for _ in pred]
+    for index, op in enumerate(graph.ops):
+        for result, read in op.chances:
+            host = graph.values[read].storage
+            saved = graph.storages[graph.values[result].storage].nbytes
+            if host in users:
+                row, at = chances[index + (index >= barrier)], number[tuple(users[host]), host in kept]
+                row[at] = max(saved, row.get(at, 0))
+    touch: list[list[int]] = [[] for _ in pred]
+    for (ops_, _), storage in number.items():
+        for op_ in ops_:
+            touch[op_].append(storage)
+    pred_ptr, pred_flat = _flat(pred)
+    succ_ptr, succ_flat = _flat(succ)
+    touch_ptr, touch_flat = _flat(touch)
+    user_ptr, user_flat = _flat(ops for ops, _ in merged)
+    chance_ptr, chance_flat = _flat([list(row.items()) for row in chances])
+    return Core(
+        barrier=barrier,
+        pred_ptr=pred_ptr,
+        pred=pred_flat,
+        succ_ptr=succ_ptr,
+        succ=succ_flat,
+        touch_ptr=touch_ptr,
+        touch=touch_flat,
+        user_ptr=user_ptr,
+        user=user_flat,
+        size=np.array(list(merged.values()), np.int64),
+        given=np.zeros(len(merged), np.int64),
+        kept=np.array([keep for _, keep in merged], np.int64),
+        chance_ptr=chance_ptr,
+        host=chance_flat.reshape(-1, 2)[:, 0].copy(),
+        saved=chance_flat.reshape(-1, 2)[:, 1].copy(),
+    )
+
+
+def _flat(rows: Iterable[Sequence[Any]]) -> tuple[Ints, Ints]:
+    listed = list(rows)
+    ptr = np.array([0, *accumulate(map(len, listed))], np.int64)
+    return ptr, np.array([item for row in listed for item in row], np.int64)
+
+
+def with_edge(core: Core, first: int, then: int) -> Core:
+    """The core in which `first` must run before `then`; they must be free to."""
+    return replace(
+        core,
+        pred_ptr=core.pred_ptr + (np.arange(core.n + 1) > then),
+        pred=np.insert(core.pred, core.pred_ptr[then], first),
+        succ_ptr=core.succ_ptr + (np.arange(core.n + 1) > first),
+        succ=np.insert(core.succ, core.succ_ptr[first], then),
+    )
+
+
+def reverse(core: Core) -> Core:
+    """Time run backwards: op i becomes op n - 1 - i, storage i becomes m - 1 - i, what was kept is given.
+
+    An order of the one, turned round and renumbered, is one of the other with the same bytes at each step.
+    """
+    last_op, last_storage = core.n - 1, core.m - 1
+    return Core(
+        barrier=last_op - core.barrier,
+        pred_ptr=_turned(core.succ_ptr),
+        pred=(last_op - core.succ)[::-1].copy(),
+        succ_ptr=_turned(core.pred_ptr),
+        succ=(last_op - core.pred)[::-1].copy(),
+        touch_ptr=_turned(core.touch_ptr),
+        touch=(last_storage - core.touch)[::-1].copy(),
+        user_ptr=_turned(core.user_ptr),
+        user=(last_op - core.user)[::-1].copy(),
+        size=core.size[::-1].copy(),
+        given=core.kept[::-1].copy(),
+        kept=core.given[::-1].copy(),
+        chance_ptr=_turned(core.chance_ptr),
+        host=(last_storage - core.host)[::-1].copy(),
+        saved=core.saved[::-1].copy(),
+        backwards=not core.backwards,
+    )
+
+
+def _turned(ptr: Ints) -> Ints:
+    """Row starts when the last row comes first."""
+    return np.ascontiguousarray((ptr[-1] - ptr)[::-1])
+
+
+def step_bytes(core: Core, order: Ints) -> Ints:
+    """Bytes alive while each step of `order` runs."""
+    if not core.m:
+        return np.zeros(core.n, np.int64)
+    position = np.empty(core.n, np.int64)
+    position[order] = np.arange(core.n)
+    at = position[core.user]
+    first = np.where(core.given, 0, np.minimum.reduceat(at, core.user_ptr[:-1]))
+    last = np.where(core.kept, core.n - 1, np.maximum.reduceat(at, core.user_ptr[:-1]))
+    change = np.zeros(core.n + 1, np.int64)
+    np.add.at(change, first, core.size)
+    np.subtract.at(change, last + 1, core.size)
+    taken = (first if core.backwards else last)[core.host] == position[core.taker]
+    less = np.zeros(core.n, np.int64)
+    np.maximum.at(less, position[core.taker[taken]], core.saved[taken])
+    return np.asarray(np.cumsum(change[:-1]) - less, np.int64)

@@ -1,0 +1,1 @@
+"""memplan.schedule.bounds: to be described."""

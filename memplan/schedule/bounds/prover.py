@@ -1,0 +1,62 @@
+"""What is proven about a core so far: the highest lower bound, how it was found, and every cut, once."""
+
+from __future__ import annotations
+
+from memplan.core.graph import Graph
+from memplan.core.schedule import Evidence, Schedule
+from memplan.schedule.arrays.graph_arrays import Core, Ints, step_bytes
+from memplan.schedule.bounds.cut import Cut, cut
+
+
+class Prover:
+    """Cuts under a work limit (in arcs looked at, so that the outcome depends on the graph alone)."""
+
+    def __init__(self, core: Core, work: int) -> None:
+        self.core = core
+        self.work = work
+        self.bound = int(core.working_set.max(initial=0))
+        self.evidence = Evidence.WORKING_SET
+        self.op = int(core.working_set.argmax()) if core.n else 0
+        self._cuts: dict[int, Cut] = {}
+
+    def cut_at(self, op: int) -> Cut | None:
+        """The least cut at `op`, or None when there is no work left to find it."""
+        if op in self._cuts:
+            return self._cuts[op]
+        if self.work <= 0:
+            return None
+        found = cut(self.core, op)
+        self.work -= found.work
+        self._cuts[op] = found
+        if found.bytes > self.bound:
+            self.bound, self.op = found.bytes, op
+            self.evidence = Evidence.BETWEEN if op == self.core.barrier else Evidence.CUT
+        return found
+
+    def searched(self, bound: int, evidence: Evidence = Evidence.SEARCH) -> None:
+        """Take note that a search excluded everything below `bound`."""
+        if bound > self.bound:
+            self.bound, self.evidence = bound, evidence
+
+    def raise_bound(self, order: Ints) -> None:
+        """Cut where `order` needs the most, while a cut there could still raise the bound.
+
+        A cut is at most what its op needs in any order, so that no other op can do more than those.
+        """
+        steps = step_bytes(self.core, order)
+        for step in (-steps).argsort(kind="stable"):
+            if steps[step] <= self.bound or self.cut_at(int(order[step])) is None:
+                return
+
+    def schedule(self, graph: Graph, order: Ints, policy: str) -> Schedule:
+        """The order with what is proven about all."""
+        at_an_op = self.evidence in (Evidence.CUT, Evidence.WORKING_SET) and graph.ops
+        proof = graph.ops[self.core.graph_op(self.op)].name if at_an_op else ""
+        return Schedule(
+            policy=policy,
+            order=self.core.graph_order(order),
+            max_live=int(step_bytes(self.core, order).max(initial=0)),
+            bound=self.bound,
+            evidence=self.evidence,
+            proof=proof,
+        )

@@ -1,0 +1,44 @@
+"""Cut repair: where an order needs the most, run first what the least cut there says should have run before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from memplan.schedule.arrays.graph_arrays import Core, Ints, step_bytes
+from memplan.schedule.bounds.cut import Cut
+
+_ROUNDS = 200
+_TRIED = 8  # peak steps looked at in one round; an order can have thousands
+
+
+def repair(core: Core, order: Ints, cut_at: Callable[[int], Cut | None]) -> Ints:
+    """The order, mended at its peak steps as long as that lowers (max live, number of steps that reach it).
+
+    At a peak step v with a least cut below the peak: the cut's ideal, v, the rest, each in their old order.
+    Stops when a peak step's cut equals the peak (no order is better), or `cut_at` says None (no work left).
+    """
+    steps = step_bytes(core, order)
+    for _ in range(_ROUNDS):
+        better = _mended(core, order, steps, cut_at)
+        if better is None:
+            return order
+        order = better
+        steps = step_bytes(core, order)
+    return order
+
+
+def _mended(core: Core, order: Ints, steps: Ints, cut_at: Callable[[int], Cut | None]) -> Ints | None:
+    peak = steps.max(initial=0)
+    at_peak = np.flatnonzero(steps == peak)
+    for step in at_peak[:_TRIED]:
+        found = cut_at(int(order[step]))
+        if found is None or found.bytes >= peak:
+            return None
+        before, late = found.ideal[order], order != found.op
+        candidate = np.concatenate((order[before], [found.op], order[~before & late]))
+        now = step_bytes(core, candidate)
+        if (now.max(), int((now == now.max()).sum())) < (peak, len(at_peak)):
+            return candidate
+    return None

@@ -1,0 +1,1 @@
+"""memplan.schedule.policies: to be described."""

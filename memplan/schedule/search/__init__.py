@@ -1,0 +1,1 @@
+"""memplan.schedule.search: to be described."""

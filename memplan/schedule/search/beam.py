@@ -1,0 +1,20 @@
+"""`beam`: a search over ideals that keeps only the states with the fewest live bytes."""
+
+from __future__ import annotations
+
+from memplan.core.graph import Graph
+from memplan.core.schedule import Evidence, Schedule
+from memplan.schedule.arrays.graph_arrays import make_core
+from memplan.schedule.bounds.prover import Prover
+from memplan.schedule.search.ideals import narrow, unsearched
+
+WIDTH = 64
+
+
+def beam(graph: Graph, *, width: int = WIDTH, work: int = 10**9) -> Schedule:
+    """The best order that searches of this width find, from the traced one down; `work` limits them."""
+    core = make_core(graph)
+    prover = Prover(core, 0)
+    found = narrow(core, unsearched(core, core.traced, prover.bound, work), width=width)
+    prover.searched(found.bound, Evidence.LONG_SEARCH)
+    return prover.schedule(graph, found.order, "beam")

@@ -1,0 +1,1 @@
+"""memplan.solvers.arrays: to be described."""

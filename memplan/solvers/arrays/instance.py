@@ -1,0 +1,42 @@
+"""A piece made ready to be searched: who meets whom, and who is alive when. And what a search says of it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.solvers.arrays.problem_arrays import Core, Ints
+
+
+class Outcome(enum.Enum):
+    """What a search says about a capacity."""
+
+    SOLVED = enum.auto()
+    EXHAUSTED = enum.auto()  # no placement exists
+    LIMIT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """Buffers with their highest offsets (units), who meets whom, and who is alive in each section."""
+
+    core: Core
+    max_offset: Ints
+    adj_ptr: Ints
+    adj: npt.NDArray[np.int32]
+    mem_ptr: Ints
+    mem: npt.NDArray[np.int32]
+
+
+def instance_of(core: Core, max_offset: Ints) -> Instance:
+    """`core` ready to be searched. Time and memory in proportion to the pairs that are alive together."""
+    from memplan.solvers.arrays import fit_kernel
+
+    by_start = np.argsort(core.lo, kind="stable")
+    segments = (core.seg_ptr, core.seg_lo, core.seg_hi)
+    adj_ptr, adj = fit_kernel.neighbours(core.n, *segments, core.lo, core.hi, by_start)
+    mem_ptr, mem = fit_kernel.members(core.sections, *segments)
+    return Instance(core=core, max_offset=max_offset, adj_ptr=adj_ptr, adj=adj, mem_ptr=mem_ptr, mem=mem)

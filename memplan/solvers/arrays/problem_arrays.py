@@ -1,0 +1,171 @@
+"""A problem as arrays: what every compiled solver works on. Step 0 of the portfolio, "normalise".
+
+Three reductions lose nothing: buffers without bytes are set aside; sizes, rounded up to the alignment that
+all offsets share, are counted in *units* (their greatest common divisor); and steps become *sections*, the
+maximal sets of buffers that are alive together (a new section begins at a death that follows a birth).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.core.problem import Buffer, Problem
+from memplan.solvers import thresholds
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """Buffers 0..n-1 (those with bytes, in definition order) in units and sections.
+
+    Buffer b is alive in the sections [seg_lo[k], seg_hi[k]) for k in seg_ptr[b]..seg_ptr[b+1]-1; [lo, hi) is
+    their hull. It may lie at `low[b]` units or above, at a multiple of `align[b]` (pinned: at `low[b]` only).
+    """
+
+    unit: int  # bytes
+    size: Ints  # units, rounded up
+    raw: Ints  # bytes, as given
+    align: Ints  # units
+    low: Ints  # units
+    pinned: Bools
+    seg_ptr: Ints
+    seg_lo: Ints
+    seg_hi: Ints
+    lo: Ints
+    hi: Ints
+    steps: Ints  # a step of each section at which all of its buffers are alive
+    start: Ints  # the first step of each buffer
+    source: Ints  # the place of each buffer in Problem.buffers
+
+    @property
+    def n(self) -> int:
+        return int(self.size.shape[0])
+
+    @property
+    def sections(self) -> int:
+        return int(self.steps.shape[0])
+
+    @property
+    def content(self) -> bytes:
+        """Everything that decides a placement: equal for repeated layers, wherever they lie in time."""
+        columns = (self.size, self.raw, self.align, self.low, self.pinned, self.seg_ptr, self.seg_lo, self.seg_hi)
+        return b"".join(column.tobytes() for column in columns)
+
+    def max_offset(self, capacity: int) -> Ints:
+        """Highest offset (units) at which each buffer ends within `capacity` bytes; negative if it cannot."""
+        highest = (capacity - self.raw) // self.unit
+        highest = highest // self.align * self.align
+        return np.where(self.pinned, np.where(highest >= self.low, self.low, -1), highest)
+
+    def ceiling(self, capacity: int) -> int:
+        """`capacity` bytes in units: the highest rounded-up end that any buffer may have."""
+        return int((self.max_offset(capacity) + self.size).max(initial=0))
+
+
+def core_of(problem: Problem) -> Core:
+    """The arrays of `problem`. n log n."""
+    raw = _column(problem.buffers, "size")
+    source = np.flatnonzero(raw)
+    buffers = problem.buffers if len(source) == len(raw) else tuple(problem.buffers[i] for i in source)
+    raw, align = raw[source], _column(buffers, "alignment")
+    pins = [b.pinned_offset for b in buffers]
+    pinned, low = np.zeros(len(pins), np.bool_), np.zeros(len(pins), np.int64)
+    if pins.count(None) < len(pins):
+        pinned = np.array([pin is not None for pin in pins], np.bool_)
+        low = np.array([pin or 0 for pin in pins], np.int64)
+    unit, size, align = _units(raw, align, low)
+    seg_ptr, start, end = _segments(buffers)
+    seg_lo, seg_hi, steps = sections_of(start, end)
+    return Core(
+        unit=unit, size=size, raw=raw, align=align, low=low // unit, pinned=pinned, seg_ptr=seg_ptr, seg_lo=seg_lo,
+        seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=steps, start=start[seg_ptr[:-1]],
+        source=source,
+    )  # fmt: skip
+
+
+def subset(core: Core, ids: Ints, base: int = 0) -> Core:
+    """The buffers `ids` alone, in sections of their own, at `base` units or above; `source` is `ids`."""
+    counts = np.diff(core.seg_ptr)[ids]
+    seg_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+    segments = np.repeat(core.seg_ptr[ids] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])
+    seg_lo, seg_hi, steps = sections_of(core.seg_lo[segments], core.seg_hi[segments])
+    align = core.align[ids]
+    return Core(
+        unit=core.unit, size=core.size[ids], raw=core.raw[ids], align=align,
+        low=np.maximum(core.low[ids], -(-base // align) * align), pinned=core.pinned[ids], seg_ptr=seg_ptr,
+        seg_lo=seg_lo, seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=core.steps[steps],
+        start=core.start[ids], source=ids,
+    )  # fmt: skip
+
+
+def _column(rows: Sequence[object], name: str) -> Ints:
+    return np.fromiter(map(attrgetter(name), rows), np.int64, len(rows))
+
+
+def _units(raw: Ints, align: Ints, low: Ints) -> tuple[int, Ints, Ints]:
+    """Unit in bytes, sizes and alignments in units. Offsets are sums of sizes, pins and alignment steps."""
+    if not raw.shape[0]:
+        return 1, raw, align
+    shared = int(np.gcd.reduce(align))
+    size = -(-raw // shared) * shared
+    unit = int(np.gcd(np.gcd.reduce(size), np.gcd.reduce(low)))
+    for alignment in np.unique(align):
+        if unit % alignment:
+            unit = int(np.gcd(unit, alignment))
+    return unit, size // unit, np.where(unit % align == 0, 1, align // unit)
+
+
+def _segments(buffers: tuple[Buffer, ...]) -> tuple[Ints, Ints, Ints]:
+    """First steps and last steps (exclusive) of all segments, and where each buffer's begin."""
+    n = len(buffers)
+    if not any(b.gaps for b in buffers):
+        return np.arange(n + 1), _column(buffers, "live.start"), _column(buffers, "live.end")
+    ptr = np.zeros(n + 1, np.int64)
+    ptr[1:] = np.cumsum([len(b.gaps) + 1 for b in buffers])
+    segments = [segment for b in buffers for segment in b.segments]
+    return ptr, _column(segments, "start"), _column(segments, "end")
+
+
+def sections_of(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+    """Section of every start and end, and the first step of every section."""
+    if not start.shape[0]:
+        return start, end, start
+    steps, born, died = _places(start, end)
+    births = np.cumsum(np.bincount(born, minlength=steps.shape[0]))
+    deaths = np.flatnonzero(np.bincount(died, minlength=steps.shape[0]))
+    births_before = np.where(deaths > 0, births[deaths - 1], 0)
+    opens = np.diff(births_before, prepend=0) > 0
+    section = np.zeros(steps.shape[0], np.int64)
+    section[deaths[opens]] = 1
+    section = np.cumsum(section)
+    count = int(section[-1])
+    # A section is represented by the last birth in it: then all of its buffers are alive.
+    last_birth = np.zeros(count, np.int64)
+    last_birth[section[born]] = 0
+    np.maximum.at(last_birth, section[born], born)
+    return section[born], section[died], steps[last_birth]
+
+
+def _places(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+    """Steps, ascending, and the place of every start and end among them."""
+    first, last = int(start.min()), int(end.max())
+    if last - first < thresholds.STEPS_EACH * start.shape[0]:
+        return np.arange(first, last + 1), start - first, end - first
+    steps, place = np.unique(np.concatenate((start, end)), return_inverse=True)
+    return steps, place[: start.shape[0]], place[start.shape[0] :]
+
+
+def load_of(core: Core) -> Ints:
+    """Units that are alive in each section (rounded-up sizes)."""
+    change = np.zeros(core.sections + 1, np.int64)
+    sizes = np.repeat(core.size, np.diff(core.seg_ptr))
+    np.add.at(change, core.seg_lo, sizes)
+    np.subtract.at(change, core.seg_hi, sizes)
+    return np.cumsum(change)[:-1]

@@ -1,0 +1,1 @@
+"""memplan.solvers.baselines: to be described."""

@@ -1,0 +1,41 @@
+"""`online-first` and `online-best`: an allocator that never looks ahead. What planning is compared with.
+
+Memory is taken at birth and given back at death, in order of time, from a list of coalesced holes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from memplan.core.problem import Problem, Solution
+from memplan.solvers.base import NO_LIMITS, finish
+from memplan.solvers.limits import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Online:
+    """First-fit or best-fit; buffers born together are taken in order of size. Gaps are not given back."""
+
+    best_fit: bool
+
+    @property
+    def name(self) -> str:
+        return "online-best" if self.best_fit else "online-first"
+
+    def refuses(self, problem: Problem) -> str | None:
+        if any(b.pinned_offset is not None for b in problem.buffers):
+            return "an allocator chooses addresses itself, so a buffer cannot be pinned to one"
+        return None
+
+    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
+        from memplan.solvers.arrays.heuristics import online
+        from memplan.solvers.arrays.problem_arrays import core_of
+
+        began = time.perf_counter()
+        core = core_of(problem)
+        offsets = {b.id: 0 for b in problem.buffers}
+        if core.n:
+            values = (next(online(core, self.best_fit)) * core.unit).tolist()
+            offsets.update(zip((problem.buffers[i].id for i in core.source.tolist()), values, strict=True))
+        return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)

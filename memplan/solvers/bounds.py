@@ -1,0 +1,40 @@
+"""Lower bounds of any arena.
+
+Besides max live: with alignment, buffers that are alive together lie at aligned offsets, so all but the
+topmost of them take their rounded-up size; and no arena ends below a pinned buffer. The search raises the
+bound further when it exhausts a capacity (`search.py`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memplan.solvers import thresholds
+from memplan.solvers.arrays.problem_arrays import Core, load_of
+
+
+def lower_bound(core: Core) -> int:
+    """A proven lower bound of the arena, bytes; at least max live. n log n."""
+    if not core.n:
+        return 0
+    load = load_of(core) * core.unit
+    padding = core.size * core.unit - core.raw
+    bound = int(load.max())
+    if padding.any():
+        bound = int((load - _largest(core, padding)).max())
+    pins = (core.low * core.unit + core.raw)[core.pinned]
+    return max(bound, int(pins.max(initial=0)), int(core.raw.max()))
+
+
+def _largest(
+    core: Core, value: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The largest `value` among the buffers of each section: painted in ascending order, last one wins."""
+    segment_of = np.repeat(np.arange(core.n), np.diff(core.seg_ptr))
+    top = np.zeros(core.sections, np.int64)
+    if core.n > thresholds.PAINTED:  # painting could take n x sections; the largest of all is weaker, and valid
+        top[:] = value.max()
+        return top
+    for k in np.argsort(value[segment_of], kind="stable"):
+        top[core.seg_lo[k] : core.seg_hi[k]] = value[segment_of[k]]
+    return top

@@ -1,0 +1,54 @@
+"""`portfolio`, the default: a valid placement at once, then the smallest arena that the limits allow.
+
+Heuristics first; if the arena meets the lower bound, that is the proof. Otherwise the search tries the bound
+itself as the capacity, then smaller and smaller capacities below the best arena. A capacity that the search
+exhausts raises the bound. What is still open goes to CP-SAT when it is small enough (`cpsat.py`). Every answer is
+shown to the validator before it is kept (`accept.py`): a heuristic that is wrong costs its answer, not the plan.
+"""
+
+from __future__ import annotations
+
+from memplan.core.problem import Problem, Solution
+from memplan.solvers import thresholds
+from memplan.solvers.accept import refusal, warn_of_fault
+from memplan.solvers.base import NO_LIMITS, finish
+from memplan.solvers.baselines.greedy import Greedy
+from memplan.solvers.limits import Budget, Limits, Progress
+
+
+class Portfolio:
+    """Takes every problem."""
+
+    name = "portfolio"
+
+    def refuses(self, problem: Problem) -> str | None:
+        return None
+
+    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
+        budget = Budget(limits)
+        if len(problem.buffers) <= thresholds.SMALL:
+            quick = Greedy().solve(problem)
+            enough = quick.arena_size <= problem.max_live or _is_enough(problem, quick.arena_size, limits)
+            reason = refusal(problem, quick.offsets) if enough else None
+            if reason is not None:
+                warn_of_fault(f"greedy gave a placement that the validator refuses: {reason}")
+            elif enough:
+                found = finish(problem, quick.offsets, solver=self.name, seconds=budget.seconds)
+                if limits.on_progress is not None:
+                    limits.on_progress(Progress(incumbent=found.arena_size, bound=found.bound, seconds=found.seconds))
+                return found
+        # numpy and numba are imported only now: most small problems never need them.
+        from memplan.solvers.answers import Answers
+        from memplan.solvers.arrays.problem_arrays import core_of
+        from memplan.solvers.search.capacity_search import Race
+
+        core = core_of(problem)
+        answers = Answers(problem, core)
+        race = Race(core, answers, problem, budget, limits)
+        race.run(seed)
+        offsets = answers.named(answers.offsets)
+        return finish(problem, offsets, solver=self.name, seconds=budget.seconds, bound=race.bound)
+
+
+def _is_enough(problem: Problem, arena: int, limits: Limits) -> bool:
+    return not limits.minimize and problem.capacity is not None and arena <= problem.capacity

@@ -1,0 +1,1 @@
+"""memplan.solvers.search: to be described."""

@@ -1,0 +1,81 @@
+"""The offset problem as a CP-SAT model (Google OR-tools): to minimise an arena, or to decide a capacity.
+
+Every lifetime segment is an interval in time, every buffer one in offsets; no two rectangles overlap. One
+worker and a limit in deterministic time, so that the answer is the same on every run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memplan.core.interruptible import run
+from memplan.solvers.arrays.instance import Outcome
+from memplan.solvers.arrays.problem_arrays import Core, Ints
+from memplan.solvers.bounds import lower_bound
+from memplan.solvers.limits import Budget
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+_UNITS_PER_SECOND = 200_000  # of work, for one second of CP-SAT's deterministic time
+_LEAST_SECONDS = 0.05  # a model this small is not worth starting for less
+
+
+def minimise(core: Core, hint: Ints, budget: Budget) -> tuple[Outcome, Ints, int]:
+    """The smallest arena for `core`, starting from the valid offsets `hint` (units); and a bound, bytes."""
+    arena = int((hint * core.unit + core.raw).max())
+    model, offsets = _model(core, core.max_offset(arena), hint)
+    bound = lower_bound(core)
+    top = model.new_int_var(bound, arena, "arena")
+    for offset, raw in zip(offsets, core.raw.tolist(), strict=True):
+        model.add(top >= offset * core.unit + raw)
+    model.minimize(top)
+    outcome, found, proven = _run(model, offsets, budget)
+    return outcome, found, max(bound, proven)
+
+
+def decide(core: Core, max_offset: Ints, hint: Ints, budget: Budget) -> tuple[Outcome, Ints]:
+    """Place `core` (offsets in units, at `max_offset` at most), or prove that it cannot be done."""
+    model, offsets = _model(core, max_offset, np.minimum(hint, max_offset))
+    outcome, found, _ = _run(model, offsets, budget)
+    return outcome, found
+
+
+def _model(core: Core, max_offset: Ints, hint: Ints) -> tuple[cp_model.CpModel, list[cp_model.LinearExprT]]:
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    offsets: list[cp_model.LinearExprT] = []
+    in_time, in_space = [], []
+    columns = (core.size, core.align, core.low, max_offset, hint)
+    for b, (size, align, low, high, near) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        step = model.new_int_var(-(-low // align), high // align, f"offset{b}")
+        model.add_hint(step, near // align)
+        offsets.append(step * align)
+        for k in range(int(core.seg_ptr[b]), int(core.seg_ptr[b + 1])):
+            start, end = int(core.seg_lo[k]), int(core.seg_hi[k])
+            in_time.append(model.new_fixed_size_interval_var(start, end - start, f"time{k}"))
+            in_space.append(model.new_fixed_size_interval_var(step * align, size, f"space{k}"))
+    model.add_no_overlap_2d(in_time, in_space)
+    return model, offsets
+
+
+def _run(model: cp_model.CpModel, offsets: list[cp_model.LinearExprT], budget: Budget) -> tuple[Outcome, Ints, int]:
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    seconds, work = budget.remaining_seconds(), budget.remaining_work()
+    if seconds is not None:
+        solver.parameters.max_time_in_seconds = max(seconds, _LEAST_SECONDS)
+    if work is not None:
+        solver.parameters.max_deterministic_time = max(work / _UNITS_PER_SECOND, _LEAST_SECONDS)
+    status = run(solver, model)
+    budget.spend(int(solver.deterministic_time * _UNITS_PER_SECOND), 1)
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        bound = round(solver.best_objective_bound) if model.has_objective() else 0
+        return Outcome.SOLVED, np.array([solver.value(offset) for offset in offsets], np.int64), bound
+    outcome = Outcome.EXHAUSTED if status == cp_model.INFEASIBLE else Outcome.LIMIT
+    return outcome, np.zeros(0, np.int64), 0

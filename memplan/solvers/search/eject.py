@@ -1,0 +1,62 @@
+"""Ejection search on one piece: what cannot be placed pushes out what is cheapest to push out.
+
+Everything placed is valid; the rest waits. A waiting buffer goes to the offset at which the buffers in its way
+weigh least; they wait in turn. Whoever had to push becomes dearer to push out, so that the hard ones settle and
+the easy ones move; then some neighbours move to other free places, which brings scattered room together. After
+Nagata and Braysy, "A powerful route minimization heuristic for the vehicle routing problem with time windows"
+(2009), with offsets in place of routes. It proves nothing, and finds arenas a little above max live, where many
+placements exist, far sooner than the tree search does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.solvers.arrays.instance import Instance
+from memplan.solvers.arrays.problem_arrays import Ints
+from memplan.solvers.limits import Budget
+
+_MOVES = 4  # of neighbours, after each ejection
+_BASE, _POWER = 1_000, 0.5  # a buffer's first penalty: its area to this power; the mean one's is _BASE
+TURN_NODES = 1  # nodes of the tree search that take as long as a turn
+
+
+@dataclass(slots=True)
+class Learnt:
+    """What the next ejection search on the same buffers, under another capacity, goes on from."""
+
+    offsets: Ints  # units; -1: waits
+    penalty: Ints | None = None
+
+
+class Ejection:
+    """A partial placement of `piece`, which `run` goes on with."""
+
+    def __init__(self, piece: Instance, seed: int, learnt: Learnt | None = None) -> None:
+        core = piece.core
+        learnt = learnt or Learnt(np.full(core.n, -1, np.int64))
+        fits = (learnt.offsets >= core.low) & (learnt.offsets <= piece.max_offset)
+        learnt.offsets = np.where(fits, learnt.offsets, -1)
+        self.piece, self.offsets = piece, learnt.offsets
+        lengths = np.add.reduceat(core.seg_hi - core.seg_lo, core.seg_ptr[:-1])
+        area = (core.size * lengths).astype(np.float64)
+        self._weight = np.maximum(1, _BASE * (area / area.mean()) ** _POWER).astype(np.int64)
+        if learnt.penalty is None:
+            learnt.penalty = self._weight.copy()
+        self._penalty = learnt.penalty
+        self._state = np.array([seed], np.int64)
+
+    def run(self, turns: int, budget: Budget) -> bool:
+        """Go on for `turns`; whether everything is placed (`offsets`, units)."""
+        from memplan.solvers.search import eject_kernel
+
+        core, piece = self.piece.core, self.piece
+        taken, left = eject_kernel.eject(
+            core.size, core.align, core.low, piece.max_offset, piece.adj_ptr, piece.adj, self._weight,
+            budget.nodes(turns * TURN_NODES, core.n) // TURN_NODES + 1, _MOVES, self._penalty, self.offsets,
+            self._state,
+        )  # fmt: skip
+        budget.spend(taken * TURN_NODES, core.n)
+        return bool(left == 0)

@@ -1,0 +1,269 @@
+"""The place-or-skip search itself, compiled by numba. `search.py` feeds it; read that first.
+
+State: for every unplaced buffer the lowest offset still open to it (`allowed`, the highest top of its placed
+neighbours) and the offset at which it was skipped (`hole`). If a placement exists, one exists in which no
+buffer can sink to any lower free offset; so a skipped buffer's hole must end up blocked by a neighbour that
+is still unplaced, and a buffer that nothing can block is never skipped. That makes the search complete with
+two branches per node: place the chosen buffer at `allowed`, or skip it there.
+
+All offsets and sizes are in units, all lifetimes in sections (see `core.py`).
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from memplan.solvers.search.branch_kernel import pick_buffer, pick_section
+from memplan.solvers.search.decompose_kernel import key_of, mix, slot, split
+from memplan.solvers.search.propagate_kernel import ALL, FEW, LATEST, REACH, tighten
+
+SOLVED, EXHAUSTED, LIMIT = 0, 1, 2
+
+_PLACED, _ALLOWED, _HOLE, _FLOOR = 0, 1, 2, 3  # kinds of trail entries
+
+
+@njit(cache=True)
+def _undo(
+    mark, tp, trail, reach, latest, allowed, hole, floor, placed, unplaced, cross, size, seg_ptr, seg_lo, seg_hi,
+    buf_lo, buf_hi,
+):  # fmt: skip
+    """Take back what the trail holds from `mark` to `tp`, newest first."""
+    while tp > mark:
+        tp -= 1
+        kind, i, old = trail[tp, 0], trail[tp, 1], trail[tp, 2]
+        if kind == _ALLOWED:
+            allowed[i] = old
+        elif kind == REACH:
+            reach[i] = old
+        elif kind == LATEST:
+            latest[i] = old
+        elif kind == _FLOOR:
+            floor[i] = old
+        elif kind == _HOLE:
+            hole[i] = old
+        else:
+            placed[i] = False
+            for k in range(seg_ptr[i], seg_ptr[i + 1]):
+                for s in range(seg_lo[k], seg_hi[k]):
+                    unplaced[s] += size[i]
+            for s in range(buf_lo[i], buf_hi[i] - 1):
+                cross[s] += 1
+
+
+@njit(cache=True)
+def _grow(array):
+    bigger = np.empty((2 * array.shape[0], array.shape[1]), array.dtype)
+    bigger[: array.shape[0]] = array
+    return bigger
+
+
+@njit(cache=True, nogil=True)
+def search(
+    capacity, size, align, low, maxoff, seg_ptr, seg_lo, seg_hi, sections, adj_ptr, adj, mem_ptr, mem, rank, few,
+    corners, thorough, node_limit, room, ends, rounds, table, salt, offsets,
+):  # fmt: skip
+    """Place everything under `capacity`, or prove that it cannot be done, or give up after `node_limit` nodes.
+
+    Returns (SOLVED | EXHAUSTED | LIMIT, nodes, smallest area that was left unplaced, in units x sections).
+    `few` and `corners` are the branching rule's (`branch_kernel.py`), `rank` breaks its ties; `thorough` asks
+    for all conclusions after each decision (`propagate_kernel.py`); `room`, `ends` and `rounds` limit how many
+    (`thresholds.py`).
+    `offsets` receives the placement; `table` remembers failed states between calls with the same `salt`.
+    """
+    n = size.shape[0]
+    allowed = low.copy()
+    hole = np.full(n, -1, np.int64)
+    reach = low.copy()  # the lowest offset that each can end up at, and the highest
+    latest = maxoff.copy()
+    changed = np.zeros(sections, np.int8)
+    queue = np.empty(n + 1, np.int64)
+    weight = np.zeros(sections, np.int64)  # how often each section proved a dead end in this call
+    placed = np.zeros(n, np.bool_)
+    buf_lo = np.empty(n, np.int64)
+    buf_hi = np.empty(n, np.int64)
+    area_of = np.zeros(n, np.int64)
+    floor = np.zeros(sections, np.int64)
+    unplaced = np.zeros(sections, np.int64)
+    cross = np.zeros(sections, np.int64)
+    area = 0
+    for b in range(n):
+        buf_lo[b], buf_hi[b] = seg_lo[seg_ptr[b]], seg_hi[seg_ptr[b + 1] - 1]
+        for k in range(seg_ptr[b], seg_ptr[b + 1]):
+            area_of[b] += size[b] * (seg_hi[k] - seg_lo[k])
+            for s in range(seg_lo[k], seg_hi[k]):
+                unplaced[s] += size[b]
+        for s in range(buf_lo[b], buf_hi[b] - 1):
+            cross[s] += 1
+        area += area_of[b]
+    best_area = area
+
+    depth = 6 * n + 64
+    f_buffer = np.empty(depth, np.int64)
+    f_phase = np.empty(depth, np.int64)
+    f_mark = np.empty(depth, np.int64)
+    f_cell = np.empty(depth, np.int64)
+    f_cells = np.empty(depth, np.int64)
+    f_left = np.empty(depth, np.int64)
+    f_hash = np.empty(depth, np.int64)
+    f_area = np.empty(depth, np.int64)
+    f_root = np.empty(depth, np.bool_)
+    fp = 0
+    c_lo = np.empty(sections + n + 2, np.int64)
+    c_hi = np.empty(sections + n + 2, np.int64)
+    c_next = np.empty(sections + n + 2, np.int64)
+    c_owner = np.empty(sections + n + 2, np.int64)
+    c_count = np.empty(sections + n + 2, np.int64)
+    trail = np.empty((64 * (n + 16), 3), np.int64)
+    # np.int64(0), not 0: numba would compile the functions below a second time for the literal.
+    tp = np.int64(0)
+
+    c_lo[0], c_hi[0], c_next[0], c_owner[0], c_count[0] = 0, sections, -1, -1, n
+    cells, cell, left, root = np.int64(1), np.int64(0), n, True
+    key = key_of(c_lo[0], sections, salt, buf_lo, placed, allowed, hole)
+    for b in range(n):
+        if allowed[b] > maxoff[b]:
+            return EXHAUSTED, 0, area
+    for s in range(sections):
+        if unplaced[s] > capacity:
+            return EXHAUSTED, 0, area
+    nodes = 0
+    failed = False
+    apart = True  # look for boundaries that nothing crosses
+    while True:
+        if not failed:
+            if apart:
+                apart = False
+                begin = cells
+                cells = split(cell, cells, fp - 1, cross, placed, buf_lo, c_lo, c_hi, c_next, c_owner, c_count)
+                if cells > begin:
+                    cell, left, root = begin, c_count[begin], True
+                    key = key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
+            while left == 0:
+                cell = c_next[cell]
+                if cell < 0:
+                    return SOLVED, nodes, 0
+                left, root = c_count[cell], True
+                key = key_of(c_lo[cell], c_hi[cell], salt, buf_lo, placed, allowed, hole)
+            nodes += 1
+            if nodes > node_limit or fp >= depth - 1:
+                return LIMIT, nodes, best_area
+            chosen = -1
+            if table[slot(table, key)] != key:
+                s = pick_section(few, c_lo[cell], c_hi[cell], capacity, reach, unplaced, weight, placed, mem_ptr, mem)
+                lowest = capacity
+                for k in range(mem_ptr[s], mem_ptr[s + 1]):
+                    if not placed[mem[k]] and allowed[mem[k]] < lowest:
+                        lowest = allowed[mem[k]]
+                if lowest + unplaced[s] <= capacity:
+                    chosen = pick_buffer(
+                        s, corners, c_lo[cell], c_hi[cell], reach, allowed, hole, size, latest, rank, placed, floor,
+                        adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi,
+                    )  # fmt: skip
+            if chosen < 0:
+                if root:
+                    fp = c_owner[cell] + 1
+                failed = True
+                continue
+            b = chosen
+            f_buffer[fp], f_phase[fp], f_mark[fp], f_cell[fp], f_cells[fp] = b, 0, tp, cell, cells
+            f_left[fp], f_hash[fp], f_area[fp], f_root[fp] = left, key, area, root
+            fp += 1
+            root = False
+            # Left branch: place b at its lowest open offset.
+            offset = allowed[b]
+            top = offset + size[b]
+            placed[b] = True
+            offsets[b] = offset
+            need = adj_ptr[b + 1] - adj_ptr[b] + buf_hi[b] - buf_lo[b] + 4
+            while tp + 3 * need + room * n > trail.shape[0]:
+                trail = _grow(trail)
+            trail[tp, 0], trail[tp, 1], trail[tp, 2] = _PLACED, b, 0
+            tp += 1
+            left -= 1
+            area -= area_of[b]
+            key -= mix(b, allowed[b], hole[b])
+            for k in range(seg_ptr[b], seg_ptr[b + 1]):
+                for s in range(seg_lo[k], seg_hi[k]):
+                    unplaced[s] -= size[b]
+                    trail[tp, 0], trail[tp, 1], trail[tp, 2] = _FLOOR, s, floor[s]
+                    tp += 1
+                    floor[s] = top
+                    changed[s] = ALL
+                    if unplaced[s] > 0 and top + unplaced[s] > capacity:
+                        failed = True
+                        weight[s] += 1
+            for s in range(buf_lo[b], buf_hi[b] - 1):
+                cross[s] -= 1
+                if cross[s] == 0:
+                    apart = True
+            failed |= offset > latest[b]
+            if not failed:
+                for k in range(adj_ptr[b], adj_ptr[b + 1]):
+                    c = adj[k]
+                    blocks = hole[c] >= 0 and offset < hole[c] + size[c] and top > hole[c]
+                    if placed[c] or (allowed[c] >= top and not blocks):
+                        continue
+                    key -= mix(c, allowed[c], hole[c])
+                    if blocks:
+                        trail[tp, 0], trail[tp, 1], trail[tp, 2] = _HOLE, c, hole[c]
+                        tp += 1
+                        hole[c] = -1
+                    if allowed[c] >= top:  # another neighbour, above the hole, keeps it higher up
+                        key += mix(c, allowed[c], hole[c])
+                        continue
+                    trail[tp, 0], trail[tp, 1], trail[tp, 2] = _ALLOWED, c, allowed[c]
+                    tp += 1
+                    allowed[c] = top if align[c] == 1 else -(-top // align[c]) * align[c]
+                    key += mix(c, allowed[c], hole[c])
+                    if reach[c] < allowed[c]:
+                        trail[tp, 0], trail[tp, 1], trail[tp, 2] = REACH, c, reach[c]
+                        tp += 1
+                        reach[c] = allowed[c]
+                        for s in range(buf_lo[c], buf_hi[c]):
+                            changed[s] |= FEW
+                    if allowed[c] > latest[c]:
+                        failed = True
+                        break
+            if failed:
+                changed[:] = 0
+            else:
+                consistent, tp = tighten(
+                    thorough, capacity, unplaced, hole, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo,
+                    buf_hi, weight, changed, trail, tp, queue, ends, rounds,
+                )  # fmt: skip
+                failed = not consistent
+            if not failed and area < best_area:
+                best_area = area
+            continue
+        # Failed: undo to the newest frame and try its other branch.
+        apart = False
+        if fp == 0:
+            return EXHAUSTED, nodes, best_area
+        f = fp - 1
+        _undo(
+            f_mark[f], tp, trail, reach, latest, allowed, hole, floor, placed, unplaced, cross, size, seg_ptr, seg_lo,
+            seg_hi, buf_lo, buf_hi,
+        )  # fmt: skip
+        tp = f_mark[f]
+        b, cell, cells = f_buffer[f], f_cell[f], f_cells[f]
+        left, key, area, root = f_left[f], f_hash[f], f_area[f], f_root[f]
+        if f_phase[f] == 0:
+            f_phase[f] = 1
+            trail[tp, 0], trail[tp, 1], trail[tp, 2] = _HOLE, b, hole[b]
+            tp += 1
+            key -= mix(b, allowed[b], hole[b])
+            hole[b] = allowed[b]
+            key += mix(b, allowed[b], hole[b])
+            root = False
+            for s in range(buf_lo[b], buf_hi[b]):
+                changed[s] = ALL
+            consistent, tp = tighten(
+                thorough, capacity, unplaced, hole, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo,
+                buf_hi, weight, changed, trail, tp, queue, ends, rounds,
+            )  # fmt: skip
+            failed = not consistent
+        if failed:
+            table[slot(table, f_hash[f])] = f_hash[f]
+            fp = c_owner[cell] + 1 if f_root[f] else f

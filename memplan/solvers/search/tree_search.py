@@ -1,0 +1,92 @@
+"""Steps 2 and 3 of the portfolio: tree search on the forms of one piece, and ejection search beside it.
+
+The tree search (`search_variant.py`) takes turns between the piece as it is, which alone proves anything, the piece with all
+likely joins made (`join.py`), and forms with most of them. The ejection search (`eject.py`) runs beside it: the
+tree finds tight packings and proves, the other finds loose ones sooner.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memplan.solvers import thresholds
+from memplan.solvers.arrays.instance import Instance, Outcome
+from memplan.solvers.arrays.problem_arrays import Ints
+from memplan.solvers.limits import Budget
+from memplan.solvers.search.eject import Ejection, Learnt
+from memplan.solvers.search.join import joined
+from memplan.solvers.search.search_variant import RULES, Form, luby
+
+_ALL, _AS_IT_IS, _SOME = 0, 1, 2  # kinds of forms, by the likely joins that are made
+_CHANCES = (0.95, 0.9, 0.8)  # how many of them where some are
+_BUFFERS_PER_UNIT = 2  # that are looked at while a form is made, for one unit of work
+
+
+def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = None) -> tuple[Outcome, Ints]:
+    """Place the piece under its capacity, prove that it cannot be done, or give up when `budget` is over.
+
+    Ejection search (`eject.py`) gets as much work: from the first few runs on if it has `learnt` to go on from,
+    else after a head start, in which the tree finds what it can find.
+    Returns the outcome and, if SOLVED, the offsets (units).
+    """
+    n = piece.core.n
+    ejection = Ejection(piece, seed, learnt) if n <= thresholds.EJECTED else None
+    runs = _Runs(piece, budget, seed)
+    run, treed = 0, 0  # of the tree search: runs, units of work
+    ejected = thresholds.HEAD_START if learnt is None else 0  # units of work
+    while not budget.is_over:
+        before = budget.spent
+        if ejection is not None and run >= len(RULES) and ejected < treed:
+            if ejection.run(thresholds.TURNS, budget):
+                return Outcome.SOLVED, ejection.offsets
+            ejected += budget.spent - before
+            continue
+        outcome, offsets = runs.next()
+        if outcome is not Outcome.LIMIT:
+            return outcome, offsets
+        treed += budget.spent - before
+        run += 1
+    return Outcome.LIMIT, np.zeros(n, np.int64)
+
+
+class _Runs:
+    """The runs of the tree search. The three kinds of forms share the work equally.
+
+    With all likely joins there is one form, and one with none; of the third kind there are many, one after the
+    other, each for some runs, whose number follows Luby's sequence.
+    """
+
+    def __init__(self, piece: Instance, budget: Budget, seed: int) -> None:
+        self._piece, self._budget = piece, budget
+        self._random = np.random.default_rng(seed)
+        self._table = np.zeros(thresholds.TABLE, np.int64)
+        self._made = 0  # forms
+        self._forms = {_AS_IT_IS: self._make(0.0, guessed=False), _ALL: self._make(1.0, guessed=True)}
+        self._spent = {_ALL: 0, _AS_IT_IS: 0, _SOME: 0}  # units of work, of the kinds that are searched
+        if self._forms[_ALL].size == self._forms[_AS_IT_IS].size:  # nothing to guess
+            self._spent = {_AS_IT_IS: 0}
+
+    def next(self) -> tuple[Outcome, Ints]:
+        """One run, on the kind of form that had least work so far."""
+        kind = min(self._spent, key=lambda kind: self._spent[kind])
+        before = self._budget.spent
+        outcome, offsets = self._form(kind).run(self._budget, self._random)
+        self._spent[kind] += self._budget.spent - before
+        if outcome is Outcome.EXHAUSTED and kind != _AS_IT_IS:  # proves only that some joins were wrong
+            outcome = Outcome.LIMIT
+            self._forms.pop(kind)
+            if kind == _ALL:
+                self._spent.pop(kind)
+        return outcome, offsets
+
+    def _form(self, kind: int) -> Form:
+        form = self._forms.get(kind)
+        if form is None or (kind == _SOME and form.runs >= thresholds.FORM_RUNS * luby(self._made - 2)):
+            form = self._forms[kind] = self._make(_CHANCES[self._made % len(_CHANCES)], guessed=True)
+        return form
+
+    def _make(self, chance: float, *, guessed: bool) -> Form:
+        self._made += 1
+        self._budget.spend(self._piece.core.n // _BUFFERS_PER_UNIT, 1)
+        found = joined(self._piece, chance=chance, seed=int(self._random.integers(1 << 31)))
+        return Form(found, self._table, self._made, guessed=guessed)

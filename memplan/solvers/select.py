@@ -1,0 +1,130 @@
+"""Which solver runs, and the one door through which every solution leaves: solved, validated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
+
+from memplan.core.problem import Buffer, Problem, Solution
+from memplan.core.validate import validate
+from memplan.errors import InvalidProblem, UnsupportedProblem
+from memplan.solvers.base import Solver
+from memplan.solvers.baselines.greedy import Greedy
+from memplan.solvers.baselines.hill_climb import HillClimb
+from memplan.solvers.baselines.naive import Naive
+from memplan.solvers.baselines.online import Online
+from memplan.solvers.baselines.partition import Partition
+from memplan.solvers.baselines.shared_objects import Shared
+from memplan.solvers.baselines.tlsf import TLSF
+from memplan.solvers.baselines.tstack import TStack
+from memplan.solvers.cpsat import CPSAT
+from memplan.solvers.limits import Limits, Progress
+from memplan.solvers.portfolio import Portfolio
+
+_ALL: tuple[Solver, ...] = (
+    Portfolio(),
+    CPSAT(),
+    Greedy(),
+    Greedy(best_fit=True),
+    TStack(),
+    Partition(),
+    Shared(),
+    HillClimb(),
+    Online(best_fit=False),
+    Online(best_fit=True),
+    TLSF(),
+    Naive(),
+)
+SOLVERS: Mapping[str, Solver] = {solver.name: solver for solver in _ALL}
+DEFAULT = "portfolio"
+_MOST = 1 << 60  # bytes, steps: sums of a few of them must stay within 64 bits
+
+
+def select_solver(problem: Problem, solver: str | Solver = "auto") -> Solver:
+    """The solver that would run on `problem`.
+
+    Raises `UnsupportedProblem` when the name is unknown or the solver does not take the problem.
+    """
+    if isinstance(solver, str):
+        name = DEFAULT if solver == "auto" else solver
+        if name not in SOLVERS:
+            raise UnsupportedProblem(
+                f"there is no solver {solver!r}", hint=f"choose one of: auto, {', '.join(SOLVERS)}"
+            )
+        solver = SOLVERS[name]
+    if not isinstance(solver, Solver):
+        raise UnsupportedProblem(f"{solver!r} is no solver", hint="give a name, or an object with solve and refuses")
+    reason = solver.refuses(problem)
+    if reason is not None:
+        raise UnsupportedProblem(f"solver {solver.name!r} does not take it: {reason}", hint="use solver='auto'")
+    return solver
+
+
+def solve(
+    problem: Problem | Iterable[Buffer],
+    *,
+    capacity: int | None = None,
+    time_limit: float | None = None,
+    work_limit: int | None = None,
+    minimize: bool | None = None,
+    solver: str | Solver = "auto",
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """Assign an offset (bytes) to every buffer; the result has passed the independent validator.
+
+    `problem` is a `Problem` or buffers; `capacity` (bytes) overrides the problem's. `time_limit` is in
+    seconds, `work_limit` in machine-independent units (see `budget.py`: with it, or with neither, the same
+    input and seed give the same plan byte for byte). With a capacity the first placement that fits is
+    returned, unless `minimize` asks for the smallest arena. `on_progress` hears of every better arena or
+    bound. Raises `UnsupportedProblem` for a solver that is unknown or does not take the problem,
+    `InvalidProblem` when two pinned buffers collide or a limit is negative or not a number, and
+    `InvalidSolution` if a solver returned nonsense (a bug; never silently accepted).
+    """
+    if not isinstance(problem, Problem):
+        problem = Problem(buffers=tuple(problem), capacity=capacity)
+    elif capacity is not None:
+        problem = Problem(buffers=problem.buffers, capacity=capacity)
+    check_numbers(problem, time_limit, work_limit)
+    check_pins(problem)
+    if minimize is None:
+        minimize = problem.capacity is None
+    limits = Limits(seconds=time_limit, work=work_limit, minimize=minimize, on_progress=on_progress)
+    solution = select_solver(problem, solver).solve(problem, limits=limits, seed=seed)
+    validate(problem, solution)
+    return solution
+
+
+def check_numbers(problem: Problem, time_limit: float | None, work_limit: int | None) -> None:
+    """Raise `InvalidProblem` for limits that are none, and for bytes that 64-bit arithmetic cannot count."""
+    for where, limit in (("time_limit", time_limit), ("work_limit", work_limit)):
+        if limit is not None and not (isinstance(limit, (int, float)) and limit >= 0):
+            raise InvalidProblem(f"{limit} is not a number from 0 upwards", where=where, hint="leave it out")
+    sizes, alignments, lives, pins = (
+        map(attrgetter(name), problem.buffers) for name in ("size", "alignment", "live", "pinned_offset")
+    )
+    naive = sum(sizes) + max(alignments, default=1) * len(problem.buffers) + max(filter(None, pins), default=0)
+    first = min(map(attrgetter("live.start"), problem.buffers), default=0)
+    steps = max(max(map(attrgetter("end"), lives), default=0), -first)
+    if max(naive, steps) > _MOST:
+        raise InvalidProblem(
+            f"sizes with their padding add up to {naive}, steps go to {steps}: more than {_MOST}",
+            where="buffers",
+            hint="count sizes in larger units and number the steps from 0",
+        )
+
+
+def check_pins(problem: Problem) -> None:
+    """Raise `InvalidProblem` naming two pinned buffers that are alive together on the same bytes."""
+    pinned = [(b.pinned_offset, b) for b in problem.buffers if b.pinned_offset is not None and b.size]
+    pinned.sort(key=lambda entry: entry[0])
+    for place, (low, one) in enumerate(pinned):
+        for other_low, other in pinned[place + 1 :]:
+            if other_low >= low + one.size:
+                break
+            if any(not a.is_disjoint(b) for a in one.segments for b in other.segments):
+                raise InvalidProblem(
+                    f"is pinned to {other_low}, inside the bytes pinned for {one.id!r}",
+                    where=f"buffer {other.id!r}",
+                    hint="buffers that are alive together need pinned ranges that do not overlap",
+                )

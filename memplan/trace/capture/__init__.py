@@ -1,0 +1,1 @@
+"""memplan.trace.capture: to be described."""

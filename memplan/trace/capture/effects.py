@@ -1,0 +1,225 @@
+"""What forward changes beside tensors: dynamo names it, and a compiled step would silently leave it unchanged.
+
+Two kinds are harmless: attributes that the first call sets, and every later call sets to the same again (Swin's shift
+of its windows, the kind of problem in a BERT's configuration), which are set as a call of eager's would set them; and
+buffers that are set to what they are (spectral norm's `self._u = normalize(..., out=self._u)`), whose change in place
+is traced. All else is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import pickle
+import random
+import sys
+from collections.abc import Callable, Container, Iterator
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.convert_frame import get_traced_fn
+from torch.utils import _pytree as pytree
+
+from memplan.errors import UnsupportedGraph
+from memplan.trace.capture.origins import clean_module_path
+
+_CODE = (ModuleType, FunctionType, MethodType)  # which have attributes, too
+_Attributes = dict[tuple[str, str], Any]  # (module path, attribute) -> value
+
+
+def settle_side_effects(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> list[Callable[[], None]]:
+    """Read dynamo's warning. Sets attributes that settle in one call; raises `UnsupportedGraph` for other effects.
+
+    Returns what undoes each; where there is something, what was traced is the first call, which may differ. The warning
+    ends in a list: of locals (`L['self']._modules['0']`), globals (`G['COUNT']`) and what has no name.
+    """
+    if "side effects happened" not in message:
+        return []
+    sources: list[str] = ast.literal_eval(message[message.index("check:") + len("check:") :].strip())
+    changed = [source for source in sources if not _is_librarys(model, source)]
+    if not changed:
+        return []
+    modules = dict(model.named_modules())
+    inside = all(source.startswith("L[") and _is_held(clean_module_path(source), modules) for source in changed)
+    undo = _settle(model, args, kwargs) if inside else None
+    if undo is None:
+        raise _changes(model, ", ".join(changed))
+    return undo
+
+
+def require_same_call(model: nn.Module, first: fx.Graph, second: fx.Graph, undo: list[Callable[[], None]]) -> None:
+    """Raise `UnsupportedGraph`, with all as it was, when the first call computes what later ones do not."""
+    if str(first) != str(second):
+        for back in undo:
+            back()
+        reason = "forward does something else in its first call (to initialise, to warm up)"
+        raise UnsupportedGraph(type(model).__name__, reason, "call the model once, then compile it")
+
+
+def _is_held(path: str, modules: Container[str]) -> bool:
+    """Whether it is a module, or what one holds: its configuration, its buffers."""
+    return path in modules or path.rpartition(".")[0] in modules
+
+
+def _is_librarys(model: nn.Module, source: str) -> bool:
+    """Whether it is a global of torch's own modules (a cache of `parametrize`), or of transformers' tracing."""
+    name = source.removeprefix("G['").partition("'")[0]
+    held = get_traced_fn(model)[0].__globals__.get(name)
+    torchs = isinstance(held, ModuleType) and held.__name__.startswith("torch.")
+    return "_active_collector" in source or source.startswith("G['__import_torch_dot_") or torchs
+
+
+@contextlib.contextmanager
+def exporting(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """For a front end that runs forward as Python, once, and says nothing of what else that did. Raises
+    `UnsupportedGraph` for attributes that do not settle, and for random numbers that no kernel draws.
+    """
+    seen: list[_Attributes] = []
+    hook = model.register_forward_hook(lambda *_: seen.append(_attributes(model)))  # export puts them back
+    before, drawn = _attributes(model), _generators()
+    try:
+        yield
+    finally:
+        hook.remove()
+    after = seen[0] if seen else before
+    plain = {key: v for key, v in after.items() if _is_plain(tuple(v) if isinstance(v, list) else v)}  # no stand-ins
+    names = [key for key, value in plain.items() if not _same(before.get(key), value)]
+    if names and _settle(model, args, kwargs) is None:
+        raise _changes(model, ", ".join(".".join(filter(None, key)) for key in names))
+    which = [name for name, state in _generators().items() if state != drawn.get(name, state)]
+    if which:
+        raise _draws(model, " and ".join(which))
+
+
+def refuse_random(model: nn.Module, graph: fx.Graph) -> None:
+    """Raise `UnsupportedGraph` if Python's `random` draws (dynamo gives its graph an input for that), or numpy's."""
+    if any(str(node.target).startswith("random_value_") for node in graph.find_nodes(op="placeholder")):
+        raise _draws(model, "Python's random numbers")
+    # dynamo runs numpy by torch, whose generator would be another one than numpy's
+    functions = (getattr(node.target, "f", node.target) for node in graph.nodes if node.op == "call_function")
+    if any(str(getattr(f, "__module__", "")).startswith("torch._numpy.random") for f in functions):
+        raise _draws(model, "numpy's random numbers")
+
+
+def _draws(model: nn.Module, which: str) -> UnsupportedGraph:
+    reason = f"forward changes the state of {which}, which a compiled step would leave unchanged"
+    hint = "draw random numbers by torch, and seed outside the model, or pass what is drawn as an input"
+    return UnsupportedGraph(type(model).__name__, reason, hint)
+
+
+def _generators() -> dict[str, Any]:
+    """The states from which random numbers are drawn, by what they are called; on fakes, torch draws none."""
+    states: dict[str, Any] = {"Python's random numbers": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy's random numbers"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
+    return states | {"torch's random numbers": torch.get_rng_state().tolist()}
+
+
+def _changes(model: nn.Module, what: str) -> UnsupportedGraph:
+    reason = f"forward changes Python state that a compiled step would leave unchanged: {what}"
+    hint = "return the value instead, or keep it in a registered buffer and change that in place (copy_, add_)"
+    return UnsupportedGraph(type(model).__name__, reason, hint)
+
+
+def _settle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Callable[[], None]] | None:
+    """Set the attributes that one call settles, and say how to undo each; None when a call does more than that."""
+    settled = _settled(model, args, kwargs)
+    if settled is None:
+        return None
+    modules = dict(model.named_modules())
+    undo: list[Callable[[], None]] = []
+    for (path, name), value in settled.items():
+        *names, attribute = name.split(".")
+        holder = getattr(modules[path], *names) if names else modules[path]
+        if attribute in vars(holder):
+            undo.append(partial(setattr, holder, attribute, vars(holder)[attribute]))
+        else:
+            undo.append(partial(delattr, holder, attribute))
+        setattr(holder, attribute, value)
+    return undo
+
+
+def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Attributes | None:
+    """The attributes that one call changes, if a second one changes nothing, nor does any replace a buffer; found on
+    fake tensors, on a copy."""
+    try:
+        twin, given = faked(model, (args, kwargs))
+        args, kwargs = given
+        leaves, spec = pytree.tree_flatten(given)
+        before, buffers = _attributes(twin), _buffers(twin)
+        states = []
+        for _ in range(2):
+            with torch.no_grad():
+                twin(*args, **kwargs)
+            states.append(_attributes(twin))
+        now, now_spec = pytree.tree_flatten(given)  # the caller's containers are effects too
+        if now_spec != spec or any(one is not two for one, two in zip(leaves, now, strict=True)):
+            return None
+        if any(one is not two for one, two in zip(buffers, _buffers(twin), strict=True)):
+            return None
+    except Exception:  # whatever a model does that fake tensors or copies do not take: it is not known to settle
+        return None
+    once, twice = states
+    if once.keys() != twice.keys() or any(not _same(once[key], twice[key]) for key in once):
+        return None
+    changed = {key: value for key, value in once.items() if key not in before or not _same(before[key], value)}
+    return changed if all(_is_plain(value) for value in changed.values()) else None
+
+
+def faked(model: nn.Module, inputs: Any, device: str | None = None) -> tuple[nn.Module, Any]:
+    """A structural copy of a model and its inputs on fake tensors (of `device`, or where they are)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(t: torch.Tensor) -> torch.Tensor:
+        with mode:
+            new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device)
+        if isinstance(t, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=t.requires_grad)
+        else:
+            new.requires_grad_(t.requires_grad)
+        return new
+
+    memo: dict[int, Any] = {id(tensor): fake(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, memo), pytree.tree_map_only(torch.Tensor, fake, inputs)
+
+
+def _attributes(model: nn.Module) -> _Attributes:
+    """Those of all modules and of objects that they hold; of what can change by itself, what is in it now."""
+    held = ("_parameters", "_buffers", "_modules")
+    found: _Attributes = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in held or (name == "meta" and isinstance(module, fx.GraphModule)):
+                continue
+            found[path, name] = _contents(value)
+            if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, torch.Tensor, type, *_CODE)):
+                found |= {(path, f"{name}.{inner}"): _contents(v) for inner, v in vars(value).items()}
+    return found
+
+
+def _contents(value: Any) -> Any:
+    return [*value.items()] if isinstance(value, dict) else [*value] if isinstance(value, list) else value
+
+
+def _buffers(model: nn.Module) -> list[torch.Tensor | None]:
+    return [buffer for module in model.modules() for buffer in module._buffers.values()]
+
+
+def _same(one: Any, two: Any) -> bool:
+    if type(one) is type(two) and isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(_same, one, two))
+    return one is two or (_is_plain(one) and type(one) is type(two) and bool(one == two))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -1,0 +1,202 @@
+"""What fakes get wrong of the layouts of results on the CPU: which dimension varies fastest.
+
+Where a fake follows the strides of an argument and the kernel does not, all that is made of the result would be
+laid out otherwise than in eager, and sums of it would add in another order. So the trace copies the result to the
+layout that the kernel gives, before anything is made of it (`as_kernels_do`); and what is copied at once is no copy,
+but what the kernel makes (`settle_layouts`). `tests/trace/test_layouts.py` holds this table against the kernels.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    make_channels_last_strides_for,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
+
+from memplan.trace.passes.aliasing import is_fixed
+from memplan.trace.passes.rewrite import aten, correct_results, value
+
+Layout = Callable[..., Any]  # the shape of a result, the op's arguments -> its strides; None: as the fake says
+_LAYER_NORM_BACKWARD = aten.native_layer_norm_backward.default
+
+
+def _dense(shape: tuple[int, ...], *args: Any) -> Any:
+    """Contiguous."""
+    return make_contiguous_strides_for(shape)
+
+
+def _formatted(position: int) -> Layout:
+    """Contiguous, or channels last where the argument at `position` is; statistics have fewer dimensions."""
+
+    def layout(shape: tuple[int, ...], *args: Any) -> Any:
+        if args[position].dim() != len(shape):
+            return None
+        dense = suggest_memory_format(args[position]) is torch.contiguous_format
+        return (make_contiguous_strides_for if dense else make_channels_last_strides_for)(shape)
+
+    return layout
+
+
+def _pointwise(*positions: int) -> Layout:
+    """As the first of these arguments that says how, without its gaps; only results that have the first one's shape."""
+
+    def layout(shape: tuple[int, ...], *args: Any) -> Any:
+        if tuple(args[positions[0]].shape) != tuple(shape):
+            return None
+        return compute_elementwise_output_strides(*(args[position] for position in positions))
+
+    return layout
+
+
+def _resized(shape: tuple[int, ...], x: torch.Tensor, *args: Any) -> Any:
+    """As the tensor that is resized where it has the shape already, contiguous where it has not."""
+    return _pointwise(0)(shape, x) or make_contiguous_strides_for(shape)
+
+
+LAYOUTS: dict[Any, Layout] = {
+    **dict.fromkeys(
+        (
+            *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default),
+            *(aten.glu_backward.default, aten.log_sigmoid_forward.default, aten._log_softmax_backward_data.default),
+            *(aten.normal.float_Tensor, aten.normal.Tensor_Tensor, aten.poisson.default, aten._standard_gamma.default),
+            *(aten.pow.Scalar, aten.nll_loss2d_forward.default),
+        ),
+        _dense,
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.native_batch_norm.default, aten._native_batch_norm_legit.default),
+            *(aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit_no_training.default),
+            *(aten._native_batch_norm_legit_functional.default, aten._batch_norm_no_update.default),
+            *(aten._batch_norm_with_update_functional.default, aten.max_unpool2d.default, aten.roll.default),
+            *(aten.replication_pad3d.default, aten.reflection_pad3d.default, aten.channel_shuffle.default),
+        ),
+        _formatted(0),
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.native_batch_norm_backward.default, aten.native_group_norm_backward.default),
+            *(aten.batch_norm_backward.default, aten.replication_pad2d_backward.default),
+            *(aten.replication_pad3d_backward.default, aten.reflection_pad2d_backward.default),
+            aten.reflection_pad3d_backward.default,
+        ),
+        _formatted(1),
+    ),
+    aten.resize_as.default: _resized,
+    **dict.fromkeys((aten.binary_cross_entropy.default, aten.huber_loss.default), _pointwise(0)),
+    aten.binary_cross_entropy_backward.default: _pointwise(1),
+    **dict.fromkeys(
+        (
+            *(aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.hardtanh_backward.default),
+            *(aten.softplus_backward.default, aten.logit_backward.default, aten.native_dropout_backward.default),
+            *(aten.xlogy.Tensor, aten.special_xlog1py.default),
+        ),
+        _pointwise(0, 1),
+    ),
+    aten.elu_backward.default: _pointwise(0, 5),
+    aten.log_sigmoid_backward.default: _pointwise(0, 2, 1),
+    **dict.fromkeys((aten.threshold_backward.default, aten.leaky_relu_backward.default), _pointwise(1, 0)),
+}
+
+
+def as_kernels_do() -> dict[Any, Callable[..., Any]]:
+    """Decompositions for one trace, under which results are laid out as on the CPU."""
+    return {
+        _LAYER_NORM_BACKWARD: _layer_norm_backward,
+        **{op: _laid_out(op, layout) for op, layout in LAYOUTS.items()},
+    }
+
+
+def settle_layouts(graph: fx.Graph) -> None:
+    """Let ops make at once what is copied to the layout that their kernels give, in place."""
+    for node in list(graph.nodes):
+        layout = LAYOUTS.get(node.target)
+        if layout is None:
+            continue
+        args: Any = fx.node.map_arg(node.args, value)
+        single = isinstance(value(node), torch.Tensor)
+        results = [value(node)] if single else list(value(node))
+        for position, made in [(0, node)] if single else _items(node):
+            copied = _copied(made)
+            if copied is None or value(made).device.type != "cpu" or not is_fixed(value(made)):
+                continue
+            strides = layout(value(made).shape, *args)
+            if strides is None or not _is_laid_out(value(copied[-1]), strides):
+                continue
+            results[position] = value(copied[-1])
+            copied[-1].replace_all_uses_with(made)
+            for link in reversed(copied):
+                graph.erase_node(link)
+        if single:
+            node.meta["val"] = results[0]
+        else:
+            correct_results(node, results)
+
+
+def _laid_out(op: Any, layout: Layout) -> Callable[..., Any]:
+    """`op`, and copies of those results whose layout the kernel would not give them."""
+    under_way = False
+
+    def decomposition(*args: Any, **kwargs: Any) -> Any:
+        nonlocal under_way
+        given = [a for a in args if isinstance(a, torch.Tensor)]
+        if under_way or kwargs or given[0].device.type != "cpu" or not all(map(is_fixed, given)):
+            return NotImplemented  # symbols would become guards
+        under_way = True
+        try:
+            made = op(*args)
+        finally:
+            under_way = False
+        results = [made] if isinstance(made, torch.Tensor) else list(made)
+        results = [_copy_to(t, layout(t.shape, *args)) if isinstance(t, torch.Tensor) else t for t in results]
+        return results[0] if isinstance(made, torch.Tensor) else tuple(results)
+
+    return decomposition
+
+
+def _is_laid_out(tensor: torch.Tensor, strides: Sequence[Any]) -> bool:
+    return all(n == 1 or s == t for n, s, t in zip(tensor.shape, tensor.stride(), strides, strict=True))
+
+
+def _copy_to(tensor: torch.Tensor, strides: Sequence[Any] | None) -> torch.Tensor:
+    """A copy with these strides, of a dense tensor; the tensor itself where it has them, or may keep its own."""
+    if strides is None or _is_laid_out(tensor, strides):
+        return tensor
+    order = sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True)
+    copied = tensor.permute(order).clone(memory_format=torch.contiguous_format)
+    return copied.permute([order.index(dim) for dim in range(tensor.dim())])
+
+
+def _items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """The results of an op that something reads, each with its position."""
+    for user in list(node.users):
+        if user.target is operator.getitem:
+            position: Any = user.args[1]
+            yield position, user
+
+
+def _copied(made: fx.Node) -> list[fx.Node] | None:
+    """The chain of nodes that copies `made` at once, as `_copy_to` does; None: it is read as it is."""
+    chain, node = [], made
+    for target in (aten.permute.default, aten.clone.default, aten.permute.default):
+        users = list(node.users)
+        if len(users) != 1 or users[0].target is not target:
+            return None
+        node = users[0]
+        chain.append(node)
+    return chain
+
+
+def _layer_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+    """The kernels make both contiguous and return a gradient that is; the fake one follows their strides."""
+    if x.is_contiguous() and grad.is_contiguous():
+        return NotImplemented
+    return _LAYER_NORM_BACKWARD(grad.contiguous(), x.contiguous(), *rest)

@@ -1,0 +1,58 @@
+"""Where a node came from: module path and the model's source line, out of fx metadata."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+from torch import fx
+
+from memplan.core.graph import Origin
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\w*)')
+
+
+def origin_of(node: fx.Node) -> Origin:
+    """Module path ("transformer.h.0.attn"), innermost source line outside torch, op, node."""
+    return Origin(module=_module(node), source=_source(node), op=str(node.target), node=node.name)
+
+
+def _module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return clean_module_path(path)
+
+
+def clean_module_path(path: str) -> str:
+    """Dynamo's `L['self'].h[0].attn` and export's `self.h.0.attn` as the name in `named_modules`: `h.0.attn`."""
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\w+)\]", r".\1\2\3", path)
+    path = path.replace(".__dict__", "")
+    path = re.sub(r"^_export_root\.?|_modules\.", "", path)
+    return re.sub(r"\.+", ".", path).strip(".")
+
+
+def _source(node: fx.Node) -> str:
+    """The innermost frame outside torch: the line of the model that made the tensor."""
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+    if not frames:
+        return ""
+    file, line = next((frame for frame in reversed(frames) if "/torch/" not in frame[0]), frames[-1])
+    return f"{PurePath(file).name}:{line}"
+
+
+def place_of(node: fx.Node) -> str:
+    """The node, its module and its source line, as far as they are known, for an error: "mul in h.0 in model.py:7"."""
+    origin = origin_of(node)
+    return " in ".join(part for part in (node.name, origin.module, origin.source) if part)
+
+
+def user_of(graph: fx.Graph) -> str:
+    """The user's function that dynamo made a graph of: "forward in model.py:12"; "" if unknown."""
+    for node in graph.nodes:
+        outermost = _FRAME.search(node.meta.get("stack_trace") or "")
+        if outermost:
+            return f"{outermost['function']} in {PurePath(outermost['file']).name}:{outermost['line']}"
+    return ""

@@ -1,0 +1,140 @@
+"""Recurrent layers as eager computes them on a CPU; LSTMs by one oneDNN kernel for each layer and direction, and one
+for its backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from memplan.errors import UnsupportedGraph
+from memplan.trace.passes.aliasing import is_fixed
+from memplan.trace.passes.rewrite import aten, correct_results, fake_mode_of, value
+
+_LSTM = 2  # oneDNN's number (ideep's rnn_kind)
+_WORKSPACE = 3  # position among the results of `mkldnn_rnn_layer`
+_LAYERS = {getattr(torch, name): getattr(aten, name).input for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+
+
+class RecurrentAsEager(TorchFunctionMode):
+    """Recurrent layers that `torch.export` meets, as the operations that eager's C++ calls for them on a CPU.
+
+    Export knows them by decompositions in Python, which are of other operations in another order, lose the dropout
+    between layers, and name types under autocast that eager's results do not have.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._onednn = torch._C._has_mkldnn and torch._C._get_mkldnn_enabled()  # export turns it off
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        op = _LAYERS.get(func)
+        if op is None or len(args) != len(op._schema.arguments) or not isinstance(args[3], bool):
+            return func(*args, **(kwargs or {}))  # or of packed sequences
+        x, state, weights = args[:3]
+        if x.device.type != "cpu":
+            _require_dropout_kept(func.__name__, *args[4:7])
+            return func(*args, **(kwargs or {}))
+        if func is torch.lstm and self._onednn and _is_onednns(x, *state, *weights):
+            return _onednns_lstm(*args)
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
+
+
+def _onednns_lstm(  # noqa: PLR0917  (the op's own signature)
+    x: torch.Tensor,
+    state: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`aten.lstm.input`, as eager runs it where oneDNN takes it (`lstm_mkldnn` in native/mkldnn/RNN.cpp)."""
+    hidden, cell = state
+    size, directions, ends = hidden.size(2), 2 if bidirectional else 1, []
+    given = _by_direction(weights, has_biases)
+    x = x.transpose(0, 1) if batch_first else x
+    for layer in range(layers):
+        x = x.contiguous()
+        outs = []
+        for reverse in (False, True)[:directions]:
+            index = layer * directions + reverse
+            out, *end, _ = aten.mkldnn_rnn_layer.default(
+                *(x, *next(given), hidden[index], cell[index], reverse, [], _LSTM, size, layers),
+                *(has_biases, bidirectional, batch_first, train),
+            )
+            outs.append(out)
+            ends.append(end)
+        x = torch.cat(outs, -1) if bidirectional else outs[0]
+        if dropout and train and layer < layers - 1:
+            x = torch.dropout(x, dropout, train)
+    x = x.transpose(0, 1) if batch_first else x
+    return x, torch.stack([h for h, _ in ends]), torch.stack([c for _, c in ends])
+
+
+def size_workspaces(graph: fx.Graph) -> None:
+    """Say how large the workspaces are that the kernels hand to their backward: their fakes say zero bytes.
+
+    Only oneDNN knows: the kernel runs once for each distinct shape, on zeros. What no backward reads is not made.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
+        items = [u for u in node.users if u.target is operator.getitem and u.args[1] == _WORKSPACE]
+        if not any(item.users for item in items):
+            continue
+        x, weight, recurrent = (value(n) for n in node.args[:3])
+        shapes = tuple(x.shape), tuple(weight.shape), tuple(recurrent.shape)
+        if not all(map(is_fixed, (x, weight, recurrent))):
+            reason = "has an LSTM, whose workspace oneDNN sizes for one shape, and dimensions that vary"
+            raise UnsupportedGraph("the model", reason, "leave out dynamic_shapes and compile for each shape")
+        nbytes = _workspace_bytes(*shapes, x.dtype, tuple(node.args[7:]))
+        with fake_mode_of(graph):
+            workspace = torch.empty(nbytes, dtype=torch.uint8)
+        correct_results(node, (*value(node)[:_WORKSPACE], workspace))
+
+
+@lru_cache(maxsize=256)
+def _workspace_bytes(
+    x: tuple[int, ...], weight: tuple[int, ...], recurrent: tuple[int, ...], dtype: torch.dtype, how: tuple[Any, ...]
+) -> int:
+    shapes = x, weight, recurrent, weight[:1], weight[:1], (x[1], recurrent[1]), (x[1], recurrent[1])
+    given = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in shapes]
+    # As at run time: only with gradients there is one. Autocast, under which the graph was traced, would make halves.
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False), torch._C._AutoDispatchBelowAutograd():
+        return int(aten.mkldnn_rnn_layer.default(*given, *how)[_WORKSPACE].numel())
+
+
+def _is_onednns(*tensors: torch.Tensor) -> bool:
+    """Whether oneDNN takes eager's LSTM: `use_mkldnn` in native/RNN.cpp, which asks the first for its type."""
+    x, hidden, cell = tensors[:3]
+    if not x.numel() or hidden.size(2) != cell.size(2):  # projections
+        return False
+    takes = {
+        torch.float32: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: not torch.is_grad_enabled() and torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    return takes.get(x.dtype, False) and all(t.device.type == "cpu" for t in tensors)
+
+
+def _by_direction(weights: Sequence[torch.Tensor], has_biases: bool) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Two matrices and two biases for each layer and direction."""
+    each = 4 if has_biases else 2
+    for i in range(0, len(weights), each):
+        own = tuple(weights[i : i + each])
+        yield own if has_biases else (*own, *(w.new_zeros(w.size(0)) for w in own))  # no kernel looks at those
+
+
+def _require_dropout_kept(layer: str, layers: int, dropout: float, train: bool) -> None:
+    if dropout and train and layers > 1:
+        reason = "has dropout between its layers, which tracing loses for other devices than a CPU"
+        raise UnsupportedGraph(layer, reason, "use dropout=0 there and nn.Dropout between single-layer modules")

@@ -1,0 +1,122 @@
+"""Models that cannot be traced: what no front end can read rightly, refused before; and what one complained of."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
+
+from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.trace.capture.origins import place_of
+from memplan.trace.passes.rewrite import aten
+
+_BACKEND = 'or use torch.compile(model, backend="memplan"), which plans what lies between such places'
+_DATA_DEPENDENT = (
+    *("data-dependent", "unbacked", "guardondatadependent", "dynamicoutputshape", "datadependentoutput", ".item()"),
+    "dynamic shape operator",
+)
+# "got RuntimeError('a and b must have the same size')", by dynamo, of an op on fake tensors
+_FAILED_ON_FAKES = re.compile(
+    r"fake tensor.*got \w+\((?P<quote>['\"])(?P<words>.*?)(?P=quote)\)$", re.DOTALL | re.MULTILINE
+)
+_OF_ONE_TYPE = {
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default),
+    *(aten.addmv.default, aten.dot.default, aten.vdot.default, aten.convolution.default),
+}
+
+
+def require_traceable(model: Any) -> None:
+    """Raise `UnsupportedGraph` for what is no module, and for modules whose call is not their forward on tensors."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedGraph(type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs")
+    for name, module in model.named_modules():
+        found = _refusal(module)
+        if found is not None:
+            reason, hint = found
+            raise UnsupportedGraph(type(model).__name__, f"{name or 'the model'} {reason}", hint)
+
+
+def _refusal(module: nn.Module) -> tuple[str, str] | None:
+    """Why a module cannot be traced, and what to do; None when it can."""
+    if isinstance(module, torch.jit.ScriptModule):  # no Python is left, and parameters are not where a module's are
+        return "is a ScriptModule, which cannot be traced", "pass the module as it was before torch.jit.script or trace"
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        reason = "is a DistributedDataParallel, whose hooks a compiled step would not call"
+        return (
+            reason,
+            "compile the module first, then wrap it: DistributedDataParallel(memplan.compile(module, inputs))",
+        )
+    if type(module).__name__ in ("FSDPModule", "FullyShardedDataParallel") or hasattr(module, "unshard"):
+        reason = "is sharded (FSDP), whose parameters are gathered by hooks that a compiled step would not call"
+        return (
+            reason,
+            "shard the model first, then compile each block within: torch.compile(block, backend=memplan.Backend())",
+        )
+    if module._backward_hooks or module._backward_pre_hooks:  # they run where autograd passes a module's border
+        reason = "has backward hooks, which a compiled step would not call"
+        return reason, "remove them, or use hooks on parameters or outputs"
+    held: list[Any] = [*module._parameters.values(), *module._buffers.values()]
+    if any(map(is_lazy, held)):
+        return "has parameters whose shapes are not known yet", "call the model once on its inputs, then compile it"
+    return None
+
+
+def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
+    """The front end's complaint as one sentence and a next step."""
+    name = type(model).__name__
+    failure = _FAILED_ON_FAKES.search(str(error))
+    if failure is not None:  # what eager says too, within dynamo's account of how it came to it
+        words = " ".join(failure["words"].replace("\\n", " ").split())
+        hint = "check the shapes and types of the example inputs: model(*example_inputs) fails in eager too"
+        return UnsupportedGraph(name, f"forward fails on inputs like the example's: {words}", hint)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"
+    details = [line for line in lines[1:] if line.startswith(("Explanation:", "from user code", "File ", "Hint:"))]
+    text = " ".join([type(error).__name__, *lines]).lower()
+    if any(word in text for word in _DATA_DEPENDENT):
+        hint = (
+            "shapes or branches depend on tensor values; compute them outside the model or use a static variant "
+            '(for mixtures of experts in transformers: model.set_experts_implementation("batched_mm"))'
+            f"; {_BACKEND}"
+        )
+    elif "entirely functional graph" in text:
+        hint = "register the tensor that forward changes in place as a buffer of the model"
+    elif "not a known type" in text or "unhashable type" in text or "pytree-flattenable" in text:
+        hint = "take and return tensors, tuples, lists or dicts, or register the type (torch.export.register_dataclass)"
+        if "cache" in text:
+            hint = "set model.config.use_cache = False, which training needs not (transformers)"
+    elif "graph break" in text or "unsupported" in text:
+        hint = (
+            "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"
+            f"; {_BACKEND}"
+        )
+    else:
+        hint = "check that model(*example_inputs) runs eagerly; then trace a smaller submodule to find the culprit"
+    return UnsupportedGraph(name, "\n  ".join([reason, *details[:4]]), hint)
+
+
+def keywords_of(example_kwargs: Any) -> dict[str, Any]:
+    """The keywords of an example. Raises `MemplanError` for what is none, as a second input beside the first."""
+    if example_kwargs is None:
+        return {}
+    if not isinstance(example_kwargs, dict):
+        what = f"is a {type(example_kwargs).__name__}, no dict of keywords"
+        hint = "pass several example inputs as a tuple: (model, (first, second))"
+        raise MemplanError(what, where="example_kwargs", hint=hint)
+    return example_kwargs
+
+
+def require_same_types(graph: fx.Graph) -> None:
+    """Raise `UnsupportedGraph` for products of several types, which eager refuses and fake tensors do not."""
+    for node in graph.nodes:
+        if node.target in _OF_ONE_TYPE:
+            tensors = [n.meta["val"] for n in node.all_input_nodes]
+            found = list(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+            if len(found) > 1:
+                what = f"forward fails in eager: {node.target} takes one type, and is given {' and '.join(found)}"
+                shapes = ", ".join(str(list(t.shape)) for t in tensors)
+                hint = "give the example inputs the type of the parameters, x.to(dtype), or run under torch.autocast"
+                raise UnsupportedGraph(place_of(node), f"{what} (shapes {shapes})", hint)

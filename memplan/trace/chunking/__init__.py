@@ -1,0 +1,1 @@
+"""memplan.trace.chunking: to be described."""

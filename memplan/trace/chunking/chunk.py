@@ -1,0 +1,72 @@
+"""Division by rows: a chain of row-independent ops runs block by block, so that its tensors never exist whole.
+
+Forward: what the chain reads is sliced, each op runs on a block, and what leaves the chain is written into its rows.
+Backward: the blocks that the forward did not keep are made again from what the chain reads; they are needed for one
+block at a time. Where the gradient that leaves is laid out like the tensor that the chain starts from, and nobody
+else reads that, its rows take the rows of that tensor: logits and their gradient are one storage.
+
+The mean or sum of a cross-entropy is taken by the same kernel over the same rows, each of which has its loss as its
+only class: it adds in the same order, so the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import fx
+
+from memplan.core.division import Division
+from memplan.errors import InvalidSize
+from memplan.trace.chunking.chunk_rewrite import Divider
+from memplan.trace.chunking.row_chains import Chain, chains
+from memplan.trace.passes.aliasing import has_effects, keys_of, written_in
+
+
+def divide(graph: fx.Graph, division: Division) -> Division:
+    """Divide the chains of a functional graph, in place; the division as it was made, so that it can be made again.
+
+    Chains whose order allows no division are left as they are. Raises `InvalidSize` without a number of blocks.
+    """
+    if division.blocks is None:
+        raise InvalidSize("no number of blocks was settled on", where="divide", hint="pass one")
+    written = written_in(graph)
+    found = chains(graph, lambda chain: _can_move(chain, written) is not None, sums=division.sums)
+    over = division.over
+    if over is None:
+        over = max((c.need for c in found), default=0) - 1
+    for chain in found:
+        if chain.need > over and (sunk := _can_move(chain, written_in(graph))) is not None:
+            Divider(graph, chain, division.blocks).run(sunk)
+    return replace(division, over=over)
+
+
+def _can_move(chain: Chain, written: set[int]) -> list[list[fx.Node]] | None:
+    """By phase, what must run after the chain's part in it, although it stands between its nodes. None: a part cannot
+    run at one point of the program, or what it reads is of the storages that are `written`."""
+    members = set(chain.nodes)
+    if any(written & keys_of(node.all_input_nodes) for node in chain.nodes):
+        return None
+    moved: list[list[fx.Node]] = []
+    for part in chain.phases:
+        late: list[fx.Node] = []
+        behind = set(part)
+        for node in _between(part[0], part[-1]):
+            if node in members:
+                if set(node.all_input_nodes) & set(late):
+                    return None
+            elif set(node.all_input_nodes) & behind:
+                if node.op != "call_function" or has_effects(node):
+                    return None
+                late.append(node)
+                behind.add(node)
+        moved.append(late)
+    return moved
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    node = first
+    while node is not last:
+        yield node
+        node = node.next
+    yield last

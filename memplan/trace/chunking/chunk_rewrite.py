@@ -1,0 +1,270 @@
+"""A chain written anew, block by block: what `divide.py` decides on is done here."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memplan.trace.chunking.overwrite import overwritten
+from memplan.trace.chunking.row_chains import Box, Chain, boxes
+from memplan.trace.chunking.rows import COPIES, NLL, PRODUCTS, SLICE, SLICE_BACKWARD, SUM, TRANSPOSE, VIEWS, block_shape
+from memplan.trace.passes.aliasing import keys_of
+from memplan.trace.passes.out_variants import out_names, out_variant
+from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+
+_NOT_A_CLASS = -100  # torch's default for what is ignored
+_NOT_PLACED = (SUM, *PRODUCTS, NLL)  # which add up, or reduce
+
+
+class _Writer(Rewriter):
+    """Remembers what it made."""
+
+    ours: set[fx.Node]
+
+    def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super()._node(*args, **kwargs)
+        self.ours.add(node)
+        return node
+
+
+class Divider:
+    """Writes one chain anew. `made[node, box]` is a block of a node's result."""
+
+    def __init__(self, graph: fx.Graph, chain: Chain, blocks: int) -> None:
+        self.graph = graph
+        self.chain = chain
+        self.boxes = boxes(chain, blocks)
+        self.mode: FakeTensorMode = fake_mode_of(graph)
+        self.members = set(chain.nodes)
+        self.made: dict[tuple[fx.Node, Box], fx.Node] = {}
+        self.whole: dict[fx.Node, fx.Node] = {}
+        self.ours: set[fx.Node] = set()
+
+    def run(self, moved: list[list[fx.Node]]) -> None:
+        """Replace the chain's nodes, phase by phase."""
+        for part, late in zip(self.chain.phases, moved, strict=True):
+            self.anchor = part[-1].next
+            self.phase = part[-1].meta.get("partitioner_tag")
+            self._phase(part)
+            for node in late:
+                self.anchor.prepend(node)
+            if not self.chain.sums:  # the backward makes its blocks again
+                self.made.clear()
+        for node in reversed(self.chain.nodes):
+            if not node.users:
+                self.graph.erase_node(node)
+
+    def _phase(self, part: list[fx.Node]) -> None:
+        sinks = [node for node in part if self._leaves(node)]
+        found = ((s, overwritten(self.chain, s, self.ours)) for s in reversed(sinks))
+        last, memory = next(((s, memory) for s, memory in found if memory is not None), (None, None))
+        sinks.sort(key=lambda s: s is last)  # it overwrites what the others may read
+        places = {s: self._place(s, memory if s is last else None) for s in sinks if s.target not in _NOT_PLACED}
+        places |= {s: self._losses(s) for s in sinks if s.target is NLL}
+        places |= {s: self._place(s) for s in sinks if s.target in PRODUCTS and self.chain.parts(s).result}
+        for box in self.boxes:
+            for sink in sinks:
+                self._store(sink, places.get(sink), box)
+        for sink in sinks:
+            if sink.target is NLL:
+                self._total(sink, places[sink])
+            else:
+                self._replace(sink, places[sink] if sink in places else self.whole[sink])
+
+    def _leaves(self, node: fx.Node) -> bool:
+        """Whether something outside the chain uses the node's result."""
+        if node.target is NLL:
+            return True
+        return any(user not in self.members for user in node.users)
+
+    def _writer(self, node: fx.Node, label: str = "") -> Rewriter:
+        rewriter = _Writer(self.graph, self.mode, node, before=self.anchor)
+        rewriter.phase, rewriter.label, rewriter.ours = self.phase, label, self.ours
+        return rewriter
+
+    # -- blocks ------------------------------------------------------------------------------------------
+
+    def _block(self, node: Any, box: Box) -> fx.Node:
+        """The rows `box` of a node's result: computed where it is of the chain, else sliced."""
+        key = node, box
+        if key not in self.made:
+            inside = node in self.members and self.chain.parts(node).result
+            self.made[key] = self._run(node, box) if inside else self._rows(node, box)
+        return self.made[key]
+
+    def _rows(self, node: fx.Node, box: Box) -> fx.Node:
+        """A view of the rows of a whole tensor."""
+        rw, n, val = self._writer(node), self.chain.n, value(node)
+        if val.is_contiguous() and val.numel() % n == 0:
+            shape = block_shape(val.shape, n, n)
+            flat = node if list(val.shape) == shape else rw.call(aten.view.default, node, shape)
+            each = shape[0] // n
+            return rw.call(SLICE, flat, 0, box[0] * each, box[1] * each)
+        return rw.call(SLICE, node, 0, *box) if val.shape[0] == n else self._boxed(node, box)
+
+    def _boxed(self, node: fx.Node, box: Box) -> fx.Node:
+        """The same of one whose leading dimensions are the rows."""
+        rw, inner = self._writer(node), prod(self.chain.lead[1:])
+        first, last = box[0] // inner, -(-box[1] // inner)
+        view = rw.call(SLICE, node, 0, first, last)
+        if len(self.chain.lead) == 1 or last - first > 1:
+            return view
+        return rw.call(SLICE, view, 1, box[0] - first * inner, box[1] - first * inner)
+
+    def _run(self, node: fx.Node, box: Box, out: fx.Node | None = None) -> fx.Node:
+        """Run a node of the chain on a block; `out`: where to write the result."""
+        shape = self._shape(node, box)
+        if node.target in VIEWS:
+            return self._as(self._block(node.args[0], box), shape)
+        label = f"{node.name}_rows{self.boxes.index(box)}"
+        rw = self._writer(node, label)
+        own = self.chain.parts(node)
+        args = tuple(self._block(a, box) if a in own.rows else a for a in node.args)
+        if node.target in COPIES:
+            return self._copy(rw, node, self._block(node.args[0], box), shape)
+        if node.target is SLICE_BACKWARD:
+            args = (args[0], shape, *args[2:])
+        if out is not None:
+            return rw.call(out_variant(node.target), *args, **{out_names(out_variant(node.target))[0]: out})  # type: ignore[arg-type]
+        return rw.call(node.target, *args, **node.kwargs)
+
+    def _copy(self, rw: Rewriter, node: fx.Node, source: fx.Node, shape: list[int]) -> fx.Node:
+        """clone, _to_copy: nothing to do where the block already is what they make."""
+        given, dtype = value(source), value(node).dtype
+        if given.is_contiguous() and given.dtype == dtype:
+            return self._as(source, shape)
+        made = rw.call(aten._to_copy.default, source, dtype=dtype, memory_format=torch.contiguous_format)
+        return self._as(made, shape)
+
+    def _as(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        if list(value(node).shape) == shape:
+            return node
+        return self._writer(node).call(aten.view.default, node, shape)
+
+    def _shape(self, node: fx.Node, box: Box) -> list[int]:
+        if node.target is SLICE:
+            return [box[1] - box[0], *value(node).shape[1:]]
+        return block_shape(value(node).shape, self.chain.n, box[1] - box[0])
+
+    # -- what leaves the chain ---------------------------------------------------------------------------
+
+    def _place(self, sink: fx.Node, memory: fx.Node | None = None) -> fx.Node:
+        """`memory` or new memory for a result that is needed whole; padding is zero."""
+        rw = self._writer(sink)
+        padded = sink.target is SLICE_BACKWARD and not self.chain.parts(sink).result
+        if memory is None:
+            memory = rw.memory(value(sink))
+            if padded:
+                rw.call(aten.zero_.default, memory)
+        elif padded:
+            _, _, dim, start, end, _ = sink.args
+            size = value(memory).shape[dim]
+            first, last, _ = slice(start, end).indices(size)
+            for a, b in ((0, first), (last, size)):
+                if a < b:
+                    rw.call(aten.zero_.default, rw.call(SLICE, memory, dim, a, b))
+        return memory
+
+    def _store(self, sink: fx.Node, place: fx.Node | None, box: Box) -> None:
+        """Run the sink on a block, and put the block to its place."""
+        if sink.target is NLL:
+            self._block_loss(sink, place, box)
+        elif place is None:
+            self._add_up(sink, box)
+        elif sink.target is SLICE_BACKWARD and not self.chain.parts(sink).result:
+            _, _, dim, start, end, step = sink.args
+            rows = self._boxed(self._writer(sink).call(SLICE, place, dim, start, end, step), box)
+            self._fill(sink.args[0], rows, box)  # type: ignore[arg-type]
+        else:
+            self._fill(sink, self._rows(place, box), box)
+
+    def _fill(self, node: fx.Node, rows: fx.Node, box: Box) -> None:
+        """Write the block of a node into `rows`, by its own kernel where that can."""
+        base = node
+        while base in self.members and base.target in VIEWS:
+            base = base.args[0]  # type: ignore[assignment]
+        inside = base in self.members and self.chain.parts(base).result and (base, box) not in self.made
+        if inside and base.target not in COPIES | {SLICE, SLICE_BACKWARD} and value(rows).is_contiguous():
+            own, variant = self.chain.parts(base), out_variant(base.target)
+            given = [self._block(a, box) for a in own.rows]
+            apart = all(storage_key(value(g)) != storage_key(value(rows)) for g in given)
+            if variant is not None and len(out_names(variant)) == 1 and apart:
+                self._run(base, box, self._as(rows, self._shape(base, box)))
+                self.made[base, box] = self._as(rows, self._shape(base, box))
+                return
+        block = self._block(node, box)
+        rw = self._writer(node)
+        rw.call(aten.copy_.default, rows, self._as(block, list(value(rows).shape)))
+
+    def _add_up(self, sink: fx.Node, box: Box) -> None:
+        """A sum over rows: the first block's, to which those of the others are added."""
+        rw = self._writer(sink, f"{sink.name}_rows{self.boxes.index(box)}")
+        if sink.target is SUM:
+            block = rw.call(SUM, self._block(sink.args[0], box), *sink.args[1:])
+            if sink in self.whole:
+                rw.call(aten.add_.Tensor, self.whole[sink], block)
+            self.whole.setdefault(sink, block)
+        else:
+            turned, other = sink.args
+            x = self._writer(sink).call(TRANSPOSE, self._block(turned.args[0], box))  # type: ignore[union-attr]
+            y = self._block(other, box)
+            if sink in self.whole:
+                rw.call(aten.addmm_.default, self.whole[sink], x, y)
+            else:
+                self.whole[sink] = rw.call(aten.mm.default, x, y)
+
+    # -- cross-entropy -----------------------------------------------------------------------------------
+
+    def _losses(self, sink: fx.Node) -> fx.Node:
+        """Memory for the loss of each row."""
+        x = value(sink.args[0])  # type: ignore[arg-type]
+        with self.mode:
+            like = torch.empty(x.shape[0], dtype=x.dtype, device=x.device)
+        return self._writer(sink).scratch(like)
+
+    def _block_loss(self, sink: fx.Node, losses: fx.Node | None, box: Box) -> None:
+        assert losses is not None
+        x, target, _, _, ignored = sink.args
+        rw = self._writer(sink, f"{sink.name}_rows{self.boxes.index(box)}")
+        rows = (self._block(x, box), self._block(target, box))
+        with self.mode:
+            unused = self._writer(sink).scratch(torch.empty((), dtype=value(losses).dtype, device=value(losses).device))
+        out = {"output": self._rows(losses, box), "total_weight": unused}
+        rw.call(aten.nll_loss_forward.output, *rows, None, 0, ignored, **out)
+
+    def _total(self, sink: fx.Node, losses: fx.Node) -> None:
+        """Reduce the losses by the sink's own kernel, each as the only class of its row."""
+        _, target, _, reduction, ignored = sink.args
+        rw = self._writer(sink)
+        x = rw.call(aten.view.default, rw.call(aten.neg.default, losses), [value(losses).numel(), 1])
+        flags = rw.call(aten._to_copy.default, rw.call(aten.eq.Scalar, target, ignored), dtype=torch.int64)
+        classes = rw.call(aten.mul.Tensor, flags, _NOT_A_CLASS)
+        rw.label = f"{sink.name}_rows"
+        new = rw.making(value(sink), NLL, x, classes, None, reduction, _NOT_A_CLASS)
+        sink.replace_all_uses_with(new)
+
+    def _replace(self, sink: fx.Node, new: fx.Node) -> None:
+        """Let the users of the sink have `new`, shaped like it; views of it are views of that."""
+        old = value(sink)
+        v = value(new)
+        if (v.shape, v.stride()) != (old.shape, old.stride()):
+            new = self._writer(sink).call(aten.view.default, new, list(old.shape))
+        sink.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        if storage_key(value(new)) != storage_key(old):
+            _rebase(self.graph, new, storage_key(old), self.mode)
+
+
+def _rebase(graph: fx.Graph, new: fx.Node, old: int, mode: FakeTensorMode) -> None:
+    """Evaluate again what was a view of the bytes `old`, now of those of `new`."""
+    todo = [new]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "call_function" and old in keys_of(user):
+                args, kwargs = fx.node.map_arg((user.args, user.kwargs), value)
+                with mode, torch.no_grad():
+                    user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
+                todo.append(user)

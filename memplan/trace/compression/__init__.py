@@ -1,0 +1,1 @@
+"""memplan.trace.compression: to be described."""

@@ -1,0 +1,202 @@
+"""Activations that wait for the backward as 8-bit codes, which loses something: ActNN (Chen et al., ICML 2021).
+
+A storage of floating point numbers is cut into groups of up to 256 elements, in the order of its bytes. Of a group are
+kept its minimum `lo`, a step of `(hi - lo) / 255`, and of each element the number of steps above `lo`, to the nearest
+(half to even: nothing is random). What the backward reads instead of `x` is `lo + code * step`; with `M` the largest
+magnitude in the group,
+
+    |x - x'| <= (hi - lo) / 510 + 4 * eps * M + tiny
+
+where `eps` and `tiny` are those of the type that this is computed in: the tensor's own, float32 for half precision,
+which adds its own rounding, half an ulp of `x'`. Groups of equal elements, and the least of every group, are exact. In
+a group with a nan or an infinity, or whose `hi - lo` overflows, every element becomes a nan or an infinity.
+
+The forward is not touched: only what the backward reads is changed. Left as it is, beside what `saved_for_backward.py` does not
+list: what is small, or would not shrink enough; further results of a kernel (statistics of a norm, an attention's
+logsumexp), whose errors would weigh more than they bring; attention masks; and what depends on no parameter and no
+input of real numbers (positions, masks, tables).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import ParamAOTInput, PlainAOTInput
+
+from memplan.core.compressed_storages import PACKED, PACKING, UNPACKED, UNPACKING
+from memplan.trace.compression.saved_for_backward import Wait, waits_of
+from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
+
+GROUP = 256  # elements, at most
+_STEPS = 255
+_SMALL = 1024  # bytes
+_PAYS = 0.6  # of the bytes: half precision just does
+_MASKS = ("attn_bias", "attn_mask")
+_COMPUTED_IN = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+
+
+def quantize(graph: fx.Graph) -> None:
+    """Let every activation that may wait as codes do so, in place."""
+    mode = fake_mode_of(graph)
+    learned = _learned(graph)
+    for wait in waits_of(graph):
+        if wait.base in learned and _can_wait_as_codes(wait):
+            _quantize(graph, mode, wait)
+
+
+def group_of(numel: int) -> int:
+    """Elements in a group: the largest number up to `GROUP` that leaves no rest."""
+    return next(size for size in range(GROUP, 0, -1) if numel % size == 0)
+
+
+def _pays(like: torch.Tensor) -> bool:
+    numel, size = like.numel(), like.element_size()
+    if numel * size < _SMALL:
+        return False
+    kept = numel + 2 * (numel // group_of(numel)) * _COMPUTED_IN[like.dtype].itemsize
+    return kept <= _PAYS * numel * size
+
+
+def _can_wait_as_codes(wait: Wait) -> bool:
+    base, v = wait.base, value(wait.base)
+    if v.dtype not in _COMPUTED_IN or not _is_dense(v) or not _pays(v):
+        return False
+    if base.target is operator.getitem and base.args[1] != 0:
+        return False
+    if any(value(alias).dtype is not v.dtype or not _inside(value(alias), v) for alias in wait.aliases):
+        return False
+    return not any(_is_mask(alias, user) for alias in wait.aliases for user in wait.later)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in any order of dimensions."""
+    expected = 1
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n != 1:
+            if stride != expected:
+                return False
+            expected *= n
+    return True
+
+
+def _inside(alias: torch.Tensor, whole: torch.Tensor) -> bool:
+    first = alias.storage_offset() - whole.storage_offset()
+    last = first + sum((n - 1) * s for n, s in zip(alias.shape, alias.stride(), strict=True))
+    return first >= 0 and (alias.numel() == 0 or last < whole.numel())
+
+
+def _is_mask(node: fx.Node, user: fx.Node) -> bool:
+    target: Any = user.target
+    given = dict(zip((a.name for a in target._schema.arguments), user.args, strict=False)) | user.kwargs
+    return any(given.get(name) is node for name in _MASKS)
+
+
+def _learned(graph: fx.Graph) -> set[fx.Node]:
+    """What depends on a parameter or on an input of real numbers."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            val = node.meta.get("val")
+            real = isinstance(val, torch.Tensor) and val.is_floating_point()
+            if real and isinstance(node.meta["desc"], (ParamAOTInput, PlainAOTInput)):
+                found.add(node)
+        elif any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _quantize(graph: fx.Graph, mode: Any, wait: Wait) -> None:
+    base, v = wait.base, value(wait.base)
+    codes, low, step = _coded(Rewriter(graph, mode, base, before=wait.following), base)
+    rw = Rewriter(graph, mode, base, before=wait.before)
+    rw.phase = "is_backward"
+    made = _decoded(rw, codes, low, step, v)
+    for alias in wait.aliases:
+        users = [user for user in alias.users if user in wait.later]
+        if users:
+            rw.label = f"{alias.name}_again"
+            seen = value(alias)
+            offset = seen.storage_offset() - v.storage_offset()
+            again = rw.call(aten.as_strided.default, made, list(seen.shape), list(seen.stride()), offset)
+            for user in users:
+                user.replace_input_with(alias, again)
+    for alias in reversed(wait.aliases[1:]):
+        _erase_dead_view(graph, alias)
+
+
+def _erase_dead_view(graph: fx.Graph, view: fx.Node) -> None:
+    if view.users:
+        return
+    source = view.args[0]
+    graph.erase_node(view)
+    if view.target is operator.getitem and isinstance(source, fx.Node) and not source.users:
+        graph.erase_node(source)
+
+
+def _coded(rw: Rewriter, base: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Codes, minimum and step of each group; the tensor's own bytes hold nothing after it."""
+    v = value(base)
+    work = _grouped(rw, base)
+    kept = _like(rw, value(work), torch.uint8)
+    if _COMPUTED_IN[v.dtype] is not v.dtype:
+        rw.label = ""
+        wide = rw.scratch(_like(rw, value(work), _COMPUTED_IN[v.dtype]))
+        rw.label = base.name + PACKING
+        rw.call(aten.copy_.default, wide, work)
+        work = wide
+    rw.label = base.name + PACKING
+    low = rw.call(aten.amin.default, work, [1], True)
+    step = rw.call(aten.amax.default, work, [1], True)
+    rw.call(aten.sub_.Tensor, step, low)
+    rw.call(aten.div_.Scalar, step, _STEPS)
+    # Never 0, by which equal elements could not be divided; a nan stays one.
+    rw.call(aten.clamp_min_.default, step, torch.finfo(value(work).dtype).tiny)
+    rw.call(aten.sub_.Tensor, work, low)
+    rw.call(aten.div_.Tensor, work, step)
+    rw.call(aten.round_.default, work)
+    rw.label = ""
+    codes = rw.scratch(kept)
+    rw.label = base.name + PACKED + "codes"
+    rw.call(aten.copy_.default, codes, work)
+    return codes, low, step
+
+
+def _decoded(rw: Rewriter, codes: fx.Node, low: fx.Node, step: fx.Node, like: torch.Tensor) -> fx.Node:
+    """What the tensor was, up to the error, in memory of its own that is laid out alike."""
+    rw.label = ""
+    made = rw.scratch(like)
+    work = _grouped(rw, made)
+    narrow = None
+    if _COMPUTED_IN[like.dtype] is not like.dtype:
+        rw.label = ""
+        narrow, work = work, rw.scratch(_like(rw, value(codes), _COMPUTED_IN[like.dtype]))
+    rw.label = rw.node.name + UNPACKED + "codes"
+    rw.call(aten.copy_.default, work, codes)
+    rw.label = rw.node.name + UNPACKING
+    rw.call(aten.mul_.Tensor, work, step)
+    rw.call(aten.add_.Tensor, work, low)
+    if narrow is not None:
+        rw.call(aten.copy_.default, narrow, work)
+    return made
+
+
+def _grouped(rw: Rewriter, tensor: fx.Node) -> fx.Node:
+    """The elements of a dense tensor in the order of its bytes, a row for each group."""
+    v = value(tensor)
+    size = group_of(v.numel())
+    rw.label = f"{rw.node.name}_groups"
+    return rw.call(aten.as_strided.default, tensor, [v.numel() // size, size], [size, 1], v.storage_offset())
+
+
+def _like(rw: Rewriter, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Not computed: only its layout is."""
+    with rw.mode:
+        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)

@@ -1,0 +1,1 @@
+"""memplan.trace.dynamic: to be described."""

@@ -1,0 +1,180 @@
+"""Tracing with sizes that vary: one joint graph in which every size is an expression of the user's symbols.
+
+Dynamo reads the Python with the varying dimensions marked, AOTAutograd traces the joint graph on fake tensors whose
+sizes are symbols, and the same passes as ever run over it: they see symbols where they saw numbers. This was chosen
+over tracing several shapes and fitting expressions to their sizes because it is exact (integer division and the larger
+of two sizes come out as they are), needs one trace instead of ten, and because torch then *says* what the trace rests
+on: every branch that a size decided, in Python or in a kernel's fake, is a guard. Guards become the plan's conditions,
+so a shape that would have been traced otherwise is refused or planned on its own, never run by the wrong graph.
+
+Symbols of dynamo and of AOTAutograd are different ones, and both are replaced by the user's. The shapes that are traced
+(the tracing hints) are near those of the example, but equal to no other size that is around: a test for equality that
+only holds by coincidence would become a condition. Torch traces 0 and 1 as special, so a size of 1 is never covered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan.core.in_place import with_chances
+from memplan.errors import InvalidShapes, UnsupportedGraph
+from memplan.symbolic.expression import evaluator, holder
+from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
+from memplan.symbolic.sizes import SizesWriter
+from memplan.symbolic.symbols import Symbol
+from memplan.trace import plan_traced
+from memplan.trace.capture.refusals import keywords_of, require_traceable
+from memplan.trace.dynamic.conditions import beyond, either, telling
+from memplan.trace.dynamic.conditions import pinned as pinned_by
+from memplan.trace.dynamic.dims import Dims, Range, read_dims, without
+from memplan.trace.dynamic.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
+from memplan.trace.dynamic.symbols import Translator
+from memplan.trace.dynamic.varying import SymbolicTrace, same_step
+from memplan.trace.traced import Kernel
+
+_WIDENINGS = 2  # further traces, to see whether a condition matters
+
+
+def trace_symbolic(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    dynamic_shapes: Any,
+    train: bool,
+    in_place: bool = True,
+    fixed: Collection[str] = (),
+) -> SymbolicTrace:
+    """Trace one step of `model` for all shapes that `dynamic_shapes` allows; symbols in `fixed` do not vary.
+
+    Raises `InvalidShapes` when they make no sense, or when the model works for one size of a dimension only (naming
+    the line and the condition), and `UnsupportedGraph` when it cannot be traced.
+    """
+    require_traceable(model)
+    _refuse_fakes(model, args, kwargs)
+    dims = without(read_dims(model, args, kwargs, dynamic_shapes), fixed)
+    while True:  # a dimension that need not vary is fixed when the model says so, and the rest traced again
+        outcome = _trace(model, args, kwargs, dims, train=train, in_place=in_place)
+        if isinstance(outcome, SymbolicTrace):
+            break
+        dims = outcome
+    for _ in range(_WIDENINGS):
+        other = _trace_beyond(outcome, model, args, kwargs, in_place=in_place)
+        if other is None or not same_step(outcome, other):
+            break
+        outcome = replace(outcome, conditions=either(outcome.dims.symbols, outcome.conditions, other.conditions))
+    return outcome
+
+
+def _trace_beyond(
+    found: SymbolicTrace, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_place: bool
+) -> SymbolicTrace | None:
+    """A trace where the conditions of the one found do not hold; None if they always do, or nothing varies there."""
+    hints = {s.name: s.hint for s in found.symbols}
+    out = beyond(found.dims.symbols, hints, found.conditions)
+    if out is None:
+        return None
+    there = replace(found.dims, symbols=tuple(replace(s, example=out[s.name]) for s in found.dims.symbols))
+    try:
+        other = _trace(model, args, kwargs, there, train=found.traced.training, in_place=in_place)
+    except (InvalidShapes, UnsupportedGraph):
+        return None
+    return other if isinstance(other, SymbolicTrace) else None
+
+
+def _refuse_fakes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
+    if any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors):
+        what = "has fake or meta tensors, which are traced for one shape only"
+        hint = "materialise the model (a smaller one of its kind will do), or leave dynamic_shapes out"
+        raise UnsupportedGraph(type(model).__name__, what, hint)
+
+
+def plan_symbolic(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any,
+    train: bool | None = None,
+    **options: Any,
+) -> SymbolicPlan:
+    """`memplan.plan` with `dynamic_shapes`; `options` are those of `plan_traced`. Raises as `trace_symbolic` does, and
+    `InvalidShapes` for a budget: what is evicted, and when, holds for one size only.
+    """
+    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    train = bool(getattr(model, "training", True)) if train is None else train
+    traced = trace_symbolic(model, args, keywords_of(example_kwargs), dynamic_shapes=dynamic_shapes, train=train)
+    return plan_of(traced, **options)
+
+
+def plan_of(traced: SymbolicTrace, **options: Any) -> SymbolicPlan:
+    """The symbolic plan of a symbolic trace; `options` are those of `plan_traced`."""
+    if options.get("budget") is not None:
+        hint = "give the budget without dynamic_shapes, for the largest shape; memplan.max_batch finds it"
+        raise InvalidShapes(
+            "a budget's evictions hold for one size only", where="budget with dynamic_shapes", hint=hint
+        )
+    return make_symbolic(
+        symbols=traced.symbols,
+        sizes=traced.sizes,
+        plan=plan_traced(traced.traced, **options),
+        conditions=traced.conditions,
+        inputs=[shape or () for shape in traced.leaves],
+    )
+
+
+def _trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, train: bool, in_place: bool
+) -> SymbolicTrace | Dims:
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    hints = tracing_hints(model, flat, dims)
+    tables, traced = read_symbolic(model, flat, spec, dims, hints, train=train)
+    translator = tables.translator
+    conditions = translator.conditions()
+    writer = SizesWriter()
+    kernels = tuple(sized_kernel(k, translator, writer) for k in traced.kernels if isinstance(k, Kernel))
+    sizes = writer.finish(tables.storage_texts(), tables.view_texts)
+    pinned = pinned_by(dims.symbols, hints, conditions)
+    if pinned is not None:
+        return _fixed(dims, pinned, translator)
+    conditions = telling(dims.symbols, conditions)
+    names = [s.name for s in dims.symbols]
+    example = {s.name: s.example for s in dims.symbols}
+    if not all(holder(conditions, names)(*example.values())):
+        example = hints
+    made = SymbolicTrace(
+        symbols=tuple(Symbol(name=s.name, min=s.min, max=s.max, hint=example[s.name]) for s in dims.symbols),
+        conditions=conditions,
+        traced=traced,
+        kernels=kernels,
+        sizes=sizes,
+        dims=dims,
+        leaves=tuple(_shape(x, dims.leaves[i]) if isinstance(x, torch.Tensor) else None for i, x in enumerate(flat)),
+        evaluate=evaluator(sizes.expressions, names),
+    )
+    traced = made.at(example, flat)
+    graph = stable(with_chances(traced.graph), sizes) if in_place else traced.graph
+    return replace(made, traced=replace(traced, graph=graph))
+
+
+def _shape(x: torch.Tensor, varying: Mapping[int, Any]) -> tuple[str, ...]:
+    return tuple(str(varying.get(i, int(n))) for i, n in enumerate(x.shape))
+
+
+def _fixed(dims: Dims, pinned: tuple[Range, str], translator: Translator) -> Dims:
+    """Without a symbol that the model fixes to its example's value. Raises `InvalidShapes` when it must vary."""
+    s, text = pinned
+    if s.strict:
+        reason = translator.reason(text)
+        what = f"the model fixes {s.name}: it was traced under the condition {text}{reason}"
+        hint = f"leave {s.name} out of dynamic_shapes, write Dim.AUTO for it, or change that line"
+        raise InvalidShapes(what, where=f"dynamic_shapes: {s.name}", hint=hint)
+    return without(dims, (s.name,))

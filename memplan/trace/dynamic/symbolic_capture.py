@@ -1,0 +1,226 @@
+"""The symbolic trace itself: dynamo and AOTAutograd on stand-ins whose sizes are symbols, and reading it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from memplan.errors import InvalidShapes, MemplanError, UnsupportedGraph
+from memplan.symbolic.sizes import SizesWriter
+from memplan.trace.capture.front_ends import READINGS, Captured, captured, dynamo, export_joint, prepare
+from memplan.trace.capture.refusals import unsupported
+from memplan.trace.dynamic.dims import Dims, Range
+from memplan.trace.dynamic.symbols import Translator
+from memplan.trace.dynamic.varying import Sized
+from memplan.trace.graph.alias_classes import Tables
+from memplan.trace.graph.build import build
+from memplan.trace.lowering.rules import lower
+from memplan.trace.passes.fold import fold
+from memplan.trace.passes.own_outputs import own_the_results, returned_by, tangents_needed, write_back_mutations
+from memplan.trace.traced import Kernel, TracedGraph
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def read_symbolic(
+    model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, dims: Dims, hints: Mapping[str, int], *, train: bool
+) -> tuple[SymbolicTables, TracedGraph]:
+    """Trace, run the passes and read: the sizes, and the graph for the tracing hints. Raises `UnsupportedGraph`."""
+    with contextlib.ExitStack() as stack:
+        prepare(stack, model, train=train)
+        leaves = [_stand_in(x, dims.leaves[i], hints) if isinstance(x, torch.Tensor) else x for i, x in enumerate(flat)]
+        call = pytree.tree_unflatten(leaves, spec)
+        joint, translator = _capture(stack, model, call, dims, hints)
+        got = captured(model, joint, spec, flat, train=train)
+        tables = SymbolicTables(translator)
+        return tables, _read(got, type(model).__name__, tables)
+
+
+def tracing_hints(model: nn.Module, flat: Sequence[Any], dims: Dims) -> dict[str, int]:
+    """A value in range for each symbol: near the example, and if possible equal to no other size that is around."""
+    tensors = [*model.parameters(), *model.buffers(), *(x for x in flat if isinstance(x, torch.Tensor))]
+    taken = {int(n) for t in tensors for n in t.shape} | {0, 1, 2}
+    taken -= {s.example for s in dims.symbols} - {0, 1, 2}
+    hints: dict[str, int] = {}
+    for s in dims.symbols:
+        near = sorted(
+            range(max(s.min, s.example - 64), min(s.max, s.example + 64) + 1), key=lambda n: abs(n - s.example)
+        )
+        found = next((n for n in near if n not in taken), None)
+        if found is None:
+            found = next((n for n in near if n not in {0, 1, *hints.values()}), s.example)
+        hints[s.name] = found
+        taken |= {found, found - 1, found + 1}
+    return hints
+
+
+def _capture(
+    stack: contextlib.ExitStack, model: nn.Module, call: Any, dims: Dims, hints: Mapping[str, int]
+) -> tuple[Any, Translator]:
+    """AOTAutograd's joint graph of `call` (args, kwargs), and the translator of its sizes into the user's symbols."""
+    from torch._guards import TracingContext, tracing
+
+    leaves, spec = pytree.tree_flatten(call)
+    ranges = {s.name: s for s in dims.symbols}
+    for x, varying in zip(leaves, dims.leaves, strict=True):
+        for dim, v in varying.items():
+            low, high = (v.at(n) for n in (max(ranges[v.symbol].min, 2), ranges[v.symbol].max))
+            torch._dynamo.mark_dynamic(x, dim, min=max(low, 2), max=max(low, 2, min(high, 2**31 - 1)))
+    try:
+        module: Any = dynamo(model, *call)
+        mode, context = module.meta["fake_mode"], module.meta["tracing_context"]
+        env: ShapeEnv = mode.shape_env
+        translator = Translator(env, dims.symbols)
+        for x, varying in zip(leaves, dims.leaves, strict=True):
+            found = context.tensor_to_context.get(x) if varying else None
+            caches = [] if found is None else found.shape_env_to_source_to_symbol_cache.values()
+            for name, symbol in (item for cache in caches for item in cache.items()):
+                dim = int(name.rpartition("[")[2].rstrip("]")) if ".size()[" in name else -1
+                if dim in varying:
+                    translator.know(symbol, varying[dim])
+        sizes = {s.name: _symint(env, s, hints[s.name], translator) for s in dims.symbols}
+        fakes = [
+            _fake(x, dims.leaves[i], sizes, mode) if isinstance(x, torch.Tensor) else x for i, x in enumerate(leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(fakes, spec)
+        stack.enter_context(tracing(TracingContext(mode)))
+        joint = export_joint(stack, module, args, kwargs)
+        joint.graph_module.meta[READINGS] = module.meta[READINGS]
+        return joint, translator
+    except MemplanError:
+        raise
+    except Exception as error:  # whatever a front end raises
+        raise _unsupported(model, error) from error
+
+
+def _unsupported(model: nn.Module, error: Exception) -> MemplanError:
+    found = unsupported(model, error)
+    if "constraint" in type(error).__name__.lower() or "marked" in str(error):
+        return InvalidShapes(found.reason, where="dynamic_shapes", hint="leave that dimension out of dynamic_shapes")
+    hint = "without dynamic_shapes it may still be traced; on_mismatch='replan' then plans each new shape"
+    return UnsupportedGraph(found.node, found.reason, f"{found.hint}; {hint}")
+
+
+def _stand_in(x: torch.Tensor, varying: Mapping[int, Any], hints: Mapping[str, int]) -> torch.Tensor:
+    """A tensor like the example's, of the sizes that are traced; only its shape is ever looked at."""
+    if not varying:
+        return x
+    shape = [varying[i].at(hints[varying[i].symbol]) if i in varying else int(n) for i, n in enumerate(x.shape)]
+    return torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+
+
+def _symint(env: ShapeEnv, s: Range, hint: int, translator: Translator) -> Any:
+    from torch._dynamo.source import ConstantSource
+
+    source = ConstantSource(f"memplan_{s.name}")
+    bounds = StrictMinMaxConstraint(vr=ValueRanges(max(s.min, 2), max(s.max, 2)), warn_only=False)
+    symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=bounds)
+    translator.know_symbol(symbol, s.name)
+    return env.create_symintnode(symbol, hint=hint, source=source)
+
+
+def _fake(x: torch.Tensor, varying: Mapping[int, Any], sizes: Mapping[str, Any], mode: Any) -> torch.Tensor:
+    """The stand-in with symbols for sizes, in the mode of the trace."""
+    if not varying:
+        found: torch.Tensor = mode.from_tensor(x, static_shapes=True)
+        return found
+    shape = [
+        varying[i].factor * sizes[varying[i].symbol] + varying[i].offset if i in varying else int(n)
+        for i, n in enumerate(x.shape)
+    ]
+    with mode:
+        made = torch.empty(shape, dtype=x.dtype, device=x.device)
+    return made.requires_grad_(x.requires_grad)
+
+
+def _read(got: Captured, model: str, tables: SymbolicTables) -> TracedGraph:
+    """Run the passes over a graph whose sizes are symbols, with numbers that vary in its arguments, not as nodes."""
+    graph = got.graph_module.graph
+    _inline_sizes(graph)
+    needs = tangents_needed(graph)
+    write_back_mutations(graph, got.alias_of)
+    fold(got.graph_module)
+    lower(graph)
+    own_the_results(graph)
+    return build(got, model, needs, tables)
+
+
+def _inline_sizes(graph: fx.Graph) -> None:
+    """Replace nodes that compute sizes by the sizes themselves."""
+
+    def inlined(node: fx.Node) -> Any:
+        return node.meta["val"] if isinstance(node.meta.get("val"), _SYMBOLIC) else node
+
+    for node in graph.nodes:
+        node.args = fx.node.map_arg(node.args, inlined)
+        node.kwargs = fx.node.map_arg(node.kwargs, inlined)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and isinstance(node.meta.get("val"), _SYMBOLIC):
+            graph.erase_node(node)
+    _, results, _ = returned_by(graph)
+    if any(isinstance(result, _SYMBOLIC) for result in results):
+        raise UnsupportedGraph("output", "it returns a size, which varies", "return tensors; read sizes outside")
+
+
+class SymbolicTables(Tables):
+    """The tables for the tracing hints, which note what each size is as an expression.
+
+    `view_texts`: shape, strides and offset of each value.
+    """
+
+    def __init__(self, translator: Translator) -> None:
+        super().__init__()
+        self.translator = translator
+        self.view_texts: list[tuple[str, ...]] = []
+        self._spans: list[list[sympy.Expr]] = []
+        self._starts: list[Any] = []
+
+    def whole(self, size: Any, name: str) -> int:
+        if isinstance(size, torch.SymInt):
+            if not size.node.has_hint():
+                raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
+            return int(size.node.hint)
+        return super().whole(size, name)
+
+    def value(self, val: torch.Tensor, name: str, storage: int) -> int:
+        index = super().value(val, name, storage)
+        if storage == len(self._spans):
+            made = self.start_of[storage] != 0
+            self._starts.append(self.translator.expression(val.storage_offset()) if made else 0)
+            self._spans.append([])
+        shape, strides = ([self.translator.expression(n) for n in ns] for ns in (val.shape, val.stride()))
+        offset = self.translator.expression(val.storage_offset()) - self._starts[storage]
+        self.view_texts.append(tuple(map(self.translator.text, (*shape, *strides, offset))))
+        last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        elements = sympy.S.Zero if 0 in shape else sympy.expand(offset + last + 1)
+        self._spans[storage].append(elements * val.dtype.itemsize)
+        return index
+
+    def storage_texts(self) -> list[str]:
+        """Bytes of each storage: the furthest end of its values."""
+        assert len(self.storages) == len(self._spans)
+        return [self.translator.text(self.translator.largest(spans)) for spans in self._spans]
+
+
+def sized_kernel(kernel: Kernel, translator: Translator, writer: SizesWriter) -> Kernel:
+    """The kernel with `Sized`s in place of torch's symbolic numbers."""
+
+    def sized(leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymInt):
+            return Sized(writer.add(translator.text(translator.expression(leaf))))
+        if isinstance(leaf, _SYMBOLIC):
+            what = f"takes {leaf}, which varies with a size but is no whole number"
+            raise UnsupportedGraph(str(kernel.target), what, "leave that dimension out of dynamic_shapes")
+        return leaf
+
+    args, kwargs = pytree.tree_map(sized, (kernel.args, kernel.kwargs))
+    return replace(kernel, args=args, kwargs=kwargs)

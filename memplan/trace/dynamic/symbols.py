@@ -1,0 +1,163 @@
+"""Torch's symbols in the user's words: sizes and guards of a trace as the expressions of a symbolic plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from sympy.printing.precedence import precedence
+from sympy.printing.str import StrPrinter
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import Max
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from memplan.errors import InvalidPlan, UnsupportedGraph
+from memplan.symbolic.expression import Expression
+from memplan.trace.dynamic.dims import Range, Varying
+
+
+class _Printer(StrPrinter):  # type: ignore[misc]  # sympy has no types
+    """Sympy's own notation, with torch's functions in Python's."""
+
+    def _of(self, expr: sympy.Expr, sign: str) -> str:
+        one, two = (f"({self._print(a)})" if a.args else self._print(a) for a in expr.args)
+        return f"({one}{sign}{two})"
+
+    def _print_FloorDiv(self, expr: sympy.Expr) -> str:  # noqa: N802  (sympy's own convention)
+        return self._of(expr, "//")
+
+    def _print_Mod(self, expr: sympy.Expr) -> str:  # noqa: N802
+        return self._of(expr, "%")
+
+    def _print_Max(self, expr: sympy.Expr) -> str:  # noqa: N802
+        return f"max({', '.join(map(self._print, expr.args))})"
+
+    def _print_Min(self, expr: sympy.Expr) -> str:  # noqa: N802
+        return f"min({', '.join(map(self._print, expr.args))})"
+
+    def _print_And(self, expr: sympy.Expr) -> str:  # noqa: N802
+        return str(self.stringify(expr.args, " and ", precedence(expr)))
+
+    def _print_Or(self, expr: sympy.Expr) -> str:  # noqa: N802
+        return str(self.stringify(expr.args, " or ", precedence(expr)))
+
+    def _print_Not(self, expr: sympy.Expr) -> str:  # noqa: N802
+        return f"not ({self._print(expr.args[0])})"
+
+    def _print_Relational(self, expr: sympy.Expr) -> str:  # noqa: N802
+        left, right = map(self._print, expr.args)
+        return f"{left} {expr.rel_op} {right}"
+
+    _print_CleanDiv = _print_FloorDiv  # noqa: N815
+    _print_PythonMod = _print_Mod  # noqa: N815
+
+
+class Translator:
+    """Knows what each of torch's symbols is, and says sizes as text. `symbols`: the user's."""
+
+    def __init__(self, env: ShapeEnv, symbols: Sequence[Range]) -> None:
+        self.env = env
+        self.names = [s.name for s in symbols]
+        self._user = {s.name: sympy.Symbol(s.name, integer=True, positive=True) for s in symbols}
+        self._ranges = {self._user[s.name]: ValueRanges(max(s.min, 2), max(s.max, 2)) for s in symbols}
+        self._bounds = {s.name: s for s in symbols}
+        self._meaning: dict[sympy.Symbol, sympy.Expr] = {}
+        self._texts: dict[sympy.Expr, str] = {}
+        self._expressions: dict[sympy.Expr, sympy.Expr] = {}
+        self._reasons: dict[str, str] = {}
+
+    def know(self, symbol: Any, varying: Varying) -> None:
+        """`symbol` is the size of a dimension that varies."""
+        if isinstance(symbol, sympy.Symbol):
+            self._meaning[symbol] = varying.factor * self._user[varying.symbol] + varying.offset
+
+    def know_symbol(self, symbol: Any, name: str) -> None:
+        """`symbol` is one of the user's."""
+        self._meaning[symbol] = self._user[name]
+
+    # -- sizes -------------------------------------------------------------------------------------------
+
+    def expression(self, size: Any) -> sympy.Expr:
+        """A size as an expression of the user's symbols."""
+        if not isinstance(size, torch.SymInt):
+            return sympy.Integer(int(size))
+        raw = size.node.expr
+        if raw not in self._expressions:
+            self._expressions[raw] = self._translated(raw)
+        return self._expressions[raw]
+
+    def _translated(self, raw: sympy.Expr) -> sympy.Expr:
+        found = self.env.replace(raw).xreplace(self._meaning)
+        unknown = found.free_symbols - set(self._user.values())
+        if unknown:
+            what = f"a size that depends on data ({found})"
+            raise UnsupportedGraph("dynamic_shapes", what, "use sizes that follow from those of the inputs")
+        return sympy.expand(found.replace(Max, lambda *args: self.largest(args)))
+
+    def largest(self, expressions: Sequence[sympy.Expr]) -> sympy.Expr:
+        """The largest of some expressions, without those that never are, as far as their bounds tell."""
+        left: list[sympy.Expr] = []
+        for e in dict.fromkeys(expressions):
+            if not any(self._never_more(e, other) for other in left):
+                left = [other for other in left if not self._never_more(other, e)] + [e]
+        return left[0] if len(left) == 1 else Max(*left)  # type: ignore[no-untyped-call]
+
+    def _never_more(self, one: sympy.Expr, two: sympy.Expr) -> bool:
+        difference = sympy.expand(two - one)
+        if difference.is_Integer:
+            return bool(difference >= 0)
+        return bool(bound_sympy(difference, self._ranges).lower >= 0)
+
+    def text(self, expression: sympy.Expr) -> str:
+        """The notation of `memplan.symbolic.expression`. Raises `UnsupportedGraph` for what it cannot say."""
+        if expression not in self._texts:
+            text = _Printer().doprint(expression)
+            try:
+                Expression(text, self.names)
+            except InvalidPlan as error:
+                what = f"a size that is no whole-number expression ({text})"
+                raise UnsupportedGraph("dynamic_shapes", what, "leave that dimension out of dynamic_shapes") from error
+            self._texts[expression] = text
+        return self._texts[expression]
+
+    # -- guards ------------------------------------------------------------------------------------------
+
+    def conditions(self) -> tuple[str, ...]:
+        """Everything that the trace rests on, as conditions on the user's symbols; some may always hold."""
+        found: list[str] = []
+        for guard in list(self.env.guards):
+            found += self._condition(guard.expr, str(getattr(guard, "sloc", "") or ""))
+        for symbol, meaning in self._meaning.items():
+            value = self.env.replacements.get(symbol)
+            if value is not None:
+                found += self._condition(sympy.Eq(symbol, value, evaluate=False), "")
+            bounds = self.env.var_to_range.get(symbol)
+            if bounds is not None and meaning.free_symbols:
+                if bounds.lower.is_Integer:
+                    found += self._condition(meaning >= bounds.lower, "")
+                if bounds.upper.is_Integer:
+                    found += self._condition(meaning <= bounds.upper, "")
+        return tuple(dict.fromkeys(found))
+
+    def _condition(self, raw: Any, where: str) -> list[str]:
+        said = raw.xreplace(self._meaning)
+        if said in (sympy.true, True) or not said.free_symbols & set(self._user.values()):
+            return []
+        unknown = said.free_symbols - set(self._user.values())
+        if unknown:
+            said = self.env.replace(raw).xreplace(self._meaning)
+            if said in (sympy.true, True):
+                return []
+            if said.free_symbols - set(self._user.values()):
+                what = f"a branch that depends on more than sizes ({said})"
+                raise UnsupportedGraph("dynamic_shapes", what, "leave that dimension out of dynamic_shapes")
+        text = self.text(said)
+        self._reasons.setdefault(text, where)
+        return [text]
+
+    def reason(self, text: str) -> str:
+        """Where a condition came from, for an error message."""
+        where = " ".join(self._reasons.get(text, "").split())
+        return f", because of {where[:300]}" if where else ""

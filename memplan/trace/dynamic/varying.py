@@ -1,0 +1,99 @@
+"""A step traced for a range of shapes: sizes as expressions, and kernels' arguments that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from memplan.errors import ShapeOutOfRange
+from memplan.symbolic.expression import Evaluate
+from memplan.symbolic.sizes import Sizes, graph_at
+from memplan.symbolic.symbols import Symbol
+from memplan.trace.dynamic.dims import Dims
+from memplan.trace.traced import Kernel, TracedGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """In a kernel's arguments: the number of this expression (a place in `Sizes.expressions`)."""
+
+    place: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymbolicTrace:
+    """A step traced for every value of its symbols under the conditions.
+
+    `traced` is the one for the hints; its kernels are those of `kernels` with numbers in place of `Sized`s.
+    `leaves`: of each leaf of the call, the shape as expressions (None: no tensor).
+    """
+
+    symbols: tuple[Symbol, ...]
+    conditions: tuple[str, ...]
+    traced: TracedGraph
+    kernels: tuple[Kernel, ...]
+    sizes: Sizes
+    dims: Dims
+    leaves: tuple[tuple[str, ...] | None, ...]
+    evaluate: Evaluate
+
+    def values_of(self, flat: Sequence[Any]) -> dict[str, int]:
+        """The values of the symbols in a call with these leaves. Raises `ShapeOutOfRange` when there are none."""
+        found: dict[str, int] = {}
+        for i, varying in enumerate(self.dims.leaves):
+            for dim, v in varying.items():
+                x = flat[i]
+                if not isinstance(x, torch.Tensor) or x.dim() <= dim:
+                    raise ShapeOutOfRange("is no tensor of that many dimensions", where=f"input {i}")
+                value, rest = divmod(int(x.shape[dim]) - v.offset, v.factor)
+                if rest or found.setdefault(v.symbol, value) != value:
+                    what = f"dimension {dim} is {x.shape[dim]}, the plan was made for {v}"
+                    if not rest:
+                        what += f" with {v.symbol}={found[v.symbol]}"
+                    raise ShapeOutOfRange(what, where=f"input {i}", hint="see dynamic_shapes")
+        return {s.name: found[s.name] for s in self.symbols}
+
+    def at(self, values: Mapping[str, int], flat: Sequence[Any]) -> TracedGraph:
+        """The traced step for these values, with `flat` as its example. Costs milliseconds; nothing is traced."""
+        numbers = self.evaluate(*(values[s.name] for s in self.symbols))
+
+        def filled(leaf: Any) -> Any:
+            return numbers[leaf.place] if isinstance(leaf, Sized) else leaf
+
+        def kernel(k: Kernel) -> Kernel:
+            args, kwargs = pytree.tree_map(filled, (k.args, k.kwargs))
+            return replace(k, args=args, kwargs=kwargs)
+
+        return replace(
+            self.traced,
+            graph=graph_at(self.traced.graph, self.sizes, numbers),
+            kernels=tuple(map(kernel, self.kernels)),
+            example_inputs=tuple(flat),
+        )
+
+
+def same_step(one: SymbolicTrace, two: SymbolicTrace) -> bool:
+    """Whether two traces of a model are the same step, names aside: ops, numbers, sizes, who owns what."""
+
+    def told(trace: SymbolicTrace) -> Any:
+        graph, texts = trace.traced.graph, trace.sizes.expressions
+        views = [tuple(texts[p] for p in view) for view in trace.sizes.views]
+        kernels = [
+            str(pytree.tree_map(lambda x: texts[x.place] if isinstance(x, Sized) else x, (k.target, k.args, k.kwargs)))
+            for k in trace.kernels
+        ]
+        return (
+            [(op.target, op.phase, op.reads, op.writes, op.direct, op.random, op.unrelated) for op in graph.ops],
+            [(v.storage, v.dtype, view) for v, view in zip(graph.values, views, strict=True)],
+            [
+                (s.kind, s.device, s.planned, texts[p])
+                for s, p in zip(graph.storages, trace.sizes.storages, strict=True)
+            ],
+            (graph.outputs, graph.gradients, kernels, trace.traced.results),
+        )
+
+    return bool(told(one) == told(two))

@@ -1,0 +1,1 @@
+"""memplan.trace.graph: to be described."""

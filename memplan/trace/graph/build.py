@@ -1,0 +1,331 @@
+"""From a captured and lowered fx graph to `TracedGraph`: ops, values, storages, and who owns what.
+
+A storage is an alias class of fake tensors (`alias_classes.py`). A node whose results alias its inputs and that changes
+nothing is a view: it becomes a value, never an op. A node that only makes uninitialised memory becomes a storage.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    TangentAOTInput,
+)
+from torch._ops import OpOverload
+
+from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
+from memplan.errors import UnsupportedGraph
+from memplan.trace.capture.front_ends import Captured
+from memplan.trace.capture.origins import origin_of, place_of
+from memplan.trace.graph.alias_classes import Tables
+from memplan.trace.graph.opaque_outputs import handed_positions, is_literal, is_mixed, used_positions
+from memplan.trace.graph.output_spec import read_results
+from memplan.trace.optimizer.updates import StateInput
+from memplan.trace.passes.error_checks import is_check
+from memplan.trace.passes.fold import FOLDED
+from memplan.trace.passes.out_variants import out_variant, written_names
+from memplan.trace.passes.own_outputs import is_backward, returned_by
+from memplan.trace.passes.randomness import draws
+from memplan.trace.passes.rewrite import MEMORY_ONLY, aten, storage_key
+from memplan.trace.traced import Binding, Handed, Kernel, Ref, Source, TracedGraph
+
+_KIND_OF = {
+    Source.PARAMETER: StorageKind.PARAMETER,
+    Source.BUFFER: StorageKind.PARAMETER,
+    Source.STATE: StorageKind.OPTIMIZER_STATE,
+    Source.INPUT: StorageKind.INPUT,
+    Source.TANGENT: StorageKind.TANGENT,
+}
+_OVERWRITES = {"copy_", "zero_", "fill_", "bernoulli_", "normal_", "uniform_"}
+
+
+def build(
+    captured: Captured,
+    model: str,
+    needs: Mapping[Any, frozenset[int]],
+    tables: Tables | None = None,
+    *,
+    resident: bool = False,
+) -> TracedGraph:
+    """Read the fx graph once, in order; `needs` as in `Results`, by descriptor, `tables` as in `_Builder`.
+
+    `resident`: parameters' gradients that kernels can write where they are told are planned too, and stay in the arena
+    to the end of the step.
+    Raises `UnsupportedGraph` naming the node that cannot be planned.
+    """
+    return _Builder(captured, model, needs, tables or Tables(), resident=resident).build()
+
+
+def _is_gradient_of_parameter(desc: Any) -> bool:
+    return isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput)
+
+
+def written_by_kernel(node: fx.Node) -> bool:
+    """Whether the bytes of `node` are written where they belong, not returned in fresh memory and copied there."""
+    while node.target is not operator.getitem:
+        key = storage_key(node.meta["val"])
+        tensors = (n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor))
+        base = next((n for n in tensors if storage_key(n.meta["val"]) == key), None)
+        if base is None:
+            assert isinstance(node.target, OpOverload)
+            return node.target in MEMORY_ONLY or out_variant(node.target) is not None
+        node = base
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return isinstance(source.target, OpOverload) and out_variant(source.target) is not None
+
+
+class _Builder:
+    """Reads one fx graph; `tables` takes what it finds."""
+
+    def __init__(
+        self, captured: Captured, model: str, needs: Mapping[Any, frozenset[int]], tables: Tables, *, resident: bool
+    ) -> None:
+        self.captured = captured
+        self.resident = resident
+        self.needs = needs
+        self.model = model
+        self.graph = captured.graph_module.graph
+        self.ops: list[Op] = []
+        self.kernels: list[Kernel] = []
+        self.tables = tables
+        self.bindings: list[Binding] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self.bare: set[int] = set()  # storages into which nothing has been written
+        self.results_of: dict[fx.Node, tuple[int | None, ...]] = {}
+        self.handed_of: dict[tuple[fx.Node, int], Handed] = {}
+        self.other: dict[fx.Node, Any] = {}  # numbers, None and `Handed`: what stands for a node that is no value
+
+    def build(self) -> TracedGraph:
+        owned = self._caller_owned()
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "get_attr":
+                self._constant(node)
+            elif node.op == "call_function":
+                self._call(node, owned)
+        return self._finish()
+
+    # -- what the caller keeps ---------------------------------------------------------------------------
+
+    def _caller_owned(self) -> dict[int, StorageKind]:
+        """Storage key -> OUTPUT or GRADIENT for everything that the caller holds after the step."""
+        _, results, descs = returned_by(self.graph)
+        owned: dict[int, StorageKind] = {}
+        for node, desc in zip(results, descs, strict=True):
+            if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor):
+                if self.resident and _is_gradient_of_parameter(desc) and written_by_kernel(node):
+                    continue
+                kind = StorageKind.GRADIENT if isinstance(desc, GradAOTOutput) else StorageKind.OUTPUT
+                owned.setdefault(storage_key(node.meta["val"]), kind)
+        return owned
+
+    # -- where tensors come from -------------------------------------------------------------------------
+
+    def _placeholder(self, node: fx.Node) -> None:
+        desc, val = node.meta["desc"], node.meta.get("val")
+        if not isinstance(val, torch.Tensor):
+            if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise self._unsupported(node, "a size that varies from call to call", "use fixed input shapes")
+            return
+        binding = self._bind(node, desc, len(self.tables.values))
+        origin = Origin(module=binding.name, op=binding.source.value, node=node.name)
+        storage = self.tables.storage(val, node.name, _KIND_OF[binding.source], planned=False, origin=origin)
+        self.value_of[node] = self.tables.value(val, node.name, storage)
+        self.bindings.append(binding)
+
+    def _bind(self, node: fx.Node, desc: Any, value: int) -> Binding:
+        """The binding that a placeholder's descriptor asks for, for the next value."""
+        if isinstance(desc, ParamAOTInput):
+            return Binding(source=Source.PARAMETER, value=value, name=desc.target)
+        if isinstance(desc, BufferAOTInput):
+            return Binding(source=Source.BUFFER, value=value, name=desc.target)
+        if isinstance(desc, StateInput):
+            return Binding(source=Source.STATE, value=value, name=desc.target, key=desc.key, names=desc.targets)
+        if isinstance(desc, PlainAOTInput):
+            wants = self.captured.inputs[desc.idx].requires_grad
+            return Binding(source=Source.INPUT, value=value, index=desc.idx, requires_grad=wants)
+        if isinstance(desc, TangentAOTInput):
+            index = sum(b.source is Source.TANGENT for b in self.bindings)
+            return Binding(source=Source.TANGENT, value=value, index=index)
+        if "Token" in type(desc).__name__:
+            raise self._effects(node)
+        what = f"an input of kind {type(desc).__name__}"
+        raise self._unsupported(node, what, "pass plain, unshared tensors as inputs")
+
+    def _effects(self, token: fx.Node) -> UnsupportedGraph:
+        """Ops with effects take and return a token, in the order in which they must run."""
+        names = {str(user.args[1]) for user in token.users if len(user.args) > 1}
+        what = f"an op that does more than compute its results: {', '.join(sorted(names))}"
+        hint = "take one that does not, or run it outside of the model"
+        return self._unsupported(token, what, hint)
+
+    def _constant(self, node: fx.Node) -> None:
+        tensor = getattr(self.captured.graph_module, str(node.target), None)
+        if not isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, fx.GraphModule):
+                what, hint = "control flow inside the graph (a higher-order op)", "avoid torch.cond and scan"
+            else:
+                what, hint = "an object that is no tensor inside the graph", "draw random numbers without a generator="
+            raise self._unsupported(node, what, hint)
+        val = node.meta.get("val", tensor)
+        origin = replace(origin_of(node), op=node.meta.get(FOLDED, GIVEN))
+        storage = self.tables.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
+        self.value_of[node] = self.tables.value(val, node.name, storage)
+        self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor))
+
+    # -- what runs ---------------------------------------------------------------------------------------
+
+    def _call(self, node: fx.Node, owned: dict[int, StorageKind]) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(index, int)
+            result = self.results_of[source][index]
+            if result is not None:
+                self.value_of[node] = result
+            else:
+                self.other[node] = self.handed_of.get((source, index), node.meta.get("val"))
+            return
+        if not isinstance(node.target, OpOverload):
+            raise self._unsupported(
+                node, f"{node.target} is not an ATen op", "avoid higher-order and symbolic operations"
+            )
+        results = node.meta["val"]
+        results = list(results) if isinstance(results, (tuple, list)) else [results]
+        before = len(self.tables.storages)
+        skipped: set[Any] = set()
+        if is_mixed(node):
+            for i in handed_positions(node):
+                self.handed_of[node, i] = Handed(len(self.handed_of))
+            skipped = {i for i in range(len(results)) if (node, i) in self.handed_of or i not in used_positions(node)}
+            skipped |= {i for i, r in enumerate(results) if is_literal(r)}
+        results = [] if is_check(node.target) else results
+        outs = tuple(None if i in skipped else self._result(node, i, r, owned) for i, r in enumerate(results))
+        if isinstance(node.meta["val"], (tuple, list)):
+            self.results_of[node] = outs
+        elif outs and outs[0] is not None:
+            self.value_of[node] = outs[0]
+        written = written_names(node.target)
+        if node.target in MEMORY_ONLY:
+            self.bare |= {*range(before, len(self.tables.storages))}
+            return
+        if not written and len(self.tables.storages) == before and not is_check(node.target):
+            return
+        self._op(node, written, outs)
+
+    def _storage_of(self, value: int) -> int:
+        return self.tables.values[value].storage
+
+    def _result(self, node: fx.Node, i: int, result: Any, owned: dict[int, StorageKind]) -> int | None:
+        if result is None:
+            return None
+        if not isinstance(result, torch.Tensor):
+            raise self._unsupported(node, f"returns a {type(result).__name__}, known only at run time", "avoid .item()")
+        name = node.name if i == 0 else f"{node.name}:{i}"
+        phase = StorageKind.GRADIENT if is_backward(node) else StorageKind.ACTIVATION
+        key = storage_key(result)
+        kind = owned.get(key, phase)
+        storage = self.tables.storage(result, name, kind, planned=key not in owned, origin=origin_of(node))
+        return self.tables.value(result, name, storage)
+
+    def _op(self, node: fx.Node, written: tuple[str, ...], outs: tuple[int | None, ...]) -> None:
+        assert isinstance(node.target, OpOverload)
+        read_nodes: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), read_nodes.append)
+        reads = [self.value_of[n] for n in dict.fromkeys(read_nodes) if n not in self.other]
+        if written:
+            names = [a.name for a in node.target._schema.arguments]
+            given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+            targets: list[fx.Node] = []
+            fx.node.map_arg([given[name] for name in written], targets.append)
+            writes = [self.value_of[target] for target in targets]
+            if any(a.is_out for a in node.target._schema.arguments) or node.target._opname in _OVERWRITES:
+                reads = [r for r in reads if r not in writes]
+            outs = ()
+        else:
+            writes = [o for o in outs if o is not None]
+        # Only its shape is asked (`torch.empty_like(x).normal_()`), or its bytes are as good as any: it counts as the
+        # first write, so that there is a place where they begin.
+        begun = [r for r in reads if self._storage_of(r) in self.bare]
+        reads = [r for r in reads if r not in begun]
+        writes += [b for b in begun if b not in writes]
+        self.bare -= {self._storage_of(w) for w in writes}
+        self.ops.append(
+            Op(
+                name=node.name,
+                target=str(node.target),
+                phase=Phase.BACKWARD if is_backward(node) else Phase.FORWARD,
+                reads=tuple(reads),
+                writes=tuple(writes),
+                direct=bool(written) or is_check(node.target) or out_variant(node.target) is not None,
+                random=draws(node.target, node.args, node.kwargs),
+                origin=origin_of(node),
+                unrelated=self._unrelated(node, outs),
+            )
+        )
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)
+        kwargs = {**dict(kwargs), **node.meta.get("live", {})}
+        several = isinstance(node.meta["val"], (tuple, list))
+        hands = tuple((i, handed.number) for (n, i), handed in self.handed_of.items() if n is node)
+        self.kernels.append(
+            Kernel(target=node.target, args=tuple(args), kwargs=kwargs, outs=outs, several=several, hands=hands)
+        )
+
+    def _argument(self, node: fx.Node) -> Any:
+        return self.other[node] if node in self.other else Ref(self.value_of[node])
+
+    def _unrelated(self, node: fx.Node, outs: tuple[int | None, ...]) -> tuple[tuple[int, int], ...]:
+        """Batch norm in training mode reads the running statistics for nothing but their next values."""
+        if node.target is not aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
+            return ()
+        running = [self.value_of[n] for n in node.args[3:5] if isinstance(n, fx.Node)]
+        return tuple((out, statistic) for out in outs[:3] if out is not None for statistic in running)
+
+    def _unsupported(self, node: fx.Node, reason: str, hint: str) -> UnsupportedGraph:
+        return UnsupportedGraph(place_of(node), reason, hint)
+
+    def _finish(self) -> TracedGraph:
+        order = sorted(range(len(self.ops)), key=lambda i: self.ops[i].phase is Phase.BACKWARD)  # stable
+        made = {self.tables.values[v].storage for op in self.ops for v in op.writes}
+        bindings = tuple(replace(b, written=self.tables.values[b.value].storage in made) for b in self.bindings)
+        results = read_results(
+            self.graph, self.value_of, self.tables.values, bindings, made, self.captured.differentiable, self.needs
+        )
+        return TracedGraph(
+            model=self.model,
+            graph=Graph(
+                ops=tuple(self.ops[i] for i in order),
+                values=tuple(self.tables.values),
+                storages=self.tables.sized(),
+                outputs=results.fresh,
+                gradients=results.gradients,
+            ),
+            kernels=tuple(self.kernels[i] for i in order),
+            bindings=bindings,
+            results=results,
+            in_spec=self.captured.in_spec,
+            out_spec=self.captured.out_spec,
+            example_inputs=self.captured.inputs,
+            training=self.captured.training,
+            autocast=self.captured.autocast,
+            readings=self.captured.readings,
+            device=self._device(),
+        )
+
+    def _device(self) -> torch.device:
+        planned = sorted({s.device for s in self.tables.storages if s.planned})
+        if len(planned) > 1:
+            hint = "move the model and its inputs to one device"
+            raise UnsupportedGraph(self.model, f"computes on several devices: {', '.join(planned)}", hint)
+        return torch.device(planned[0] if planned else "cpu")

@@ -1,0 +1,73 @@
+"""A traced step as a plan runs it: recomputes and copies get kernels, values the storages where the plan has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from memplan.core.graph import Graph, Op, require_same
+from memplan.core.plan import Plan
+from memplan.evict.graph.equivalent import require_equivalent
+from memplan.trace.traced import Kernel, Ref, TracedGraph, Transfer
+
+
+def require_planned(traced: TracedGraph, plan: Plan) -> None:
+    """Raise unless `plan` was made for this very graph: `PlanMismatch`, or `InvalidEviction` when it would evict
+    something that is needed."""
+    if plan.eviction is None:
+        require_same(plan.graph, traced.graph)
+    else:
+        require_same(_without(plan, traced.graph), traced.graph)
+        require_equivalent(traced.graph, plan.graph, plan.eviction.sources)
+
+
+def _without(plan: Plan, traced: Graph) -> Graph:
+    """The graph that an evicted one was made from, as far as it is seen: what it holds first, and names of ops.
+
+    What its ops read and write is for the oracle to judge.
+    """
+    g, n = plan.graph, len(traced.storages)
+    values, storages = g.values[: len(traced.values)], g.storages[:n]
+    if plan.devices and len(storages) == n:  # which of them each is on is what the plan has decided
+        pairs = zip(storages, traced.storages, strict=True)
+        storages = tuple(replace(s, device=t.device) if s.planned and t.planned else s for s, t in pairs)
+    known = all(v.storage < len(storages) for v in values)
+    names = {op.name for op in g.ops}
+    if not known or {op.name for op in traced.ops} - names:
+        return g
+    return replace(traced, values=values, storages=storages)
+
+
+def follow(traced: TracedGraph, plan: Plan) -> TracedGraph:
+    """`traced` with the graph of `plan` as it lies in the arena, and a kernel for each of its ops."""
+    kernels: tuple[Kernel | Transfer, ...] = traced.kernels
+    if plan.eviction is not None:
+        pairs = zip(plan.graph.ops, plan.eviction.sources, strict=True)
+        kernels = tuple(_kernel(traced, plan.graph, op, source, several=bool(plan.devices)) for op, source in pairs)
+    return replace(traced, graph=plan.placed, kernels=kernels)
+
+
+def _moved(leaf: Any, where: torch.device) -> Any:
+    """In a kernel's arguments: the device that it was traced on is the one that it runs on."""
+    return where if isinstance(leaf, torch.device) and leaf.type == where.type == "cuda" else leaf
+
+
+def _kernel(traced: TracedGraph, graph: Graph, op: Op, source: int, *, several: bool) -> Kernel | Transfer:
+    """The traced op's kernel on the values of `op`, which stand in the same places of `graph`."""
+    if source < 0:
+        return Transfer(target=op.target, reads=op.reads, writes=op.writes)
+    kernel, base = traced.kernels[source], traced.graph.ops[source]
+    assert isinstance(kernel, Kernel)
+    new = dict(zip((*base.reads, *base.writes), (*op.reads, *op.writes), strict=True))
+    args, kwargs = pytree.tree_map(
+        lambda leaf: Ref(new.get(leaf.value, leaf.value)) if isinstance(leaf, Ref) else leaf,
+        (kernel.args, kernel.kwargs),
+    )
+    outs = tuple(None if out is None else new[out] for out in kernel.outs)
+    if several:
+        where = torch.device(graph.storages[graph.values[op.writes[0]].storage].device)
+        args, kwargs = pytree.tree_map(lambda leaf: _moved(leaf, where), (args, kwargs))
+    return replace(kernel, args=args, kwargs=kwargs, outs=outs)

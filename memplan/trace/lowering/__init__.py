@@ -1,0 +1,1 @@
+"""memplan.trace.lowering: to be described."""

@@ -1,0 +1,194 @@
+"""Lowering rules for layers and losses: what their CPU kernels do inside, with every result where it is planned.
+
+Each gives the bits of the op that it replaces, or None: leave it. `rules.py` says which op has which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan.trace.lowering.products import multiplied
+from memplan.trace.passes.aliasing import is_fixed
+from memplan.trace.passes.rewrite import Rewriter, aten, value
+
+_DIVIDED = (torch.float32, torch.float64)  # after summing; of halves the mean is rounded once
+_MEAN, _SUM = 1, 2  # `at::Reduction` of losses
+
+
+def copied(rw: Rewriter, source: fx.Node) -> fx.Node:
+    """The node's result, filled with `source`."""
+    result = rw.memory(value(rw.node))
+    rw.call(aten.copy_.default, result, source)
+    return result
+
+
+def embedding(rw: Rewriter, weight: fx.Node, indices: fx.Node, *_: Any, **__: Any) -> fx.Node | None:
+    """The kernel itself gathers rows of a flat index (aten/src/ATen/native/Embedding.cpp)."""
+    index = value(indices)
+    if not index.is_contiguous() or index.dtype is not torch.int64:
+        return None
+    result = rw.memory(value(rw.node))
+    rows = rw.call(aten.view.default, result, [index.numel(), value(weight).shape[1]])
+    rw.call(aten.index_select.out, weight, 0, rw.call(aten.view.default, indices, [index.numel()]), out=rows)
+    return result
+
+
+def dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx.Node, fx.Node] | None:
+    """CPU only: the CUDA kernel is fused and draws its numbers in another order (native/Dropout.cpp)."""
+    if value(x).device.type != "cpu" or train is not True or not 0.0 < p < 1.0 or value(x).is_complex():
+        return None
+    out, mask = value(rw.node)
+    keep = rw.memory(mask)
+    rw.call(aten.bernoulli_.float, keep, 1 - p)
+    if out.dtype is torch.float32 and rw.constants:
+        return multiplied(rw, out, keep, x, 1.0 / (1 - p)), keep
+    if out.dtype is torch.float32:  # a kept element is rounded once either way
+        result = rw.making(out, aten.mul.Tensor, keep, 1.0 / (1 - p))
+        rw.call(aten.mul_.Tensor, result, x)
+        return result, keep
+    result = rw.memory(out)
+    rw.call(aten.copy_.default, result, keep)
+    rw.call(aten.div_.Tensor, result, 1 - p)  # rounded to a half, before the product is
+    rw.call(aten.mul_.Tensor, result, x)
+    return result, keep
+
+
+def dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -> fx.Node | None:
+    """CPU: grad * (mask * scale), without the two temporaries.
+
+    In halves as in eager, which multiplies by the scale that its forward rounded; the traced kernel rounds once.
+    """
+    if value(grad).device.type != "cpu" or value(grad).is_complex():
+        return None
+    if value(rw.node).dtype is torch.float32 and rw.constants:
+        return multiplied(rw, value(rw.node), mask, grad, scale)
+    if value(rw.node).dtype is torch.float32:
+        result = rw.instead(aten.mul.Tensor, mask, scale)
+    else:
+        result = copied(rw, mask)
+        rw.call(aten.mul_.Tensor, result, scale)
+    rw.call(aten.mul_.Tensor, result, grad)
+    return result
+
+
+def mean(rw: Rewriter, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any) -> fx.Node | None:
+    """CPU: the kernel divides the sum by a number that it makes anew in each call (native/ReduceOps.cpp)."""
+    given, result = value(x), value(rw.node)
+    if not rw.constants or result.device.type != "cpu" or given.dtype is not result.dtype or not is_fixed(given):
+        return None
+    if result.dtype not in _DIVIDED or not given.numel():
+        return None
+    count = rw.number(float(given.numel() // result.numel()), result.dtype, result.device)
+    made = rw.instead(aten.sum.dim_IntList, x, dims or None, keepdim)
+    rw.call(aten.div_.Tensor, made, count)
+    return made
+
+
+def mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.Node | None:
+    """`mse_loss.out` resizes its out; the kernel squares the difference, then reduces (native/Loss.cpp)."""
+    if reduction not in (_MEAN, _SUM):
+        return None
+    difference = rw.call(aten.sub.Tensor, x, y)
+    rw.call(aten.mul_.Tensor, difference, difference)
+    return _reduced(rw, difference, reduction)
+
+
+def loss_of(unreduced: Any) -> Callable[..., Any]:
+    """Losses whose `out` variants compute the loss of each element in `out`, resized, and then reduce that."""
+
+    def rule(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1, *options: Any) -> fx.Node | None:
+        in_rows = value(x).is_contiguous() and value(y).is_contiguous()  # else each loss has a layout of its own
+        if reduction not in (_MEAN, _SUM) or not in_rows:
+            return None
+        return _reduced(rw, rw.call(unreduced, x, y, 0, *options), reduction)
+
+    return rule
+
+
+def _reduced(rw: Rewriter, losses: fx.Node, reduction: int) -> fx.Node:
+    """The mean or the sum of all elements, in the place of the op."""
+    if reduction == _SUM:
+        return rw.instead(aten.sum.dim_IntList, losses, None)
+    return mean(rw, losses) or rw.instead(aten.mean.default, losses)
+
+
+def batch_norm(  # noqa: PLR0917  (the op's own signature)
+    rw: Rewriter,
+    x: fx.Node,
+    weight: Any,
+    bias: Any,
+    mean: fx.Node,
+    var: fx.Node,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[fx.Node, ...] | None:
+    """CPU: `native_batch_norm.out` updates running statistics in place; here, copies of them."""
+    given = [value(n) for n in (x, weight, bias, mean, var) if n is not None]
+    if value(x).device.type != "cpu" or not training or any(t.dtype != torch.float32 for t in given):
+        return None
+    if not _is_dense(value(x)):  # of what is laid out otherwise, the kernel that writes to `out` makes other numbers
+        return None
+    out, save_mean, save_rstd, new_mean, new_var = (rw.memory(result) for result in value(rw.node))
+    rw.call(aten.copy_.default, new_mean, mean)
+    rw.call(aten.copy_.default, new_var, var)
+    rw.call(
+        aten._native_batch_norm_legit.out,
+        *(x, weight, bias, new_mean, new_var, training, momentum, eps),
+        out=out,
+        save_mean=save_mean,
+        save_invstd=save_rstd,
+    )
+    return out, save_mean, save_rstd, new_mean, new_var
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether it is laid out as convolutions lay out: row by row, channels last or not."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))
+
+
+def embedding_backward(  # noqa: PLR0917  (the op's own signature)
+    rw: Rewriter, grad: fx.Node, indices: fx.Node, rows: int, padding: int, scale_by_frequency: bool
+) -> fx.Node | None:
+    """CPU: rows are added up in the order of the indices; those of the padding index stay zero.
+
+    In half precision the two kernels round differently, so only full precision is rewritten.
+    """
+    index, full = value(indices), (torch.float32, torch.float64)
+    if value(grad).device.type != "cpu" or scale_by_frequency or value(grad).dtype not in full:
+        return None
+    if not index.is_contiguous() or index.dtype != torch.int64:
+        return None
+    result = rw.memory(value(rw.node))
+    rw.call(aten.zero_.default, result)
+    flat = rw.call(aten.view.default, indices, [index.numel()])
+    if not value(grad).is_contiguous():  # of an LSTM with batch_first
+        with rw.mode:
+            dense = torch.empty_like(value(grad), memory_format=torch.contiguous_format)
+        contiguous = rw.scratch(dense)
+        rw.call(aten.copy_.default, contiguous, grad)
+        grad = contiguous
+    source = rw.call(aten.view.default, grad, [index.numel(), value(grad).shape[-1]])
+    rw.call(aten.index_add_.default, result, 0, flat, source)
+    if padding >= 0:
+        rw.call(aten.zero_.default, rw.call(aten.select.int, result, 0, padding))
+    return result
+
+
+def safe_softmax(rw: Rewriter, x: fx.Node, dim: int, dtype: torch.dtype | None = None) -> fx.Node | None:
+    """The op itself is a softmax, whose rows of nothing but -inf become zeros (native/transformers/attention.cpp)."""
+    if dtype not in (None, value(x).dtype):
+        return None
+    if rw.constants and value(x).dim() and value(x).shape[dim]:  # the largest of a row says as much as all of it
+        lowest = rw.number(float("-inf"), value(x).dtype, value(x).device)
+        empty = rw.call(aten.eq.Tensor, rw.call(aten.amax.default, x, [dim], True), lowest)
+    else:
+        empty = rw.call(aten.all.dim, rw.call(aten.eq.Scalar, x, float("-inf")), dim, True)
+    result = rw.instead(aten._softmax.default, x, dim, False)  # last, so that it may take the bytes of x
+    rw.call(aten.masked_fill_.Scalar, result, empty, 0.0)
+    return result

@@ -1,0 +1,254 @@
+"""Lowering rules: ops without a true `out=` kernel, rewritten into ops that write where they are told.
+
+Each rule replaces one node by memory without a kernel (`empty_strided`) and kernels that fill it, and gives
+the same bits. What has neither an out variant nor a rule runs functionally and is reported as outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan.trace.lowering.layer_rules import (
+    batch_norm,
+    copied,
+    dropout,
+    dropout_backward,
+    embedding,
+    embedding_backward,
+    loss_of,
+    mean,
+    mse_loss,
+    safe_softmax,
+)
+from memplan.trace.lowering.products import product
+from memplan.trace.passes.aliasing import written_in
+from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
+
+_RESHAPES = {aten.view.default, aten._unsafe_view.default}
+_ROLLED = 2  # dimensions: three would make eight pieces
+Rule = Callable[..., Any]  # (rewriter, *the node's args, **kwargs) -> node, tuple of nodes, or None: leave it
+
+
+def lower(graph: fx.Graph, *, constants: bool = True) -> None:
+    """Apply the rules to every node that has one, in place. `constants`: they may put constants into the program."""
+    mode, written = fake_mode_of(graph), written_in(graph)
+    for node in list(graph.nodes):
+        rule = RULES.get(node.target) if node.op == "call_function" else None
+        if rule is None:
+            continue
+        rewriter = Rewriter(graph, mode, node)
+        rewriter.constants, rewriter.written = constants, written
+        new = rule(rewriter, *node.args, **node.kwargs)
+        if new is not None:
+            _replace(graph, node, new)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
+    if isinstance(new, tuple):
+        for user in list(node.users):
+            index: Any = user.args[1]
+            user.replace_all_uses_with(new[index])
+            graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _copy(rw: Rewriter, source: fx.Node, **_: Any) -> fx.Node | None:
+    """clone, _to_copy: convert and lay out while copying."""
+    return copied(rw, source) if value(source).device == value(rw.node).device else None
+
+
+def _as_tensor_op(target: Any) -> Rule:
+    """X.Scalar wraps its scalar and calls X.Tensor; so do we."""
+
+    def rule(rw: Rewriter, x: fx.Node, other: Any, *alpha: Any, **kwargs: Any) -> fx.Node:
+        return rw.instead(target, x, other, **kwargs, **({"alpha": alpha[0]} if alpha else {}))
+
+    return rule
+
+
+def _relu(rw: Rewriter, x: fx.Node) -> fx.Node:
+    return rw.instead(aten.clamp_min.default, x, 0)
+
+
+def _sum(rw: Rewriter, x: fx.Node, *, dtype: torch.dtype | None = None) -> fx.Node:
+    return rw.instead(aten.sum.dim_IntList, x, None, dtype=dtype)
+
+
+def _sum_over(
+    rw: Rewriter, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> fx.Node | None:
+    """What is only looked at without the dimensions that were kept (a bias's gradient) is made without them."""
+    user = next(iter(rw.node.users), None)
+    if not keepdim or user is None or len(rw.node.users) > 1 or user.target not in _RESHAPES:
+        return None
+    with rw.mode:
+        whole = torch.empty_like(value(x), dtype=value(rw.node).dtype).sum(dims)
+    seen = value(user)
+    if (seen.shape, seen.stride()) != (whole.shape, whole.stride()):
+        return None
+    return rw.making(seen, aten.sum.dim_IntList, x, dims, dtype=dtype)
+
+
+def _slice_backward(rw: Rewriter, grad: fx.Node, sizes: Any, *where: Any) -> fx.Node:
+    return _scatter_into_zeros(rw, grad, aten.slice.Tensor, *where)
+
+
+def _select_backward(rw: Rewriter, grad: fx.Node, sizes: Any, dim: int, index: int) -> fx.Node:
+    return _scatter_into_zeros(rw, grad, aten.select.int, dim, index)
+
+
+def _scatter_into_zeros(rw: Rewriter, grad: fx.Node, view: Any, *where: Any) -> fx.Node:
+    result = rw.memory(value(rw.node))
+    rw.call(aten.zero_.default, result)
+    rw.call(aten.copy_.default, rw.call(view, result, *where), grad)
+    return result
+
+
+def _scatter(view: Any) -> Rule:
+    """select_scatter, slice_scatter: copy, then write a view of the copy."""
+
+    def rule(rw: Rewriter, x: fx.Node, source: fx.Node, *where: Any, **kwargs: Any) -> fx.Node:
+        result = copied(rw, x)
+        rw.call(aten.copy_.default, rw.call(view, result, *where, **kwargs), source)
+        return result
+
+    return rule
+
+
+def _pad(rw: Rewriter, x: fx.Node, pad: list[int], fill: float = 0) -> fx.Node:
+    """Fill, then copy what is left of `x` (negative padding cuts it) to its place."""
+    result = rw.memory(value(rw.node))
+    rw.call(aten.fill_.Scalar, result, fill)
+    source, target = x, result
+    for i in range(0, len(pad), 2):
+        low, high = pad[i], pad[i + 1]
+        dim = value(x).dim() - 1 - i // 2
+        size = value(x).shape[dim]
+        source = rw.call(aten.slice.Tensor, source, dim, max(-low, 0), size - max(-high, 0))
+        target = rw.call(aten.slice.Tensor, target, dim, max(low, 0), max(low, 0) + value(source).shape[dim])
+    rw.call(aten.copy_.default, target, source)
+    return result
+
+
+def _then_in_place(target: Any) -> Rule:
+    """masked_fill, index_put, ...: the functional op is a copy, then the op in place."""
+
+    def rule(rw: Rewriter, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node | None:
+        if value(x).shape != value(rw.node).shape:
+            return None  # masked_fill broadcasts its input
+        result = copied(rw, x)
+        rw.call(target, result, *args, **kwargs)
+        return result
+
+    return rule
+
+
+def _roll(rw: Rewriter, x: fx.Node, shifts: list[int], dims: Any = ()) -> fx.Node | None:
+    """Each dimension that is shifted cuts the tensor in two: every piece is copied to its new place."""
+    different = {dim % max(value(x).dim(), 1) for dim in dims}
+    if not len(different) == len(dims) == len(shifts) <= _ROLLED or not value(x).numel():
+        return None
+    result = rw.memory(value(rw.node))
+    pieces: list[tuple[fx.Node, fx.Node]] = [(x, result)]
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = value(x).shape[dim]
+        start = shift % size  # where the first element goes
+        cuts = [((0, size - start), (start, size)), ((size - start, size), (0, start))] if start else []
+        pieces = [
+            (rw.call(aten.slice.Tensor, source, dim, *taken), rw.call(aten.slice.Tensor, target, dim, *put))
+            for source, target in pieces
+            for taken, put in cuts
+        ] or pieces
+    for source, target in pieces:
+        rw.call(aten.copy_.default, target, source)
+    return result
+
+
+def _overwrite(rw: Rewriter, x: fx.Node, source: fx.Node, *_: Any) -> fx.Node:
+    """`copy`: the layout of its first argument, the numbers of its second."""
+    return copied(rw, source)
+
+
+def _filled_with(fill: float) -> Rule:
+    def rule(rw: Rewriter, *_: Any, **__: Any) -> fx.Node:
+        result = rw.memory(value(rw.node))
+        rw.call(aten.fill_.Scalar, result, fill)
+        return result
+
+    return rule
+
+
+def _full(rw: Rewriter, _: Any, fill: Any, **__: Any) -> fx.Node:
+    return _filled_with(fill)(rw)  # type: ignore[no-any-return]
+
+
+def _new_full(rw: Rewriter, _: Any, __: Any, fill: Any, **___: Any) -> fx.Node:
+    return _filled_with(fill)(rw)  # type: ignore[no-any-return]
+
+
+def _arange(rw: Rewriter, *bounds: float, **_: Any) -> fx.Node:
+    start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
+    result = rw.memory(value(rw.node))
+    rw.call(aten.arange.start_out, start, end, step, out=result)
+    return result
+
+
+def _scalar_tensor(rw: Rewriter, fill: Any, **_: Any) -> fx.Node:
+    return _filled_with(fill)(rw)  # type: ignore[no-any-return]
+
+
+RULES: dict[Any, Rule] = {
+    aten._safe_softmax.default: safe_softmax,
+    aten.roll.default: _roll,
+    aten.copy.default: _overwrite,
+    aten.clone.default: _copy,
+    aten._to_copy.default: _copy,
+    aten.mul.Tensor: product,
+    aten.mul.Scalar: _as_tensor_op(aten.mul.Tensor),
+    aten.div.Scalar: _as_tensor_op(aten.div.Tensor),
+    aten.add.Scalar: _as_tensor_op(aten.add.Tensor),
+    aten.sub.Scalar: _as_tensor_op(aten.sub.Tensor),
+    aten.relu.default: _relu,
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum_over,
+    aten.mean.default: mean,
+    aten.mean.dim: mean,
+    aten.embedding.default: embedding,
+    aten.embedding_dense_backward.default: embedding_backward,
+    aten.native_dropout.default: dropout,
+    aten.native_dropout_backward.default: dropout_backward,
+    aten.mse_loss.default: mse_loss,
+    aten.huber_loss.default: loss_of(aten.huber_loss.default),
+    aten.smooth_l1_loss.default: loss_of(aten.smooth_l1_loss.default),
+    aten.soft_margin_loss.default: loss_of(aten.soft_margin_loss.default),
+    aten._native_batch_norm_legit_functional.default: batch_norm,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+    aten.slice_scatter.default: _scatter(aten.slice.Tensor),
+    aten.select_scatter.default: _scatter(aten.select.int),
+    aten.as_strided_scatter.default: _scatter(aten.as_strided.default),
+    aten.constant_pad_nd.default: _pad,
+    aten.masked_fill.Scalar: _then_in_place(aten.masked_fill_.Scalar),
+    aten.masked_fill.Tensor: _then_in_place(aten.masked_fill_.Tensor),
+    aten.index_put.default: _then_in_place(aten.index_put_.default),
+    aten.zeros.default: _filled_with(0),
+    aten.ones.default: _filled_with(1),
+    aten.zeros_like.default: _filled_with(0),
+    aten.ones_like.default: _filled_with(1),
+    aten.new_zeros.default: _filled_with(0),
+    aten.new_ones.default: _filled_with(1),
+    aten.full.default: _full,
+    aten.full_like.default: _full,
+    aten.new_full.default: _new_full,
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
+    aten.scalar_tensor.default: _scalar_tensor,
+    aten.lift_fresh_copy.default: _copy,
+}

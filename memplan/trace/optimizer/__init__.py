@@ -1,0 +1,1 @@
+"""memplan.trace.optimizer: to be described."""

@@ -1,0 +1,282 @@
+"""The optimizer's update as ops of the graph: one fused kernel per parameter, as soon as it may run.
+
+A parameter may be overwritten once its gradient exists and nothing reads its old value any more; then its
+gradient dies on the spot. That is where a whole step saves memory: gradients never pile up. The optimizer
+itself is not traced (a dozen nodes a parameter); its state stays its own, and its hyperparameters are read
+at every call, so that schedulers and checkpoints work as ever.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
+
+from memplan.errors import UnsupportedGraph
+from memplan.trace.optimizer.optimizers import STEP, ensure_state, keys_of
+from memplan.trace.passes.aliasing import has_effects
+from memplan.trace.passes.own_outputs import is_backward, returned_by
+from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.traced import Live
+
+_CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+ACCUMULATED = "accumulated gradient"  # key of a tensor beside the optimizer's own state
+LEARNING_RATE = "learning rate"  # key of another, which belongs to a group instead of a parameter
+COUNTERS = "step counters"  # key of one that holds the counters of many parameters, side by side
+
+
+class Accumulate(enum.Enum):
+    """What a step does with its gradients when several of them make one update."""
+
+    ADD = "add them to those of earlier steps"
+    UPDATE = "add them, update the parameters, and start from zero again"
+
+
+@dataclass(frozen=True, slots=True)
+class StateInput:
+    """Descriptor of a placeholder: tensor `key` of the state that an update keeps for parameter `target`.
+
+    `targets`: the parameters of which it holds one element each, in order (`COUNTERS`).
+    """
+
+    target: str
+    key: str
+    targets: tuple[str, ...] = ()
+
+    def is_tangent(self) -> bool:
+        return False
+
+
+def append_updates(
+    graph: fx.Graph,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    clip_grad_norm: float | None = None,
+    accumulate: Accumulate | None = None,
+    rates_in_memory: bool = False,
+    device: torch.device | None = None,
+) -> None:
+    """Replace the returned gradients of `optimizer`'s parameters by updates; other gradients are dropped.
+
+    `clip_grad_norm` scales all gradients to that global 2-norm first: every update then waits for the last
+    gradient. `accumulate`: updates take sums of gradients, in memory that outlives the step. `rates_in_memory`: updates
+    read learning rates from tensors, one for each group, so that a recorded step follows a schedule. `device`: the
+    optimizer's state is seen there, wherever it is. State that is not there yet is created, for what has a gradient.
+    """
+    output, results, descs = returned_by(graph)
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    parameters = {n.meta["desc"].target: n for n in graph.nodes if n.op == "placeholder" and _is_parameter(n)}
+    gradients: dict[str, fx.Node] = {}
+    for node, desc in zip(results, descs, strict=True):
+        of = desc.grad_of if isinstance(desc, GradAOTOutput) else None
+        if (
+            isinstance(of, ParamAOTInput)
+            and isinstance(node, fx.Node)
+            and id(model.get_parameter(of.target)) in group_of
+        ):
+            gradients[of.target] = node
+    if not gradients:
+        name = type(optimizer).__name__
+        raise UnsupportedGraph(name, "the loss depends on none of its parameters", "give it those of this very model")
+    kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
+    output.args = (tuple(n for n, _ in kept),)
+    output.meta["desc"] = [d for _, d in kept]
+    factory = _Updates(graph, optimizer, output, rates_in_memory=rates_in_memory, device=device)
+    if accumulate is not None:
+        gradients = {name: factory.add(name, parameters[name], g) for name, g in gradients.items()}
+    if accumulate is not Accumulate.ADD:
+        if clip_grad_norm is not None:
+            gradients = factory.clip(gradients, clip_grad_norm, in_place=accumulate is not None)
+        factory.keep_counters(gradients)
+        for name, gradient in gradients.items():
+            parameter = model.get_parameter(name)
+            group = group_of[id(parameter)]
+            state = ensure_state(optimizer, name, parameter, group)
+            factory.update(name, parameters[name], gradient, state, group)
+        factory.count_steps()
+    if accumulate is Accumulate.UPDATE:
+        factory.start_from_zero(gradients.values())
+    _drop_dead(graph)
+
+
+class _InBackward(Rewriter):
+    """Makes nodes of the backward, whatever the node is that they stand for."""
+
+    def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super()._node(*args, **kwargs)
+        node.meta["partitioner_tag"] = "is_backward"
+        return node
+
+
+class _Updates:
+    """Makes the nodes.
+
+    Adam's step counters lie side by side in memory where that is possible (`keep_counters`), so that one kernel
+    increments them as one tensor; what is copied to a device and back keeps each its own (`steps`).
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        optimizer: torch.optim.Optimizer,
+        output: fx.Node,
+        *,
+        rates_in_memory: bool,
+        device: torch.device | None,
+    ) -> None:
+        self.graph = graph
+        self.mode = fake_mode_of(graph)
+        self.optimizer = optimizer
+        self.output = output
+        self.steps: list[fx.Node] = []
+        self.counters: fx.Node | None = None
+        self.position: dict[str, int] = {}
+        self.rates_in_memory = rates_in_memory
+        self.device = device
+        self.rates: dict[int, fx.Node] = {}
+
+    def add(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
+        """Add a gradient, as soon as it exists, to the accumulated one, which is returned."""
+        accumulated = self._state(name, ACCUMULATED, value(parameter))
+        place = _after_last(self.graph, _touching(self.graph, gradient))
+        rw = _InBackward(self.graph, self.mode, gradient, before=place)
+        rw.call(aten.add_.Tensor, accumulated, gradient)
+        return accumulated
+
+    def start_from_zero(self, accumulated: Iterable[fx.Node]) -> None:
+        """Empty the accumulated gradients: all by one kernel in the end, or, where they are copied to a device and
+        back, each after its last use."""
+        found = list(accumulated)
+        if self.device is None and found:
+            rw = _InBackward(self.graph, self.mode, found[-1], before=self.output)
+            rw.call(aten._foreach_zero_.default, found)
+            return
+        for gradient in found:
+            place = _after_last(self.graph, _touching(self.graph, gradient))
+            _InBackward(self.graph, self.mode, gradient, before=place).call(aten.zero_.default, gradient)
+
+    def clip(self, gradients: Mapping[str, fx.Node], max_norm: float, *, in_place: bool) -> dict[str, fx.Node]:
+        """`torch.nn.utils.clip_grad_norm_`: norm of norms, coefficient, one product per gradient."""
+        rw = _InBackward(self.graph, self.mode, list(gradients.values())[-1], before=self.output)
+        norms = [rw.call(aten.linalg_vector_norm.default, g, 2.0) for g in gradients.values()]
+        total = rw.call(aten.linalg_vector_norm.default, rw.call(aten.stack.default, norms), 2.0)
+        inverse = rw.call(aten.reciprocal.default, rw.call(aten.add.Tensor, total, _CLIP_EPSILON))
+        coefficient = rw.call(aten.clamp_max.default, rw.call(aten.mul.Tensor, inverse, max_norm), 1.0)
+        if in_place:
+            for g in gradients.values():
+                rw.call(aten.mul_.Tensor, g, coefficient)
+            return dict(gradients)
+        return {name: rw.call(aten.mul.Tensor, g, coefficient) for name, g in gradients.items()}
+
+    def keep_counters(self, names: Iterable[str]) -> None:
+        """One tensor for the step counters of these parameters, unless the optimizer has none or is elsewhere."""
+        self.position = {name: i for i, name in enumerate(names)}
+        if isinstance(self.optimizer, torch.optim.SGD) or self.device is not None or not self.position:
+            return
+        device = next(p for group in self.optimizer.param_groups for p in group["params"]).device
+        with self.mode:
+            counters = torch.empty(len(self.position), dtype=torch.float32, device=device)
+        self.counters = self._state("optimizer", COUNTERS, counters, tuple(self.position))
+
+    def update(self, name: str, parameter: fx.Node, gradient: fx.Node, state: Mapping[str, Any], group: int) -> None:
+        """One fused kernel after the gradient's definition and the parameter's last reader."""
+        place = _after_last(self.graph, [*_touching(self.graph, gradient), *_touching(self.graph, parameter)])
+        rw = _InBackward(self.graph, self.mode, gradient, before=place)
+        if value(gradient).stride() != value(parameter).stride():  # the kernel walks both alike
+            laid_out = rw.scratch(value(parameter))
+            rw.call(aten.copy_.default, laid_out, gradient)
+            gradient = laid_out
+        options = self.optimizer.param_groups[group]
+        keys = keys_of(self.optimizer, options)
+        inputs = {key: self._state(name, key, state[key]) for key in keys if key != STEP or self.counters is None}
+        if isinstance(self.optimizer, torch.optim.SGD):
+            packet = aten._fused_sgd_
+            momentum = [inputs["momentum_buffer"]] if options["momentum"] else []
+            args: tuple[Any, ...] = ([parameter], [gradient], momentum)
+            live = {
+                key: Live(self.optimizer, group, key)
+                for key in ("weight_decay", "momentum", "lr", "nesterov", "maximize")
+            }
+            constants: dict[str, Any] = {"dampening": 0.0, "is_first_step": False}
+        else:
+            decoupled = isinstance(self.optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay")
+            packet = aten._fused_adamw_ if decoupled else aten._fused_adam_
+            if self.counters is not None:
+                inputs[STEP] = rw.call(aten.select.int, self.counters, 0, self.position[name])
+            else:
+                self.steps.append(inputs[STEP])
+            largest = [inputs["max_exp_avg_sq"]] if options["amsgrad"] else []
+            args = ([parameter], [gradient], [inputs["exp_avg"]], [inputs["exp_avg_sq"]], largest, [inputs[STEP]])
+            live = {key: Live(self.optimizer, group, key) for key in ("lr", "weight_decay", "eps", "maximize")}
+            live |= {f"beta{i + 1}": Live(self.optimizer, group, "betas", i) for i in (0, 1)}
+            constants = {"amsgrad": options["amsgrad"]}
+        target = packet.default
+        if self.rates_in_memory:
+            target, constants["lr"] = packet.tensor_lr, self._rate(group, value(parameter))
+            del live["lr"]
+        node = rw.call(target, *args, **{key: one.value() for key, one in live.items()}, **constants)
+        node.meta["live"] = live
+
+    def count_steps(self) -> None:
+        """Increment all step counters by one kernel, before the first update."""
+        if self.counters is None and not self.steps:
+            return
+        first = next(n for n in self.graph.nodes if n.op == "call_function" and "live" in n.meta)
+        rw = _InBackward(self.graph, self.mode, first)
+        if self.counters is not None:
+            rw.call(aten.add_.Tensor, self.counters, 1)
+        else:
+            rw.call(aten._foreach_add_.Scalar, self.steps, 1)
+
+    def _rate(self, group: int, parameter: torch.Tensor) -> fx.Node:
+        """The learning rate of a group, as a tensor where its parameters are."""
+        if group not in self.rates:
+            with self.mode:
+                rate = torch.empty((), dtype=torch.float32, device=parameter.device)
+            self.rates[group] = self._state(f"group {group}", LEARNING_RATE, rate)
+        return self.rates[group]
+
+    def _state(self, name: str, key: str, tensor: torch.Tensor, targets: tuple[str, ...] = ()) -> fx.Node:
+        last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(f"{name}_{key}".replace(".", "_").replace(" ", "_"))
+        node.meta["desc"] = StateInput(name, key, targets)
+        with self.mode:
+            node.meta["val"] = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device or tensor.device
+            )
+        return node
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return isinstance(node.meta["desc"], ParamAOTInput)
+
+
+def _touching(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """The node, its aliases, and everything that reads or writes one of them."""
+    key = storage_key(value(node))
+    aliases = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor) and storage_key(value(n)) == key]
+    return aliases + [user for alias in aliases for user in alias.users if user.op != "output"]
+
+
+def _after_last(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
+    """The node before which something may stand that comes after all of `nodes`."""
+    wanted = set(nodes)
+    last = next(n for n in reversed(graph.nodes) if n in wanted)
+    following: fx.Node = last.next
+    while following.op == "call_function" and not is_backward(following):
+        following = following.next
+    return following
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Remove what only dropped gradients needed; keep what has effects."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not has_effects(node):
+            graph.erase_node(node)

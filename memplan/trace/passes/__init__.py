@@ -1,0 +1,1 @@
+"""memplan.trace.passes: to be described."""

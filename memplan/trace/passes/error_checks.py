@@ -1,0 +1,58 @@
+"""Ops that only raise: `torch.linalg.inv` and its like look at what their kernel says of its success.
+
+AOTAutograd orders them by tokens, which they take and return. Here they become ordinary ops without results, and
+`schedule/legal.py` says what waits for them.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+from torch._higher_order_ops.effects import with_effects
+from torch._ops import OpOverload
+
+from memplan.trace.passes.rewrite import INHERITED, aten
+
+CHECKS = frozenset({aten._linalg_check_errors.default})
+
+
+def is_check(target: Any) -> bool:
+    """Whether an op returns nothing and changes nothing: it runs to raise."""
+    return target in CHECKS
+
+
+def order_checks(graph: fx.Graph) -> None:
+    """Call checks directly instead of by way of tokens, in place; tokens that nothing needs any more are taken out."""
+    for node in list(graph.find_nodes(op="call_function", target=with_effects)):
+        token, check, *args = node.args
+        if not is_check(check):
+            continue
+        assert isinstance(check, OpOverload)
+        with graph.inserting_before(node):
+            call = graph.create_node("call_function", check, tuple(args), dict(node.kwargs), name=f"{node.name}_check")
+        call.meta.update({key: node.meta[key] for key in INHERITED if key in node.meta}, val=None)
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(token)
+            graph.erase_node(user)
+        graph.erase_node(node)
+    _drop_tokens(graph)
+
+
+def _drop_tokens(graph: fx.Graph) -> None:
+    """Take out tokens that are only handed through."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    idle = {n for n in graph.nodes if n.op == "placeholder" and _is_token(n.meta["desc"]) and {*n.users} <= {output}}
+    results: Any = output.args[0]
+    descs = output.meta["desc"]
+    kept = [(n, d) for n, d in zip(results, descs, strict=True) if not (isinstance(n, fx.Node) and n in idle)]
+    output.args = (tuple(n for n, _ in kept),)
+    output.meta["desc"] = [d for _, d in kept]
+    for token in idle:
+        graph.erase_node(token)
+
+
+def _is_token(desc: Any) -> bool:
+    return "Token" in type(desc).__name__

@@ -1,0 +1,135 @@
+"""Constant folding: what constants alone determine is computed once, when the step is traced.
+
+Masks, position ids, buckets of relative positions, scales: ops that read nothing but numbers written in the program,
+and that draw none. Their results become constants of the program, where they cost no kernel but bytes that stay. So
+only small ones do; of a larger one, what it is made of. What the caller gets, and what an op writes, stays as it is,
+and so does what depends on a tensor that the model holds: its owner may change it in place.
+
+Which ops are folded follows from the graph alone, never from numbers: a plan made of fake tensors is the real one's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from memplan.trace.passes.aliasing import has_effects, is_fixed, keys_of, span, written_in
+from memplan.trace.passes.own_outputs import returned_by
+from memplan.trace.passes.rewrite import INHERITED, aten, replace_by, storage_key, value
+
+SMALL = 4096  # bytes of a result that may stay
+FOLDED = "folded"  # in a node's meta: the op that its numbers come from
+_WORK = 1 << 20  # bytes of a result that is computed on the way
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_LITERAL = aten.lift_fresh_copy.default  # of a tensor that forward itself writes down, each time anew
+
+
+def fold(module: fx.GraphModule) -> None:
+    """Replace small results of ops on constants by constants, in place. `module`: a functional graph, before lowering.
+
+    Runs these ops once, on tensors of at most 1 MiB, where there are numbers to compute with.
+    """
+    graph = module.graph
+    constant = _shared(graph, _constants(graph))
+    kept = _kept(constant)
+    with unset_fake_temporarily():
+        numbers = _numbers(module, constant, kept)
+    for node in reversed(constant):
+        if node in kept:
+            _put(module, node, numbers.get(node, value(node)))
+        if not node.users:
+            literals = [n for n in node.all_input_nodes if n.op == "get_attr"]
+            graph.erase_node(node)
+            for literal in literals:
+                if not literal.users:
+                    graph.erase_node(literal)
+
+
+def _constants(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that constants alone determine, in order; tensors that the model holds are no constants."""
+    bound = keys_of(returned_by(graph)[1]) | written_in(graph)
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        literal = node.target is _LITERAL and node.all_input_nodes[0].op == "get_attr"
+        known = literal or all(n in found for n in node.all_input_nodes)
+        if known and _is_plain(node) and not keys_of(node) & bound:
+            found[node] = None
+    return list(found)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a node is an ATen op with one result, which its arguments determine, and no symbol is among them."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or has_effects(node):
+        return False
+    val = node.meta.get("val")
+    if node.target.namespace != "aten" or "empty" in node.target._opname or not isinstance(val, torch.Tensor):
+        return False
+    symbols = any(isinstance(leaf, _SYMBOLIC) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
+    return not symbols and is_fixed(val) and span(val) <= _WORK
+
+
+def _shared(graph: fx.Graph, constant: list[fx.Node]) -> list[fx.Node]:
+    """Those that are left when each is computed once."""
+    known: dict[str, fx.Node] = {}
+    for node in constant:
+        first = known.setdefault(str((node.target, node.args, node.kwargs)), node)
+        if first is not node:
+            replace_by(graph, node, first)
+    return list(known.values())
+
+
+def _kept(constant: list[fx.Node]) -> set[fx.Node]:
+    """The ops whose results are to stay: small ones that something reads which is not folded."""
+    groups: dict[int, list[fx.Node]] = {}  # by storage: the op that makes it, then views
+    for node in constant:
+        groups.setdefault(storage_key(value(node)), []).append(node)
+    folded, kept = set(constant), set[fx.Node]()
+    for base, *views in reversed(groups.values()):
+        if any(user not in folded for node in (base, *views) for user in node.users):
+            if span(value(base)) <= SMALL:
+                kept.add(base)
+            else:
+                folded -= {base, *views}
+    return kept
+
+
+def _numbers(module: fx.GraphModule, constant: list[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, torch.Tensor]:
+    """The results of `kept`, computed and laid out as traced; none of those that come from a tensor without numbers."""
+    needed = set(kept)
+    for node in reversed(constant):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    made: dict[fx.Node, torch.Tensor] = {}
+    with torch.no_grad(), torch._C._DisableAutocast():
+        for node in constant:
+            for source in node.all_input_nodes:
+                if source.op == "get_attr":
+                    made[source] = getattr(module, str(source.target))
+            there = value(node).device.type == "cpu" or torch.cuda.is_available()
+            if node in needed and there and all(_has_numbers(made.get(n)) for n in node.all_input_nodes):
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+                made[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return {node: _laid_out(made[node], value(node)) for node in kept if node in made}
+
+
+def _laid_out(tensor: torch.Tensor, val: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+    return empty.copy_(tensor)
+
+
+def _has_numbers(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def _put(module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor) -> None:
+    """A constant in place of the node."""
+    name = f"{node.name}_{FOLDED}"
+    setattr(module, name, tensor)
+    with module.graph.inserting_before(node):
+        constant = module.graph.create_node("get_attr", name, name=name)
+    constant.meta.update({key: node.meta[key] for key in INHERITED if key in node.meta})
+    constant.meta.update({"val": value(node), FOLDED: str(node.target)})
+    node.replace_all_uses_with(constant)

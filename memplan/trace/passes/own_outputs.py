@@ -1,0 +1,228 @@
+"""What leaves the graph: every gradient and write-back gets bytes of its own.
+
+AOTAutograd hands out aliases freely (the gradient of a bias may *be* the tangent; two gradients may be one
+tensor). Autograd may keep a gradient as `.grad` without copying, so two that share bytes would be silently
+wrong later. Here each returned tensor that does not own its bytes becomes an explicit copy, and each mutated
+input an explicit `copy_` at the end of the forward: ordinary ops, planned like all others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTOutput
+
+from memplan.errors import UnsupportedGraph
+from memplan.trace.passes.aliasing import is_fixed, keys_of, written_in
+from memplan.trace.passes.overlapping_strides import may_overlap
+from memplan.trace.passes.rewrite import MEMORY_ONLY, Rewriter, aten, fake_mode_of, storage_key, value
+
+_PIECES = (
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
+    *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default),
+)
+
+
+def own_the_results(graph: fx.Graph) -> None:
+    """Insert copies so that what is returned shares no bytes with anything else that outlives the step.
+
+    A gradient gets a copy when it aliases an input, an output, another gradient, or was made in the forward;
+    an output with a tangent as `_outputs_apart` says.
+    """
+    _write_the_empty(graph)
+    output, results, descs = returned_by(graph)
+    mode = fake_mode_of(graph)
+    tangents = {n.meta["desc"].output for n in graph.nodes if n.op == "placeholder" and n.meta["desc"].is_tangent()}
+    boundary = _first_backward(graph) or output
+    results = _outputs_apart(graph, results, [desc in tangents for desc in descs], boundary)
+    lasting = [n for n in graph.nodes if _is_tensor(n) and (n.op != "call_function" or not is_backward(n))]
+    taken = {storage_key(value(n)) for n in lasting}
+    for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
+        if isinstance(desc, GradAOTOutput) and isinstance(node, fx.Node):
+            if storage_key(value(node)) in taken:
+                results[i] = _copied(Rewriter(graph, mode, node, before=output), "is_backward")
+            taken.add(storage_key(value(results[i])))
+    output.args = (tuple(results),)
+
+
+def _outputs_apart(
+    graph: fx.Graph, results: Sequence[Any], with_tangent: Sequence[bool], boundary: fx.Node
+) -> list[Any]:
+    """`results` with copies of those outputs with a tangent that share bytes with an input or with one another.
+
+    Pieces of one tensor (`_PIECES`) share no element: they stay in its bytes, with eager's strides. Of an input, which
+    is the caller's, the whole is copied and the outputs are views of the copy.
+    """
+    mode, found = fake_mode_of(graph), list(results)
+    given = [n for n in graph.find_nodes(op="placeholder") if _is_tensor(n) and not n.meta["desc"].is_tangent()]
+    placeholders = {storage_key(value(n)): n for n in reversed(given)}
+    first: dict[int, fx.Node] = {}  # storage -> the first output in it
+    copies: dict[fx.Node, fx.Node] = {}  # input -> its copy
+    for i, node in enumerate(results):
+        if not with_tangent[i]:
+            continue
+        key = storage_key(value(node))
+        rewriter = Rewriter(graph, mode, node, before=boundary)
+        if key in placeholders and _fills_its_bytes(value(placeholders[key])):
+            base = placeholders[key]
+            if base not in copies:
+                copies[base] = _copied(Rewriter(graph, mode, base, before=boundary), "is_forward")
+            found[i] = _same_view(rewriter, base, copies[base])
+        elif key in placeholders or (key in first and not _are_pieces(first[key], node)):
+            found[i] = _copied(rewriter, "is_forward")
+        first.setdefault(key, node)
+    return found
+
+
+def _fills_its_bytes(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share bytes, and none lie between them: memory like it has the same strides."""
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return is_fixed(tensor) and extent == tensor.numel() and not may_overlap(tensor.shape, tensor.stride())
+
+
+def _same_view(rewriter: Rewriter, base: fx.Node, copy: fx.Node) -> fx.Node:
+    """The rewriter's node, a view of `base`, as a view of a `copy` with the strides of `base`."""
+    v, start = value(rewriter.node), value(base).storage_offset()
+    view = rewriter.call(aten.as_strided.default, copy, list(v.shape), list(v.stride()), v.storage_offset() - start)
+    view.meta["partitioner_tag"] = "is_forward"
+    return view
+
+
+def _are_pieces(one: fx.Node, two: fx.Node) -> bool:
+    """Whether both are pieces that one op cuts a tensor into, which share no element."""
+    if one is two or one.target is not operator.getitem or two.target is not operator.getitem:
+        return False
+    whole = one.args[0]
+    return whole is two.args[0] and isinstance(whole, fx.Node) and whole.target in _PIECES
+
+
+def _write_the_empty(graph: fx.Graph) -> None:
+    """Fill returned memory that nothing writes (`torch.empty`) with zeros, so that an op makes it."""
+    returned = keys_of([n for n in returned_by(graph)[1] if isinstance(n, fx.Node)])
+    bare = returned - written_in(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in MEMORY_ONLY and not bare.isdisjoint(keys_of(node)):
+            write = Rewriter(graph, fake_mode_of(graph), node, before=node.next).call(aten.zero_.default, node)
+            write.meta["partitioner_tag"] = "is_forward"
+
+
+def _copied(rewriter: Rewriter, phase: str) -> fx.Node:
+    """A copy of the rewriter's node in dense memory of its own."""
+    with rewriter.mode:
+        dense = torch.empty_like(value(rewriter.node))  # of an expanded tensor, a contiguous one
+    copy = rewriter.scratch(dense)
+    write = rewriter.call(aten.copy_.default, copy, rewriter.node)
+    copy.meta["partitioner_tag"] = write.meta["partitioner_tag"] = phase
+    return copy
+
+
+def tangents_needed(graph: fx.Graph) -> dict[Any, frozenset[int]]:
+    """For each gradient (by descriptor) the tangents (numbered in order) that it depends on.
+
+    Read off the functional graph, before any pass: when none of them arrives, the gradient is None.
+    """
+    needs: dict[fx.Node, frozenset[int]] = {}
+    count = 0
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta["desc"].is_tangent():
+            needs[node] = frozenset({count})
+            count += 1
+        else:
+            needs[node] = frozenset().union(*(needs[n] for n in node.all_input_nodes))
+    _, results, descs = returned_by(graph)
+    pairs = zip(results, descs, strict=True)
+    return {d: needs[n] for n, d in pairs if isinstance(d, GradAOTOutput) and isinstance(n, fx.Node)}
+
+
+def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None]) -> None:
+    """Turn returned new values of mutated inputs into `copy_` ops at the end of the forward.
+
+    A result that eager returns as (a view of) a mutated input is returned as that again: `alias_of` gives,
+    for each leaf of the result, the position of the placeholder that it is a view of.
+    """
+    output, results, descs = returned_by(graph)
+    inputs = {n.meta["desc"]: n for n in graph.nodes if n.op == "placeholder"}
+    mutations = [
+        (inputs[desc.mutated_input], node)
+        for node, desc in zip(results, descs, strict=True)
+        if isinstance(desc, InputMutationAOTOutput)
+    ]
+    kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, InputMutationAOTOutput)]
+    output.args = (tuple(n for n, _ in kept),)
+    output.meta["desc"] = [d for _, d in kept]
+    boundary = _first_backward(graph) or output
+    for target, new in mutations:
+        if value(target).shape != value(new).shape or value(target).dtype != value(new).dtype:
+            raise UnsupportedGraph(target.name, "an input is resized in place", "write to a tensor of the final shape")
+        if is_fixed(value(target)) and may_overlap(value(target).shape, value(target).stride()):
+            what = "an input whose elements share bytes (expand, unfold) is changed in place"
+            raise UnsupportedGraph(target.name, what, "pass a dense copy of it (.contiguous())")
+        _refuse_old_value(graph, target, boundary)
+        rewriter = Rewriter(graph, fake_mode_of(graph), new, before=boundary)
+        write = rewriter.call(aten.copy_.default, target, new)
+        write.meta["partitioner_tag"] = "is_forward"
+    _return_the_inputs(graph, [target for target, _ in mutations], alias_of)
+
+
+def _return_the_inputs(graph: fx.Graph, mutated: Sequence[fx.Node], alias_of: Sequence[int | None]) -> None:
+    """Return mutated inputs, and views of them, as what they are instead of as their new values."""
+    output, results, descs = returned_by(graph)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
+        base = alias_of[desc.idx] if isinstance(desc, PlainAOTOutput) else None
+        if base is not None and placeholders[base] in mutated:
+            v = value(node)
+            rewriter = Rewriter(graph, fake_mode_of(graph), node, before=output)
+            where = (list(v.shape), list(v.stride()), v.storage_offset())
+            results[i] = rewriter.call(aten.as_strided.default, placeholders[base], *where)
+    output.args = (tuple(results),)
+
+
+def _refuse_old_value(graph: fx.Graph, target: fx.Node, boundary: fx.Node) -> None:
+    """Eager autograd refuses this too: "modified by an inplace operation"."""
+    nodes = list(graph.nodes)
+    backward = set(nodes[nodes.index(boundary) :])
+    aliases = [n for n in nodes if _is_tensor(n) and storage_key(value(n)) == storage_key(value(target))]
+    late = next((user for n in aliases for user in n.users if user in backward and user.op != "output"), None)
+    if late is not None:
+        name = getattr(target.meta["desc"], "target", target.name)
+        reason = f"{name} is changed in place, but its old value is needed for a gradient (by {late.name})"
+        raise UnsupportedGraph(target.name, reason, "change a copy, or do it after the backward")
+
+
+def returned_by(graph: fx.Graph) -> tuple[fx.Node, list[Any], list[Any]]:
+    """The output node, what it returns, and a descriptor for each of these."""
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    results: Any = output.args[0]
+    return output, list(results), list(output.meta["desc"])
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether a node belongs to the backward (tagged by AOTAutograd)."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def tag_backward(graph: fx.Graph) -> None:
+    """Tag what AOTAutograd left untagged in the backward (a `torch.autograd.Function` of the user's has its own).
+
+    That is what comes after the first node of the backward, or needs a gradient that comes in.
+    """
+    tangents = {n for n in graph.nodes if n.op == "placeholder" and n.meta["desc"].is_tangent()}
+    passed = False
+    for node in graph.nodes:
+        if node.op == "call_function":
+            passed = passed or is_backward(node) or not tangents.isdisjoint(node.all_input_nodes)
+            if passed:
+                node.meta.setdefault("partitioner_tag", "is_backward")
+
+
+def _first_backward(graph: fx.Graph) -> fx.Node | None:
+    return next((n for n in graph.nodes if n.op == "call_function" and is_backward(n)), None)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)

@@ -1,0 +1,150 @@
+"""Ops that need not run: those that change no bit, those that ran already, copies of what can be made where it belongs.
+
+Each rule leaves every number as it was, and no bytes alive that were not: a value stands for another one only where
+its storage is no larger. What the caller gets or gave, and what an op writes, is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memplan.trace.passes.aliasing import has_effects, is_fixed, is_view, keys_of, span, tensors_of, written_in
+from memplan.trace.passes.fold import SMALL
+from memplan.trace.passes.own_outputs import is_backward, returned_by
+from memplan.trace.passes.rewrite import aten, fake_mode_of, replace_by, storage_key, value
+
+_BY_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
+_COPIES = {aten.clone.default, aten._to_copy.default}
+# Rounded once in every kernel (IEEE 754), so that no real result depends on where it is written. Complex ones do.
+_ANYWHERE = {
+    *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor),
+    *(aten.neg.default, aten.abs.default, aten.where.self),
+}
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Take out ops that need not run, in place. `graph` is functional, its constants are folded."""
+    made = _made(graph)
+    for node in list(graph.nodes):
+        if _is_fixed(node) and keys_of(node) <= made.keys():
+            same = _unchanged(node)
+            if same is not None and keys_of(same) <= made.keys() and _size(same, made) <= _size(node, made):
+                replace_by(graph, node, same)
+    _share(graph, made)
+    mode = fake_mode_of(graph)
+    for node in list(graph.nodes):
+        if node.target in _COPIES and _is_fixed(node) and keys_of(node) <= made.keys():
+            _make_in_place(graph, mode, node, made)
+
+
+def _made(graph: fx.Graph) -> dict[int, int]:
+    """The bytes of each storage that an op makes for the step alone: not the caller's, and written once."""
+    bound = keys_of(returned_by(graph)[1]) | written_in(graph)
+    bound |= {key for node in graph.nodes if node.op != "call_function" for key in keys_of(node)}
+    sizes: dict[int, int] = {}
+    for node in graph.nodes:
+        for tensor in tensors_of(node):
+            if is_fixed(tensor) and storage_key(tensor) not in bound:
+                sizes.setdefault(storage_key(tensor), span(tensor))
+    return sizes
+
+
+def _size(node: fx.Node, made: dict[int, int]) -> int:
+    return made[storage_key(value(node))]
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """Whether a node gives one plain tensor whose sizes are numbers."""
+    return isinstance(node.meta.get("val"), torch.Tensor) and is_fixed(value(node))
+
+
+def _same_layout(one: fx.Node, two: fx.Node) -> bool:
+    a, b = value(one), value(two)
+    if (a.dtype, a.device, a.shape) != (b.dtype, b.device, b.shape):
+        return False
+    return all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    """The argument that the result equals bit by bit, laid out alike; None: it may differ."""
+    x = node.args[0] if node.args else None
+    if not isinstance(x, fx.Node) or not _is_fixed(x) or not _same_layout(x, node):
+        return None
+    one = len(node.args) == 2 and type(node.args[1]) in (int, float) and node.args[1] == 1
+    by_one = node.target in _BY_ONE and one and not node.kwargs and not value(x).is_complex()  # inf * 0i is NaN
+    padded = node.target is aten.constant_pad_nd.default and not any(node.args[1])  # type: ignore[arg-type]
+    whole = node.target is aten.slice_backward.default  # of the shape that its argument has
+    return x if by_one or padded or whole or node.target in _COPIES else None
+
+
+def _share(graph: fx.Graph, made: dict[int, int]) -> None:
+    """Let a small result stand for all that are computed from the same, in one phase of the step; and so views."""
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+            continue  # a user's op may do more than it says
+        if has_effects(node) or not _is_fixed(node):
+            continue
+        if any(user.op == "output" for user in node.users):
+            continue
+        small = keys_of(node) <= made.keys() and _size(node, made) <= SMALL and "empty" not in node.target._opname
+        if small or is_view(node):
+            first = known.setdefault((is_backward(node), str((node.target, node.args, node.kwargs))), node)
+            if first is not node:
+                replace_by(graph, node, first)
+
+
+def _make_in_place(graph: fx.Graph, mode: FakeTensorMode, copy: fx.Node, made: dict[int, int]) -> None:
+    """Where `copy` lays out anew what a pointwise op has made for it alone, let that op write it so."""
+    views, op = [], copy.args[0]
+    while isinstance(op, fx.Node) and is_view(op) and len(op.users) == 1:
+        views.append(op)
+        op = op.args[0]
+    if not isinstance(op, fx.Node) or op.target not in _ANYWHERE or not _is_its_own(op, copy, made):
+        return
+    with contextlib.suppress(RuntimeError, ValueError), mode, torch.no_grad():  # a view that these strides do not allow
+        layout = value(copy)
+        for view in views:
+            layout = _undone(view, layout)
+        again = [layout]
+        for view in reversed(views):
+            again.append(view.target(again[-1], *view.args[1:]))  # type: ignore[operator]
+        if again[-1].shape != value(copy).shape or again[-1].stride() != value(copy).stride():
+            return
+        for node, val in zip((op, *reversed(views)), again, strict=True):
+            node.meta["val"] = val
+        copy.replace_all_uses_with(views[0] if views else op)
+        graph.erase_node(copy)
+
+
+def _is_its_own(op: fx.Node, copy: fx.Node, made: dict[int, int]) -> bool:
+    """Whether what `op` makes is for `copy` alone, and is no other than that."""
+    if len(op.users) != 1 or op.kwargs or not _is_fixed(op) or not keys_of(op) <= made.keys():
+        return False
+    if any(tensor.is_complex() for tensor in (value(op), *tensors_of(op.args))):
+        return False
+    one, two = value(op), value(copy)
+    alike = (one.dtype, one.device, one.numel()) == (two.dtype, two.device, two.numel())
+    return alike and _size(op, made) == _size(copy, made) and is_backward(op) == is_backward(copy)
+
+
+def _undone(view: fx.Node, of: torch.Tensor) -> torch.Tensor:
+    """The tensor whose `view` is `of`. Raises `RuntimeError` where there is none."""
+    source = view.args[0]
+    assert isinstance(source, fx.Node)
+    if view.target is aten.transpose.int:
+        return of.transpose(*view.args[1:])  # type: ignore[arg-type]
+    if view.target is aten.t.default:
+        return of.t()
+    if view.target is aten.permute.default:
+        dims: Any = view.args[1]
+        return of.permute([dims.index(i) for i in range(len(dims))])
+    if view.target in (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default):
+        return of.view(value(source).shape)
+    raise RuntimeError(view.target)

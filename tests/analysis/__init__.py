@@ -1,0 +1,1 @@
+"""tests.analysis: to be described."""

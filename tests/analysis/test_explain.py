@@ -1,0 +1,267 @@
+"""Explanations, levers and differences: what they say follows from the plan, to the byte."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from memplan.analysis.advice import levers
+from memplan.analysis.diff import diff
+from memplan.analysis.explain import Role, explain
+from memplan.analysis.figures import figures_of
+from memplan.analysis.holders import alive_at
+from memplan.analysis.uses import last_use, next_use, touches
+from memplan.check.check import check
+from memplan.check.rules import parse_rule
+from memplan.core.graph import Origin, Phase, StorageKind
+from memplan.core.in_place import with_chances
+from memplan.core.plan import Plan, make_plan
+from memplan.core.schedule import live_bytes
+from memplan.errors import InvalidSize
+from memplan.report.diff_form import diff_json, diff_sections, diff_title
+from memplan.report.explain_form import explain_json, explain_sections, explain_title
+from memplan.report.sections import sections_markdown
+from memplan.schedule import traced
+from tests.graph_strategies import GraphBuilder, plans
+from tests.samples import deep_plan, sample_plan
+
+
+def test_the_sample_is_explained() -> None:
+    found = explain(sample_plan(alignment=1))
+    assert (found.at.step, found.at.target, found.at.phase) == (3, "aten.expand", "backward")
+    assert (found.live, found.max_live) == (260, 260)
+    assert {h.holder.id: (h.role, h.holds_until and h.holds_until.step, h.idle) for h in found.held} == {
+        "activation_2": (Role.WAITS, 4, 2),
+        "activation_5": (Role.MADE, 4, 0),
+        "activation_3": (Role.LAST_USE, None, 0),
+    }
+
+
+def test_a_step_that_does_not_exist_is_bad_input() -> None:
+    for step in (-1, 5, 99):
+        with pytest.raises(InvalidSize, match="its steps are 0 to 4"):
+            explain(sample_plan(), step)
+
+
+@given(plans(), st.data())
+@settings(deadline=None, max_examples=100)
+def test_everything_that_is_alive_is_explained(plan: Plan, data: st.DataObject) -> None:
+    assume(plan.schedule.order)
+    step = data.draw(st.integers(0, len(plan.schedule.order) - 1))
+    found = explain(plan, step)
+    assert [h.holder for h in found.held] == list(alive_at(plan, step))
+    assert found.live == sum(b.size for b in plan.problem.alive_at(step)) == sum(g.bytes for g in found.groups)
+    steps = touches(plan)
+    for held in found.held:
+        used = steps[held.holder.id]
+        assert (held.role in (Role.WAITS, Role.KEPT)) == (step not in used) == (held.idle > 0)
+        if held.holds_until is not None:
+            assert held.holds_until.step == used[-1] > step
+            assert held.next_use is not None
+            assert not any(step < u < held.next_use.step for u in used)
+    assert json.loads(json.dumps(explain_json(found)))["live"] == found.live
+    assert explain_title(found) in sections_markdown("x", explain_sections(found)) or explain_title(found)
+
+
+@given(st.lists(st.integers(0, 50), unique=True).map(sorted), st.integers(-1, 51))
+def test_uses_around_a_step(used: list[int], step: int) -> None:
+    steps = tuple(used)
+    assert next_use(steps, step) == min((u for u in used if u > step), default=None)
+    assert last_use(steps, step) == max((u for u in used if u < step), default=None)
+
+
+# Levers.
+
+
+def _chain(op: str, sizes: tuple[int, int, int]) -> Plan:
+    """input -> a -> b -> output, where `op` makes b out of a."""
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, 8, planned=False)
+    one = b.storage(StorageKind.ACTIVATION, sizes[0], planned=True)
+    b.op(Phase.FORWARD, (x,), (one,), target="aten.mm.default")
+    two = b.storage(StorageKind.ACTIVATION, sizes[1], planned=True)
+    b.op(Phase.FORWARD, (one,), (two,), target=op)
+    out = b.storage(StorageKind.OUTPUT, sizes[2], planned=False)
+    b.op(Phase.FORWARD, (two,), (out,), target="aten.sum.default")
+    graph = b.graph((out,))
+    return make_plan(model="chain", graph=graph, schedule=traced(graph), alignment=1, versions={})
+
+
+def test_in_place_is_advised_only_where_an_op_can_do_it() -> None:
+    def names(plan: Plan) -> dict[str, int]:
+        return {lever.name: lever.saves for lever in levers(plan)}
+
+    assert names(_chain("aten.relu.default", (100, 100, 8)))["in place"] == 100
+    assert "in place" not in names(_chain("aten.mm.default", (100, 100, 8)))
+    assert "in place" not in names(_chain("aten.relu.default", (100, 90, 8)))
+
+
+def test_copies_are_counted() -> None:
+    (lever,) = (lever for lever in levers(_chain("aten.mm.default", (100, 100, 8))) if lever.name == "copies")
+    assert lever.text.startswith("2 x 100 B are alive at aten.mm")
+    assert lever.saves == 100
+
+
+def test_what_waits_for_the_backward_can_be_evicted() -> None:
+    (lever,) = (lever for lever in levers(sample_plan(alignment=1)) if lever.name == "evict")
+    # Without activation_2 (100 B) at the peak, 160 B are alive there, and 200 B when it comes back.
+    assert lever.saves == 60
+    assert "100 B of activations wait for the backward" in lever.text
+
+
+@given(plans())
+@settings(deadline=None, max_examples=100)
+def test_no_lever_promises_more_than_there_is(plan: Plan) -> None:
+    for lever in levers(plan):
+        assert 0 <= lever.saves <= max(plan.max_live, plan.arena_size)
+        assert lever.text
+        if lever.name == "layout":
+            assert plan.arena_size > plan.solution.bound
+        if lever.name == "order":
+            assert not plan.schedule.certified
+
+
+@given(plans())
+@settings(deadline=None, max_examples=100)
+def test_gradients_save_what_planning_them_in_the_same_order_does(plan: Plan) -> None:
+    graph, order = plan.graph, plan.schedule.order
+    assume(plan.eviction is None)
+    first = {s: op for op in reversed([graph.ops[i] for i in order]) for s in graph.written(op)}
+    beside = {graph.values[v].storage for v in graph.gradients}
+    beside = {s for s in beside if not graph.storages[s].planned and s in first and first[s].direct}
+    inside = tuple(replace(s, planned=s.planned or i in beside) for i, s in enumerate(graph.storages))
+    before = max(live_bytes(graph, order), default=0) + sum(graph.storages[s].nbytes for s in beside)
+    saved = before - max(live_bytes(replace(graph, storages=inside), order), default=0)
+    assert sum(lever.saves for lever in levers(plan) if lever.name == "gradients") == saved
+
+
+# Differences.
+
+
+@given(plans())
+@settings(deadline=None, max_examples=50)
+def test_a_plan_does_not_differ_from_itself(plan: Plan) -> None:
+    found = diff(plan, plan)
+    assert found.same
+    assert found.same_graph
+    assert "the plans are the same" in sections_markdown("x", diff_sections(found))
+
+
+@given(plans(), plans())
+@settings(deadline=None, max_examples=100)
+def test_every_buffer_is_matched_once_or_came_or_went(one: Plan, two: Plan) -> None:
+    found, back = diff(one, two), diff(two, one)
+    assert sum(row.delta for row in found.rows) == two.max_live - one.max_live
+    assert (set(found.came), set(found.went)) == (set(back.went), set(back.came))
+    pairs = len(one.problem.buffers) - len(found.went)
+    assert pairs == len(two.problem.buffers) - len(found.came)
+    for a, b in (*found.grew, *found.shrank, *found.to_peak, *found.off_peak):
+        assert a.id in {x.id for x in one.problem.buffers}
+        assert b.id in {x.id for x in two.problem.buffers}
+    matched = sum(b.size for b in two.problem.buffers) - sum(h.size for h in found.came)
+    before = sum(b.size for b in one.problem.buffers) - sum(h.size for h in found.went)
+    assert matched - before == sum(b.size - a.size for a, b in (*found.grew, *found.shrank))
+    data = json.loads(json.dumps(diff_json(found), allow_nan=False))
+    assert data["format"] == "memplan-diff-1"
+    assert diff_title(found)
+    assert sections_markdown(diff_title(found), diff_sections(found))
+
+
+def test_what_grew_is_paired_with_what_it_was() -> None:
+    found = diff(_chain("aten.relu.default", (100, 100, 8)), _chain("aten.relu.default", (100, 150, 8)))
+    assert [(a.size, b.size) for a, b in found.grew] == [(100, 150)]
+    assert not found.came
+    assert not found.went
+    assert not found.same_graph
+    assert "100" in found.first_difference
+
+
+# Plans with a budget.
+
+
+def _advised(plan: Plan, step: int) -> str:
+    return next((lever.text for lever in levers(plan, step) if lever.name == "evict"), "")
+
+
+@pytest.mark.parametrize("policy", ["recompute", "genoa", "flow"])
+def test_no_advice_to_evict_what_is_evicted(policy: str) -> None:
+    plan = deep_plan(policy)
+    origins = {s.name: s.origin.module for s in plan.graph.storages}
+    gone = {e.storage: e for e in plan.evictions}
+    for step in range(len(plan.schedule.order)):
+        text = _advised(plan, step)
+        for storage, eviction in gone.items():
+            if eviction.evicted_access < step:  # before its last use in the forward it could still leave for longer
+                assert origins[storage] not in text
+    assert "recomputing or offloading them saves" in _advised(deep_plan(), deep_plan().problem.peak_step)
+
+
+def test_what_a_budget_keeps_can_be_evicted_too() -> None:
+    plan = deep_plan("recompute")
+    text = _advised(plan, plan.problem.peak_step)
+    assert "block_c" in text
+    assert "block_a" not in text  # computed again
+    assert "recomputing or offloading them too saves at most 1.00 MiB" in text
+    smaller = deep_plan("recompute", plan.arena_size - (1 << 20))
+    assert smaller.max_live == plan.max_live - (1 << 20)
+
+
+def test_advice_names_what_lies_in_a_buffer_and_not_what_did() -> None:
+    """b takes the place of a, and waits for the backward in it."""
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, 64, planned=False)
+    places = [Origin(module=name) for name in ("first", "second")]
+    one, two = (b.storage(StorageKind.ACTIVATION, 64, planned=True, origin=place) for place in places)
+    big = b.storage(StorageKind.ACTIVATION, 96, planned=True)
+    kept = b.storage(StorageKind.GRADIENT, 8, planned=False)
+    b.op(Phase.FORWARD, (x,), (one,), target="aten.mm")
+    b.op(Phase.FORWARD, (one,), (two,), target="aten.neg.default")
+    b.op(Phase.FORWARD, (x,), (big,), target="aten.mm")
+    b.op(Phase.BACKWARD, (two, big), (kept,), target="aten.sum")
+    graph = with_chances(b.graph(gradients=(kept,)))
+    plan = make_plan(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={})
+    assert [h.module for h in alive_at(plan, 2)] == ["", "first"]
+    assert "64 B of aten.neg in second" in _advised(plan, 2)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "genoa"])
+def test_further_lives_of_a_storage_show_its_module(policy: str) -> None:
+    plan = deep_plan(policy)
+    origins = {s.name: s.origin for s in plan.graph.storages}
+    again = [h for step in range(len(plan.schedule.order)) for h in alive_at(plan, step) if "@" in h.id]
+    assert again
+    for holder in again:
+        origin = origins[holder.id.partition("@")[0]]
+        assert (holder.module, holder.source) == (origin.module, origin.source)
+
+
+def test_the_differences_of_a_budget_are_said_as_such() -> None:
+    plain, kept = deep_plan(), deep_plan("recompute")
+    found = diff(plain, kept)
+    assert not found.same_graph
+    text = sections_markdown("x", diff_sections(found))
+    assert "no budget before, a budget of 5,242,880 B kept by 'recompute' with 2 evictions after" in text
+    assert {h.module for h in found.came} | {b.module for _, b in found.shrank} <= {"block_a", "block_b"}
+    assert diff(kept, kept).same
+
+
+def test_graphs_that_differ_in_length_say_where() -> None:
+    one, two = sample_plan(), deep_plan()
+    assert "before, " in diff(one, two).first_difference
+    assert "after" in sections_markdown("x", diff_sections(diff(one, two)))
+
+
+@pytest.mark.parametrize("policy", ["recompute", "genoa"])
+def test_a_check_of_a_plan_with_a_budget_adds_up(policy: str) -> None:
+    before, after = deep_plan(policy), deep_plan()
+    verdict = check(after, [parse_rule("arena:+0")], figures_of(before))
+    (finding,) = verdict.findings
+    assert sum(row.delta for row in finding.grown) == after.arena_size - before.arena_size
+    assert check(before, [parse_rule("arena:+0")], figures_of(after)).gains[0][1:] == (
+        after.arena_size,
+        before.arena_size,
+    )

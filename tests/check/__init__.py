@@ -1,0 +1,1 @@
+"""tests.check: to be described."""

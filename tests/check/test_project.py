@@ -1,0 +1,84 @@
+"""`[tool.memplan]` in pyproject.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memplan.check.project import find_project
+from memplan.errors import MemplanError
+
+FULL = """
+[tool.memplan]
+models = [
+    "model.py:a", "plan.json", "package.model:b",
+    {target = "sub/model.py:c", name = "c", infer = true, fail-over = ["arena:1MiB"]}]
+baseline = "base.json"
+fail-over = ["arena:+2%"]
+"""
+
+
+def test_everything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(FULL)
+    project = find_project(tmp_path)
+    assert project is not None
+    assert [(e.name, e.target, e.infer) for e in project.entries] == [
+        ("model.py:a", "model.py:a", False),
+        ("plan.json", "plan.json", False),
+        ("package.model:b", "package.model:b", False),
+        ("c", "sub/model.py:c", True),
+    ]
+    assert project.baseline == tmp_path / "base.json"
+    assert [
+        [r.text for r in rules] for rules in (project.rules or (), project.entries[3].rules or ()) for rules in [rules]
+    ] == [
+        ["arena:+2%"],
+        ["arena:1MiB"],
+    ]
+
+
+def test_it_is_found_from_below_and_files_are_named_from_there(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(FULL)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "pyproject.toml").write_text("[project]\n")
+    project = find_project(tmp_path / "a" / "b")
+    assert project is not None
+    assert [e.target for e in project.entries][:3] == [
+        str(tmp_path / "model.py:a"),
+        str(tmp_path / "plan.json"),
+        "package.model:b",
+    ]
+    assert project.entries[0].name == "model.py:a"
+
+
+def test_no_table_is_no_project(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    assert find_project(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tool", "cannot be read"),
+        ("tool = 3", None),
+        ("[tool]\nmemplan = 3", "is not a table"),
+        ("[tool.memplan]\nmodel = []", "tool.memplan.model: unknown key; known are models"),
+        ("[tool.memplan]\nmodels = 'a'", "is not a list"),
+        ("[tool.memplan]\nmodels = [3]", r"models\[0\]"),
+        ("[tool.memplan]\nmodels = [{infer = true}]", r"models\[0\].target"),
+        ("[tool.memplan]\nmodels = [{target = 'a', infer = 1}]", r"models\[0\].infer"),
+        ("[tool.memplan]\nmodels = [{target = 'a', x = 1}]", r"models\[0\].x: unknown key"),
+        ("[tool.memplan]\nmodels = ['a', 'a']", "two models have the name"),
+        ("[tool.memplan]\nbaseline = 3", "is not a file's name"),
+        ("[tool.memplan]\nfail-over = 'arena:3'", "is not a list of texts"),
+        ("[tool.memplan]\nfail-over = ['arena']", "tool.memplan.fail-over: 'arena' has no limit"),
+    ],
+)
+def test_faults_are_named_by_their_place(tmp_path: Path, text: str, message: str | None) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    if message is None:
+        assert find_project(tmp_path) is None
+        return
+    with pytest.raises(MemplanError, match=message):
+        find_project(tmp_path)

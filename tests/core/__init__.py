@@ -1,0 +1,1 @@
+"""tests.core: to be described."""

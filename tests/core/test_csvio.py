@@ -1,0 +1,172 @@
+"""CSV in and out, in minimalloc's format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from memplan.core.csvio import parse_problem, read_problem, write_solution
+from memplan.core.files import write_atomic
+from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
+from memplan.errors import InvalidSolution, UnreadableFile
+from memplan.solvers import solve
+from tests.strategies import problems
+
+
+def test_reads_the_capacity_from_the_name_and_the_columns_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "x.4096.csv"
+    path.write_text("size,id,upper,lower,alignment\n10,a,5,1,64\n\n20,b,3,0,1\n")
+    assert read_problem(path) == Problem(
+        buffers=(
+            Buffer(id="a", size=10, live=Interval(1, 5), alignment=64),
+            Buffer(id="b", size=20, live=Interval(0, 3)),
+        ),
+        capacity=4096,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "1"),
+        ("id,lower,size\na,0,1\n", "1"),
+        ("id,lower,upper,size\na,0,1\n", "2"),
+        ("id,lower,upper,size\na,0,1,ten\n", "2"),
+        ("id,lower,upper,size\na,0,1,10\nb,5,5,10\n", "3"),
+        ("id,lower,upper,size\na,0,1,-10\n", "2"),
+    ],
+)
+def test_errors_name_the_line(tmp_path: Path, text: str, line: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(UnreadableFile) as caught:
+        read_problem(path)
+    assert caught.value.where == f"{path}:{line}"
+
+
+def test_duplicate_ids_and_missing_files(tmp_path: Path) -> None:
+    path = tmp_path / "twice.csv"
+    path.write_text("id,lower,upper,size\na,0,1,1\na,0,1,1\n")
+    with pytest.raises(UnreadableFile, match="not unique"):
+        read_problem(path)
+    with pytest.raises(UnreadableFile, match="cannot be read"):
+        read_problem(tmp_path / "absent.csv")
+
+
+@given(problem=problems(aligned=False, gaps=False))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_written_reads_back_with_its_offsets(tmp_path: Path, problem: Problem) -> None:
+    path = tmp_path / "out.csv"
+    solution = solve(problem)
+    write_solution(path, problem, solution)
+    assert read_problem(path).buffers == problem.buffers
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    assert rows[0] == ["id", "lower", "upper", "size", "offset"]
+    assert {row[0]: int(row[4]) for row in rows[1:]} == dict(solution.offsets)
+
+
+def test_what_no_file_system_takes_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    problem = Problem(buffers=(Buffer(id="a", size=1, live=Interval(0, 1)),))
+    for path in (tmp_path / "file" / "below.csv", tmp_path / "a\0b.csv", tmp_path, tmp_path / "no" / "folder.csv"):
+        with pytest.raises(UnreadableFile, match="cannot be read"):
+            read_problem(path)
+        with pytest.raises(UnreadableFile, match="cannot be written"):
+            write_solution(path, problem, solve(problem))
+    odd = Problem(buffers=(Buffer(id="\udc80", size=1, live=Interval(0, 1)),))  # half of a surrogate pair
+    with pytest.raises(UnreadableFile, match="cannot be written"):
+        write_solution(tmp_path / "odd.csv", odd, solve(odd))
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "kept")]
+
+
+def test_a_solution_without_offsets_is_not_written(tmp_path: Path) -> None:
+    problem = Problem(buffers=(Buffer(id="a", size=9, live=Interval(0, 1)),), capacity=8)
+    nothing = Solution(offsets={}, arena_size=0, status=Status.INFEASIBLE, bound=9, solver="none")
+    with pytest.raises(InvalidSolution, match="buffer 'a': has no offset"):
+        write_solution(tmp_path / "out.csv", problem, nothing)
+    assert not list(tmp_path.iterdir())
+
+
+HEAD = "id,lower,upper,size"
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "what"),
+    [
+        ("", 1, "is empty: it has no header"),
+        (" \n", 1, "is empty: it has no header"),
+        ("id,lower,upper,size,size\n", 1, "the header is 'id,lower,upper,size,size'"),
+        ("id,lower,upper,size,color\n", 1, "the header is 'id,lower,upper,size,color'"),
+        ("id,lower,upper\n", 1, "the header is 'id,lower,upper'"),
+        (f"{HEAD}\na,0,1,2,3\n", 2, "5 fields, the header has 4"),
+        (f"{HEAD}\na,0,1\n", 2, "3 fields, the header has 4"),
+        (f"{HEAD}\na,0,1,2\nb,0,1,-2\n", 3, "size is -2"),
+        (f"{HEAD},alignment\na,0,1,2,0\n", 2, "alignment is 0"),
+        (f"{HEAD}\na,4,4,2\n", 2, "upper is 4, not above lower, which is 4"),
+        (f"{HEAD}\na,4,3,2\n", 2, "upper is 3, not above lower, which is 4"),
+        (f"{HEAD}\na,0,1,ten\n", 2, "size is 'ten', not a whole number"),
+        (f"{HEAD}\na,0,1,\n", 2, "size is '', not a whole number"),
+        (f"{HEAD}\na,0,1,1_0\n", 2, "size is '1_0', not a whole number"),
+        (f"{HEAD}\na,0,1,{'9' * 19}\n", 2, f"size is {'9' * 19}, more than 18 digits"),
+        (f"{HEAD}\na,0,1,{'9' * 5000}\n", 2, f"size is {'9' * 57}..., more than 18 digits"),
+        (f'{HEAD}\n"a,0,1,2\n', 2, "is no CSV: unexpected end of data"),
+    ],
+)
+def test_each_fault_says_what_where_and_the_next_step(tmp_path: Path, content: str, line: int, what: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(content)
+    with pytest.raises(UnreadableFile) as caught:
+        read_problem(path)
+    assert (caught.value.what, caught.value.where) == (what, f"{path}:{line}")
+    assert caught.value.hint
+
+
+def test_the_largest_numbers_and_those_with_signs_and_spaces_are_read() -> None:
+    problem = parse_problem(f"{HEAD}\na, -5 ,+7,{'9' * 18}\nb,0,1,0\n".encode(), "x")
+    assert problem.buffers[0] == Buffer(id="a", size=10**18 - 1, live=Interval(-5, 7))
+    assert problem.buffers[1] == Buffer(id="b", size=0, live=Interval(0, 1))
+
+
+def test_a_header_may_have_spaces_and_an_offset_that_is_ignored(tmp_path: Path) -> None:
+    assert parse_problem(b"id , lower,upper,size,offset\na,0,1,2,77\n", "x").buffers == (
+        Buffer(id="a", size=2, live=Interval(0, 1)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity"),
+    [("x.4096.csv", 4096), ("x.0.csv", 0), ("4096.csv", None), ("x.csv", None), ("x.12.old.csv", None),
+     ("x.1k.csv", None), ("x.\u0663.csv", None), ("x.4096", None), ("a.1.22.csv", 22)],
+)  # fmt: skip
+def test_a_capacity_stands_before_the_last_ending(tmp_path: Path, name: str, capacity: int | None) -> None:
+    (tmp_path / name).write_text(f"{HEAD}\na,0,1,2\n")
+    assert read_problem(tmp_path / name).capacity == capacity
+
+
+def test_what_is_no_text_and_what_is_no_file_differ(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(b"\xff\xfeid")
+    with pytest.raises(UnreadableFile, match=r"is no UTF-8 text: .*invalid start byte") as caught:
+        read_problem(path)
+    assert caught.value.where == str(path)
+    with pytest.raises(UnreadableFile, match="cannot be read: No such file or directory"):
+        read_problem(tmp_path / "none.csv")
+    with pytest.raises(UnreadableFile, match="buffer 'a': id is not unique") as caught:
+        parse_problem(f"{HEAD}\na,0,1,2\na,0,1,2\n".encode(), "x")
+    assert caught.value.where == "x"
+
+
+def test_what_cannot_be_written_leaves_no_scratch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "scratch")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(UnreadableFile) as caught:
+        write_atomic(tmp_path / "out.csv", "text")
+    assert (caught.value.what, caught.value.where) == (
+        "cannot be written: Permission denied",
+        str(tmp_path / "out.csv"),
+    )
+    assert not list(tmp_path.iterdir())

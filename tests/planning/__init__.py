@@ -1,0 +1,1 @@
+"""tests.planning: to be described."""

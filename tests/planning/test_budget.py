@@ -1,0 +1,268 @@
+"""Budgets as people give them, plans that keep them, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memplan.core.graph import Graph, Op, Origin, Phase, StorageKind, Value
+from memplan.core.plan import Plan, check_consistency
+from memplan.core.validate import validate
+from memplan.errors import BudgetInfeasible, InvalidCosts, InvalidPlan, InvalidSize, MemplanError, UnreadableFile
+from memplan.evict.costs import DEVICES, CostModel, Link, flops_of, load_costs, signature_of
+from memplan.evict.events import Events
+from memplan.evict.graph.equivalent import require_equivalent
+from memplan.evict.judge.arrays import measure
+from memplan.evict.workload import Workload
+from memplan.planning.budget import Budget, cost_model, plan_within
+from memplan.planning.fit import make_workload
+from memplan.planning.frontier import frontier
+from memplan.planning.planfile import load
+from memplan.report.frontier_form import frontier_sections, frontier_svg
+from memplan.schedule import traced
+from tests.graph_strategies import GraphBuilder
+
+SIZE = 1 << 20
+
+
+def chain(length: int = 6, *, size: int = SIZE) -> Graph:
+    """A forward that saves a tensor per layer, and a backward that needs them in reverse."""
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, size, planned=False)
+    saved = [x]
+    for _ in range(length):
+        saved.append(b.storage(StorageKind.ACTIVATION, size, planned=True))
+        b.op(Phase.FORWARD, (saved[-2],), (saved[-1],))
+    gradient = saved[-1]
+    for layer in reversed(range(length)):
+        made = b.storage(StorageKind.GRADIENT, size, planned=True)
+        b.op(Phase.BACKWARD, (gradient, saved[layer + 1]), (made,))
+        gradient = made
+    kept = b.storage(StorageKind.GRADIENT, 64, planned=False)
+    b.op(Phase.BACKWARD, (gradient,), (kept,))
+    return b.graph(gradients=(kept,))
+
+
+def within(budget: Budget, graph: Graph | None = None, **options: object) -> Plan:
+    graph = chain() if graph is None else graph
+    given = {"model": "chain", "alignment": 64, "versions": {}, "costs": "a100", **options}
+    return plan_within(budget, graph=graph, schedule=traced(graph), **given)  # type: ignore[arg-type]
+
+
+def need(graph: Graph) -> int:
+    workload = make_workload(graph, traced(graph).order, DEVICES["a100"], 64)
+    return measure(workload, workload.plain).peak
+
+
+@pytest.mark.parametrize("budget", [5 * SIZE, "5 MiB", "5242880"])
+def test_a_budget_is_kept_in_bytes_of_the_arena(budget: Budget) -> None:
+    plan = within(budget)
+    assert need(chain()) == 7 * SIZE
+    assert plan.arena_size <= 5 * SIZE
+    assert plan.eviction is not None
+    assert plan.eviction.budget == 5 * SIZE
+    assert plan.evictions
+    validate(plan.problem, plan.solution)
+    require_equivalent(chain(), plan.graph, plan.eviction.sources)
+
+
+@pytest.mark.parametrize(("budget", "share"), [(0.75, 0.75), ("60%", 0.6), (1.0, 1.0)])
+def test_a_share_is_of_the_need_without_a_budget(budget: Budget, share: float) -> None:
+    plan = within(budget)
+    assert plan.eviction is not None
+    assert plan.eviction.budget == int(need(chain()) * share)
+    assert plan.arena_size <= plan.eviction.budget
+
+
+def test_min_is_the_smallest_and_what_an_error_names() -> None:
+    least = within("min").arena_size
+    assert least <= 4 * SIZE
+    with pytest.raises(BudgetInfeasible, match="op") as caught:
+        within(2 * SIZE)
+    assert caught.value.op in {op.name for op in chain().ops}
+    assert within(caught.value.smallest).arena_size <= caught.value.smallest
+    assert str(caught.value.smallest) in str(caught.value)
+
+
+def test_arenas_do_not_grow_when_budgets_fall() -> None:
+    arenas = [within(need(chain()) * k // 20).arena_size for k in range(20, 8, -2)]
+    assert arenas == sorted(arenas, reverse=True)
+
+
+@pytest.mark.parametrize("budget", ["5 parsecs", "150%", 1.5, -1, 0.0, True, None, [3]])
+def test_what_is_no_budget_is_said(budget: object) -> None:
+    with pytest.raises(InvalidSize):
+        within(budget)  # type: ignore[arg-type]
+
+
+def test_unknown_costs_and_policies_list_the_known_ones() -> None:
+    with pytest.raises(InvalidCosts, match="a100"):
+        within("5MiB", costs="abacus")
+    with pytest.raises(MemplanError, match="recompute"):
+        within("5MiB", policy="hope")
+
+
+def test_a_policy_of_the_users_is_asked_and_checked() -> None:
+    asked: list[int] = []
+
+    def nothing(workload: Workload) -> Events:
+        asked.append(workload.budget)
+        return workload.plain
+
+    with pytest.raises(MemplanError, match="the policy's events need"):
+        within("5MiB", policy=nothing)
+    assert asked == [5 * SIZE]
+
+
+def test_without_need_for_it_nothing_is_evicted() -> None:
+    plan = within("1GiB")
+    assert plan.evictions == ()
+    assert plan.eviction is not None
+    assert plan.eviction.overhead == 0
+
+
+def test_plans_with_evictions_are_saved_and_read_strictly(tmp_path: Path) -> None:
+    plan = within("5MiB")
+    plan.save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json") == plan
+    assert plan.eviction is not None
+    for wrong in (
+        replace(plan.eviction, budget=plan.arena_size - 1),
+        replace(plan.eviction, sources=plan.eviction.sources[1:]),
+        replace(plan.eviction, sources=(-1, *plan.eviction.sources[1:])),
+        replace(plan.eviction, instances=((0, 10_000),)),
+        replace(plan.eviction, seconds=-1.0),
+        replace(plan.eviction, stall=plan.eviction.seconds * 2),
+        replace(plan.eviction, instances=plan.eviction.instances[::-1]),
+    ):
+        with pytest.raises(InvalidPlan):
+            check_consistency(replace(plan, eviction=wrong))
+
+
+def test_evictions_name_their_accesses_in_order() -> None:
+    plan = within("5MiB")
+    for e in plan.evictions:
+        assert 0 <= e.evicted_access < e.in_trigger <= e.back_access < len(plan.graph.ops)
+
+
+def test_the_frontier_rises_as_the_budget_falls() -> None:
+    graph = chain(10)
+    found = frontier(graph, traced(graph), alignment=64, costs="a100", shares=(1.0, 0.8, 0.6, 0.5, 0.1))
+    kept = [p for p in found.points if p.seconds is not None]
+    assert [p.budget for p in found.points] == sorted((p.budget for p in found.points), reverse=True)
+    assert found.overhead(kept[0]) == 0
+    assert kept[-1].budget < found.most // 2
+    assert all((p.max_live or 0) <= p.budget for p in kept)
+    assert found.points[-1].seconds is None
+    assert [p.seconds for p in kept] == sorted(p.seconds for p in kept if p.seconds is not None)
+
+
+def test_cost_models_are_saved_and_read_strictly(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    costs = replace(DEVICES["h100"], name="mine", measured={"aten.mm()": 1e-3})
+    costs.save(path)
+    assert load_costs(path) == costs == cost_model(str(path))
+    path.write_text(path.read_text().replace("0.001", "-1"))
+    with pytest.raises(InvalidCosts, match="measured"):
+        load_costs(path)
+    path.write_text("[]")
+    with pytest.raises(UnreadableFile, match="no cost model"):
+        load_costs(path)
+    with pytest.raises(UnreadableFile, match="cannot be read"):
+        load_costs(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Link(bytes_per_second=0, latency=0),
+        lambda: Link(bytes_per_second=1, latency=-1),
+        lambda: replace(DEVICES["cpu"], launch=float("nan")),
+        lambda: replace(DEVICES["cpu"], bytes_per_second=float("inf")),
+    ],
+)
+def test_costs_that_cannot_be(make: Callable[[], object]) -> None:
+    with pytest.raises(InvalidCosts):
+        make()
+
+
+def _op(target: str, reads: list[tuple[int, ...]], writes: list[tuple[int, ...]]) -> tuple[Graph, Op]:
+    shapes = [*reads, *writes]
+    values = tuple(
+        Value(name=f"v{i}", storage=0, dtype="float32", shape=s, strides=(1,) * len(s), offset=0)
+        for i, s in enumerate(shapes)
+    )
+    op = Op(
+        name="op",
+        target=target,
+        phase=Phase.FORWARD,
+        reads=tuple(range(len(reads))),
+        writes=tuple(range(len(reads), len(shapes))),
+        direct=True,
+        random=False,
+        origin=Origin(),
+    )
+    return Graph(ops=(op,), values=values, storages=(), outputs=(), gradients=()), op
+
+
+@pytest.mark.parametrize(
+    ("target", "reads", "writes", "flops"),
+    [
+        ("aten.mm.default", [(3, 4), (4, 5)], [(3, 5)], 2 * 3 * 4 * 5),
+        ("aten.addmm.default", [(5,), (3, 4), (4, 5)], [(3, 5)], 2 * 3 * 4 * 5),
+        ("aten.bmm.default", [(2, 3, 4), (2, 4, 5)], [(2, 3, 5)], 2 * 2 * 3 * 4 * 5),
+        ("aten.convolution.default", [(1, 3, 8, 8), (6, 3, 3, 3), (6,)], [(1, 6, 8, 8)], 2 * 6 * 64 * 27),
+        ("aten.add.Tensor", [(3, 4), (3, 4)], [(3, 4)], 0),
+    ],
+)
+def test_flops(target: str, reads: list[tuple[int, ...]], writes: list[tuple[int, ...]], flops: float) -> None:
+    assert flops_of(*_op(target, reads, writes)) == flops
+
+
+def test_measured_times_come_first() -> None:
+    graph = chain(1)
+    signature = signature_of(graph, graph.ops[0])
+    costs: CostModel = replace(DEVICES["a100"], measured={signature: 2.0})
+    assert costs.seconds(graph)[0] == 2.0
+    assert costs.seconds(graph)[1] < 1.0
+
+
+def test_a_step_without_intermediates_has_a_frontier_too() -> None:
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, 64, planned=False)
+    y = b.storage(StorageKind.OUTPUT, 64, planned=False)
+    b.op(Phase.FORWARD, (x,), (y,))
+    graph = b.graph(outputs=(y,))
+    found = frontier(graph, traced(graph), alignment=64, costs="a100")
+    assert found.most == 0
+    sections = tuple(frontier_sections(found))
+    assert sections[0].rows
+    assert frontier_svg("empty", found).startswith("<svg")
+
+
+def test_red_zones_come_on_top_of_a_budget() -> None:
+    """They evict nothing more, although the arena is larger than the budget with them."""
+    plain, guarded = within("5MiB"), within("5MiB", redzone=64)
+    assert guarded.eviction is not None
+    assert plain.eviction is not None
+    assert guarded.arena_size > 5 * SIZE == guarded.eviction.budget
+    assert guarded.eviction.sources == plain.eviction.sources
+    check_consistency(guarded)
+
+
+def test_a_budget_that_is_just_kept_is_kept() -> None:
+    plan = within(need(chain()))
+    assert (plan.arena_size, plan.evictions) == (need(chain()), ())
+
+
+def test_min_is_raised_by_what_places_lose(tmp_path: Path) -> None:
+    """The budget of the plan is its arena then; of a budget in bytes, more would be evicted."""
+    tight, plan = within("min", policy="recompute"), within("min", policy="recompute", solver="naive")
+    assert plan.arena_size > plan.max_live == tight.arena_size
+    assert plan.eviction is not None
+    assert plan.eviction.budget == plan.arena_size
+    plan.save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json") == plan

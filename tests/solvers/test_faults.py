@@ -1,0 +1,192 @@
+"""A heuristic that is wrong costs its answer and a warning, never the plan and never the truth of its status."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.instances import planted
+from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
+from memplan.core.validate import validate
+from memplan.errors import SolverFault
+from memplan.solvers import solve, thresholds
+from memplan.solvers.arrays import heuristics
+from memplan.solvers.arrays.instance import Outcome
+from memplan.solvers.baselines.greedy import Greedy
+from memplan.solvers.search import capacity_search, cpsat_model, eject, solve_at_capacity
+from tests.strategies import knotted
+
+
+def _ring(capacity: int | None = None) -> Problem:
+    """Three buffers that meet in a ring: 6 bytes are the least, max live is 4."""
+    return Problem(
+        buffers=(
+            Buffer(id="a", size=2, live=Interval(0, 5), gaps=(Interval(1, 4),)),
+            Buffer(id="b", size=2, live=Interval(0, 3)),
+            Buffer(id="c", size=2, live=Interval(2, 5)),
+        ),
+        capacity=capacity,
+    )
+
+
+def _zeros(core: Any, *_: object, **__: object) -> Iterator[np.ndarray]:
+    """Everything at 0: as small as an arena can be, and wrong."""
+    yield np.zeros(core.n, np.int64)
+
+
+def _solved(core: Any, *_: object, **__: object) -> tuple[Outcome, np.ndarray]:
+    return Outcome.SOLVED, np.zeros(core.n, np.int64)
+
+
+def _searched(piece: Any, *_: object, **__: object) -> tuple[Outcome, np.ndarray]:
+    return Outcome.SOLVED, np.zeros(piece.core.n, np.int64)
+
+
+def _fitted(core: Any, order: np.ndarray, offsets: np.ndarray, **_: object) -> None:
+    offsets[order] = 0
+
+
+def _ejected(self: Any, *_: object) -> bool:
+    self.offsets[:] = 0
+    return True
+
+
+def _greedy(_: object, problem: Problem) -> Solution:
+    size = max(b.size for b in problem.buffers)
+    return Solution(
+        offsets={b.id: 0 for b in problem.buffers}, arena_size=size, status=Status.FEASIBLE, bound=0, solver="greedy"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fault:
+    """A place where the portfolio takes answers, what is wrong there, and the thresholds that lead there."""
+
+    module: Any
+    name: str
+    wrong: Callable[..., Any]
+    source: str  # as the warning names it
+    lowered: dict[str, int] = field(default_factory=dict)
+
+    def inject(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(self.module, self.name, self.wrong)
+        for threshold, value in {"SMALL": 0, **self.lowered}.items():
+            patch.setattr(thresholds, threshold, value)
+
+
+_FAULTS = [
+    _Fault(module=Greedy, name="solve", wrong=_greedy, source="greedy", lowered={"SMALL": 400}),
+    _Fault(module=race, name="first_answers", wrong=_zeros, source="quick.first_answers"),
+    _Fault(module=quick, name="first_fit", wrong=_fitted, source="quick.first_answers"),
+    _Fault(module=quick, name="online", wrong=_zeros, source="quick.first_answers", lowered={"PAIRS": 0}),
+    _Fault(module=attempt, name="first_answers", wrong=_zeros, source="attempt.attempt"),
+    _Fault(module=attempt, name="search", wrong=_searched, source="attempt.attempt", lowered={"QUICK": 0}),
+    _Fault(module=attempt, name="_place_large", wrong=_solved, source="attempt.attempt", lowered={"LARGE": 0}),
+    _Fault(module=attempt, name="_attempt", wrong=_solved, source="attempt.attempt"),
+    _Fault(module=eject.Ejection, name="run", wrong=_ejected, source="attempt.attempt", lowered={"HEAD_START": 0}),
+    _Fault(module=squeaky, name="rounds", wrong=_zeros, source="squeaky.rounds", lowered={"LARGE": 0}),
+    _Fault(module=cpsat_model, name="decide", wrong=_solved, source="attempt.attempt"),
+]
+_ALL = pytest.mark.parametrize("fault", _FAULTS, ids=lambda fault: fault.name)
+
+
+@_ALL
+def test_a_faulty_answer_is_dropped_and_its_source_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, fault: _Fault
+) -> None:
+    problem = Problem(buffers=tuple(knotted(0)))
+    least = solve(problem, solver="greedy").arena_size
+    fault.inject(monkeypatch)
+    with pytest.warns(SolverFault) as heard:
+        solution = solve(problem, work_limit=5_000)
+    texts = [str(warning.message) for warning in heard]
+    assert [fault.source in text for text in texts].count(True) == 1
+    assert all("gave a placement that the validator refuses" in t and "please report it" in t for t in texts)
+    assert problem.max_live <= solution.arena_size
+    assert solution.bound <= least
+
+
+@_ALL
+@pytest.mark.parametrize("capacity", [None, 4, 5, 6, 9])
+def test_no_status_rests_on_a_faulty_answer(
+    monkeypatch: pytest.MonkeyPatch, fault: _Fault, capacity: int | None
+) -> None:
+    fault.inject(monkeypatch)
+    problem = _ring(capacity)
+    for minimize in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SolverFault)
+            solution = solve(problem, work_limit=3_000, minimize=minimize)
+        validate(_ring(), replace(solution, status=Status.UNKNOWN, bound=0))
+        assert solution.bound <= 6 <= solution.arena_size
+        if capacity in (4, 5):
+            assert solution.status in (Status.UNKNOWN, Status.INFEASIBLE)
+        elif capacity == 9 or (capacity is None and solution.arena_size > solution.bound):
+            assert solution.status is (Status.OPTIMAL if solution.arena_size == solution.bound else Status.FEASIBLE)
+        elif solution.arena_size == 6:
+            assert solution.status in (Status.OPTIMAL, Status.FEASIBLE)
+        else:
+            assert solution.status is Status.UNKNOWN
+
+
+@pytest.mark.parametrize("plain", [10_000, 0])
+def test_where_every_heuristic_fails_the_simplest_placements_step_in(
+    monkeypatch: pytest.MonkeyPatch, plain: int
+) -> None:
+    problem = Problem(
+        buffers=(
+            *_ring().buffers,
+            Buffer(id="pin", size=3, live=Interval(0, 5), pinned_offset=8),
+            Buffer(id="wide", size=5, live=Interval(6, 8), alignment=4),
+        )
+    )
+    expected = solve(problem, solver="greedy" if plain else "naive").offsets
+    for name, value in (("SMALL", 0), ("COMPILED", 0), ("PLAIN", plain)):
+        monkeypatch.setattr(thresholds, name, value)
+    monkeypatch.setattr(heuristics, "first_fit", _fitted)
+    with pytest.warns(SolverFault) as heard:
+        solution = solve(problem, work_limit=0)
+    assert dict(solution.offsets) == dict(expected)
+    assert [str(w.message).split(" gave")[0] for w in heard][:2] == ["quick.first_answers", "greedy"]
+
+
+def test_a_bound_that_a_placement_refutes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thresholds, "SMALL", 0)
+    monkeypatch.setattr(capacity_search, "lower_bound", lambda core: 100)
+    with pytest.warns(SolverFault, match="no arena is below 100 bytes is refuted by one of 6 bytes"):
+        solution = solve(_ring())
+    assert (solution.status, solution.arena_size, solution.bound) == (Status.OPTIMAL, 6, 6)
+    with pytest.warns(SolverFault, match="refuted"):
+        assert solve(_ring(capacity=7)).status in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+def test_what_was_learnt_with_a_faulty_answer_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = solve_at_capacity.attempt
+
+    def watched(*args: Any, memory: Any = None, **kwargs: Any) -> tuple[Outcome, np.ndarray]:
+        if memory is not None:
+            sizes.append(len(memory))
+        return real(*args, memory=memory, **kwargs)
+
+    monkeypatch.setattr(capacity_search, "attempt", watched)
+    monkeypatch.setattr(thresholds, "SMALL", 0)
+    monkeypatch.setattr(solve_at_capacity, "search", _searched)
+    monkeypatch.setattr(thresholds, "QUICK", 0)
+    with pytest.warns(SolverFault):
+        solve(knotted(0), work_limit=5_000)
+    assert len(sizes) > 1
+    assert set(sizes) == {0}
+
+
+def test_the_search_goes_on_from_what_stepped_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(buffers=planted(60, seed=1).buffers)
+    assert solve(problem, solver="greedy").arena_size > problem.max_live
+    monkeypatch.setattr(capacity_search, "first_answers", _zeros)
+    with pytest.warns(SolverFault, match=r"quick\.first_answers"):
+        assert solve(problem).arena_size == problem.max_live

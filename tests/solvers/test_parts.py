@@ -1,0 +1,225 @@
+"""The pieces that the portfolio is made of, each against its own definition."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.instances import network, planted, scattered
+from memplan.core.problem import Buffer, Interval, Problem
+from memplan.core.validate import validate
+from memplan.solvers import Limits, solve, thresholds
+from memplan.solvers.arrays.heuristics import fill, first_fit, online, pairs_alive_together, unplaced
+from memplan.solvers.arrays.instance import Instance, Outcome, instance_of
+from memplan.solvers.arrays.problem_arrays import Core, Ints, core_of, load_of, subset
+from memplan.solvers.base import finish
+from memplan.solvers.baselines.tlsf import class_of_request, size_class
+from memplan.solvers.bounds import lower_bound
+from memplan.solvers.limits import Budget
+from memplan.solvers.search import cpsat_model, squeaky_wheel
+from memplan.solvers.search.join import joined
+from memplan.solvers.search.reduce import Piece, _peel, reduce
+from memplan.solvers.search.search_variant import RULES, search_once
+from tests.strategies import problems
+
+
+@given(problem=problems(aligned=False))
+@settings(max_examples=100, deadline=None)
+def test_sections_keep_who_is_alive_together(problem: Problem) -> None:
+    core = core_of(problem)
+    alive = [problem.buffers[i] for i in core.source.tolist()]
+    assert (load_of(core).max(initial=0)) * core.unit == problem.max_live
+    for section, step in enumerate(core.steps.tolist()):
+        inside = {alive[b].id for b in range(core.n) if _is_in(core.seg_ptr, core.seg_lo, core.seg_hi, b, section)}
+        assert inside == {b.id for b in problem.alive_at(step) if b.size}
+
+
+def _is_in(ptr: np.ndarray, lo: np.ndarray, hi: np.ndarray, b: int, section: int) -> bool:
+    return any(lo[k] <= section < hi[k] for k in range(ptr[b], ptr[b + 1]))
+
+
+@given(problem=problems(), best=st.booleans(), seed=st.integers(0, 9))
+@settings(max_examples=200, deadline=None)
+def test_few_buffers_are_placed_as_many_are(problem: Problem, best: bool, seed: int) -> None:
+    core = core_of(problem)
+    order = np.random.default_rng(seed).permutation(np.flatnonzero(~core.pinned))
+    found = []
+    for few in (0, core.n):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(thresholds, "FEW", few)
+            found.append(unplaced(core))
+            first_fit(core, order, found[-1], best=best)
+    assert found[0].tolist() == found[1].tolist()
+
+
+@given(problem=problems())
+@settings(max_examples=100, deadline=None)
+def test_the_bound_is_never_above_a_placement(problem: Problem) -> None:
+    core = core_of(problem)
+    assert problem.max_live <= max(lower_bound(core), problem.max_live) <= solve(problem, solver="greedy").arena_size
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_peeled_buffers_find_room_wherever_the_others_lie(seed: int) -> None:
+    problem = network(8, seed=seed)
+    core = core_of(problem)
+    greedy = unplaced(core)
+    first_fit(core, np.lexsort((core.lo, -core.size)), greedy)
+    capacity = int((greedy * core.unit + core.raw).max())
+    max_offset = core.max_offset(capacity)
+    peeled: list[np.ndarray] = []
+    kept = _peel(core, Piece(ids=np.arange(core.n), base=0), max_offset, peeled)
+    assert peeled
+    offsets = np.full(core.n, -1, np.int64)
+    offsets[kept] = greedy[kept]
+    first_fit(core, np.concatenate(peeled[::-1]), offsets)
+    assert (offsets <= max_offset).all()
+
+
+def test_reduce_keeps_every_buffer_once() -> None:
+    core = core_of(planted(200, seed=3, density=0.9))
+    reduced = reduce(core, core.max_offset(1024))
+    parts = [p.ids for p in reduced.pieces]
+    assert sorted(np.concatenate([*parts, reduced.bottom, reduced.fill]).tolist()) == list(range(core.n))
+
+
+def test_fill_reports_what_finds_no_room() -> None:
+    made = tuple(Buffer(id=str(i), size=4, live=Interval(0, 2)) for i in range(3))
+    core = core_of(Problem(buffers=made))
+    offsets = np.full(3, -1, np.int64)
+    assert len(fill(core, np.arange(3), core.max_offset(8), offsets)) == 1
+
+
+def test_subsets_have_sections_of_their_own() -> None:
+    core = core_of(planted(100, seed=1))
+    part = subset(core, np.arange(0, 100, 10), base=7)
+    assert part.n == 10
+    assert part.sections < core.sections
+    assert part.low.tolist() == [7] * 10
+
+
+def test_the_allocator_gives_back_and_joins() -> None:
+    made = [("a", 4, 0, 2), ("b", 4, 0, 2), ("c", 8, 2, 4), ("d", 2, 3, 5)]
+    problem = Problem(buffers=tuple(Buffer(id=n, size=s, live=Interval(x, y)) for n, s, x, y in made))
+    core = core_of(problem)
+    for best in (False, True):
+        assert (next(online(core, best)) * core.unit).tolist() == [0, 4, 0, 8]
+    assert pairs_alive_together(core) == 2
+
+
+@given(size=st.integers(1, 1 << 40))
+def test_a_tlsf_class_holds_every_request_that_is_sent_there(size: int) -> None:
+    number = class_of_request(size)
+    assert number >= size_class(size)
+    assert size_class(size - 1) <= size_class(size)
+    if size > 1:  # the smallest block of the class below could be too small, or the class is the request's own
+        assert number - size_class(size) <= 1
+
+
+def test_budgets_count_inner_work_too() -> None:
+    outer = Budget(Limits(work=1000))
+    inner = outer.share(0.5)
+    inner.spend(499, 10)
+    assert inner.is_over
+    assert outer.remaining_work() == 500
+    assert outer.slice(10_000).nodes(10_000, 100) == 501
+    assert Budget(Limits(seconds=0.0)).is_over
+
+
+@given(problem=problems(aligned=False), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataObject) -> None:
+    core = core_of(problem)
+    if core.n:
+        value = np.array(data.draw(st.lists(st.integers(0, 99), min_size=core.sections, max_size=core.sections)))
+        expected = [value[lo:hi].max() for lo, hi in zip(core.lo, core.hi, strict=True)]
+        assert squeaky_wheel._highest(value, core.lo, core.hi).tolist() == expected
+
+
+def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:
+    core = core_of(scattered(2_500, seed=1, mean_life=400))
+    budget = Budget(Limits(work=800_000))
+    goal = core.max_offset(lower_bound(core))
+    ends = [int((offsets + core.size).max()) for offsets in squeaky_wheel.rounds(core, goal, budget)]
+    assert budget.is_over
+    assert min(ends) < ends[0]
+    assert not list(squeaky_wheel.rounds(core, goal, Budget(Limits(seconds=0.001))))
+
+
+@given(problem=problems(most=9), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Problem, data: st.DataObject) -> None:
+    core = core_of(problem)
+    if not core.n:
+        return
+    capacity = data.draw(st.integers(problem.max_live, solve(problem, solver="greedy").arena_size))
+    max_offset = core.max_offset(capacity)
+    if (max_offset < core.low).any():
+        return
+    expected, _ = cpsat_model.decide(core, max_offset, core.low, Budget(Limits(work=5_000_000)))
+    assert expected is not Outcome.LIMIT
+    for rule, thorough in itertools.product(RULES, (False, True)):
+        outcome, offsets = _searched(instance_of(core, max_offset), rule=rule, thorough=thorough)
+        assert outcome is expected, (rule, thorough)
+        if outcome is Outcome.SOLVED:
+            assert (offsets <= max_offset).all()
+            _check(problem, core, offsets)
+
+
+@given(seed=st.integers(0, 100_000), n=st.integers(4, 12), moved=st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_certain_joins_keep_what_can_be_placed_and_likely_ones_are_valid(seed: int, n: int, moved: bool) -> None:
+    problem = planted(n, seed=seed, height=24, steps=10, density=random.Random(seed).choice((1.0, 0.9)))
+    if moved:  # sizes that change places may leave no placement within max live
+        sizes = random.Random(seed).sample([b.size for b in problem.buffers], n)
+        buffers = tuple(replace(b, size=size) for b, size in zip(problem.buffers, sizes, strict=True))
+        problem = Problem(buffers=buffers)
+    core = core_of(problem)
+    max_offset = core.max_offset(problem.max_live)
+    piece = instance_of(core, max_offset)
+    expected, _ = _searched(piece, rule=RULES[0], thorough=False)
+    assert expected is not Outcome.LIMIT
+    for chance in (0.0, 0.7, 1.0):
+        smaller = joined(piece, chance=chance, seed=seed)
+        outcome, offsets = _searched(smaller.piece, rule=RULES[0], thorough=True)
+        if chance == 0.0:
+            assert outcome is expected
+        if outcome is Outcome.SOLVED:
+            assert (smaller.expand(offsets) <= max_offset).all()
+            _check(problem, core, smaller.expand(offsets))
+
+
+def test_a_joined_piece_is_smaller_and_its_buffers_lie_in_one_another() -> None:
+    rows = ((7, 0, 2), (7, 2, 4), (3, 4, 6), (4, 4, 6), (5, 0, 3), (5, 3, 6))
+    problem = Problem(
+        buffers=tuple(Buffer(id=f"b{i}", size=row[0], live=Interval(*row[1:])) for i, row in enumerate(rows))
+    )
+    core = core_of(problem)
+    piece = instance_of(core, core.max_offset(problem.max_live))
+    smaller = joined(piece)  # 12 bytes at each step, and max live is 12
+    assert smaller.piece.core.n == 2
+    assert smaller.group.tolist() == [0, 0, 0, 0, 1, 1]
+    assert sorted(smaller.above.tolist()) in ([0, 0, 0, 0, 0, 3], [0, 0, 0, 0, 0, 4])
+    assert joined(instance_of(core, core.max_offset(13))).piece.core.n == 6  # nothing is certain then
+    assert joined(instance_of(core, core.max_offset(13)), chance=1.0).piece.core.n == 2
+
+
+def _searched(piece: Instance, *, rule: tuple[int, bool], thorough: bool) -> tuple[Outcome, Ints]:
+    outcome, _, offsets = search_once(
+        piece, piece.core.size.astype(np.float64), rule=rule, thorough=thorough, nodes=1_000_000,
+        table=np.zeros(1 << 10, np.int64), salt=1, budget=Budget(Limits(work=2_000_000)),
+    )  # fmt: skip
+    return outcome, offsets
+
+
+def _check(problem: Problem, core: Core, offsets: Ints) -> None:
+    """`offsets` (units, by place in `core`) are a valid placement of `problem`."""
+    placed = dict.fromkeys((b.id for b in problem.buffers), 0)
+    placed |= {problem.buffers[i].id: int(at) * core.unit for i, at in zip(core.source, offsets, strict=True)}
+    validate(problem, finish(problem, placed, solver="search", seconds=0.0))

@@ -1,0 +1,167 @@
+"""What holds for every problem: validity, the order of arenas, invariance, exactness on small problems."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.instances import planted
+from memplan.core.problem import Buffer, Interval, Problem, Status
+from memplan.core.validate import validate
+from memplan.errors import UnsupportedProblem
+from memplan.solvers import SOLVERS, select_solver, solve
+from tests.strategies import problems, random_problem
+
+_FUZZED, _PARTS = 10_000, 10
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@given(problem=problems())
+@settings(max_examples=40, deadline=None)
+def test_every_solver_places_everything_between_max_live_and_naive(name: str, problem: Problem) -> None:
+    solution = solve(problem, solver=name)  # validated on its way out
+    assert problem.max_live <= solution.bound <= solution.arena_size
+    padding = sum(b.alignment - 1 for b in problem.buffers)
+    if name != "hill-climb" or padding == 0:
+        assert solution.arena_size <= solve(problem, solver="naive").arena_size + padding
+
+
+@given(problem=problems(most=16))
+@settings(max_examples=150, deadline=None)
+def test_the_default_is_never_worse_than_any_other_solver(problem: Problem) -> None:
+    arena = solve(problem).arena_size
+    for name in SOLVERS:
+        if name not in ("portfolio", "hill-climb", "cpsat"):
+            assert arena <= solve(problem, solver=name).arena_size, name
+
+
+@given(problem=problems(most=8))
+@settings(max_examples=60, deadline=None)
+def test_search_and_cpsat_agree(problem: Problem) -> None:
+    searched, exact = solve(problem), solve(problem, solver="cpsat", work_limit=5_000_000)
+    assert exact.status is Status.OPTIMAL
+    assert (searched.status, searched.arena_size) == (Status.OPTIMAL, exact.arena_size)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_search_and_cpsat_reach_the_brute_force_optimum(seed: int) -> None:
+    chance = random.Random(seed)
+    made = []
+    for i in range(chance.randint(2, 7)):
+        start = chance.randrange(6)
+        live = Interval(start, start + chance.randint(1, 5))
+        made.append(Buffer(id=str(i), size=chance.randint(1, 9), live=live))
+    problem = Problem(buffers=tuple(made))
+    best = _brute_force(problem)
+    for name in ("portfolio", "cpsat"):
+        solution = solve(problem, solver=name)
+        assert (solution.arena_size, solution.status) == (best, Status.OPTIMAL), name
+
+
+def test_a_hole_may_be_blocked_under_a_neighbour_that_lies_higher() -> None:
+    """b3 cannot sink to 0 for b4's sake; b2, which lies above that, is placed before b4."""
+    given = ((1, 0, 1, 2), (1, 0, 1, 2), (3, 0, 2, 1), (1, 1, 3, 1), (2, 2, 3, 4))  # size, live, alignment
+    buffers = (
+        Buffer(id=f"b{i}", size=size, live=Interval(low, high), alignment=alignment)
+        for i, (size, low, high, alignment) in enumerate(given)
+    )
+    solution = solve(Problem(buffers=tuple(buffers)))
+    assert (solution.arena_size, solution.status) == (5, Status.OPTIMAL)
+
+
+def _brute_force(problem: Problem) -> int:
+    """Some optimal placement is what stacking in order of its offsets gives: try every order."""
+    best = sum(b.size for b in problem.buffers)
+    for order in itertools.permutations(problem.buffers):
+        tops: list[tuple[Buffer, int]] = []
+        for b in order:
+            under = max((top for other, top in tops if not b.live.is_disjoint(other.live)), default=0)
+            tops.append((b, under + b.size))
+        best = min(best, max(top for _, top in tops))
+    return best
+
+
+@given(problem=problems(aligned=False), factor=st.integers(2, 1000))
+@settings(max_examples=60, deadline=None)
+def test_scaling_sizes_scales_the_plan(problem: Problem, factor: int) -> None:
+    scaled = Problem(
+        buffers=tuple(Buffer(id=b.id, size=b.size * factor, live=b.live, gaps=b.gaps) for b in problem.buffers)
+    )
+    one, two = solve(problem), solve(scaled)
+    assert two.arena_size == one.arena_size * factor
+    assert dict(two.offsets) == {name: offset * factor for name, offset in one.offsets.items()}
+
+
+@given(problem=problems(), chance=st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_renaming_and_permuting_change_nothing(problem: Problem, chance: random.Random) -> None:
+    first = solve(problem)
+    renamed = Problem(buffers=tuple(_renamed(b, f"other{i}") for i, b in enumerate(problem.buffers)))
+    assert list(solve(renamed).offsets.values()) == list(first.offsets.values())
+    shuffled = list(problem.buffers)
+    chance.shuffle(shuffled)
+    assert solve(Problem(buffers=tuple(shuffled))).arena_size == first.arena_size
+
+
+def _renamed(b: Buffer, name: str) -> Buffer:
+    return Buffer(
+        id=name, size=b.size, live=b.live, alignment=b.alignment, gaps=b.gaps, pinned_offset=b.pinned_offset
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_fuzz_ten_thousand_problems_against_the_validator(part: int) -> None:
+    seen = dict.fromkeys(Status, 0)
+    for seed in range(part, _FUZZED, _PARTS):
+        problem = random_problem(seed)
+        solution = solve(problem, work_limit=1_000, seed=seed)
+        seen[solution.status] += 1
+        if problem.capacity is not None and solution.status is Status.FEASIBLE:
+            assert solution.arena_size <= problem.capacity
+    assert seen[Status.OPTIMAL] > 0.5 * _FUZZED / _PARTS
+    assert seen[Status.INFEASIBLE] > 0
+
+
+@pytest.mark.parametrize("name", [n for n in SOLVERS if n not in ("cpsat", "hill-climb")])
+def test_fuzz_every_solver_on_larger_problems(name: str) -> None:
+    for seed in range(3):
+        problem = planted(450, seed=seed, density=0.9)  # above 400 buffers the heuristics run compiled
+        problem = Problem(buffers=problem.buffers)
+        solution = solve(problem, solver=name, work_limit=500)
+        validate(problem, solution)
+
+
+_SCRIPT = """
+import json
+from benchmarks.instances import planted
+from memplan.solve import solve
+solution = solve(planted(120, seed=5, density=0.95), work_limit=20000, seed=3, minimize=True)
+print(json.dumps([dict(solution.offsets), solution.arena_size, solution.status.name, solution.bound]))
+"""
+
+
+def test_same_plan_byte_for_byte_under_any_hash_seed() -> None:
+    outputs = []
+    for hash_seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        run = subprocess.run([sys.executable, "-c", _SCRIPT], env=env, capture_output=True, check=True, timeout=240)
+        outputs.append(run.stdout)
+    assert outputs[0] == outputs[1]
+    assert len(json.loads(outputs[0])[0]) == 120
+
+
+def test_select_solver_says_which_would_run_and_why_not() -> None:
+    pinned = Problem(buffers=(Buffer(id="a", size=4, live=Interval(0, 2), pinned_offset=8),))
+    assert select_solver(pinned).name == "portfolio"
+    with pytest.raises(UnsupportedProblem, match="pinned"):
+        select_solver(pinned, "partition")
+    with pytest.raises(UnsupportedProblem, match="no solver 'best'"):
+        select_solver(pinned, "best")

@@ -1,0 +1,184 @@
+"""Every threshold lowered, so that small problems go down the paths that are meant for large ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.core.problem import Buffer, Interval, Problem, Status
+from memplan.core.validate import validate
+from memplan.solvers import solve, thresholds
+from memplan.solvers.arrays import fit_kernel, heuristics, sequence
+from memplan.solvers.arrays.instance import Outcome
+from memplan.solvers.arrays.problem_arrays import Core, Ints, core_of, subset
+from memplan.solvers.base import finish
+from memplan.solvers.limits import Budget, Limits
+from memplan.solvers.search import cpsat_model, eject, solve_at_capacity, squeaky_wheel
+from memplan.solvers.search.reduce import reduce
+from tests.strategies import knotted, layered_problems
+
+# Values under which a dozen buffers are many. No `SolverFault` may come: here a warning is an error.
+LOWERED = {
+    "SMALL": 0, "COMPILED": 0, "PLAIN": 0, "STEPS_EACH": 0, "PAIRS": 0, "FEW": 0, "PAINTED": 0, "QUICK": 0, "LARGE": 2,
+    "TRACKED": 1, "ADDED": 1, "EXACT": 0, "EJECTED": 0, "EFFORT": 10, "HEAD_START": 0, "TURNS": 1, "FORM_RUNS": 1,
+    "LEAST_NODES": 1, "TABLE": 2, "BLOCK": 1, "ROOM": 0, "ENDS": 0, "ROUNDS": 0,
+}  # fmt: skip
+_any_of_them = st.frozensets(st.sampled_from(sorted(LOWERED)))
+
+
+def _lower(patch: pytest.MonkeyPatch, *names: str) -> None:
+    for name in names:
+        patch.setattr(thresholds, name, LOWERED[name])
+
+
+def test_every_threshold_is_lowered_here() -> None:
+    assert set(LOWERED) == {name for name in vars(thresholds) if name.isupper()}
+    assert all(low < getattr(thresholds, name) for name, low in LOWERED.items())
+
+
+@given(problem=layered_problems(most=9), lowered=_any_of_them, data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_an_attempt_is_valid_or_right_that_there_is_none(
+    problem: Problem, lowered: frozenset[str], data: st.DataObject
+) -> None:
+    core = core_of(problem)
+    if not core.n:
+        return
+    capacity = data.draw(st.integers(problem.max_live, solve(problem, solver="greedy").arena_size), label="capacity")
+    limit = core.max_offset(capacity)
+    with pytest.MonkeyPatch.context() as patch:
+        _lower(patch, *lowered)
+        outcome, offsets = solve_at_capacity.attempt(
+            core, limit, Budget(Limits(work=20_000)), data.draw(st.integers(0, 3))
+        )
+    if outcome is Outcome.SOLVED:
+        assert (offsets <= limit).all()
+        _check(problem, core.source, offsets, core.unit)
+    elif outcome is Outcome.EXHAUSTED and (limit >= core.low).all():
+        assert cpsat_model.decide(core, limit, core.low, Budget(Limits(work=5_000_000)))[0] is Outcome.EXHAUSTED
+
+
+@given(problem=layered_problems(), lowered=_any_of_them, share=st.none() | st.floats(0.9, 1.3))
+@settings(max_examples=200, deadline=None)
+def test_solutions_and_their_proofs_hold_under_lowered_thresholds(
+    problem: Problem, lowered: frozenset[str], share: float | None
+) -> None:
+    greedy = solve(problem, solver="greedy")
+    capacity = None if share is None else int(problem.max_live * share)
+    with pytest.MonkeyPatch.context() as patch:
+        _lower(patch, *lowered)
+        solution = solve(problem, capacity=capacity, work_limit=2_000)
+    assert solution.bound <= greedy.arena_size
+    if capacity is not None:
+        fits = solution.status in (Status.OPTIMAL, Status.FEASIBLE)
+        assert fits == (solution.arena_size <= capacity)
+        assert not (solution.status is Status.INFEASIBLE and greedy.arena_size <= capacity)
+
+
+@given(problem=layered_problems(most=8), lowered=_any_of_them, base=st.integers(1, 99), unpinned=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_every_heuristic_stays_above_what_lies_below(
+    problem: Problem, lowered: frozenset[str], base: int, unpinned: bool
+) -> None:
+    """A piece is placed at `base` or above, with its alignments, gaps and pins."""
+    whole = core_of(problem)
+    ids = np.flatnonzero(~whole.pinned) if unpinned or whole.pinned.any() else np.arange(whole.n)
+    if not len(ids):
+        return
+    core = subset(whole, ids, base)
+    with pytest.MonkeyPatch.context() as patch:
+        _lower(patch, *lowered)
+        for offsets in heuristics.first_answers(core):
+            assert (offsets >= base).all()
+            _check(problem, whole.source[ids], offsets, core.unit)
+
+
+def test_room_below_a_piece_does_not_count_when_it_is_peeled() -> None:
+    whole = core_of(Problem(buffers=tuple(Buffer(id=name, size=4, live=Interval(0, 2)) for name in "ab")))
+    assert whole.unit == 4
+    assert len(reduce(whole, whole.max_offset(40)).fill) == 2  # ten places for each, whatever the other takes
+    raised = subset(whole, np.arange(2), base=8)
+    assert not len(reduce(raised, raised.max_offset(36)).fill)  # one place, above 32 bytes that are not theirs
+    assert len(reduce(raised, raised.max_offset(40)).fill) == 2
+
+
+def test_promotion_may_go_on_for_ever() -> None:
+    core = core_of(Problem(buffers=(Buffer(id="a", size=3, live=Interval(0, 2)),)))
+    endless = squeaky_wheel.rounds(core, np.array([-1]), Budget(Limits(seconds=3_600.0)))  # each round promotes it
+    assert [next(endless).tolist() for _ in range(3_000)] == [[0]] * 3_000
+
+
+def _calls(patch: pytest.MonkeyPatch, module: Any, name: str, counts: Callable[..., bool]) -> list[str]:
+    """Wrap a function so that calls whose arguments count are noted."""
+    real, noted = getattr(module, name), []
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if counts(*args):
+            noted.append(name)
+        return real(*args, **kwargs)
+
+    patch.setattr(module, name, wrapped)
+    return noted
+
+
+def _is_raised(core: Core, *_: object) -> bool:
+    return bool((core.low > 0)[~core.pinned].any())
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("lowered", "module", "name", "counts"),
+    [
+        (("PAIRS",), quick, "online", _is_raised),
+        (("FEW",), fit_kernel, "fit", lambda *args: bool((args[4] > 0).any())),
+        ((), fit_kernel, "fit_few", lambda *args: bool((args[4] > 0).any())),
+        (("LARGE",), attempt, "_place_large", _is_raised),
+        (("LARGE", "PAIRS"), attempt, "_place_large", _is_raised),
+        (("LARGE", "TRACKED", "ADDED"), attempt, "fill", lambda core, order, *_: _is_raised(core) and len(order) > 0),
+        (("LARGE",), squeaky, "rounds", _always),
+        (("HEAD_START",), eject.Ejection, "run", lambda ejection, *_: _is_raised(ejection.piece.core)),
+        ((), search, "joined", lambda piece, *_: _is_raised(piece.core)),
+        ((), cpsat_model, "decide", _is_raised),
+        (("COMPILED",), sequence, "_compiled", _always),
+    ],
+)
+def test_small_problems_go_down_every_path(
+    monkeypatch: pytest.MonkeyPatch,
+    lowered: tuple[str, ...],
+    module: Any,
+    name: str,
+    counts: Callable[..., bool],
+) -> None:
+    """With a base above 0 where the path has one; each solution is validated."""
+    _lower(monkeypatch, *lowered)
+    noted = _calls(monkeypatch, module, name, counts)
+    for seed in range(20):
+        whole = Buffer(id="whole", size=7, live=Interval(0, 5))  # goes to the bottom
+        solve((*knotted(seed), whole), work_limit=5_000, solver="greedy" if name == "_compiled" else "auto")
+        if noted:
+            return
+    pytest.fail(f"{name} was never called")
+
+
+def test_a_piece_of_a_piece_lies_as_high_as_the_piece() -> None:
+    made = [Buffer(id="whole", size=4, live=Interval(0, 9)), Buffer(id="part", size=2, live=Interval(3, 5))]
+    core = subset(core_of(Problem(buffers=tuple(made))), np.arange(2), base=7)
+    outcome, offsets = solve_at_capacity.attempt(core, core.max_offset(20), Budget(Limits(work=1_000)), 0)
+    assert outcome is Outcome.SOLVED
+    assert offsets.min() == 7
+    assert solve_at_capacity.attempt(core, core.max_offset(18), Budget(Limits(work=1_000)), 0)[0] is not Outcome.SOLVED
+
+
+def _check(problem: Problem, places: Ints, offsets: Ints, unit: int) -> None:
+    """`offsets` (units) are a valid placement of the buffers at these places of `problem`."""
+    kept = [problem.buffers[i] for i in places.tolist()]
+    placed = {b.id: at * unit for b, at in zip(kept, offsets.tolist(), strict=True)}
+    validate(Problem(buffers=tuple(kept)), finish(Problem(buffers=tuple(kept)), placed, solver="test", seconds=0.0))
