@@ -22,7 +22,7 @@ from benchmarks.arguments import names, parser_of
 from benchmarks.full_size import FULL_SIZE, example
 from benchmarks.results import Cell, Row, Table, to_markdown, write
 from memplan.core.graph import Graph
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.judge.arrays import measure
@@ -33,7 +33,7 @@ from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload
 from memplan.schedule import Schedule, order
 from memplan.trace import capture, trace_captured
-from memplan.trace.torch_budget import Point, partitions, points_of
+from memplan.trace.torch_budget import TorchPoint, partitions, points_of
 from memplan.version import __version__
 
 ALIGNMENT = 512
@@ -84,7 +84,7 @@ class Question:
     graph: Graph
     schedule: Schedule
     workload: Workload
-    points: dict[str, tuple[Point, ...]]
+    points: dict[str, tuple[TorchPoint, ...]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,7 +136,7 @@ def question(name: str, costs: CostModel, contenders: Sequence[str]) -> Question
     parts = partitions(captured) if {*CONTENDERS[:2]} & {*contenders} else ()
     wanted = [(key, key == "torch-in-place") for key in CONTENDERS[:2] if key in contenders]
     points = {key: points_of(parts, costs, ALIGNMENT, in_place=in_place) for key, in_place in wanted}
-    graph = with_chances(trace_captured(captured, name).graph)
+    graph = with_inplace_candidates(trace_captured(captured, name).graph)
     schedule = order(graph)
     workload = make_workload(graph, schedule.order, costs, ALIGNMENT)
     print(f"{name}: {len(graph.ops)} ops; torch's points (asked, peak, overhead):", file=sys.stderr)

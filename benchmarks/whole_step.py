@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 
 
 def whole_step(graph: Graph, parameter_of: Mapping[int, int]) -> Graph:
@@ -35,7 +35,9 @@ def whole_step(graph: Graph, parameter_of: Mapping[int, int]) -> Graph:
         storages=tuple(_planned(s) if i in planned else s for i, s in enumerate(graph.storages)),
         gradients=tuple(g for g in graph.gradients if g not in parameter_of),
     )
-    return with_chances(step) if any(op.chances for op in graph.ops) else step  # gradients may lie in place now
+    return (
+        with_inplace_candidates(step) if any(op.inplace_candidates for op in graph.ops) else step
+    )  # gradients may lie in place now
 
 
 def _planned(storage: Storage) -> Storage:

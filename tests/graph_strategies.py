@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 from memplan.core.plan import Plan, make_plan
 from memplan.schedule import Schedule, make_schedule, predecessors, traced
 
@@ -101,7 +101,7 @@ def graphs(draw: st.DrawFn, max_ops: int = 10) -> Graph:
             origin=draw(origins),
         )
     graph = b.graph(tuple(kept[StorageKind.OUTPUT]), tuple(kept[StorageKind.GRADIENT]))
-    return with_chances(graph) if draw(st.booleans()) else graph
+    return with_inplace_candidates(graph) if draw(st.booleans()) else graph
 
 
 def _written(draw: st.DrawFn, b: GraphBuilder, kept: dict[StorageKind, list[int]], caller: StorageKind) -> int:

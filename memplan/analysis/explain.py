@@ -13,7 +13,7 @@ from memplan.core.plan import Plan
 from memplan.errors import InvalidSize
 
 
-class Role(enum.StrEnum):
+class BufferRole(enum.StrEnum):
     """What a buffer does at a step."""
 
     MADE = "made here"
@@ -24,13 +24,13 @@ class Role(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldBuffer:
     """A buffer that is alive at the step. `holds_until` is the last op that touches it (None: nothing after this
     step does, the caller has it), `next_use` the next one; `idle` are the steps around this one in which nothing
     touches it."""
 
     holder: Holder
-    role: Role
+    role: BufferRole
     next_use: OpAt | None
     holds_until: OpAt | None
     idle: int
@@ -45,7 +45,7 @@ class Explanation:
     live: int
     max_live: int
     arena_size: int
-    held: tuple[Held, ...]
+    held: tuple[HeldBuffer, ...]
     groups: tuple[Group, ...]
     levers: tuple[Lever, ...]
 
@@ -73,16 +73,16 @@ def explain(plan: Plan, at: int | None = None) -> Explanation:
     )
 
 
-def _held(plan: Plan, holder: Holder, steps: tuple[int, ...], step: int) -> Held:
+def _held(plan: Plan, holder: Holder, steps: tuple[int, ...], step: int) -> HeldBuffer:
     after, before = next_use(steps, step), last_use(steps, step)
     touched = step in steps
     if touched and before is None:
-        role = Role.MADE
+        role = BufferRole.MADE
     elif touched:
-        role = Role.USED if after is not None else Role.LAST_USE
+        role = BufferRole.USED if after is not None else BufferRole.LAST_USE
     else:
-        role = Role.WAITS if after is not None else Role.KEPT
-    return Held(
+        role = BufferRole.WAITS if after is not None else BufferRole.KEPT
+    return HeldBuffer(
         holder=holder,
         role=role,
         next_use=None if after is None else op_at(plan, after),

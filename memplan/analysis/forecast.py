@@ -26,7 +26,7 @@ _GIVEN = (
 )
 
 
-class Where(enum.StrEnum):
+class Residence(enum.StrEnum):
     """Where the bytes of a storage are; the value is the word for people."""
 
     ARENA = "arena"
@@ -38,13 +38,13 @@ class Where(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StoragePlace:
     """Where a storage is during the steps [start, end). `offset`: bytes from the beginning of the arena (or of the
     arena on the host); None where there is none."""
 
     start: int
     end: int
-    where: Where
+    where: Residence
     offset: int | None = None
 
 
@@ -61,11 +61,11 @@ class Forecast:
     nbytes: int
     kind: str
     steps: int
-    places: tuple[Place, ...]
+    places: tuple[StoragePlace, ...]
     uses: tuple[int, ...]
     lives: tuple[str, ...]
 
-    def at(self, step: int) -> Place:
+    def at(self, step: int) -> StoragePlace:
         """Where it is while the op of `step` runs. Raises `MemplanError` for a step that is none."""
         if not 0 <= step < self.steps:
             raise MemplanError(
@@ -172,7 +172,7 @@ def _touches(plan: Plan, storages: list[int]) -> dict[int, list[int]]:
     return found
 
 
-def _stays(plan: Plan, touched: Mapping[int, list[int]]) -> Iterator[Place]:
+def _stays(plan: Plan, touched: Mapping[int, list[int]]) -> Iterator[StoragePlace]:
     """Where each life is from its first touch to its last; in the arena that is where its bytes are placed."""
     graph, order = plan.graph, plan.schedule.order
     container = {v.storage: plan.placed.values[i].storage for i, v in enumerate(graph.values)}
@@ -182,21 +182,21 @@ def _stays(plan: Plan, touched: Mapping[int, list[int]]) -> Iterator[Place]:
             continue  # or made for the caller, who gets it on the host
         first, end = steps[0], len(order) if life in _kept(plan) else steps[-1] + 1
         if not storage.planned:
-            yield Place(start=first, end=end, where=Where.OUTSIDE)
+            yield StoragePlace(start=first, end=end, where=Residence.OUTSIDE)
             continue
         offset = plan.solution.offsets.get(graph.storages[container[life]].name)
         offset = None if offset is None else offset + plan.redzone  # a storage without bytes has none
         if graph.ops[order[first]].target == RELOAD:
             arrived = next((s + 1 for s in steps if graph.ops[order[s]].target == RELOAD_WAIT), end)
-            yield Place(start=first, end=arrived, where=Where.RETURNING, offset=offset)
+            yield StoragePlace(start=first, end=arrived, where=Residence.RETURNING, offset=offset)
             first = arrived
         if first < end:
-            yield Place(start=first, end=end, where=Where.ARENA, offset=offset)
+            yield StoragePlace(start=first, end=end, where=Residence.ARENA, offset=offset)
 
 
 def _without_gaps(
     plan: Plan, lives: list[int], hosts: Mapping[int, int], touched: Mapping[int, list[int]]
-) -> Iterator[Place]:
+) -> Iterator[StoragePlace]:
     """Where the lives stay, and between them where the storage is while it is not on the device."""
     base = plan.graph.storages[lives[0]]
     given = not base.planned and base.kind in _GIVEN
@@ -208,12 +208,12 @@ def _without_gaps(
         until = end if place is None else place.start
         if now < until:
             if given or (not base.planned and on_host and now):
-                where = Where.HOST if on_host else Where.OUTSIDE
+                where = Residence.HOST if on_host else Residence.OUTSIDE
             elif place is None or now == 0:
-                where = Where.ABSENT
+                where = Residence.ABSENT
             else:
-                where = Where.HOST if place.where is Where.RETURNING else Where.DROPPED
-            yield Place(start=now, end=until, where=where, offset=offset if where is Where.HOST else None)
+                where = Residence.HOST if place.where is Residence.RETURNING else Residence.DROPPED
+            yield StoragePlace(start=now, end=until, where=where, offset=offset if where is Residence.HOST else None)
         if place is not None:
             yield place
             now = place.end

@@ -18,7 +18,7 @@ EXPLAINED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class CheckLimits:
     """What a plan must keep; None is no limit.
 
     `max_arena` and `max_outside` are bytes (outside: everything that `Plan.total` adds to the arena),
@@ -115,12 +115,12 @@ class Verdict:
         return tuple((metric, before, now) for metric, before, now in pairs if now < before)
 
 
-def check(plan: Plan, limits: Limits | Iterable[Rule], baseline: Figures | None = None) -> Verdict:
+def check(plan: Plan, limits: CheckLimits | Iterable[Rule], baseline: Figures | None = None) -> Verdict:
     """Compare exactly (no float comes between a figure and its limit).
 
     Raises `InvalidSize` for a rule that counts from a baseline when none is given.
     """
-    rules = limits.rules if isinstance(limits, Limits) else tuple(limits)
+    rules = limits.rules if isinstance(limits, CheckLimits) else tuple(limits)
     for rule in rules:
         if rule.needs_baseline and baseline is None:
             raise InvalidSize(

@@ -93,7 +93,7 @@ def given_rules(
     texts: list[str], arena: int | None, fragmentation: float | None, outside: int | None
 ) -> tuple[Rule, ...]:
     """The rules that the command line's limits mean. Raises `InvalidSize` naming the option."""
-    from memplan.check.check import Limits
+    from memplan.check.check import CheckLimits
     from memplan.check.rules import parse_rule
     from memplan.errors import InvalidSize
 
@@ -102,7 +102,7 @@ def given_rules(
     except InvalidSize as error:
         error.where = "--fail-over"
         raise
-    limits = Limits(max_arena=arena, max_fragmentation=fragmentation, max_outside=outside)
+    limits = CheckLimits(max_arena=arena, max_fragmentation=fragmentation, max_outside=outside)
     return (*limits.rules, *rules)
 
 

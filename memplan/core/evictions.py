@@ -75,7 +75,7 @@ def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Ev
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class DeviceArena:
     """The arena of one device, among those of a plan for several: its bytes are the offsets [start, start + size).
 
     `max_live` is the lower bound of its size in this order, `budget` the most that it may have.
@@ -110,7 +110,7 @@ class EvictionPlan:
     instances: tuple[tuple[int, int], ...]
     host: Solution
     device: str = ""
-    sections: tuple[Section, ...] = ()
+    sections: tuple[DeviceArena, ...] = ()
 
     @property
     def overhead(self) -> float:

@@ -90,7 +90,7 @@ class Op:
     `direct`: the kernel writes its results where it is told to. Otherwise it returns fresh tensors, which
     are copied to their place, and their bytes lie outside the arena while it runs.
 
-    `chances` are pairs (result, input) of value indices: the result may take the bytes of the input's storage,
+    `inplace_candidates` are pairs (result, input) of value indices: the result may take the bytes of the input's storage,
     in an order in which nothing touches that storage after this op. See `memplan.core.in_place`. `unrelated` are such pairs
     too: the result does not depend on the input, although the kernel reads it.
     """
@@ -103,7 +103,7 @@ class Op:
     direct: bool
     random: bool
     origin: Origin
-    chances: tuple[tuple[int, int], ...] = ()
+    inplace_candidates: tuple[tuple[int, int], ...] = ()
     unrelated: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -170,10 +170,10 @@ class Graph:
         for op in self.ops:
             reads = ", ".join(self._describe(v) for v in op.reads)
             writes = ", ".join(self._describe(v) for v in op.writes)
-            chances = "".join(f" or in {self.values[i].name}" for _, i in op.chances)
+            inplace_candidates = "".join(f" or in {self.values[i].name}" for _, i in op.inplace_candidates)
             random = " random" if op.random else ""
             unrelated = "".join(f", {self.values[o].name} not of {self.values[i].name}" for o, i in op.unrelated)
-            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{chances}{random}{unrelated}"
+            yield f"op {op.name}: {op.phase} {op.target}({reads}) -> {writes}{inplace_candidates}{random}{unrelated}"
         yield f"outputs: {', '.join(self._describe(v) for v in self.outputs)}"
         yield f"gradients: {', '.join(self._describe(v) for v in self.gradients)}"
 
@@ -231,7 +231,7 @@ def _check_chances(graph: Graph) -> None:
             if result not in op.writes or read not in op.reads:
                 where = f"graph.ops[{i}].unrelated[{k}]"
                 raise InvalidPlan("is not a result and an input of its op", where=where)
-        for k, (result, read) in enumerate(op.chances):
+        for k, (result, read) in enumerate(op.inplace_candidates):
             where = f"graph.ops[{i}].chances[{k}]"
             if result not in op.writes or read not in op.reads:
                 raise InvalidPlan("is not a result and an input of its op", where=where)

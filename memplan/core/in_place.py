@@ -41,7 +41,7 @@ COMPLEX_PRODUCTS = frozenset(
 _COPY = "aten.copy_.default"
 
 
-def with_chances(graph: Graph) -> Graph:
+def with_inplace_candidates(graph: Graph) -> Graph:
     """The graph in which each op says which results may take the bytes of which inputs.
 
     Which of the chances are taken depends on the order: an input must have had its last use. Outputs, gradients
@@ -53,11 +53,13 @@ def with_chances(graph: Graph) -> Graph:
         for storage in graph.touched(op):
             made.setdefault(storage, index)
     new = {op.name: {s for s in graph.written(op) if made[s] == index} - kept for index, op in enumerate(graph.ops)}
-    ops = tuple(replace(op, chances=tuple(_chances(graph, op, new[op.name], kept))) for op in graph.ops)
+    ops = tuple(
+        replace(op, inplace_candidates=tuple(_inplace_candidates(graph, op, new[op.name], kept))) for op in graph.ops
+    )
     return replace(graph, ops=ops)
 
 
-def _chances(graph: Graph, op: Op, new: set[int], kept: set[int]) -> Iterator[tuple[int, int]]:
+def _inplace_candidates(graph: Graph, op: Op, new: set[int], kept: set[int]) -> Iterator[tuple[int, int]]:
     """One pair for each result in `new` and each other storage that it could take the bytes of."""
     if not new or not _can_overwrite(graph, op):
         return

@@ -15,7 +15,7 @@ def taken(graph: Graph, order: Sequence[int]) -> Iterator[tuple[int, tuple[int, 
     last = {storage: op for op in order for storage in graph.touched(graph.ops[op])}
     for index in order:
         found, most = None, 0
-        for chance in graph.ops[index].chances:
+        for chance in graph.ops[index].inplace_candidates:
             storage = graph.values[chance[1]].storage
             if last[storage] == index and graph.storages[storage].nbytes > most:
                 found, most = chance, graph.storages[storage].nbytes
@@ -27,7 +27,7 @@ def placed(graph: Graph, order: Sequence[int]) -> Graph:
     """The graph as it lies in memory under a legal `order`: a result that takes the bytes of an input is a value of
     that input's storage. Ops and their chances stay.
     """
-    if not any(op.chances for op in graph.ops):
+    if not any(op.inplace_candidates for op in graph.ops):
         return graph
     host: dict[int, int] = {}  # storage -> the first storage that had its bytes
     for _, (result, read) in taken(graph, order):

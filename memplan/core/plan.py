@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from memplan.core import lifetimes
 from memplan.core.compressed_storages import compressions_of
 from memplan.core.division import Division
-from memplan.core.evictions import Eviction, EvictionPlan, Section, check_record, evictions_of
+from memplan.core.evictions import DeviceArena, Eviction, EvictionPlan, check_record, evictions_of
 from memplan.core.graph import Graph, StorageKind, check_graph
 from memplan.core.in_place_reuse import placed
 from memplan.core.problem import Problem, Solution, Status
@@ -108,7 +108,7 @@ class Plan:
         return self.problem.max_live
 
     @property
-    def devices(self) -> tuple[Section, ...]:
+    def devices(self) -> tuple[DeviceArena, ...]:
         """The arenas of a plan for several devices, in the order in which they were given; none for one device."""
         return self.eviction.sections if self.eviction else ()
 

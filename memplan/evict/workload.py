@@ -95,8 +95,10 @@ class Workload:
         values = self.graph.values
         found = []
         for op in self.graph.ops:
-            chances = [(values[result].storage, values[read].storage) for result, read in op.chances]
-            found.append(tuple(sorted(chances, key=lambda pair: -self.size[pair[1]])))
+            inplace_candidates = [
+                (values[result].storage, values[read].storage) for result, read in op.inplace_candidates
+            ]
+            found.append(tuple(sorted(inplace_candidates, key=lambda pair: -self.size[pair[1]])))
         return tuple(found)
 
     @cached_property

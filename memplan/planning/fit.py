@@ -12,7 +12,7 @@ from memplan.evict.costs import CostModel
 from memplan.evict.graph.apply import apply
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.host_resident import all_streamed
-from memplan.evict.judge.arrays import Measured, measure
+from memplan.evict.judge.arrays import MeasuredEvents, measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.flow import flow
 from memplan.evict.working_set import floor
@@ -28,8 +28,8 @@ class Fitted:
     graph: Graph
     sources: tuple[int, ...]
     instances: tuple[tuple[int, int], ...]
-    measured: Measured
-    base: Measured
+    measured: MeasuredEvents
+    base: MeasuredEvents
 
 
 def make_workload(

@@ -20,7 +20,7 @@ SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class FrontierPoint:
     """One budget: bytes that are alive at most (`max_live`), predicted seconds of a step and those spent waiting for
     copies, and how many bytes are computed again and copied to the host in each step. None: it cannot be kept.
     """
@@ -41,9 +41,9 @@ class Frontier:
     costs: str
     most: int
     base_seconds: float
-    points: tuple[Point, ...]
+    points: tuple[FrontierPoint, ...]
 
-    def overhead(self, point: Point) -> float:
+    def overhead(self, point: FrontierPoint) -> float:
         """Predicted seconds of a point that can be kept over those without a budget, less 1."""
         assert point.seconds is not None
         return point.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
@@ -80,16 +80,16 @@ def frontier(
     points = []
     for budget in budgets:
         if budget < least:
-            points.append(Point(budget=budget))
+            points.append(FrontierPoint(budget=budget))
             continue
         try:
             fitted = fit(graph, workload.within(budget), decide)
         except BudgetInfeasible:  # found at another budget by luck
-            points.append(Point(budget=budget))
+            points.append(FrontierPoint(budget=budget))
             continue
         evictions = evictions_of(fitted.graph, fitted.instances)
         points.append(
-            Point(
+            FrontierPoint(
                 budget=budget,
                 max_live=fitted.measured.peak,
                 seconds=fitted.measured.seconds,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from memplan.core import lifetimes
-from memplan.core.evictions import EvictionPlan, Section
+from memplan.core.evictions import DeviceArena, EvictionPlan
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution, Status
@@ -97,7 +97,7 @@ def plan_several(
 
 
 def _eviction(
-    plan: Plan, whole: Applied, divided: Divided, prices: CostModel, sections: tuple[Section, ...]
+    plan: Plan, whole: Applied, divided: Divided, prices: CostModel, sections: tuple[DeviceArena, ...]
 ) -> EvictionPlan:
     """What the plan says of its devices, and of the time that they take together."""
     seconds, stall = simulate(divided.graph, prices)
@@ -118,12 +118,12 @@ def _eviction(
 
 def _sections(
     devices: Sequence[str], parts: Sequence[Problem], solutions: Sequence[Solution], limits: Sequence[int]
-) -> tuple[Section, ...]:
+) -> tuple[DeviceArena, ...]:
     """The arenas, each behind the one before."""
     found, start = [], 0
     for device, part, solution, limit in zip(devices, parts, solutions, limits, strict=True):
         size = solution.arena_size
-        found.append(Section(device=device, start=start, size=size, max_live=part.max_live, budget=limit))
+        found.append(DeviceArena(device=device, start=start, size=size, max_live=part.max_live, budget=limit))
         start += size
     return tuple(found)
 
@@ -133,7 +133,7 @@ def _divided(whole: Applied, units: Units, assignment: Assignment, devices: Sequ
     return divide(whole.graph, whole.sources, devices_of(whole.graph, wanted), devices)
 
 
-def _side_by_side(sections: Sequence[Section], solutions: Sequence[Solution]) -> Solution:
+def _side_by_side(sections: Sequence[DeviceArena], solutions: Sequence[Solution]) -> Solution:
     """The arenas of all devices as one solution: each behind the one before."""
     offsets = {
         name: offset + section.start

@@ -37,7 +37,7 @@ _Held = TypeVar("_Held", bound=OfGraph)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form(Generic[_Held]):
+class FileFormat(Generic[_Held]):
     """A kind of plan file: its head (version, fingerprint, checksum), and what it holds below.
 
     `called` and `version_of` are words of its errors, `root` begins their paths; `check` raises unless all parts of
@@ -92,7 +92,7 @@ class Form(Generic[_Held]):
         return self.mark(held)
 
 
-_PLAN = Form(
+_PLAN = FileFormat(
     holds=Plan,
     called="plan",
     version_of="schema",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplan.errors import MemplanError
-from memplan.recording.tape import Event, Tape
+from memplan.recording.tape import Tape, TapeEvent
 
 _Word = ctypes.c_size_t
 
@@ -71,7 +71,7 @@ class Allocator:
         self._m[self._kernel.EVENTS] = 0
         self._m[self._kernel.MODE] = self._kernel.RECORD
 
-    def stop_recording(self) -> list[Event]:
+    def stop_recording(self) -> list[TapeEvent]:
         """What was written down. Raises `MemplanError` when it was more than there is room for."""
         k, m = self._kernel, self._m
         m[k.MODE] = k.OFF
@@ -80,7 +80,7 @@ class Allocator:
             what = f"{count} allocations and releases in one step, {k.MAX_EVENTS} can be recorded"
             raise MemplanError(what, hint="record a smaller part of the step")
         found = m[k.T_EVENTS : k.T_EVENTS + 2 * count].reshape(-1, 2).tolist()
-        return [Event(address, nbytes) for address, nbytes in found]
+        return [TapeEvent(address, nbytes) for address, nbytes in found]
 
     def load(self, tape: Tape) -> None:
         """Let steps be served from `tape`; its arena is made now. Raises `MemplanError` without room for it."""

@@ -26,7 +26,7 @@ def segment(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlannedPlace:
     """Value `value` (an index) of an op's results: `nbytes` bytes at `offset` in the arena."""
 
     value: int
@@ -34,7 +34,7 @@ class Place:
     nbytes: int
 
 
-def places(plan: Plan) -> dict[int, Place]:
+def places(plan: Plan) -> dict[int, PlannedPlace]:
     """Op (index) -> the result that its kernel could make where it is planned, although it cannot be told to."""
     graph, found = plan.placed, {}
     for step, index in enumerate(plan.schedule.order):
@@ -48,7 +48,7 @@ def places(plan: Plan) -> dict[int, Place]:
             storage = graph.storages[graph.values[value].storage]
             mine = graph.values[value].storage not in read
             if mine and sizes.count(size) == 1 and storage.planned and _is_free(plan, step, storage.name, size):
-                found[index] = Place(value, plan.solution.offsets[storage.name] + plan.redzone, storage.nbytes)
+                found[index] = PlannedPlace(value, plan.solution.offsets[storage.name] + plan.redzone, storage.nbytes)
                 break
     return found
 

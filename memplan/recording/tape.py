@@ -11,7 +11,7 @@ ELSEWHERE = -1  # the offset of what outlives the step: it gets memory as if the
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TapeEvent:
     """An allocation (`nbytes` > 0) or a release at an address, by an op ("" if unknown)."""
 
     address: int
@@ -32,7 +32,7 @@ class Tape:
     arena_size: int
 
 
-def lives(events: Sequence[Event]) -> list[Interval | None]:
+def lives(events: Sequence[TapeEvent]) -> list[Interval | None]:
     """For each allocation, in order, from its event to that of its release; None for what is not released."""
     open_at: dict[int, tuple[int, int]] = {}
     found: list[Interval | None] = []
@@ -46,7 +46,7 @@ def lives(events: Sequence[Event]) -> list[Interval | None]:
     return found
 
 
-def make_tape(events: Sequence[Event], problem: Problem, offsets: Mapping[str, int], arena_size: int) -> Tape:
+def make_tape(events: Sequence[TapeEvent], problem: Problem, offsets: Mapping[str, int], arena_size: int) -> Tape:
     """The tape of a solved recording, whose buffers are the released allocations in their order."""
     made = [event for event in events if event.nbytes > 0]
     buffers = {b.live.start: b for b in problem.buffers}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from memplan.analysis.explain import Explanation, Held
+from memplan.analysis.explain import Explanation, HeldBuffer
 from memplan.analysis.uses import OpAt
 from memplan.core.jsonio import to_json
 from memplan.core.units import format_bytes, format_exact, format_share
@@ -41,7 +41,7 @@ def explain_sections(explanation: Explanation) -> Iterator[Section]:
         yield Section(heading="who is alive", columns=columns(names), rows=limited(held, SHOWN))
 
 
-def _why(held: Held) -> str:
+def _why(held: HeldBuffer) -> str:
     idle = f", untouched for {held.idle} steps" if held.idle > 1 else ""
     if held.next_use is None or held.holds_until is None:
         return f"{held.role.value}{idle}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.core.units import format_exact
 from memplan.report.lines import op_name, origin, printable
-from memplan.report.picture import Block, Picture
+from memplan.report.picture import Picture, PictureBlock
 
 WIDTH, HEIGHT = 1280, 820
 LEFT, RIGHT, TOP, ARENA, LIVE = 92, 24, 84, 470, 130
@@ -21,7 +21,7 @@ def y_of(picture: Picture, offset: float) -> float:
     return TOP + ARENA * (1 - offset / max(picture.arena, 1))
 
 
-def about(block: Block) -> str:
+def about(block: PictureBlock) -> str:
     """What a block is, in lines: name, size and offset, steps, origin."""
     h = block.holder
     lines = (

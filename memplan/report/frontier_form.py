@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from memplan.core.jsonio import to_json
 from memplan.core.units import format_bytes, format_exact, format_share
-from memplan.planning.frontier import Frontier, Point, Rival
+from memplan.planning.frontier import Frontier, FrontierPoint, Rival
 from memplan.report.lines import printable
 from memplan.report.sections import Section, columns
 
@@ -50,7 +50,7 @@ def frontier_sections(frontier: Frontier, rivals: Sequence[Rival] = ()) -> Itera
         )
 
 
-def _row(point: Point, frontier: Frontier) -> tuple[str, ...]:
+def _row(point: FrontierPoint, frontier: Frontier) -> tuple[str, ...]:
     share = format_share(point.budget / frontier.most if frontier.most else 0.0)
     if point.seconds is None:
         return format_bytes(point.budget), share, "cannot be kept", "", "", ""

@@ -29,7 +29,7 @@ OTHERS = ("#a06cc9", "#c9607f", "#3b9fae", "#b09a2f", "#7a6a5c")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class PictureBlock:
     """A buffer at its place: bytes [offset, offset + size) during each of `segments` (steps); a gap between two
     segments is an eviction."""
 
@@ -56,7 +56,7 @@ class Arrow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class PictureCopy:
     """A copy of `nbytes` between device and host, under way from step `start` until step `end` has waited for it."""
 
     start: int
@@ -77,14 +77,14 @@ class Picture:
     arena: int
     max_live: int
     peak_step: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[PictureBlock, ...]
     profile: tuple[tuple[int, int], ...]
     ops: tuple[OpAt, ...] = ()
     backward_from: int | None = None
     figures: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[str, ...] = ()
     arrows: tuple[Arrow, ...] = ()
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[PictureCopy, ...] = ()
 
 
 def picture_of_plan(plan: Plan) -> Picture:
@@ -161,7 +161,7 @@ def _arrows(plan: Plan) -> tuple[Arrow, ...]:
     return tuple(found)
 
 
-def _copies(plan: Plan) -> Iterator[Copy]:
+def _copies(plan: Plan) -> Iterator[PictureCopy]:
     """Each transfer with its wait: the two ops touch the same storages, one of the device and one of the host."""
     graph, started = plan.graph, dict[tuple[bool, frozenset[int]], int]()
     for step, index in enumerate(plan.schedule.order):
@@ -173,7 +173,7 @@ def _copies(plan: Plan) -> Iterator[Copy]:
             started[key] = step
         elif key in started:
             device = next(graph.storages[s] for s in key[1] if graph.storages[s].kind is not StorageKind.HOST)
-            yield Copy(
+            yield PictureCopy(
                 start=started.pop(key),
                 end=step + 1,
                 nbytes=device.nbytes,
@@ -211,12 +211,12 @@ def picture_of(problem: Problem, solution: Solution, name: str) -> Picture:
     )
 
 
-def _blocks(problem: Problem, solution: Solution, holders: Mapping[str, Holder]) -> tuple[Block, ...]:
+def _blocks(problem: Problem, solution: Solution, holders: Mapping[str, Holder]) -> tuple[PictureBlock, ...]:
     for buffer in problem.buffers:
         if buffer.id not in solution.offsets:
             raise InvalidSolution("has no offset: there is nothing to draw", violation="missing", where=buffer.id)
     return tuple(
-        Block(holder=holders[b.id], offset=solution.offsets[b.id], segments=b.segments)
+        PictureBlock(holder=holders[b.id], offset=solution.offsets[b.id], segments=b.segments)
         for b in problem.buffers
         if b.size
     )

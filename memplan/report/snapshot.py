@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memplan.report.lines import op_name, origin
-from memplan.report.picture import Block, Picture
+from memplan.report.picture import Picture, PictureBlock
 
 _BASE = 0x7F00_0000_0000  # where the arena stands: any address will do
 _STEP_US = 10
@@ -48,7 +48,7 @@ def _segment(picture: Picture) -> dict[str, Any]:
 
 def _events(picture: Picture) -> Iterator[dict[str, Any]]:
     yield {"action": "segment_alloc", "addr": _BASE, "size": picture.arena, "stream": 0, "frames": [], "time_us": 0}
-    changes: list[tuple[int, int, int, Block]] = []
+    changes: list[tuple[int, int, int, PictureBlock]] = []
     for number, block in enumerate(picture.blocks):
         for segment in block.segments:
             changes.append((segment.start, 1, number, block))
@@ -65,7 +65,7 @@ def _events(picture: Picture) -> Iterator[dict[str, Any]]:
             yield {"action": action, **common}
 
 
-def _frames(block: Block) -> list[dict[str, Any]]:
+def _frames(block: PictureBlock) -> list[dict[str, Any]]:
     """The viewer groups by frames: the op and the module are the inner one, the user's line the outer one."""
     h = block.holder
     file, _, line = h.source.rpartition(":")

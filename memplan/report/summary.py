@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from memplan.analysis.advice import Lever, levers
 from memplan.analysis.holders import Holder, alive_at, largest
 from memplan.core.division import Division
-from memplan.core.evictions import SEND, Action, Section
+from memplan.core.evictions import SEND, Action, DeviceArena
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
 from memplan.core.problem import Solution, Status
@@ -91,7 +91,7 @@ class Kept:
     stall: float
     overhead: float
     device: str
-    sections: tuple[Section, ...]
+    sections: tuple[DeviceArena, ...]
     sent: int
 
 

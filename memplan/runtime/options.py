@@ -14,7 +14,7 @@ from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.planning.planfile import load
-from memplan.runtime.debug.sanitizers import GUARDS, redzone_of
+from memplan.runtime.debug.sanitizers import SANITIZERS, redzone_of
 from memplan.trace import alignment_of, plan_traced, stay_in_arena
 from memplan.trace.dynamic.dims import refuse_beside
 from memplan.trace.graph.remap_to_plan import require_planned
@@ -38,11 +38,11 @@ class PlanOptions:
     layout: str = "auto"
     time_limit: float | None = None
     in_place: bool = True
-    guard: str | None = None
+    sanitize: str | None = None
     device: Any = None
 
     def __post_init__(self) -> None:
-        require_choice("guard", self.guard, (None, *GUARDS))
+        require_choice("sanitize", self.sanitize, (None, *SANITIZERS))
         require_choice("in_place", self.in_place, (True, False))
         division_of(self.divide)
         compression_of(self.compress)
@@ -75,7 +75,7 @@ class PlanOptions:
         return {
             **{"budget": self.budget, "policy": self.policy, "costs": self.costs},
             **{"schedule": self.schedule, "solver": self.solver, "layout": self.layout, "time_limit": self.time_limit},
-            "redzone": redzone_of(self.guard, alignment_of(device)),
+            "redzone": redzone_of(self.sanitize, alignment_of(device)),
         }
 
     def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:
@@ -92,9 +92,9 @@ class PlanOptions:
         if given.alignment % needed:
             what = f"the given plan aligns to {given.alignment} bytes, {traced.device} needs {needed}"
             raise PlanMismatch(what, hint="make the plan anew on this kind of device")
-        if given.redzone < redzone_of(self.guard, needed):
+        if given.redzone < redzone_of(self.sanitize, needed):
             what = "the given plan has no red zones around its buffers"
-            raise InputMismatch(what, where="guard='redzone'", hint="pass no plan, or no guard")
+            raise InputMismatch(what, where="sanitize='redzone'", hint="pass no plan, or no guard")
         return given
 
 

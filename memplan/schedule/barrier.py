@@ -115,7 +115,9 @@ def _without(graph: Graph, before: tuple[frozenset[int], ...], last: int) -> Gra
 
 def _unread(graph: Graph, op: Op, lost: set[int]) -> Op:
     reads = tuple(v for v in op.reads if graph.values[v].storage not in lost)
-    return replace(op, reads=reads, chances=tuple(pair for pair in op.chances if pair[1] in reads))
+    return replace(
+        op, reads=reads, inplace_candidates=tuple(pair for pair in op.inplace_candidates if pair[1] in reads)
+    )
 
 
 def accumulated(graph: Graph) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from memplan.core.graph import Graph
 from memplan.core.schedule import Schedule
-from memplan.schedule.arrays.graph_arrays import Core, Ints, make_core, step_bytes
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, make_core, step_bytes
 from memplan.schedule.bounds.propagate import propagate
 from memplan.schedule.bounds.prover import Prover
 from memplan.schedule.bounds.repair import repair
@@ -23,7 +23,7 @@ from memplan.schedule.policies.lpmf import lpmf_order
 from memplan.schedule.policies.reverse_greedy import reverse_greedy_order
 from memplan.schedule.search.ideals import Narrowed, narrow, unsearched, widest
 
-_ORDERS: tuple[tuple[str, Callable[[Core], Ints]], ...] = (
+_ORDERS: tuple[tuple[str, Callable[[GraphArrays], Ints]], ...] = (
     ("traced", lambda core: core.traced),
     ("early_free", early_free_order),
     ("late_alloc", late_alloc_order),
@@ -50,7 +50,7 @@ def portfolio(graph: Graph) -> Schedule:
     return prover.schedule(graph, best, name)
 
 
-def _listed(core: Core, prover: Prover) -> tuple[Ints, str, int]:
+def _listed(core: GraphArrays, prover: Prover) -> tuple[Ints, str, int]:
     """The best of the listed orders, as they are and mended; the first of equals."""
     best, name = core.traced, "traced"
     peak = int(step_bytes(core, best).max(initial=0))
@@ -67,7 +67,7 @@ def _listed(core: Core, prover: Prover) -> tuple[Ints, str, int]:
     return best, name, peak
 
 
-def _searched(graph: Graph, core: Core, start: Narrowed) -> Narrowed:
+def _searched(graph: Graph, core: GraphArrays, start: Narrowed) -> Narrowed:
     """The best order after propagation and ever wider searches, and what they prove: first narrow ones, then
     without the small storages, which leave a search many choices for a few bytes, then, if that left more open than
     a few bytes, with them again."""
@@ -85,14 +85,14 @@ def _searched(graph: Graph, core: Core, start: Narrowed) -> Narrowed:
     return _widened(core, found, _WIDE) if found.max_live > found.bound else found
 
 
-def _rough(graph: Graph, core: Core, peak: int) -> Core | None:
+def _rough(graph: Graph, core: GraphArrays, peak: int) -> GraphArrays | None:
     """The core without the smallest storages, of at most a thousandth of `peak` together; None if that is all."""
     sizes = np.sort(core.size)
     out = int(np.searchsorted(np.cumsum(sizes), peak // 1000, side="right"))
     return make_core(graph, least=int(sizes[out])) if 0 < out < len(sizes) else None
 
 
-def _widened(core: Core, found: Narrowed, widths: Sequence[int]) -> Narrowed:
+def _widened(core: GraphArrays, found: Narrowed, widths: Sequence[int]) -> Narrowed:
     """Propagate and search, ever wider, until order and bound meet or the work is spent."""
     cut_work, target, narrower = _cut_work(core), 0, core
     for width in widths:
@@ -109,9 +109,9 @@ def _widened(core: Core, found: Narrowed, widths: Sequence[int]) -> Narrowed:
     return found
 
 
-def _cut_work(core: Core) -> int:
+def _cut_work(core: GraphArrays) -> int:
     return 6_000 * core.n  # 2 to 10 ns each
 
 
-def _search_work(core: Core) -> int:
+def _search_work(core: GraphArrays) -> int:
     return max(64_000_000, 8_000 * core.n)  # 2 to 20 ns each

@@ -16,7 +16,7 @@ here) validates it, and the portfolio shows it each answer (`accept.py`), to dro
 from __future__ import annotations
 
 from memplan.solvers.base import Solver
-from memplan.solvers.limits import Limits, Progress
+from memplan.solvers.limits import Progress, SolverLimits
 from memplan.solvers.select import SOLVERS, select_solver, solve
 
-__all__ = ["SOLVERS", "Limits", "Progress", "Solver", "select_solver", "solve"]
+__all__ = ["SOLVERS", "SolverLimits", "Progress", "Solver", "select_solver", "solve"]

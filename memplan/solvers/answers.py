@@ -9,7 +9,7 @@ import numpy as np
 from memplan.core.problem import Problem
 from memplan.solvers import thresholds
 from memplan.solvers.accept import refusal, warn_of_fault
-from memplan.solvers.arrays.problem_arrays import Core, Ints
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 from memplan.solvers.arrays.sequence import in_order
 from memplan.solvers.baselines.greedy import by_size
 from memplan.solvers.baselines.naive import Naive
@@ -18,7 +18,7 @@ from memplan.solvers.baselines.naive import Naive
 class Answers:
     """Keeps the smallest placement that the validator accepts, and drops what it refuses."""
 
-    def __init__(self, problem: Problem, core: Core) -> None:
+    def __init__(self, problem: Problem, core: ProblemArrays) -> None:
         self._problem, self._core = problem, core
         self._refused: set[str] = set()  # sources
         self.offsets: Ints = np.zeros(core.n, np.int64)  # units

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from memplan.core.problem import Infeasibility, Problem, Solution, Status
-from memplan.solvers.limits import Limits
+from memplan.solvers.limits import SolverLimits
 
 
 @runtime_checkable
@@ -22,12 +22,12 @@ class Solver(Protocol):
         """Why this solver does not take `problem` (pinned offsets, gaps, ...), or None when it does."""
         ...
 
-    def solve(self, problem: Problem, *, limits: Limits = ..., seed: int = ...) -> Solution:
+    def solve(self, problem: Problem, *, limits: SolverLimits = ..., seed: int = ...) -> Solution:
         """Place every buffer. A heuristic that needs no limits ignores them; `seed` is for random choices."""
         ...
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = SolverLimits()
 
 
 def finish(problem: Problem, offsets: Mapping[str, int], *, solver: str, seconds: float, bound: int = 0) -> Solution:

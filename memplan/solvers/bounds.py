@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from memplan.solvers import thresholds
-from memplan.solvers.arrays.problem_arrays import Core, load_of
+from memplan.solvers.arrays.problem_arrays import ProblemArrays, load_of
 
 
-def lower_bound(core: Core) -> int:
+def lower_bound(core: ProblemArrays) -> int:
     """A proven lower bound of the arena, bytes; at least max live. n log n."""
     if not core.n:
         return 0
@@ -27,7 +27,7 @@ def lower_bound(core: Core) -> int:
 
 
 def _largest(
-    core: Core, value: np.ndarray[tuple[int], np.dtype[np.int64]]
+    core: ProblemArrays, value: np.ndarray[tuple[int], np.dtype[np.int64]]
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The largest `value` among the buffers of each section: painted in ascending order, last one wins."""
     segment_of = np.repeat(np.arange(core.n), np.diff(core.seg_ptr))

@@ -24,7 +24,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SolverLimits:
     """`seconds` of wall time, `work` in units; None for both means `DEFAULT_WORK`. Zero: heuristics only.
 
     With `minimize` off, a solver stops at the first placement within the problem's capacity.
@@ -39,7 +39,7 @@ class Limits:
 class Budget:
     """Counts work and seconds down. `share` opens an inner budget over part of what is left."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SolverLimits) -> None:
         self.began = time.perf_counter()
         self._deadline = None if limits.seconds is None else self.began + limits.seconds
         self._timed = limits.seconds is not None

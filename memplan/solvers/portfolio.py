@@ -13,7 +13,7 @@ from memplan.solvers import thresholds
 from memplan.solvers.accept import refusal, warn_of_fault
 from memplan.solvers.base import NO_LIMITS, finish
 from memplan.solvers.baselines.greedy import Greedy
-from memplan.solvers.limits import Budget, Limits, Progress
+from memplan.solvers.limits import Budget, Progress, SolverLimits
 
 
 class Portfolio:
@@ -24,7 +24,7 @@ class Portfolio:
     def refuses(self, problem: Problem) -> str | None:
         return None
 
-    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         budget = Budget(limits)
         if len(problem.buffers) <= thresholds.SMALL:
             quick = Greedy().solve(problem)
@@ -40,15 +40,15 @@ class Portfolio:
         # numpy and numba are imported only now: most small problems never need them.
         from memplan.solvers.answers import Answers
         from memplan.solvers.arrays.problem_arrays import core_of
-        from memplan.solvers.search.capacity_search import Race
+        from memplan.solvers.search.capacity_search import CapacitySearch
 
         core = core_of(problem)
         answers = Answers(problem, core)
-        race = Race(core, answers, problem, budget, limits)
+        race = CapacitySearch(core, answers, problem, budget, limits)
         race.run(seed)
         offsets = answers.named(answers.offsets)
         return finish(problem, offsets, solver=self.name, seconds=budget.seconds, bound=race.bound)
 
 
-def _is_enough(problem: Problem, arena: int, limits: Limits) -> bool:
+def _is_enough(problem: Problem, arena: int, limits: SolverLimits) -> bool:
     return not limits.minimize and problem.capacity is not None and arena <= problem.capacity

@@ -18,7 +18,7 @@ from memplan.solvers.baselines.shared_objects import Shared
 from memplan.solvers.baselines.tlsf import TLSF
 from memplan.solvers.baselines.tstack import TStack
 from memplan.solvers.cpsat import CPSAT
-from memplan.solvers.limits import Limits, Progress
+from memplan.solvers.limits import Progress, SolverLimits
 from memplan.solvers.portfolio import Portfolio
 
 _ALL: tuple[Solver, ...] = (
@@ -89,7 +89,7 @@ def solve(
     check_pins(problem)
     if minimize is None:
         minimize = problem.capacity is None
-    limits = Limits(seconds=time_limit, work=work_limit, minimize=minimize, on_progress=on_progress)
+    limits = SolverLimits(seconds=time_limit, work=work_limit, minimize=minimize, on_progress=on_progress)
     solution = select_solver(problem, solver).solve(problem, limits=limits, seed=seed)
     validate(problem, solution)
     return solution

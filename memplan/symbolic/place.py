@@ -25,7 +25,7 @@ _MOST = 1 << 52  # bytes: sums must stay exact in double precision, too
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Offsets in bytes of the buffers of a `Placer`, -1 for those without bytes; what they need, and what is alive."""
+    """Offsets in bytes of the buffers of a `SymbolicPlacer`, -1 for those without bytes; what they need, and what is alive."""
 
     offsets: Ints
     sizes: Ints
@@ -33,7 +33,7 @@ class Placed:
     max_live: int
 
 
-class Placer:
+class SymbolicPlacer:
     """Places buffers with fixed lifetimes and an order; sizes come later. Numbers its buffers as they are given."""
 
     def __init__(self, lives: Sequence[Interval], hint_offsets: Sequence[int], *, alignment: int, redzone: int) -> None:

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 from memplan.core.files import write_atomic
-from memplan.planning.planfile import Form
+from memplan.planning.planfile import FileFormat
 from memplan.symbolic.plan import SymbolicPlan, check_whole, whole_as_loaded
 
 SYMBOLIC_VERSION = 1
-_FORM = Form(
+_FORM = FileFormat(
     holds=SymbolicPlan,
     called="symbolic plan",
     version_of="symbolic",

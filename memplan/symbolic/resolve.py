@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from memplan.core import lifetimes
 from memplan.core.graph import Graph
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 from memplan.core.plan import Plan, make_plan
 from memplan.core.problem import Problem, Solution, Status
 from memplan.core.schedule import Evidence, storage_intervals
@@ -27,7 +27,7 @@ from memplan.symbolic.sizes import Sizes, graph_at
 from memplan.symbolic.symbols import Symbol, values_of
 
 if TYPE_CHECKING:
-    from memplan.symbolic.place import Placer
+    from memplan.symbolic.place import SymbolicPlacer
 
 _KEPT = 16  # resolved plans
 _ENOUGH = 1.25  # times what is proven to be needed
@@ -63,7 +63,7 @@ class Resolver:
         return all(self._hold(*values_of(self.symbols, values)))
 
     def place(self, values: Mapping[str, int], *, thorough: bool = False) -> Placement:
-        """Offsets for these values; `thorough`: as in `Placer.place`. Raises `ShapeOutOfRange`."""
+        """Offsets for these values; `thorough`: as in `SymbolicPlacer.place`. Raises `ShapeOutOfRange`."""
         numbers = self._evaluate(*self._checked(values))
         placed = self._placer.place([numbers[p] for p in self._buffer_sizes], thorough=thorough)
         pairs = zip(self._buffer_names, placed.offsets.tolist(), strict=True)
@@ -139,7 +139,9 @@ class Resolver:
         """
         if plan.redzone or not plan.arena_size:
             return plan
-        graph = with_chances(plan.graph) if any(op.chances for op in plan.graph.ops) else plan.graph
+        graph = (
+            with_inplace_candidates(plan.graph) if any(op.inplace_candidates for op in plan.graph.ops) else plan.graph
+        )
         if plan.arena_size <= _ENOUGH * working_set_bound(graph) or plan.arena_size <= _ENOUGH * self._cut_bound(graph):
             return plan
         anew = make_plan(
@@ -175,10 +177,12 @@ class Resolver:
         return tuple(self.sizes.storages[i] for i in self._buffers)
 
     @cached_property
-    def _placer(self) -> Placer:
-        from memplan.symbolic.place import Placer
+    def _placer(self) -> SymbolicPlacer:
+        from memplan.symbolic.place import SymbolicPlacer
 
         base = self.plan
         lives = storage_intervals(base.graph, base.schedule.order)
         offsets = [base.solution.offsets.get(name, 0) for name in self._buffer_names]
-        return Placer([lives[i] for i in self._buffers], offsets, alignment=base.alignment, redzone=base.redzone)
+        return SymbolicPlacer(
+            [lives[i] for i in self._buffers], offsets, alignment=base.alignment, redzone=base.redzone
+        )

@@ -106,7 +106,11 @@ def always_alike(graph: Graph, sizes: Sizes) -> Graph:
     are equal for every value, and of those that fill their result as traced, layouts too."""
 
     def kept(op: Op) -> Op:
-        return replace(op, chances=tuple(c for c in op.chances if alike(op, *c))) if op.chances else op
+        return (
+            replace(op, inplace_candidates=tuple(c for c in op.inplace_candidates if alike(op, *c)))
+            if op.inplace_candidates
+            else op
+        )
 
     def alike(op: Op, result: int, read: int) -> bool:
         one, two = graph.values[result].storage, graph.values[read].storage
@@ -121,5 +125,8 @@ def always_alike(graph: Graph, sizes: Sizes) -> Graph:
 def as_taken(graph: Graph, order: Sequence[int]) -> Graph:
     """`graph` with only the in-place chances that `order` takes, so that other sizes take the same ones."""
     kept = dict(taken(graph, order))
-    ops = (replace(op, chances=(kept[i],) if i in kept else ()) if op.chances else op for i, op in enumerate(graph.ops))
+    ops = (
+        replace(op, inplace_candidates=(kept[i],) if i in kept else ()) if op.inplace_candidates else op
+        for i, op in enumerate(graph.ops)
+    )
     return replace(graph, ops=tuple(ops))

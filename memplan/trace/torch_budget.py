@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
 
 from memplan.core.graph import Phase
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 from memplan.evict.costs import CostModel
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.judge.arrays import measure
@@ -33,7 +33,7 @@ BUDGETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class TorchPoint:
     """One value of the knob (`asked`), the bytes that the step really needs at its worst moment, and its seconds.
 
     `overhead` is against the same step with nothing computed again. Even 1.0 computes some ops again: those that the
@@ -47,7 +47,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
+class TorchPartition:
     """The forward and backward graph for one value of the knob; `captured`: the joint graph, as it was cleaned."""
 
     asked: float
@@ -63,7 +63,7 @@ def torch_points(
     alignment: int,
     *,
     budgets: Sequence[float] = BUDGETS,
-) -> tuple[Point, ...]:
+) -> tuple[TorchPoint, ...]:
     """A point for each of `budgets`, in their order; peaks count sizes rounded up to `alignment` bytes.
 
     Raises `UnsupportedGraph` as tracing does.
@@ -71,37 +71,39 @@ def torch_points(
     return points_of(partitions(capture(model, args, kwargs or {}, train=True), budgets), costs, alignment)
 
 
-def partitions(captured: Captured, budgets: Sequence[float] = BUDGETS) -> tuple[Partition, ...]:
+def partitions(captured: Captured, budgets: Sequence[float] = BUDGETS) -> tuple[TorchPartition, ...]:
     """What the partitioner makes of a captured model with a backward, which is left as it is."""
     found = []
     for asked in budgets:
         joint = _copied(captured.graph_module)
         forward, backward = _partitioned(joint, asked)
-        found.append(Partition(asked=asked, captured=replace(captured, graph_module=joint), graphs=(forward, backward)))
+        found.append(
+            TorchPartition(asked=asked, captured=replace(captured, graph_module=joint), graphs=(forward, backward))
+        )
     return tuple(found)
 
 
 def points_of(
-    found: Sequence[Partition], costs: CostModel, alignment: int, *, in_place: bool = False
-) -> tuple[Point, ...]:
+    found: Sequence[TorchPartition], costs: CostModel, alignment: int, *, in_place: bool = False
+) -> tuple[TorchPoint, ...]:
     """The point of each partition. `in_place`: let results take the bytes of dying inputs, as memplan does."""
     points = []
     for one, workload, events in events_of(found, costs, alignment, in_place=in_place):
         figures, plain = measure(workload, events), sum(workload.seconds)
         overhead = figures.seconds / plain - 1 if plain else 0.0
-        points.append(Point(asked=one.asked, peak=figures.peak, seconds=figures.seconds, overhead=overhead))
+        points.append(TorchPoint(asked=one.asked, peak=figures.peak, seconds=figures.seconds, overhead=overhead))
     return tuple(points)
 
 
 def events_of(
-    found: Sequence[Partition], costs: CostModel, alignment: int, *, in_place: bool = False
-) -> Iterator[tuple[Partition, Workload, Events]]:
+    found: Sequence[TorchPartition], costs: CostModel, alignment: int, *, in_place: bool = False
+) -> Iterator[tuple[TorchPartition, Workload, Events]]:
     """Each partition, the step as a workload (one for all), and what torch does in it."""
     workload: Workload | None = None
     for one in found:
         if workload is None:  # of a graph as the partitioner cleaned it, so that names are the same
             graph = _functional(replace(one.captured, graph_module=_copied(one.captured.graph_module)))
-            graph = with_chances(graph) if in_place else graph
+            graph = with_inplace_candidates(graph) if in_place else graph
             workload = make_workload(graph, tuple(range(len(graph.ops))), costs, alignment)
         yield one, workload, _events(workload, *one.graphs)
 

@@ -25,7 +25,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class OpaqueResult:
     """In a kernel's arguments: what an earlier kernel returned, as it is, by its number among all that is handed on.
 
     A random state is in the host's memory or in the device's, as the kernel pleases, and only its own backward
@@ -51,10 +51,10 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
+class KernelCall:
     """What an op of the graph calls. `outs` are the values of its results (None where it returns none);
     empty for an op that only changes its arguments. `several`: it returns a sequence, even if of one.
-    `hands`: (position, number) of the results that are handed on as they are (see `Handed`).
+    `opaque_results`: (position, number) of the results that are handed on as they are (see `OpaqueResult`).
     """
 
     target: OpOverload
@@ -62,7 +62,7 @@ class Kernel:
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
     several: bool = False
-    hands: tuple[tuple[int, int], ...] = ()
+    opaque_results: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class TracedGraph:
 
     model: str
     graph: Graph
-    kernels: tuple[Kernel | Transfer, ...]
+    kernels: tuple[KernelCall | Transfer, ...]
     bindings: tuple[Binding, ...]
     results: Results
     in_spec: pytree.TreeSpec
@@ -194,5 +194,5 @@ class TracedGraph:
 
     @property
     def handed(self) -> int:
-        """How many results are handed on from kernel to kernel (see `Handed`)."""
-        return 1 + max((n for k in self.kernels if isinstance(k, Kernel) for _, n in k.hands), default=-1)
+        """How many results are handed on from kernel to kernel (see `OpaqueResult`)."""
+        return 1 + max((n for k in self.kernels if isinstance(k, KernelCall) for _, n in k.opaque_results), default=-1)

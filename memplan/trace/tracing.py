@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from memplan.core.division import Division, compression_of
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.front_ends import Captured, capture
 from memplan.trace.capture.refusals import keywords_of
@@ -88,7 +88,7 @@ def _divisible(
 
 def _finished(traced: TracedGraph, target: Target | None, *, in_place: bool) -> TracedGraph:
     traced = traced if target is None else hosted(traced, target)
-    return replace(traced, graph=with_chances(traced.graph)) if in_place else traced
+    return replace(traced, graph=with_inplace_candidates(traced.graph)) if in_place else traced
 
 
 def trace_step(

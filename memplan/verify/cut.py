@@ -26,7 +26,7 @@ def least_at(graph: Graph, op: int) -> int:
     own = {storage for storage in graph.touched(graph.ops[op]) if storage in users}
     fixed = sum(graph.storages[storage].nbytes for storage in own)
     least = fixed + _cut(graph, node, users, own)
-    for result, read in graph.ops[op].chances:
+    for result, read in graph.ops[op].inplace_candidates:
         host = graph.values[read].storage
         others = [node[user] for user in users.get(host, ()) if user != op]
         if host in own and _SINK not in others:

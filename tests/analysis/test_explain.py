@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from memplan.analysis.advice import levers
 from memplan.analysis.diff import diff
-from memplan.analysis.explain import Role, explain
+from memplan.analysis.explain import BufferRole, explain
 from memplan.analysis.figures import figures_of
 from memplan.analysis.holders import alive_at
 from memplan.analysis.uses import last_use, next_use, touches
 from memplan.check.check import check
 from memplan.check.rules import parse_rule
 from memplan.core.graph import Origin, Phase, StorageKind
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 from memplan.core.plan import Plan, make_plan
 from memplan.core.schedule import live_bytes
 from memplan.errors import InvalidSize
@@ -35,9 +35,9 @@ def test_the_sample_is_explained() -> None:
     assert (found.at.step, found.at.target, found.at.phase) == (3, "aten.expand", "backward")
     assert (found.live, found.max_live) == (260, 260)
     assert {h.holder.id: (h.role, h.holds_until and h.holds_until.step, h.idle) for h in found.held} == {
-        "activation_2": (Role.WAITS, 4, 2),
-        "activation_5": (Role.MADE, 4, 0),
-        "activation_3": (Role.LAST_USE, None, 0),
+        "activation_2": (BufferRole.WAITS, 4, 2),
+        "activation_5": (BufferRole.MADE, 4, 0),
+        "activation_3": (BufferRole.LAST_USE, None, 0),
     }
 
 
@@ -58,7 +58,7 @@ def test_everything_that_is_alive_is_explained(plan: Plan, data: st.DataObject) 
     steps = touches(plan)
     for held in found.held:
         used = steps[held.holder.id]
-        assert (held.role in (Role.WAITS, Role.KEPT)) == (step not in used) == (held.idle > 0)
+        assert (held.role in (BufferRole.WAITS, BufferRole.KEPT)) == (step not in used) == (held.idle > 0)
         if held.holds_until is not None:
             assert held.holds_until.step == used[-1] > step
             assert held.next_use is not None
@@ -222,7 +222,7 @@ def test_advice_names_what_lies_in_a_buffer_and_not_what_did() -> None:
     b.op(Phase.FORWARD, (one,), (two,), target="aten.neg.default")
     b.op(Phase.FORWARD, (x,), (big,), target="aten.mm")
     b.op(Phase.BACKWARD, (two, big), (kept,), target="aten.sum")
-    graph = with_chances(b.graph(gradients=(kept,)))
+    graph = with_inplace_candidates(b.graph(gradients=(kept,)))
     plan = make_plan(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={})
     assert [h.module for h in alive_at(plan, 2)] == ["", "first"]
     assert "64 B of aten.neg in second" in _advised(plan, 2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks.zoo import ZOO
-from memplan.analysis.forecast import Forecast, Where
+from memplan.analysis.forecast import Forecast, Residence
 from memplan.core.evictions import OFFLOAD_WAIT, RELOAD, TRANSFERS, Action
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
@@ -19,7 +19,7 @@ from tests.graph_strategies import plans
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
 from tests.runtime.test_streamed import _plan as streamed_plan
 
-_ON_DEVICE = (Where.ARENA, Where.OUTSIDE)
+_ON_DEVICE = (Residence.ARENA, Residence.OUTSIDE)
 
 
 @cache
@@ -86,13 +86,13 @@ def test_evicted_is_what_the_plan_evicts(model: str) -> None:
             assert {e.evicted_access, e.back_access} <= set(forecast.uses)
             away = [p for p in forecast.places if e.evicted_access < p.start and p.end == e.in_trigger]
             back = forecast.at(e.in_trigger)
-            assert back.where is (Where.RETURNING if e.action is Action.OFFLOAD else Where.ARENA)
-            assert forecast.at(e.back_access).where is Where.ARENA
+            assert back.where is (Residence.RETURNING if e.action is Action.OFFLOAD else Residence.ARENA)
+            assert forecast.at(e.back_access).where is Residence.ARENA
             for place in away:
                 if e.action is Action.RECOMPUTE:
-                    assert place.where is Where.DROPPED
+                    assert place.where is Residence.DROPPED
                 else:
-                    assert place.where is Where.HOST
+                    assert place.where is Residence.HOST
                     assert plan.eviction is not None
                     assert place.offset == plan.eviction.host.offsets[f"{e.storage}@host"]
                     waits = plan.graph.ops[plan.schedule.order[place.start - 1]]
@@ -102,7 +102,7 @@ def test_evicted_is_what_the_plan_evicts(model: str) -> None:
             p
             for name in {e.storage for e in plan.evictions}
             for p in plan.forecast(name).places
-            if p.where in (Where.HOST, Where.DROPPED)
+            if p.where in (Residence.HOST, Residence.DROPPED)
         ]
         assert len(absences) == gone
 
@@ -115,8 +115,8 @@ def test_streamed_parameters_are_on_the_host_between_their_uses() -> None:
         if s.kind is StorageKind.PARAMETER and not s.planned:
             forecast = plan.forecast(s.name)
             wheres = {p.where for p in forecast.places}
-            assert wheres == {Where.HOST, Where.RETURNING, Where.ARENA}
-            loaded += sum(p.where is Where.RETURNING for p in forecast.places)
+            assert wheres == {Residence.HOST, Residence.RETURNING, Residence.ARENA}
+            loaded += sum(p.where is Residence.RETURNING for p in forecast.places)
     assert loaded == sum(op.target == RELOAD for op in plan.graph.ops)
 
 

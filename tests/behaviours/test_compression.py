@@ -47,7 +47,7 @@ def _example() -> tuple[nn.Module, Tensor]:
 def test_P9_packed_masks_give_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:  # noqa: N802
     model, x = _example()
     reference = outcome_of(model, memplan.compile(model, x), x, seed=1)
-    packed = memplan.compile(model, x, compress="bits", guard="poison", **options)
+    packed = memplan.compile(model, x, compress="bits", sanitize="poison", **options)
     for _ in range(2):
         assert outcome_of(model, packed, x, seed=1).same_as(reference)
     packed.plan.save(tmp_path / "plan.json")
@@ -59,7 +59,7 @@ def test_P9_a_whole_step_packs_too() -> None:  # noqa: N802
     for compress in (None, "bits"):
         model, x = _example()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = memplan.compile_step(model, optimizer, lambda loss: loss, x, compress=compress, guard="poison")
+        step = memplan.compile_step(model, optimizer, lambda loss: loss, x, compress=compress, sanitize="poison")
         torch.manual_seed(1)
         losses.append(torch.stack([step(x) for _ in range(3)]))
     assert torch.equal(*losses)

@@ -128,7 +128,7 @@ def test_T11_runs_in_a_budget_that_was_infeasible_bit_by_bit(name: str, tmp_path
     budget = _floor(_traced(name)) * 3 // 4
     with pytest.raises(BudgetInfeasible, match="divide=True would lower the floor"):
         memplan.plan(model, args, budget=budget, policy=QUICK)
-    compiled = memplan.compile(model, args, budget=budget, divide=True, policy=QUICK, guard="poison")
+    compiled = memplan.compile(model, args, budget=budget, divide=True, policy=QUICK, sanitize="poison")
     assert compiled.plan.arena_size <= budget
     assert compiled.plan.division is not None
     reference = outcome_of(model, memplan.compile(model, args), *args, seed=1)
@@ -144,7 +144,7 @@ def test_T11_runs_in_a_budget_that_was_infeasible_bit_by_bit(name: str, tmp_path
 def test_T11_a_whole_step_is_divided_too(name: str) -> None:  # noqa: N802
     budget, losses, weights = _floor(_traced(name)) * 3 // 4, [], []
     plain: dict[str, Any] = {}
-    for options in (plain, {"budget": budget, "divide": True, "policy": QUICK, "guard": "poison"}):
+    for options in (plain, {"budget": budget, "divide": True, "policy": QUICK, "sanitize": "poison"}):
         model, args = MODELS[name]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         step = memplan.compile_step(model, optimizer, lambda loss: loss, args, **options)
@@ -162,7 +162,7 @@ def test_T11_sums_are_equal_up_to_rounding(name: str) -> None:  # noqa: N802
     model, args = MODELS[name]()
     reference = outcome_of(model, memplan.compile(model, args), *args, seed=1)
     ours = outcome_of(
-        model, memplan.compile(model, args, divide=Division(blocks=3, sums=True), guard="poison"), *args, seed=1
+        model, memplan.compile(model, args, divide=Division(blocks=3, sums=True), sanitize="poison"), *args, seed=1
     )
     assert torch.allclose(ours.loss, reference.loss, rtol=1e-6, atol=0)
     for key, one in reference.gradients.items():

@@ -22,8 +22,8 @@ from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.delta import Released, delta, direct
 from memplan.evict.policies.dtr import Candidate, dtr, dtr_addresses, h_dtr
 from memplan.evict.policies.flow import flow
-from memplan.evict.simulator.device_state import Way
-from memplan.evict.simulator.memory import Addresses
+from memplan.evict.simulator.device_state import EvictionKind
+from memplan.evict.simulator.memory import AddressSpace
 from memplan.evict.workload import Policy, Workload
 from memplan.report.stack_text import stack_text
 from memplan.schedule import make_schedule
@@ -114,9 +114,9 @@ def _step() -> tuple[Graph, Workload]:
         loaded = (other,) if writes and other >= 0 else ()
         read = (*(names[x] for x in reads), *loaded)
         write = tuple(names[x] for x in writes) or (other,)
-        chances = ((names["E"], names["D"]),) if writes == "E" else ()
+        inplace_candidates = ((names["E"], names["D"]),) if writes == "E" else ()
         b.op(Phase.FORWARD, read, write, target=f"note.op{k}")
-        b.ops[-1] = replace(b.ops[-1], chances=chances)
+        b.ops[-1] = replace(b.ops[-1], inplace_candidates=inplace_candidates)
     for name, value in names.items():
         b.storages[b.values[value].storage] = replace(b.storages[b.values[value].storage], name=name)
     graph = b.graph(tuple(out))
@@ -162,7 +162,7 @@ def test_E3_where_bytes_only_count_and_where_it_is_planned_B_alone_goes() -> Non
 
 
 def test_E3_first_fit_needs_one_hole() -> None:  # noqa: N802
-    memory = Addresses(_CAPACITY)
+    memory = AddressSpace(_CAPACITY)
     assert [memory.take(key, size) for key, size in enumerate((16, 16, 30))] == [True] * 3
     memory.give(1)
     assert memory.offsets == {0: 0, 2: 32}
@@ -230,12 +230,12 @@ def test_E5_h_is_cost_over_size_times_staleness_and_pays_for_the_dropped_neighbo
 
 def test_E5_delta_has_a_filter_and_a_director() -> None:  # noqa: N802
     hidden = Released(recompute=1.0, out=0.0, back=2.0, gap=2.0)
-    assert direct(hidden) is Way.SWAP
-    assert direct(replace(hidden, gap=1.0)) is direct(replace(hidden, out=2.0)) is Way.DROP
+    assert direct(hidden) is EvictionKind.SWAP
+    assert direct(replace(hidden, gap=1.0)) is direct(replace(hidden, out=2.0)) is EvictionKind.DROP
     graph, workload = _gpt2()
     kinds = {}
-    for way in Way:
+    for way in EvictionKind:
         events = delta(workload, filter=lambda c: -c.size, director=lambda _, way=way: way)  # type: ignore[misc]
         kinds[way] = {event.kind for event in events}
         assert judged(graph, workload, events)[1].peak <= workload.budget
-    assert Kind.OFFLOAD in kinds[Way.SWAP]
+    assert Kind.OFFLOAD in kinds[EvictionKind.SWAP]

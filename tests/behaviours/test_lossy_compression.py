@@ -158,7 +158,7 @@ def _example(dtype: torch.dtype) -> tuple[nn.Module, tuple[Any, ...]]:
 def test_P9_the_forward_keeps_its_bits_and_a_plan_its_gradients(dtype: torch.dtype, tmp_path: Path) -> None:  # noqa: N802
     model, args = _example(dtype)
     exact = outcome_of(model, memplan.compile(model, args), *args, seed=1)
-    lossy = memplan.compile(model, args, compress="int8", guard="poison")
+    lossy = memplan.compile(model, args, compress="int8", sanitize="poison")
     reference = outcome_of(model, lossy, *args, seed=1)
     assert torch.equal(exact.loss, reference.loss)
     assert not exact.same_as(reference)
@@ -171,7 +171,7 @@ def test_P9_the_forward_keeps_its_bits_and_a_plan_its_gradients(dtype: torch.dty
         reference
     )
     budget = int(0.9 * lossy.plan.arena_size)
-    within = memplan.compile(model, args, compress="int8", budget=budget, policy=QUICK, guard="poison")
+    within = memplan.compile(model, args, compress="int8", budget=budget, policy=QUICK, sanitize="poison")
     assert within.plan.arena_size <= budget
     assert outcome_of(model, within, *args, seed=1).same_as(reference)
 
@@ -205,7 +205,7 @@ def test_P9_training_follows_eager() -> None:  # noqa: N802
     theirs, ours = deepcopy(model), model
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
     step = memplan.compile_step(
-        ours, torch.optim.AdamW(ours.parameters(), lr=1e-3), lambda loss: loss, args, compress="int8", guard="poison"
+        ours, torch.optim.AdamW(ours.parameters(), lr=1e-3), lambda loss: loss, args, compress="int8", sanitize="poison"
     )
     losses = []
     for seed in range(20):

@@ -13,7 +13,7 @@ from torch import nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.errors import InputMismatch, MemplanError, StaleActivationsError
-from memplan.runtime.on_demand.on_demand_offload import Passive
+from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload
 from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, QUICK
 from tests.steps import Outcome, outcome_after, outcome_of
@@ -28,7 +28,7 @@ def _net() -> tuple[nn.Module, torch.Tensor]:
 
 
 def _free_peak(model: nn.Module, args: tuple[Any, ...]) -> int:
-    passive = Passive(_ALL, CPU)
+    passive = OnDemandOffload(_ALL, CPU)
     outcome_of(model, lambda *a: passive.run(model, *a), *args, seed=0)
     return passive.peak
 
@@ -154,8 +154,8 @@ def test_P3_numbers_are_eagers_and_bytes_within_what_ops_need(name: str, share: 
     state = copy.deepcopy(model.state_dict())
     expected = outcome_of(model, model, *args, seed=0)
     free = _free_peak(model, args)
-    floor = Passive(0, CPU)
-    for passive in (floor, Passive(int(share * free), CPU)):
+    floor = OnDemandOffload(0, CPU)
+    for passive in (floor, OnDemandOffload(int(share * free), CPU)):
         model.load_state_dict(state)
         assert outcome_of(model, lambda *a, p=passive: p.run(model, *a), *args, seed=0).same_as(expected)
         assert passive.evicted > 0
@@ -175,7 +175,7 @@ def test_a_second_backward_and_one_by_parts_have_what_they_need() -> None:
         sum(g.square().sum() for g in second).backward()  # type: ignore[union-attr]
         return outcome_after(model, loss)
 
-    assert twice(lambda x: Passive(0, CPU).run(model, x)).same_as(twice(model))
+    assert twice(lambda x: OnDemandOffload(0, CPU).run(model, x)).same_as(twice(model))
 
 
 def test_inputs_with_a_history_get_their_gradients() -> None:
@@ -188,7 +188,7 @@ def test_inputs_with_a_history_get_their_gradients() -> None:
         assert leaf.grad is not None
         return leaf.grad
 
-    assert torch.equal(gradient(lambda x: Passive(0, CPU).run(model, x)), gradient(model))
+    assert torch.equal(gradient(lambda x: OnDemandOffload(0, CPU).run(model, x)), gradient(model))
 
 
 def test_what_is_saved_after_others_came_back_is_its_own() -> None:
@@ -209,7 +209,7 @@ def test_what_is_saved_after_others_came_back_is_its_own() -> None:
     x = torch.randn(64, requires_grad=True)
     (expected,) = torch.autograd.grad(penalty(x), x)
     for blocks in range(2, 26):
-        passive = Passive(x.nbytes * blocks, CPU)
+        passive = OnDemandOffload(x.nbytes * blocks, CPU)
         assert torch.equal(torch.autograd.grad(passive.run(penalty, x), x)[0], expected)
 
 
@@ -228,14 +228,14 @@ def test_what_was_changed_in_place_is_noticed_or_was_copied_before() -> None:
     with pytest.raises(RuntimeError, match="inplace"):
         change(x, w).backward()  # type: ignore[no-untyped-call]
     with pytest.raises(StaleActivationsError, match="changed in place"):
-        Passive(_ALL, CPU).run(change, x, w).backward()
-    (found,) = torch.autograd.grad(Passive(0, CPU).run(change, x, w), w)
+        OnDemandOffload(_ALL, CPU).run(change, x, w).backward()
+    (found,) = torch.autograd.grad(OnDemandOffload(0, CPU).run(change, x, w), w)
     torch.testing.assert_close(found, torch.autograd.grad(keep(x, w), w)[0])
 
 
 def test_an_error_leaves_nothing_behind() -> None:
     model, x = _net()
-    passive = Passive(0, CPU)
+    passive = OnDemandOffload(0, CPU)
 
     def fail(x: torch.Tensor) -> torch.Tensor:
         model(x)

@@ -75,7 +75,7 @@ def test_T4_two_arenas_give_the_same_bits_as_one(name: str, count: int) -> None:
     model, inputs = ZOO[name]("nano")
     reference = memplan.compile(copy.deepcopy(model), inputs)
     devices = [f"cpu:{i}" for i in range(count)]
-    compiled = memplan.compile(model, inputs, device=devices, costs=FAST_LINK, guard="poison")
+    compiled = memplan.compile(model, inputs, device=devices, costs=FAST_LINK, sanitize="poison")
     tracker, seen = Tracker(), list[EventKind]()
 
     def see(event: StepEvent) -> None:

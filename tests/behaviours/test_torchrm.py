@@ -10,7 +10,7 @@ from typing import Any
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.analysis.forecast import Where
+from memplan.analysis.forecast import Residence
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution
@@ -90,12 +90,12 @@ def test_T6_T7_T10_forecast_hooks_and_tracker_agree() -> None:  # noqa: N802
         forecast = compiled.plan.forecast(name)
         holders = {s.name for s in compiled.plan.graph.storages}
         for tracked in tracker.steps:
-            if forecast.at(tracked.step).where is Where.HOST:
+            if forecast.at(tracked.step).where is Residence.HOST:
                 assert f"{name}@host" in tracked.host.tensors
                 assert not set(forecast.lives) & set(tracked.arena.tensors)
         assert holders >= set(forecast.lives)
         starts = [e.step for e in events if e.kind is EventKind.RELOAD and e.when is When.START and e.storage == name]
-        assert starts == [p.start for p in forecast.places if p.where is Where.RETURNING]
+        assert starts == [p.start for p in forecast.places if p.where is Residence.RETURNING]
 
 
 class _Genoa:

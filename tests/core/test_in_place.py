@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value, check_graph
-from memplan.core.in_place import COMPLEX_PRODUCTS, POINTWISE, ROWWISE, with_chances
+from memplan.core.in_place import COMPLEX_PRODUCTS, POINTWISE, ROWWISE, with_inplace_candidates
 from memplan.core.in_place_reuse import placed
 from memplan.errors import InvalidPlan
 
@@ -113,11 +113,15 @@ def test_complex_numbers_have_the_same_bits_in_place(name: str) -> None:
 @pytest.mark.parametrize("target", sorted(COMPLEX_PRODUCTS))
 def test_products_of_complex_numbers_are_not_in_place(target: str) -> None:
     graph = _graph(target, direct=True, strides=(4, 1), later=False)
-    assert with_chances(graph).ops[1].chances
+    assert with_inplace_candidates(graph).ops[1].inplace_candidates
     numbers = replace(graph, values=tuple(replace(v, dtype="complex64") for v in graph.values))
-    assert not with_chances(numbers).ops[1].chances
+    assert not with_inplace_candidates(numbers).ops[1].inplace_candidates
     functional = replace(graph.ops[1], direct=False)
-    assert with_chances(replace(numbers, ops=(graph.ops[0], functional, graph.ops[2]))).ops[1].chances
+    assert (
+        with_inplace_candidates(replace(numbers, ops=(graph.ops[0], functional, graph.ops[2])))
+        .ops[1]
+        .inplace_candidates
+    )
 
 
 def _graph(target: str, *, direct: bool, strides: tuple[int, ...], later: bool) -> Graph:
@@ -159,19 +163,19 @@ def _graph(target: str, *, direct: bool, strides: tuple[int, ...], later: bool) 
     ],
 )
 def test_when_bytes_are_reused(target: str, direct: bool, strides: tuple[int, ...], later: bool, reused: bool) -> None:
-    graph = with_chances(_graph(target, direct=direct, strides=strides, later=later))
+    graph = with_inplace_candidates(_graph(target, direct=direct, strides=strides, later=later))
     check_graph(graph)
-    assert with_chances(graph) == graph
+    assert with_inplace_candidates(graph) == graph
     values = placed(graph, (0, 1, 2)).values
     assert (values[1].storage == values[0].storage) is reused
     assert values[2].storage == 2
 
 
 def test_a_chance_that_cannot_be_is_refused() -> None:
-    graph = with_chances(_graph("aten.tanh.default", direct=True, strides=(4, 1), later=False))
-    assert graph.ops[1].chances == ((1, 0),)
-    for chances in (((1, 1),), ((0, 0),), ((2, 0),)):
-        ops = (graph.ops[0], replace(graph.ops[1], chances=chances), graph.ops[2])
+    graph = with_inplace_candidates(_graph("aten.tanh.default", direct=True, strides=(4, 1), later=False))
+    assert graph.ops[1].inplace_candidates == ((1, 0),)
+    for inplace_candidates in (((1, 1),), ((0, 0),), ((2, 0),)):
+        ops = (graph.ops[0], replace(graph.ops[1], inplace_candidates=inplace_candidates), graph.ops[2])
         with pytest.raises(InvalidPlan, match=r"graph\.ops\[1\]\.chances\[0\]"):
             check_graph(replace(graph, ops=ops))
     with pytest.raises(InvalidPlan, match="cannot be"):
@@ -193,8 +197,8 @@ def _value(graph: Graph, index: int, **changes: Any) -> Graph:
     return replace(graph, values=tuple(values))
 
 
-def _chances(graph: Graph) -> tuple[tuple[int, int], ...]:
-    return with_chances(graph).ops[1].chances
+def _inplace_candidates(graph: Graph) -> tuple[tuple[int, int], ...]:
+    return with_inplace_candidates(graph).ops[1].inplace_candidates
 
 
 def _usual(target: str = "aten.tanh.default", *, direct: bool = True) -> Graph:
@@ -216,13 +220,13 @@ def test_both_storages_are_planned_of_one_size_and_on_one_device(
     index: int, changes: dict[str, object], *, direct: bool
 ) -> None:
     graph = _usual(direct=direct)
-    assert _chances(graph) == ((1, 0),)
-    assert _chances(_storage(graph, index, **changes)) == ()
+    assert _inplace_candidates(graph) == ((1, 0),)
+    assert _inplace_candidates(_storage(graph, index, **changes)) == ()
 
 
 def test_storages_without_bytes_take_no_part() -> None:
     graph = _usual(direct=False)
-    assert _chances(_storage(_storage(graph, 0, nbytes=0), 1, nbytes=0)) == ()
+    assert _inplace_candidates(_storage(_storage(graph, 0, nbytes=0), 1, nbytes=0)) == ()
 
 
 @pytest.mark.parametrize("kept", ["outputs", "gradients"])
@@ -230,8 +234,8 @@ def test_storages_without_bytes_take_no_part() -> None:
 def test_what_the_caller_keeps_takes_no_part(kept: str, value: int) -> None:
     """Neither are its bytes taken, nor does it lie in others'."""
     graph = _usual()
-    assert _chances(replace(graph, **{kept: (value,)})) == ()  # type: ignore[arg-type]
-    assert _chances(replace(graph, **{kept: (2,)})) == ((1, 0),)  # type: ignore[arg-type]
+    assert _inplace_candidates(replace(graph, **{kept: (value,)})) == ()  # type: ignore[arg-type]
+    assert _inplace_candidates(replace(graph, **{kept: (2,)})) == ((1, 0),)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -247,14 +251,14 @@ def test_what_the_caller_keeps_takes_no_part(kept: str, value: int) -> None:
     ],
 )
 def test_a_kernel_reads_the_places_that_it_writes(index: int, changes: dict[str, object]) -> None:
-    assert _chances(_value(_usual(), index, **changes)) == ()
+    assert _inplace_candidates(_value(_usual(), index, **changes)) == ()
 
 
 @pytest.mark.parametrize("changes", [{"offset": 1}, {"shape": (0, 4)}, {"strides": (8, 1)}])
 @pytest.mark.parametrize("direct", [True, False])
 def test_only_a_result_that_is_all_of_its_storage_takes_bytes(changes: dict[str, object], *, direct: bool) -> None:
     graph = _usual(direct=direct)
-    assert _chances(_value(_value(graph, 0, **changes), 1, **changes)) == ()
+    assert _inplace_candidates(_value(_value(graph, 0, **changes), 1, **changes)) == ()
 
 
 def test_all_that_a_kernel_reads_of_an_input_lies_where_it_writes() -> None:
@@ -264,32 +268,32 @@ def test_all_that_a_kernel_reads_of_an_input_lies_where_it_writes() -> None:
     two = replace(graph, values=(*graph.values, transposed))
     for reads in ((0, 3), (3, 0)):
         make, op, use = two.ops
-        assert _chances(replace(two, ops=(make, replace(op, reads=reads), use))) == ()
+        assert _inplace_candidates(replace(two, ops=(make, replace(op, reads=reads), use))) == ()
     make, op, use = two.ops
-    assert _chances(replace(two, ops=(make, replace(op, reads=(0, 3), direct=False), use))) == ((1, 0),)
+    assert _inplace_candidates(replace(two, ops=(make, replace(op, reads=(0, 3), direct=False), use))) == ((1, 0),)
 
 
 def test_an_input_that_the_op_changes_is_not_taken() -> None:
     make, op, use = _usual().ops
-    assert _chances(replace(_usual(), ops=(make, replace(op, writes=(1, 0)), use))) == ()
+    assert _inplace_candidates(replace(_usual(), ops=(make, replace(op, writes=(1, 0)), use))) == ()
 
 
 def test_a_result_that_was_there_before_is_not_put_elsewhere() -> None:
     make, op, use = _usual().ops
-    assert _chances(replace(_usual(), ops=(replace(make, writes=(0, 1)), op, use))) == ()
+    assert _inplace_candidates(replace(_usual(), ops=(replace(make, writes=(0, 1)), op, use))) == ()
 
 
 @pytest.mark.parametrize("target", sorted(ROWWISE))
 def test_rows_are_overwritten_on_the_cpu_only(target: str) -> None:
     graph = _usual(target)
-    assert _chances(graph) == ((1, 0),)
+    assert _inplace_candidates(graph) == ((1, 0),)
     elsewhere = replace(graph, storages=tuple(replace(s, device="cuda") for s in graph.storages))
-    assert _chances(elsewhere) == ()
-    assert _chances(replace(elsewhere, ops=_usual("aten.tanh.default").ops)) == ((1, 0),)
+    assert _inplace_candidates(elsewhere) == ()
+    assert _inplace_candidates(replace(elsewhere, ops=_usual("aten.tanh.default").ops)) == ((1, 0),)
     mixed = _storage(graph, 2, device="cuda")  # op reads x alone; its mask is on another device
     make, op, use = mixed.ops
-    assert _chances(replace(mixed, ops=(make, replace(op, reads=(0, 2)), use))) == ()
+    assert _inplace_candidates(replace(mixed, ops=(make, replace(op, reads=(0, 2)), use))) == ()
 
 
 def test_a_copy_is_pointwise() -> None:
-    assert _chances(_usual("aten.copy_.default")) == ((1, 0),)
+    assert _inplace_candidates(_usual("aten.copy_.default")) == ((1, 0),)

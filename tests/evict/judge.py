@@ -10,7 +10,7 @@ from memplan.evict.events import Events
 from memplan.evict.graph.apply import Applied, apply
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.host_resident import all_streamed
-from memplan.evict.judge.arrays import Measured, measure
+from memplan.evict.judge.arrays import MeasuredEvents, measure
 from memplan.evict.workload import Workload, in_order
 from memplan.schedule import make_schedule, order
 
@@ -30,7 +30,7 @@ def workload_of(
     )
 
 
-def judged(traced: Graph, workload: Workload, events: Events) -> tuple[Applied, Measured]:
+def judged(traced: Graph, workload: Workload, events: Events) -> tuple[Applied, MeasuredEvents]:
     """The applied graph and its figures, after everything that must hold of any events was found to hold."""
     applied = apply(workload, events)
     require_equivalent(traced, applied.graph, applied.sources)

@@ -6,15 +6,15 @@ import pytest
 
 from benchmarks import zoo
 from memplan.evict.judge.arrays import measure
-from memplan.evict.search.decisions import SAVE, Search
+from memplan.evict.search.decisions import SAVE, DecisionSearch
 from memplan.evict.search.descent import alike, descend, descend_alike, singles, walk
 from memplan.trace import trace
 from tests.evict.judge import workload_of
 
 
-def _search(share: float, **options: bool) -> Search:
+def _search(share: float, **options: bool) -> DecisionSearch:
     workload = workload_of(trace(*zoo.llama("nano")).graph, alignment=64)
-    return Search(workload.within(int(measure(workload, workload.plain).peak * share)), **options)
+    return DecisionSearch(workload.within(int(measure(workload, workload.plain).peak * share)), **options)
 
 
 def test_classes_hold_every_move_once_and_storages_of_one_size() -> None:

@@ -15,7 +15,7 @@ from benchmarks import zoo
 from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.judge.arrays import Arrays, measure, to_arrays
+from memplan.evict.judge.arrays import WorkloadArrays, measure, to_arrays
 from memplan.evict.policies.auto import recompute
 from memplan.evict.policies.cpsat import optimum
 from memplan.evict.working_set import floor
@@ -51,7 +51,7 @@ def test_it_is_that_of_trying_everything(graph: Graph, share: float) -> None:
     workload = workload_of(graph)
     plain, least = measure(workload, workload.plain).peak, floor(workload)[0]
     workload = replace(workload, budget=round(least + share * (plain - least)))
-    arrays = Arrays(workload)
+    arrays = WorkloadArrays(workload)
     figures = [arrays.measure(*to_arrays(events)) for events in _everything(workload)]
     fitting = [one.seconds for one in figures if one is not None and one.peak <= workload.budget]
     if not fitting:

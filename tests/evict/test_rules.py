@@ -13,7 +13,7 @@ from memplan.evict.events import Event, Kind
 from memplan.evict.graph.apply import apply
 from memplan.evict.host_resident import with_streamed_kept
 from memplan.evict.recompute_limits import limits
-from memplan.evict.search.decisions import Decisions, Search
+from memplan.evict.search.decisions import Decisions, DecisionSearch
 from memplan.evict.search.expand_kernel import SWAP
 from memplan.evict.workload import Workload
 from tests.evict.judge import judged, workload_of
@@ -84,7 +84,7 @@ def test_what_was_changed_since_its_copy_is_not_dropped() -> None:
 
 
 def test_decisions_that_cannot_be_make_no_events() -> None:
-    search = Search(workload_of(_pair(random=True), budget=1000))
+    search = DecisionSearch(workload_of(_pair(random=True), budget=1000))
     none = np.zeros(5, np.int64)
     assert search.judged(none + SWAP, none - 1).area == 0.0  # nowhere to act: everything is kept
     lost = Decisions(none + 1, np.array([-1, 0, 0, -1, -1]), 0.0, 0.0, 0)

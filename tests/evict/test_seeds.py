@@ -14,7 +14,7 @@ from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.dtr import dtr
 from memplan.evict.policies.seeds import decisions_of
-from memplan.evict.search.decisions import Search
+from memplan.evict.search.decisions import DecisionSearch
 from memplan.evict.working_set import floor
 from memplan.trace import trace
 from tests.evict.judge import workload_of
@@ -40,7 +40,7 @@ def test_never_slower_than_dtr(graph: Graph) -> None:
 def test_events_become_decisions_that_can_be(share: float) -> None:
     workload = workload_of(trace(*zoo.gpt2("nano")).graph, alignment=64)
     workload = replace(workload, budget=int(measure(workload, workload.plain).peak * share))
-    search = Search(workload)
+    search = DecisionSearch(workload)
     start = search.start()
     found = decisions_of(search, dtr(workload))
     assert found.area < start.area

@@ -107,7 +107,7 @@ class _References:
 
 def _compiled(program: nn.Module, material: Material, *, train: bool) -> Callable[..., Any]:
     seed_everything(0)
-    return memplan.compile(program, material.example_inputs(), train=train, guard="poison")
+    return memplan.compile(program, material.example_inputs(), train=train, sanitize="poison")
 
 
 def _noting_factors(program: Program) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from memplan.check.check import Limits, check
+from memplan.check.check import CheckLimits, check
 from memplan.core.plan import SCHEMA_VERSION, Plan, check_consistency
 from memplan.errors import InvalidPlan, InvalidSolution, MemplanError, UnreadableFile
 from memplan.planning import planfile
@@ -275,7 +275,7 @@ def _holds(plan: Plan) -> None:
     report = plan.report()
     assert report.total == report.arena_size + report.outside_total
     assert plan.to_text()
-    assert check(plan, Limits(max_arena=plan.arena_size)).ok
+    assert check(plan, CheckLimits(max_arena=plan.arena_size)).ok
     assert planfile.to_text(plan)
 
 

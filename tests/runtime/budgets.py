@@ -62,9 +62,9 @@ def plan_of_everything(traced: TracedGraph, *, redzone: int = 0) -> Plan:
     return plan
 
 
-def runner_of(model: nn.Module, traced: TracedGraph, plan: Plan, guard: str | None = "poison") -> Runner:
+def runner_of(model: nn.Module, traced: TracedGraph, plan: Plan, sanitize: str | None = "poison") -> Runner:
     """What `memplan.compile(model, ..., plan=plan)` runs, without tracing once more."""
-    return Runner(Structure(model), traced, plan, arena_for(plan, traced.device), guard=guard)
+    return Runner(Structure(model), traced, plan, arena_for(plan, traced.device), sanitize=sanitize)
 
 
 def step_of(runner: Runner, model: nn.Module, args: tuple[Any, ...], seed: int) -> Outcome:

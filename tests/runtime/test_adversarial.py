@@ -123,12 +123,12 @@ def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([(i + 1) * t for i, t in enumerate(terms)]).sum()
 
 
-@pytest.mark.parametrize("guard", ["poison", None])
+@pytest.mark.parametrize("sanitize", ["poison", None])
 @pytest.mark.parametrize("name", SAME_AS_EAGER)
-def test_same_as_eager(name: str, guard: str | None) -> None:
+def test_same_as_eager(name: str, sanitize: str | None) -> None:
     model = Fn(SAME_AS_EAGER[name])
     eager = copy.deepcopy(model)
-    compiled = memplan_compile(model, _x(), guard=guard)
+    compiled = memplan_compile(model, _x(), sanitize=sanitize)
     for seed in range(2):
         results = []
         for net in (compiled, eager):
@@ -153,7 +153,7 @@ def test_recurrent_layers(kind: Any, train: bool) -> None:
     torch.manual_seed(0)
     model = kind(4, 5, num_layers=2)
     eager = copy.deepcopy(model)
-    compiled = memplan_compile(model, _x(3, 2, 4), train=train, guard="poison")
+    compiled = memplan_compile(model, _x(3, 2, 4), train=train, sanitize="poison")
     one, two = compiled(_x(3, 2, 4))[0], eager(_x(3, 2, 4))[0]
     assert torch.allclose(one, two, rtol=1e-6)
     if train:

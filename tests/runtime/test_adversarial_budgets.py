@@ -76,7 +76,7 @@ def test_results_of_no_bytes_are_copied_too() -> None:
     """Batch norm in eval mode has statistics of no elements."""
     model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
     x = torch.randn(4, 4, 8, 8)
-    compiled = memplan_compile(model, x, train=True, budget=0.8, policy="genoa", costs=FAST_LINK, guard="poison")
+    compiled = memplan_compile(model, x, train=True, budget=0.8, policy="genoa", costs=FAST_LINK, sanitize="poison")
     assert torch.equal(compiled(x), model(x))
 
 
@@ -199,7 +199,7 @@ def test_memory_that_was_never_written_begins_where_it_is_first_read(fill: Any) 
     torch.manual_seed(0)
     model = _Between(fill)
     eager, x = copy.deepcopy(model), torch.randn(4, 6)
-    compiled = memplan_compile(model, x, budget="min", guard="poison")
+    compiled = memplan_compile(model, x, budget="min", sanitize="poison")
     found = []
     for call, parameters in ((compiled, model.parameters()), (eager, eager.parameters())):
         torch.manual_seed(1)

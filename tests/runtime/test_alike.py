@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.runtime.guards.layout_guards import Alike
+from memplan.runtime.guards.layout_guards import LayoutGuards
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -17,11 +17,11 @@ def _tensors() -> list[torch.Tensor]:
 
 
 def test_others_of_the_same_layout_are_alike() -> None:
-    alike = Alike(_tensors())
+    alike = LayoutGuards(_tensors())
     assert alike.check(*_tensors())
     with torch.no_grad():
         assert alike.check(*_tensors())
-    assert Alike([]).check()
+    assert LayoutGuards([]).check()
 
 
 OTHERS: dict[str, Callable[[], object]] = {
@@ -41,12 +41,12 @@ OTHERS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_any_difference_is_seen(name: str) -> None:
     one, two, three = _tensors()
-    assert not Alike([one, two, three]).check(one, OTHERS[name](), three)
+    assert not LayoutGuards([one, two, three]).check(one, OTHERS[name](), three)
 
 
 def test_a_parameter_that_was_frozen_or_turned_is_seen() -> None:
     tensors = _tensors()
-    alike = Alike(tensors)
+    alike = LayoutGuards(tensors)
     tensors[0].requires_grad_(False)
     assert not alike.check(*tensors)
     tensors[0].requires_grad_(True)
@@ -57,7 +57,7 @@ def test_a_parameter_that_was_frozen_or_turned_is_seen() -> None:
 
 def test_tied_tensors_stay_tied() -> None:
     tied, other = nn.Parameter(torch.randn(3)), torch.randn(3)
-    alike = Alike([tied, other, tied])
+    alike = LayoutGuards([tied, other, tied])
     assert alike.check(tied, other, tied)
     twin = nn.Parameter(torch.randn(3))
     assert alike.check(twin, other, twin)
@@ -67,7 +67,7 @@ def test_tied_tensors_stay_tied() -> None:
 def test_nothing_is_kept_alive() -> None:
     tensor = torch.randn(3)
     reference = weakref.ref(tensor)
-    alike = Alike([tensor])
+    alike = LayoutGuards([tensor])
     del tensor
     assert reference() is None
     assert alike.check(torch.randn(3))

@@ -77,7 +77,7 @@ class Broken(nn.Module):
 
 def test_a_graph_break_gives_two_planned_graphs() -> None:
     torch.manual_seed(0)
-    backend = Backend(guard="poison")
+    backend = Backend(sanitize="poison")
     _assert_trains_like_eager(Broken(), [(torch.randn(4, 8),) for _ in range(5)], backend)
     assert len(backend.graphs) == 2
     plans = [graph.plans[0] for graph in backend.graphs]
@@ -90,7 +90,7 @@ def test_a_graph_break_gives_two_planned_graphs() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "bert"])
 def test_models_of_the_zoo_train_like_eager(name: str) -> None:
     model, inputs = ZOO[name]("nano")
-    backend = Backend(guard="poison")
+    backend = Backend(sanitize="poison")
     _assert_trains_like_eager(model, [inputs] * 4, backend)
     assert sum(len(graph.plans) for graph in backend.graphs) == 1
 
@@ -99,7 +99,7 @@ def test_models_of_the_zoo_train_like_eager(name: str) -> None:
 def test_owned_gradients_train_like_eager(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = (Broken(), (torch.randn(4, 8),)) if name == "broken" else ZOO[name]("nano")
-    backend = Backend(guard="poison", gradients="owned")
+    backend = Backend(sanitize="poison", gradients="owned")
     _assert_trains_like_eager(model, [inputs] * 4, backend)
     assert all(lane.runner.owned is not None for graph in backend.graphs for lane in graph.lanes)
 
@@ -148,7 +148,7 @@ class Layer(nn.Module):
 def test_layers_that_share_a_graph_keep_their_activations(gradients: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)), nn.Linear(8, 1), nn.Flatten(0))
-    backend = Backend(guard="poison", gradients=gradients)
+    backend = Backend(sanitize="poison", gradients=gradients)
     inputs = [torch.randn(4, 8) for _ in range(4)]
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, backend=backend)
@@ -179,7 +179,7 @@ def test_graphs_share_what_they_do_not_save() -> None:
     model = nn.Sequential(*(Block() for _ in range(4)), nn.Flatten(0))
     eager, x = copy.deepcopy(model), torch.randn(32, 16)
     whole = memplan.plan(_unbroken(model), x).arena_size
-    backend = Backend(guard="poison")
+    backend = Backend(sanitize="poison")
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
         _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
@@ -207,7 +207,7 @@ def _unbroken(model: nn.Sequential) -> nn.Module:
 def test_another_order_is_noticed() -> None:
     """Two graphs that are laid out for one order of their backwards, run in the other: right, or an error."""
     torch.manual_seed(0)
-    backend = Backend(guard="poison")
+    backend = Backend(sanitize="poison")
     eager = nn.ModuleList([nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)) for _ in range(2)])
     model = copy.deepcopy(eager)
     parts = [torch.compile(part, backend=backend, dynamic=False) for part in model]
@@ -320,7 +320,7 @@ def test_each_graph_keeps_the_budget(policy: Any) -> None:
     torch.manual_seed(0)
     model = Deep()
     eager, x = copy.deepcopy(model), torch.randn(64, 32)
-    backend = Backend(guard="poison", budget=0.7, policy=policy, costs=FAST_LINK)
+    backend = Backend(sanitize="poison", budget=0.7, policy=policy, costs=FAST_LINK)
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
         _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
@@ -336,8 +336,8 @@ def test_a_budget_that_no_plan_keeps_says_so() -> None:
     with pytest.raises(BudgetInfeasible) as caught:
         compiled(torch.randn(4, 8)).sum().backward()
     assert caught.value.smallest > 64
-    with pytest.raises(memplan.MemplanError, match="guard"):
-        Backend(guard="poisson")
+    with pytest.raises(memplan.MemplanError, match="sanitize"):
+        Backend(sanitize="poisson")
 
 
 def test_hooks_see_the_steps_of_all_graphs() -> None:
@@ -360,7 +360,7 @@ def test_hooks_see_the_steps_of_all_graphs() -> None:
 
 def test_other_shapes_get_plans_of_their_own() -> None:
     torch.manual_seed(0)
-    backend = Backend(guard="poison")
+    backend = Backend(sanitize="poison")
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), nn.Flatten(0))
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, backend=backend)
@@ -389,7 +389,7 @@ def test_inputs_that_change_and_outputs_that_are_inputs() -> None:
         y.add_(1)
         return x, y[1:], (x * y).sum()
 
-    compiled = torch.compile(function, backend=Backend(guard="poison"))
+    compiled = torch.compile(function, backend=Backend(sanitize="poison"))
     x, y = torch.randn(3, requires_grad=True), torch.zeros(3)
     for count in (1, 2):
         same, view, total = compiled(x, y)
@@ -425,7 +425,7 @@ def test_torch_finds_the_backend_by_name(tmp_path: Path) -> None:
 
 def test_a_copy_of_what_was_compiled_is_compiled_by_a_backend_of_its_own() -> None:
     net, x = nn.Sequential(nn.Linear(8, 4), nn.Tanh()), torch.randn(3, 8)
-    backend = Backend(guard="poison", gradients="owned")
+    backend = Backend(sanitize="poison", gradients="owned")
     compiled: Any = torch.compile(net, backend=backend)
     compiled(x).sum().backward()
     twin = copy.deepcopy(compiled)

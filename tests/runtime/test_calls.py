@@ -61,7 +61,7 @@ def _inputs() -> dict[str, torch.Tensor]:
 def test_structures_aliases_and_mutations_are_those_of_eager() -> None:
     model = Structured()
     eager = copy.deepcopy(model)
-    compiled = memplan_compile(model, (_inputs(), True), {"scale": 2.0}, guard="poison")
+    compiled = memplan_compile(model, (_inputs(), True), {"scale": 2.0}, sanitize="poison")
     assert model.count.tolist() == [0, 0, 0, 0], "compiling must not change buffers"
     ours, theirs = _inputs(), _inputs()
     for _ in range(2):
@@ -234,8 +234,8 @@ def test_on_mismatch_eager_and_replan() -> None:
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(MemplanError, match="guard"):
-        memplan_compile(_linear(), torch.randn(3, 4), guard="poisn")
+    with pytest.raises(MemplanError, match="sanitize"):
+        memplan_compile(_linear(), torch.randn(3, 4), sanitize="poisn")
 
 
 class Moody(nn.Module):
@@ -250,7 +250,7 @@ class Moody(nn.Module):
 
 def test_no_grad_and_eval_use_an_inference_plan() -> None:
     model, x = Moody(), torch.randn(6, 4)
-    compiled, eager = memplan_compile(model, x, guard="poison"), copy.deepcopy(model)
+    compiled, eager = memplan_compile(model, x, sanitize="poison"), copy.deepcopy(model)
     for _ in range(2):
         for net in (compiled, eager):
             net.train()
@@ -301,7 +301,7 @@ def test_compiling_draws_no_random_numbers() -> None:
 
 def test_inference_only(tmp_path: Path) -> None:
     model, x = Moody().eval(), torch.randn(6, 4)
-    compiled = memplan_compile(model, x, guard="redzone")
+    compiled = memplan_compile(model, x, sanitize="redzone")
     with torch.no_grad():
         out = compiled(x)
     assert torch.allclose(out, model(x), rtol=1e-6)

@@ -15,7 +15,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.planning.planfile import load
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
-from memplan.runtime.execute.cuda_graphs import GraphedProgram
+from memplan.runtime.execute.cuda_graphs import CudaGraphProgram
 from memplan.trace import plan as memplan_plan
 from memplan.trace import trace
 from tests.steps import Outcome, outcome_of
@@ -67,7 +67,7 @@ def _assert_equal(ours: Outcome, theirs: Outcome) -> None:
 def test_numbers_are_eagers_and_so_is_the_error(name: str) -> None:
     net, x = _MatrixOp(OPS[name]), torch.randn(2, 6, 6)
     eager = copy.deepcopy(net)
-    compiled = memplan_compile(net, (x,), guard="poison")
+    compiled = memplan_compile(net, (x,), sanitize="poison")
     for _ in range(2):
         _assert_equal(outcome_of(compiled, compiled, x), outcome_of(eager, eager, x))
         x = torch.randn(2, 6, 6)
@@ -88,7 +88,7 @@ def test_a_step_that_fails_changes_nothing() -> None:
     net, x = _MatrixOp(torch.linalg.inv), torch.randn(2, 6, 6)
     eager = copy.deepcopy(net)
     ours, theirs = (torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9, fused=True) for n in (net, eager))
-    step = compile_step(net, ours, lambda loss: loss, (x,), guard="poison")
+    step = compile_step(net, ours, lambda loss: loss, (x,), sanitize="poison")
     for given in (x, _SINGULAR, x.sin()):
         before = [p.clone() for p in (*net.parameters(), net.calls)]
         if given is _SINGULAR:
@@ -128,7 +128,7 @@ class _Wide(nn.Module):
 
 def test_what_was_checked_is_computed_again_without_a_check() -> None:
     net, x = _Wide(), torch.randn(4, 64)
-    compiled = memplan_compile(net, (x,), budget="min", policy="recompute", guard="poison")
+    compiled = memplan_compile(net, (x,), budget="min", policy="recompute", sanitize="poison")
     made = [op for op in compiled.plan.graph.ops if op.target == "aten.linalg_inv_ex.default"]
     checks = [op for op in compiled.plan.graph.ops if op.only_raises]
     assert len(made) > 1
@@ -158,4 +158,4 @@ def test_a_recorded_step_takes_no_check() -> None:
     net, x = _MatrixOp(torch.linalg.inv), torch.randn(2, 6, 6)
     program: Any = type("Program", (), {"traced": trace(net, (x,)), "inputs": ()})
     with pytest.raises(UnsupportedGraph, match="recorded step"):
-        GraphedProgram(program, None, whole=False)  # type: ignore[arg-type]
+        CudaGraphProgram(program, None, whole=False)  # type: ignore[arg-type]

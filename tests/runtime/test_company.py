@@ -58,7 +58,7 @@ COPIES: dict[str, Callable[[CompiledModule], Any]] = {
 
 @pytest.mark.parametrize("how", COPIES)
 def test_a_copy_is_compiled_and_independent(how: str) -> None:
-    compiled = compile(_net(), _x(), {"scale": 2.0}, guard="poison", gradients="owned")
+    compiled = compile(_net(), _x(), {"scale": 2.0}, sanitize="poison", gradients="owned")
     compiled.eval()
     twin = COPIES[how](compiled)
     assert isinstance(twin, CompiledModule)
@@ -116,7 +116,7 @@ def test_compiled_parts_of_a_model_that_is_not() -> None:
     """One compiled layer between plain ones, and two compiled layers in a row, whose activations live together."""
     eager = nn.Sequential(nn.Linear(8, 8), _net(), nn.Linear(4, 8), _net())
     parts = copy.deepcopy(eager)
-    parts[1], parts[3] = (compile(parts[i], _x().requires_grad_(), guard="poison") for i in (1, 3))
+    parts[1], parts[3] = (compile(parts[i], _x().requires_grad_(), sanitize="poison") for i in (1, 3))
     for seed in range(3):
         assert all(
             torch.allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -132,7 +132,7 @@ def test_a_compiled_part_of_a_compiled_model_is_traced_through() -> None:
     eager = nn.Sequential(nn.Linear(8, 8), _net())
     nested = copy.deepcopy(eager)
     nested[1] = compile(nested[1], _x())
-    outer = compile(nested, _x(), guard="poison")
+    outer = compile(nested, _x(), sanitize="poison")
     assert outer.plan.fingerprint == compile(eager, _x()).plan.fingerprint
     for seed in range(2):
         ours, theirs = _gradients(outer, _x(seed)), _gradients(eager, _x(seed))
@@ -201,10 +201,10 @@ def test_a_step_is_planned_while_another_thread_exports(monkeypatch: pytest.Monk
     step = compile_step(other, torch.optim.SGD(other.parameters(), lr=0.1), lambda out: out.square().sum(), _x())
     for flag in ("_is_compiling_flag", "_is_exporting_flag"):  # as torch.export raises them, for all threads
         monkeypatch.setattr(torch.compiler, flag, True)
-    steps = compiled._arena.ledger.steps
+    steps = compiled._arena.ownership.steps
     ours, theirs = _gradients(compiled, _x(1)), _gradients(eager, _x(1))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert compiled._arena.ledger.steps == steps + 1
+    assert compiled._arena.ownership.steps == steps + 1
     assert torch.equal(step(_x(1)), _net()(_x(1)).square().sum())
     with pytest.raises(IndexError, match="out of range"):  # of eager's type, by any way into torch's interpreter
         _lookups()(torch.tensor([7]))

@@ -61,7 +61,7 @@ def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def test_values_and_gradients_are_eagers(name: str) -> None:
     net = _Weighted(OPS[name], 4, 4)
     eager = copy.deepcopy(net)
-    compiled = memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=True),), guard="poison")
+    compiled = memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=True),), sanitize="poison")
     for _ in range(2):
         x = torch.randn(4, 4, dtype=_COMPLEX)
         for ours, theirs in zip(_step(compiled, x), _step(eager, x), strict=True):
@@ -87,7 +87,7 @@ def test_a_step_in_the_frequency_domain_trains_as_eager() -> None:
     net, x = _Filter(), torch.randn(8, 128)
     eager = copy.deepcopy(net)
     ours, theirs = (torch.optim.AdamW(n.parameters(), lr=0.1, fused=True) for n in (net, eager))
-    step = compile_step(net, ours, lambda loss: loss, (x,), guard="poison")
+    step = compile_step(net, ours, lambda loss: loss, (x,), sanitize="poison")
     for _ in range(3):
         theirs.zero_grad()
         loss = eager(x)
@@ -101,7 +101,7 @@ def test_a_step_in_the_frequency_domain_trains_as_eager() -> None:
 def test_what_is_conjugated_can_be_computed_again() -> None:
     net, x = _Filter(), torch.randn(8, 128)
     eager = copy.deepcopy(net)
-    compiled = memplan_compile(net, (x,), budget="min", policy="recompute", guard="poison")
+    compiled = memplan_compile(net, (x,), budget="min", policy="recompute", sanitize="poison")
     assert len(compiled.plan.evictions) > 0
     for model in (compiled, eager):
         model(x).backward()
@@ -125,7 +125,7 @@ def test_a_conjugated_input_is_refused() -> None:
 def test_a_later_call_may_pass_a_conjugated_input() -> None:
     net = _Weighted(OPS["product"], 4, 4)
     eager = copy.deepcopy(net)
-    compiled = memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=True),), guard="poison")
+    compiled = memplan_compile(net, (torch.randn(4, 4, dtype=_COMPLEX, requires_grad=True),), sanitize="poison")
     x = torch.randn(4, 4, dtype=_COMPLEX)
     assert torch.equal(compiled(x.conj()), eager(x.conj()))
 

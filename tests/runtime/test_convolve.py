@@ -73,7 +73,7 @@ def test_a_compiled_convolution_writes_into_the_arena(dims: int) -> None:
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     model = nn.Sequential(kind(8, 16, 3, padding=1), nn.Sigmoid(), kind(16, 16, 3, padding=1), nn.Tanh())
     x = torch.randn(2, 8, *([2048], [48, 48], [8, 16, 16])[dims - 1])
-    compiled = memplan_compile(model, x, guard="poison")
+    compiled = memplan_compile(model, x, sanitize="poison")
     direct = [op.direct for op in compiled.plan.graph.ops if op.target == "aten.convolution.default"]
     assert direct == [True, True]
     expected = model(x)
@@ -131,7 +131,7 @@ def test_few_numbers_are_convolved_where_they_belong() -> None:
     """torch's own algorithm for a small batch has true out variants, forward and backward."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Sigmoid(), nn.Conv2d(8, 8, 3, padding=1))
     x = torch.randn(1, 3, 8, 8, dtype=torch.double)  # of which oneDNN has none
-    compiled = memplan_compile(model.double(), x, guard="poison")
+    compiled = memplan_compile(model.double(), x, sanitize="poison")
     assert [op.direct for op in compiled.plan.graph.ops if op.target == "aten.convolution.default"] == [True, True]
     expected = model(x)
     expected.sin().sum().backward()

@@ -69,7 +69,7 @@ def test_bitwise_equal_to_interpretation(name: str) -> None:
     """With poison in everything that is not alive."""
     model, args = _example(name)
     reference = Interpreted(copy.deepcopy(model), args)
-    compiled = compile(model, args, guard="poison")
+    compiled = compile(model, args, sanitize="poison")
     assert compiled.plan.alignment == 512
     for seed in range(2):
         reference.model.load_state_dict(model.state_dict())
@@ -149,7 +149,7 @@ def test_fused_attention_with_dropout(backend: Any, dtype: torch.dtype, cuda_gra
 def test_half_precision(name: str) -> None:
     model, args = _example(name, torch.bfloat16)
     eager = copy.deepcopy(model)
-    compiled = compile(model, args, guard="poison")
+    compiled = compile(model, args, sanitize="poison")
     _assert_like_eager(model, eager, loss_of(compiled, *args, seed=0), loss_of(eager, *args, seed=0), loose=500)
 
 
@@ -292,7 +292,7 @@ def test_torch_compile_backend() -> None:
     model, args = _example("gpt2")
     eager = copy.deepcopy(model)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=memplan.Backend(guard="poison"))
+    compiled = torch.compile(model, backend=memplan.Backend(sanitize="poison"))
     for seed in range(3):
         losses = loss_of(compiled, *args, seed=seed), loss_of(eager, *args, seed=seed)
     _assert_like_eager(model, eager, *losses)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.analysis.forecast import Where
+from memplan.analysis.forecast import Residence
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible, InvalidEviction, MemplanError, PlanMismatch, UnsupportedDevice
@@ -57,7 +57,7 @@ def test_results_gradients_and_buffers_are_those_without_a_device(
     options: dict[str, Any], gradients: str, net: SeveralResults, x: torch.Tensor
 ) -> None:
     reference = memplan.compile(copy.deepcopy(net), x.clone().requires_grad_(), gradients=gradients)
-    options = {"guard": "poison", "gradients": gradients, "costs": FAST_LINK, **options}
+    options = {"sanitize": "poison", "gradients": gradients, "costs": FAST_LINK, **options}
     compiled = memplan.compile(net, x.clone().requires_grad_(), device="cpu", **options)
     for _ in range(2):
         x = torch.randn(8, 16)
@@ -130,7 +130,7 @@ def test_everything_is_counted(net: SeveralResults, x: torch.Tensor) -> None:
         compiled(x)[0].sum().backward()
     assert tracker.peak == plan.max_live
     weight = plan.forecast("primals_1")
-    assert {Where.HOST, Where.ARENA} <= {place.where for place in weight.places}
+    assert {Residence.HOST, Residence.ARENA} <= {place.where for place in weight.places}
     report = plan.report()
     assert report.kept is not None
     assert report.kept.device == "cpu:0"

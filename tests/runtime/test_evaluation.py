@@ -48,7 +48,7 @@ def test_a_term_of_a_loss_keeps_its_gradient(options: dict[str, Any]) -> None:
     model = WithDropout().eval()
     eager = copy.deepcopy(model)
     x = torch.randn(5, 6)
-    compiled = memplan.compile(model, x, guard="poison", **options)
+    compiled = memplan.compile(model, x, sanitize="poison", **options)
     for batches in ([x], [torch.randn(5, 6)], [torch.randn(5, 6) for _ in range(3)]):
         ours, theirs = _gradients(model, compiled, *batches), _gradients(eager, eager, *batches)
         assert len(ours) == len(theirs) == 4

@@ -59,7 +59,7 @@ class Rerun:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
     made = Rerun()
     for module in ("memplan.runtime.api.builder", "memplan.runtime.api.step_builder"):
-        monkeypatch.setattr(f"{module}.make_recorder", lambda device, guard: made)
+        monkeypatch.setattr(f"{module}.make_recorder", lambda device, sanitize: made)
     return made
 
 

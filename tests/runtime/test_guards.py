@@ -14,7 +14,7 @@ from memplan.core.problem import Buffer
 from memplan.errors import ArenaCorruption
 from memplan.runtime import CompiledModule
 from memplan.runtime.debug.hooks import StepEvent, When
-from memplan.runtime.debug.sanitizers import Guards
+from memplan.runtime.debug.sanitizers import Sanitizers
 
 
 class Masking(nn.Module):
@@ -30,10 +30,10 @@ class Masking(nn.Module):
         return out.square().mean()
 
 
-def _compiled(guard: str | None) -> tuple[CompiledModule, torch.Tensor]:
+def _compiled(sanitize: str | None) -> tuple[CompiledModule, torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(5, 6)
-    return memplan.compile(Masking(), x, guard=guard), x
+    return memplan.compile(Masking(), x, sanitize=sanitize), x
 
 
 def _bytes(compiled: CompiledModule, buffer: Buffer) -> torch.Tensor:
@@ -75,14 +75,14 @@ def test_poison_leaves_what_is_alive_alone() -> None:
         assert not memory.any(), buffer
 
 
-@pytest.mark.parametrize("guard", ["poison", None])
-def test_a_late_reader_sees_poison(guard: str | None) -> None:
+@pytest.mark.parametrize("sanitize", ["poison", None])
+def test_a_late_reader_sees_poison(sanitize: str | None) -> None:
     """After the step, nothing in the arena is alive: whoever reads there now reads too late."""
-    compiled, x = _compiled(guard)
+    compiled, x = _compiled(sanitize)
     compiled(x).backward()
     seen = [_is_poisoned(_bytes(compiled, buffer)) for buffer in compiled.plan.problem.buffers]
     assert seen
-    assert all(seen) is (guard == "poison")
+    assert all(seen) is (sanitize == "poison")
 
 
 def test_an_early_reader_sees_poison() -> None:
@@ -97,7 +97,7 @@ def test_an_early_reader_sees_poison() -> None:
 
     steps = range(len(plan.schedule.order))
     befores = tuple((partial(look, step),) if step in births else () for step in steps)
-    meter = Guards(befores, tuple(() for _ in steps))
+    meter = Sanitizers(befores, tuple(() for _ in steps))
     compiled._arena.memory.zero_()
     compiled._selector.main.time(meter)
     compiled(x).backward()

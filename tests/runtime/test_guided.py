@@ -267,7 +267,7 @@ def test_copies_measure_anew_or_keep_the_guided_plan(how: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"gradients": "owned"}, {"guard": "poison"}, {"guard": "redzone"}, {"on_mismatch": "replan"}]
+    "options", [{"gradients": "owned"}, {"sanitize": "poison"}, {"sanitize": "redzone"}, {"on_mismatch": "replan"}]
 )
 def test_other_options(options: dict[str, Any]) -> None:
     model, x = _net()
@@ -278,7 +278,7 @@ def test_other_options(options: dict[str, Any]) -> None:
 
 def test_guards_take_no_part_in_what_is_measured() -> None:
     model, x = _net()
-    plain, guarded = _compiled(model, x), _compiled(model, x, guard="poison")
+    plain, guarded = _compiled(model, x), _compiled(model, x, sanitize="poison")
     for compiled in (plain, guarded):
         for _ in range(STEPS + 1):
             outcome_of(model, compiled, x)
@@ -290,7 +290,7 @@ def test_whole_steps(accumulate: int) -> None:
     model, x = _net()
     free = copy.deepcopy(model)
     made: dict[str, CompiledStep] = {}
-    options: dict[str, Any] = {"budget": 0.7, "policy": everything, "costs": "measure", "guard": "poison"}
+    options: dict[str, Any] = {"budget": 0.7, "policy": everything, "costs": "measure", "sanitize": "poison"}
     for name, m, extra in (("guided", model, options), ("free", free, {})):
         optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)
         made[name] = memplan.compile_step(m, optimizer, lambda loss: loss, x, accumulate=accumulate, **extra)

@@ -12,7 +12,7 @@ from torch import nn
 
 import memplan
 from memplan.runtime import compile, compile_step
-from memplan.trace.traced import Handed, Kernel
+from memplan.trace.traced import KernelCall, OpaqueResult
 from tests.steps import gradients_of, loss_of, same_tensors
 
 
@@ -81,12 +81,12 @@ def _train(model: nn.Module, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [*losses, *gradients_of(model).values()]
 
 
-@pytest.mark.parametrize("guard", [None, "poison"])
-def test_the_backward_gets_the_forwards_own_state(guard: str | None) -> None:
+@pytest.mark.parametrize("sanitize", [None, "poison"])
+def test_the_backward_gets_the_forwards_own_state(sanitize: str | None) -> None:
     torch.manual_seed(0)
     model, x = Attends(), torch.randn(4, 8)
     eager = copy.deepcopy(model)
-    compiled = compile(model, x, guard=guard)
+    compiled = compile(model, x, sanitize=sanitize)
     traced = compiled._selector.main.traced
     assert traced.handed == 2
     assert all("int64" not in v.dtype for v in traced.graph.values), "the states have no place in the arena"
@@ -123,5 +123,5 @@ def test_a_whole_step_and_measured_costs_know_them() -> None:
         theirs.step()
         assert torch.equal(loss, expected.detach())
     assert memplan.profile(model, x, rounds=1).measured
-    kernels = [k for k in step._updating.traced.kernels if isinstance(k, Kernel)]
-    assert sum(isinstance(a, Handed) for k in kernels for a in k.args) == 2
+    kernels = [k for k in step._updating.traced.kernels if isinstance(k, KernelCall)]
+    assert sum(isinstance(a, OpaqueResult) for k in kernels for a in k.args) == 2

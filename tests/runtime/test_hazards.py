@@ -28,7 +28,7 @@ def model() -> TwoLayers:
 
 @pytest.fixture
 def compiled(model: TwoLayers, x: torch.Tensor) -> CompiledModule:
-    return memplan_compile(model, (x,), guard="poison")
+    return memplan_compile(model, (x,), sanitize="poison")
 
 
 def _grads(model: nn.Module) -> list[torch.Tensor]:

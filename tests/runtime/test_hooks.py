@@ -40,7 +40,7 @@ def _made(kind: str, name: str = "mlp") -> tuple[torch.nn.Module, tuple[Any, ...
         plan = plan_of_everything(traced)
     else:
         plan = plan_traced(traced, budget="min", policy=QUICK_RECOMPUTE, costs=FAST_LINK)
-    return model, args, memplan_compile(model, args, plan=plan, guard="poison")
+    return model, args, memplan_compile(model, args, plan=plan, sanitize="poison")
 
 
 def _check_events(events: list[StepEvent], plan: Plan) -> None:

@@ -192,7 +192,7 @@ def test_parameters_are_followed_only_while_no_other_thread_runs() -> None:
         two.data = (two * 2).detach()
     names = compiled._selector.main.program.namespace.names
     before = {name: names[name] for name in names if name.startswith("v")}
-    with compiled._selector.main.arena.ledger, pytest.raises(StaleActivationsError, match="another thread"):
+    with compiled._selector.main.arena.ownership, pytest.raises(StaleActivationsError, match="another thread"):
         compiled(x)  # as if another thread held it
     assert all(names[name] is tensor for name, tensor in before.items())
     assert torch.equal(compiled(x), eager(x))

@@ -21,7 +21,7 @@ _VARYING = {"input": {0: Dim("batch", min=1, max=16)}}
         ({"plan": 7}, MemplanError, "plan: is a int"),
         ({"time_limit": "1"}, MemplanError, "time_limit"),
         ({"solver": 5}, MemplanError, "solver"),
-        ({"guard": torch.ones(3)}, MemplanError, "guard="),
+        ({"sanitize": torch.ones(3)}, MemplanError, "sanitize="),
         ({"in_place": "no"}, MemplanError, "in_place="),
         ({"plan": b"plan.json"}, MemplanError, "plan: is a bytes"),
         ({"device": "cpu:99999"}, MemplanError, "cpu:99999"),

@@ -164,7 +164,7 @@ def test_any_copies_at_any_steps_give_the_same_bits(seed: int) -> None:
 def test_slow_copies_change_nothing_but_the_stall() -> None:
     model, args = ZOO["mlp"]("nano")
     traced = trace(model, args)
-    runner = runner_of(model, traced, plan_of_everything(traced), guard=None)
+    runner = runner_of(model, traced, plan_of_everything(traced), sanitize=None)
     expected = step_of(runner, model, args, 0)
     quick = runner.program.stalled
     gate = threading.Event()
@@ -204,7 +204,7 @@ def test_red_zones_hold_with_copies() -> None:
     plan = plan_of_everything(traced, redzone=64)
     assert plan.redzone
     expected = step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
-    assert step_of(runner_of(model, traced, plan, guard="redzone"), model, args, 0).same_as(expected)
+    assert step_of(runner_of(model, traced, plan, sanitize="redzone"), model, args, 0).same_as(expected)
 
 
 def test_an_arena_is_never_larger_than_its_budget() -> None:
@@ -221,7 +221,7 @@ def test_an_arena_is_never_larger_than_its_budget() -> None:
 
 
 def _compiled(model: nn.Module, args: tuple[Any, ...]) -> tuple[CompiledModule, ThreadCopies]:
-    compiled = memplan_compile(model, args, plan=plan_of_everything(trace(model, args)), guard="poison")
+    compiled = memplan_compile(model, args, plan=plan_of_everything(trace(model, args)), sanitize="poison")
     copies = compiled._arena.copies
     assert isinstance(copies, ThreadCopies)
     return compiled, copies
@@ -329,7 +329,7 @@ def test_whole_steps_equal_those_without_a_budget(name: str, kind: str, policy: 
     free = copy.deepcopy(model)
     optimizers = [make(m.parameters(), lr=1e-2, fused=True) for m in (model, free)]
     step = compile_step(
-        model, optimizers[0], lambda x: x, args, budget=0.7, policy=policy, costs=FAST_LINK, guard="poison"
+        model, optimizers[0], lambda x: x, args, budget=0.7, policy=policy, costs=FAST_LINK, sanitize="poison"
     )
     other = compile_step(free, optimizers[1], lambda x: x, args)
     assert step.plan.evictions
@@ -351,7 +351,7 @@ def test_a_saved_plan_with_evictions_runs(tmp_path: Path) -> None:
     for _, plan in _plans(traced, (0.6,)):
         path = tmp_path / "plan.json"
         plan.save(path)
-        compiled = memplan_compile(model, args, plan=path, guard="poison")
+        compiled = memplan_compile(model, args, plan=path, sanitize="poison")
         assert compiled.plan.evictions == plan.evictions
         assert outcome_of(model, compiled, *args).same_as(outcome_of(model, memplan_compile(model, args), *args))
 

@@ -130,7 +130,7 @@ def test_gradients_of_overlapping_outputs_are_those_of_eager(after: str, gradien
     torch.manual_seed(0)
     model, x = Scaled(16, _OUTPUTS[after]), torch.randn(2, 16, requires_grad=True)
     eager, y = copy.deepcopy(model), x.detach().clone().requires_grad_()
-    _backward(memplan.compile(model, x, gradients=gradients, guard="poison"), x)
+    _backward(memplan.compile(model, x, gradients=gradients, sanitize="poison"), x)
     _backward(eager, y)
     assert torch.equal(_grad(model.w), _grad(eager.w))
     assert torch.equal(_grad(x), _grad(y))

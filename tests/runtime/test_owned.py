@@ -18,7 +18,7 @@ from memplan.runtime.guards.hook_counts import hooks_of_node
 
 
 def _owned(model: nn.Module, *args: Any) -> CompiledModule:
-    return compile(model, args, gradients="owned", guard="poison")
+    return compile(model, args, gradients="owned", sanitize="poison")
 
 
 @pytest.mark.parametrize("name", ZOO)

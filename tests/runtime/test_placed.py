@@ -15,8 +15,8 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.recording.allocator import host_backing
-from memplan.recording.places import LEAST, Place, PlaceAllocator, places, segment
-from memplan.runtime.kernels.kernel_selection import BoundOp, Form
+from memplan.recording.places import LEAST, PlaceAllocator, PlannedPlace, places, segment
+from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.kernels.pool_placement import placing
 from memplan.trace import plan
 
@@ -123,9 +123,9 @@ def test_a_result_that_is_there_is_not_copied(cooperates: bool, several: bool) -
         return (x, result) if several else result
 
     outs = (3, 7) if several else (7,)
-    bound = BoundOp(form=Form.FUNCTIONAL, function=kernel, args=(), kwargs={}, outs=outs, several=several)
+    bound = BoundOp(form=CallForm.FUNCTIONAL, function=kernel, args=(), kwargs={}, outs=outs, several=several)
     other = replace(bound, function=torch.abs)
-    placed = placing((other, bound), {1: Place(7, 512, 4096)}, {"v7": target}, placer)
+    placed = placing((other, bound), {1: PlannedPlace(7, 512, 4096)}, {"v7": target}, placer)
     assert placed[0] is other
     results = placed[1].function(torch.ones(32, 32))
     result = results[-1] if several else results

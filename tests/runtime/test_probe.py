@@ -60,7 +60,7 @@ _FEW: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("op", _FEW)
 def test_results_of_few_elements_are_those_of_eager(op: str) -> None:
     model, x = Scaled(_FEW[op]), torch.rand(2, 3)
-    compiled = memplan.compile(model, x, guard="poison")
+    compiled = memplan.compile(model, x, sanitize="poison")
     for x in (torch.rand(2, 3), torch.rand(2, 3)):
         with torch.no_grad():
             assert all(map(torch.equal, compiled(x), model(x)))

@@ -25,7 +25,7 @@ def _net() -> nn.Module:
 
 def _compiled(net: nn.Module) -> tuple[CompiledModule, torch.Tensor]:
     x = torch.randn(16, 8)
-    return compile(net, x, gradients="arena", guard="poison"), x
+    return compile(net, x, gradients="arena", sanitize="poison"), x
 
 
 def _grad(parameter: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ def _within(compiled: CompiledModule, tensor: torch.Tensor) -> bool:
 def test_same_gradients_as_when_they_are_handed_out(name: str) -> None:
     model, inputs = ZOO[name]("nano")
     other = copy.deepcopy(model)
-    resident, safe = compile(model, inputs, gradients="arena", guard="poison"), compile(other, inputs)
+    resident, safe = compile(model, inputs, gradients="arena", sanitize="poison"), compile(other, inputs)
     for step in range(3):
         losses = []
         for one, call in ((model, resident), (other, safe)):

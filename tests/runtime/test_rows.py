@@ -30,7 +30,7 @@ INDEX = torch.randint(0, 6, (40,), generator=torch.Generator().manual_seed(0))
 def test_bitwise_equal_to_eager(width: int, dtype: torch.dtype) -> None:
     model = Rows(6, width, dtype)
     eager = copy.deepcopy(model)
-    compiled = memplan_compile(model, INDEX, guard="poison")
+    compiled = memplan_compile(model, INDEX, sanitize="poison")
     functions = {bound.function for bound in compiled._selector.main.program.bound}
     assert rows._take in functions
     assert (rows._add in functions) is (width == 512 and dtype is not torch.bfloat16)

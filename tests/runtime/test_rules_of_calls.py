@@ -12,7 +12,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import InputMismatch, StaleActivationsError
-from memplan.runtime.memory.arena_ownership import Ledger
+from memplan.runtime.memory.arena_ownership import ArenaOwnership
 
 
 def _grad(p: torch.Tensor) -> torch.Tensor:
@@ -191,9 +191,9 @@ def test_an_output_that_the_backward_needs_does_not_keep_its_step_alive() -> Non
     try:
         for _ in range(3):
             y: Any = compiled(x)
-            assert compiled._arena.ledger.pending is not None
+            assert compiled._arena.ownership.pending is not None
             del y
-            assert compiled._arena.ledger.pending is None
+            assert compiled._arena.ownership.pending is None
     finally:
         gc.enable()
 
@@ -201,36 +201,39 @@ def test_an_output_that_the_backward_needs_does_not_keep_its_step_alive() -> Non
 def test_a_step_that_was_given_up_is_drained_before_the_next() -> None:
     """Its copies may be under way still, and would write into what the next one keeps there."""
     calls: list[str] = []
-    ledger = Ledger(lambda: calls.append("drain"), lambda: calls.append("turn"))
-    ledger.move_out = lambda: calls.append("move out")
-    with ledger:
-        step = ledger.begin(keep=True)
+    ownership = ArenaOwnership(lambda: calls.append("drain"), lambda: calls.append("turn"))
+    ownership.move_out = lambda: calls.append("move out")
+    with ownership:
+        step = ownership.begin(keep=True)
     assert calls == ["move out", "drain", "turn"]
-    with ledger, pytest.raises(StaleActivationsError, match="forward 2 would overwrite the activations of forward 1"):
-        ledger.begin(keep=False)
+    with (
+        ownership,
+        pytest.raises(StaleActivationsError, match="forward 2 would overwrite the activations of forward 1"),
+    ):
+        ownership.begin(keep=False)
     assert calls == ["move out", "drain", "turn"], "nothing is disturbed while it waits"
     del step
-    with ledger:
-        ledger.begin(keep=False)
+    with ownership:
+        ownership.begin(keep=False)
     assert calls[3:] == ["drain", "turn"]
-    with ledger:
-        step = ledger.begin(keep=True)
-        ledger.end(step)
+    with ownership:
+        step = ownership.begin(keep=True)
+        ownership.end(step)
         assert calls[5:] == ["drain", "turn", "turn"], "a backward takes its turn too"
         with pytest.raises(StaleActivationsError, match="backward ran twice for forward 4"):
-            ledger.end(step)
-    assert ledger.pending is None
-    with ledger:
-        kept = ledger.begin(keep=False)
+            ownership.end(step)
+    assert ownership.pending is None
+    with ownership:
+        kept = ownership.begin(keep=False)
         assert kept is not None
-        assert ledger.pending is None, "no backward follows, whoever holds the step"
+        assert ownership.pending is None, "no backward follows, whoever holds the step"
         with pytest.raises(StaleActivationsError, match="the activations of forward 5 were overwritten by forward 5"):
-            ledger.end(kept)
+            ownership.end(kept)
     calls.clear()
-    with pytest.raises(KeyError), ledger:
+    with pytest.raises(KeyError), ownership:
         raise KeyError
     assert calls == ["drain"], "and the arena is free again"
-    with ledger, pytest.raises(StaleActivationsError, match="another thread"), ledger:
+    with ownership, pytest.raises(StaleActivationsError, match="another thread"), ownership:
         pass
 
 

@@ -76,7 +76,7 @@ def test_every_shape_equals_eager_in_one_growing_arena() -> None:
     assert torch.equal(reference.get_buffer("calls"), compiled.calls)
 
 
-@pytest.mark.parametrize("options", [{"guard": "poison"}, {"gradients": "owned"}, {"guard": "redzone"}])
+@pytest.mark.parametrize("options", [{"sanitize": "poison"}, {"gradients": "owned"}, {"sanitize": "redzone"}])
 def test_guards_and_owned_gradients(options: dict[str, Any]) -> None:
     reference, compiled = _compiled(**options)
     for shape in ((3, 8), (4, 12), (7, 5)):

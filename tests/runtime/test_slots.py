@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memplan.errors import InputMismatch
-from memplan.runtime.guards.module_state_guards import Slots, Structure
+from memplan.runtime.guards.module_state_guards import ModuleStateGuards, Structure
 from memplan.trace import trace
 
 
@@ -16,8 +16,8 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def _slots(model: nn.Module) -> Slots:
-    return Slots(Structure(model), trace(model, torch.randn(2, 4)))
+def _slots(model: nn.Module) -> ModuleStateGuards:
+    return ModuleStateGuards(Structure(model), trace(model, torch.randn(2, 4)))
 
 
 def _free(model: nn.Module) -> None:
@@ -35,7 +35,7 @@ def test_freed_parameters_share_no_memory() -> None:
     model = _net()
     traced = trace(model, torch.randn(2, 4))
     _free(model)
-    slots = Slots(Structure(model), traced)
+    slots = ModuleStateGuards(Structure(model), traced)
     _fill(model)
     assert slots.moved(slots.tensors()) == [0, 1, 2, 3]
     assert slots.moved(slots.tensors()) == []
@@ -68,7 +68,7 @@ def test_parts_with_gaps_count_to_their_last_element() -> None:
     for layer in model:
         layer.weight = nn.Parameter(torch.randn(2, 4)[:, :2])
     net = nn.Sequential(*model)
-    slots = Slots(Structure(net), trace(net, torch.randn(2, 2)))
+    slots = ModuleStateGuards(Structure(net), trace(net, torch.randn(2, 2)))
     shared = torch.randn(12)
     model[0].weight.data = shared.as_strided((2, 2), (4, 1), 0)
     model[1].weight.data = shared.as_strided((2, 2), (4, 1), 5)

@@ -63,7 +63,7 @@ def _plan(traced: TracedGraph) -> Plan:
 def _runner(structure: Structure, traced: TracedGraph) -> Runner:
     plan = _plan(traced)
     assert plan.host_size == 0, "the parameters themselves are the copies on the host"
-    return Runner(structure, traced, plan, arena_for(plan, traced.device), guard="poison")
+    return Runner(structure, traced, plan, arena_for(plan, traced.device), sanitize="poison")
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from memplan.evict.judge.arrays import measure
 from memplan.planning.fit import make_workload
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
-from memplan.runtime.debug.tracker import Held, Tracker
+from memplan.runtime.debug.tracker import HeldBytes, Tracker
 from memplan.trace import alignment_of, plan_traced, trace
 from memplan.trace.traced import TracedGraph
 from tests.runtime.budgets import FAST_LINK, QUICK, everything, plan_of_everything
 
 
-def _alive(problem: Problem, held: Held, step: int) -> bool:
+def _alive(problem: Problem, held: HeldBytes, step: int) -> bool:
     alive = problem.alive_at(step)
     names = {b.id for b in alive}
     return len(held.tensors) == len(names) and set(held.tensors) == names and held.nbytes == sum(b.size for b in alive)

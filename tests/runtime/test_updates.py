@@ -64,7 +64,7 @@ def test_small_updates_share_calls_and_change_nothing(make: Any, accumulate: int
     net, other = _net(), _net()
     ours, theirs = make(net), make(other)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (ours, theirs)]
-    step = compile_step(net, ours, F.mse_loss, _batch(), accumulate=accumulate, guard="poison")
+    step = compile_step(net, ours, F.mse_loss, _batch(), accumulate=accumulate, sanitize="poison")
     for i in range(20):
         for micro in range(accumulate):
             batch = _batch(7 * i + micro)

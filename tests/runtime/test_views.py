@@ -59,7 +59,7 @@ def _results(model: Any, x: torch.Tensor, w: nn.Parameter) -> tuple[list[torch.T
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_and_pieces_are_eagers(name: str, gradients: str) -> None:
     model, x = Weighted(VIEWS[name]), torch.randn(4, 6)
-    compiled = memplan.compile(model, x.clone().requires_grad_(), gradients=gradients, guard="poison")
+    compiled = memplan.compile(model, x.clone().requires_grad_(), gradients=gradients, sanitize="poison")
     for _ in range(2):
         x = torch.randn(4, 6)
         theirs, their_gradients = _results(model, x, model.w)

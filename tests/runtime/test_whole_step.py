@@ -50,7 +50,7 @@ def test_bitwise_equal_to_eager(name: str, kind: str) -> None:
     model, batch = ZOO[name]("nano")
     eager = copy.deepcopy(model)
     ours, theirs = (OPTIMIZERS[kind](m.parameters()) for m in (model, eager))
-    step = compile_step(model, ours, _itself, batch, guard="poison")
+    step = compile_step(model, ours, _itself, batch, sanitize="poison")
     for seed in range(4):
         torch.manual_seed(seed)
         one = step(*batch)
@@ -462,7 +462,7 @@ def test_accumulation_is_that_of_eager(kind: str, clip: float | None) -> None:
     net, other = _net(), _net()
     ours, theirs = (OPTIMIZERS[kind](n.parameters()) for n in (net, other))
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (ours, theirs)]
-    step = compile_step(net, ours, F.mse_loss, _batch(), accumulate=3, clip_grad_norm=clip, guard="poison")
+    step = compile_step(net, ours, F.mse_loss, _batch(), accumulate=3, clip_grad_norm=clip, sanitize="poison")
     for update in range(20):
         theirs.zero_grad()
         for micro in range(3):

@@ -23,7 +23,7 @@ def _relative(one: torch.Tensor, two: torch.Tensor) -> float:
 def test_bitwise_equal_to_interpretation_of_the_traced_graph(name: str) -> None:
     model, args = ZOO[name]("nano")
     reference = Interpreted(copy.deepcopy(model), args)
-    compiled = memplan_compile(model, args, guard="poison")
+    compiled = memplan_compile(model, args, sanitize="poison")
     for seed in range(2):
         before = {key: buffer.clone() for key, buffer in model.named_buffers()}
         reference.model.load_state_dict(model.state_dict())
@@ -45,7 +45,7 @@ def test_bitwise_equal_to_interpretation_of_the_traced_graph(name: str) -> None:
 def test_trains_like_eager_over_three_steps_and_one_accumulation(name: str) -> None:
     model, args = ZOO[name]("nano")
     eager = copy.deepcopy(model)
-    compiled = memplan_compile(model, args, guard="poison")
+    compiled = memplan_compile(model, args, sanitize="poison")
     ours = torch.optim.SGD(compiled.parameters(), lr=1e-3, momentum=0.9)
     theirs = torch.optim.SGD(eager.parameters(), lr=1e-3, momentum=0.9)
     for seed in range(3):
@@ -70,7 +70,7 @@ def test_trains_like_eager_over_three_steps_and_one_accumulation(name: str) -> N
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_no_kernel_writes_outside_its_buffer(name: str) -> None:
     model, args = ZOO[name]("nano")
-    compiled = memplan_compile(model, args, guard="redzone")
+    compiled = memplan_compile(model, args, sanitize="redzone")
     assert compiled.plan.redzone > 0
     assert torch.isfinite(loss_of(compiled, *args, seed=0))
 

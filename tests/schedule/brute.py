@@ -40,7 +40,7 @@ def optimum(graph: Graph) -> int:
         ) - max(
             (
                 graph.storages[s].nbytes
-                for _, v in graph.ops[op].chances
+                for _, v in graph.ops[op].inplace_candidates
                 if touchers[s := graph.values[v].storage] <= now
             ),
             default=0,

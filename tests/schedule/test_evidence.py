@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from memplan.core.graph import Graph, Phase, StorageKind
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 from memplan.core.plan import check_consistency
 from memplan.errors import InvalidPlan
 from memplan.planning.planfile import load
@@ -84,7 +84,7 @@ def test_the_peak_can_lie_between_forward_and_backward() -> None:
         b.op(Phase.FORWARD, (), (value,))
     b.op(Phase.BACKWARD, (one,), (results[0],), target="aten.tanh.default")
     b.op(Phase.BACKWARD, (two, three), (results[1],), target="aten.add.Tensor")
-    graph = with_chances(b.graph())
+    graph = with_inplace_candidates(b.graph())
     found = order(graph)
     assert (found.evidence, found.proof, found.bound, found.max_live) == (Evidence.BETWEEN, "", 192, 192)
     require_evidence(graph, found)

@@ -6,17 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 from memplan.core.plan import check_consistency, make_plan
 from memplan.core.problem import Interval
 from memplan.core.schedule import Evidence
 from memplan.errors import MemplanError
 from memplan.schedule import POLICIES, cut_bound, live_bytes, make_schedule, order, require_legal, traced
-from memplan.schedule.arrays.compiled import Kernel
+from memplan.schedule.arrays.compiled import CompiledKernel
 from memplan.schedule.arrays.graph_arrays import make_core, step_bytes
 from memplan.schedule.bounds.propagate import propagate
 from memplan.schedule.bounds.repair import repair
-from memplan.schedule.search.ideals import Outcome, search
+from memplan.schedule.search.ideals import SearchOutcome, search
 from tests.graph_strategies import GraphBuilder, graphs, schedules
 from tests.samples import sample_graph
 from tests.schedule.brute import optimum
@@ -69,7 +69,9 @@ def test_evidence_holds(graph: Graph) -> None:
     elif names:
         op = graph.ops[names.index(schedule.proof)]
         touched = sum(graph.storages[s].nbytes for s in graph.touched(op) if graph.storages[s].planned)
-        in_place = max((graph.storages[graph.values[read].storage].nbytes for _, read in op.chances), default=0)
+        in_place = max(
+            (graph.storages[graph.values[read].storage].nbytes for _, read in op.inplace_candidates), default=0
+        )
         assert touched - in_place == schedule.bound
 
 
@@ -89,11 +91,11 @@ def test_a_search_is_right_about_every_target(graph: Graph) -> None:
     for target in (best - 1, best, best + 17):
         for backwards in (True, False):
             found = search(core, target, width=1000, limit=10**9, backwards=backwards)
-            assert found.outcome is (Outcome.FOUND if target >= best else Outcome.EXHAUSTED)
-            if found.outcome is Outcome.FOUND:
+            assert found.outcome is (SearchOutcome.FOUND if target >= best else SearchOutcome.EXHAUSTED)
+            if found.outcome is SearchOutcome.FOUND:
                 assert make_schedule(graph, core.graph_order(found.order), "").max_live <= target
             narrow = search(core, target, width=1, limit=10**9, backwards=backwards)
-            assert narrow.outcome in (found.outcome, Outcome.GAVE_UP)
+            assert narrow.outcome in (found.outcome, SearchOutcome.GAVE_UP)
 
 
 @given(graphs(max_ops=9))
@@ -103,7 +105,7 @@ def test_edges_that_are_propagated_keep_the_best_order(graph: Graph) -> None:
     for target in (best, best + 17):
         narrower = propagate(core, core.traced, target, 10**9).core
         assert narrower is not None
-        assert search(narrower, target, width=1000, limit=10**9).outcome is Outcome.FOUND
+        assert search(narrower, target, width=1000, limit=10**9).outcome is SearchOutcome.FOUND
 
 
 def test_two_cuts_exclude_what_one_cannot() -> None:
@@ -119,9 +121,9 @@ def test_two_cuts_exclude_what_one_cannot() -> None:
 def test_compiled_and_interpreted_kernels_agree(graph: Graph) -> None:
     """Every kernel, both ways, on the way to the same schedule."""
     schedule = order(graph)
-    call = Kernel.__call__
+    call = CompiledKernel.__call__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kernel, "__call__", lambda self, _, *args: call(self, 10**6, *args))
+        patch.setattr(CompiledKernel, "__call__", lambda self, _, *args: call(self, 10**6, *args))
         assert order(graph) == schedule
 
 
@@ -149,7 +151,7 @@ def reused() -> Graph:
     b.op(Phase.FORWARD, (x,), (wide,), target="aten.tanh.default")
     b.op(Phase.FORWARD, (x,), (small,))
     b.op(Phase.FORWARD, (wide, small), (y,))
-    return with_chances(b.graph((y,)))
+    return with_inplace_candidates(b.graph((y,)))
 
 
 def test_order_and_in_place_reuse_are_chosen_together() -> None:

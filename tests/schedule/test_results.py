@@ -41,7 +41,7 @@ def results(
 ) -> tuple[dict[str, torch.Tensor], tuple[int, ...], Graph]:
     """Loss, gradients and buffers after two compiled steps of a copy of `model`, with poisoned free memory."""
     own = copy.deepcopy(model)
-    compiled = memplan_compile(own, args, schedule=schedule, guard="poison")
+    compiled = memplan_compile(own, args, schedule=schedule, sanitize="poison")
     found: dict[str, torch.Tensor] = {}
     for seed in range(2):
         own.zero_grad()
@@ -73,7 +73,7 @@ def trained(
     own = copy.deepcopy(model)
     adamw = torch.optim.AdamW(own.parameters(), lr=1e-2, fused=True)
     step = memplan_compile_step(
-        own, adamw, lambda loss: loss, batch, clip_grad_norm=clip, guard="poison", schedule=schedule
+        own, adamw, lambda loss: loss, batch, clip_grad_norm=clip, sanitize="poison", schedule=schedule
     )
     found: dict[str, torch.Tensor] = {}
     for seed in range(2):

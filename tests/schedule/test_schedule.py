@@ -38,7 +38,7 @@ def recounted(graph: Graph, order: tuple[int, ...]) -> list[int]:
         ]
         dying = {
             graph.values[read].storage
-            for _, read in graph.ops[order[step]].chances
+            for _, read in graph.ops[order[step]].inplace_candidates
             if max(touches[graph.values[read].storage]) == step
         }
         in_place = max((graph.storages[s].nbytes for s in dying), default=0)

@@ -16,7 +16,7 @@ from memplan.core.validate import validate
 from memplan.errors import SolverFault
 from memplan.solvers import solve, thresholds
 from memplan.solvers.arrays import heuristics
-from memplan.solvers.arrays.instance import Outcome
+from memplan.solvers.arrays.instance import PieceOutcome
 from memplan.solvers.baselines.greedy import Greedy
 from memplan.solvers.search import capacity_search, cpsat_model, eject, solve_at_capacity
 from tests.strategies import knotted
@@ -39,12 +39,12 @@ def _zeros(core: Any, *_: object, **__: object) -> Iterator[np.ndarray]:
     yield np.zeros(core.n, np.int64)
 
 
-def _solved(core: Any, *_: object, **__: object) -> tuple[Outcome, np.ndarray]:
-    return Outcome.SOLVED, np.zeros(core.n, np.int64)
+def _solved(core: Any, *_: object, **__: object) -> tuple[PieceOutcome, np.ndarray]:
+    return PieceOutcome.SOLVED, np.zeros(core.n, np.int64)
 
 
-def _searched(piece: Any, *_: object, **__: object) -> tuple[Outcome, np.ndarray]:
-    return Outcome.SOLVED, np.zeros(piece.core.n, np.int64)
+def _searched(piece: Any, *_: object, **__: object) -> tuple[PieceOutcome, np.ndarray]:
+    return PieceOutcome.SOLVED, np.zeros(piece.core.n, np.int64)
 
 
 def _fitted(core: Any, order: np.ndarray, offsets: np.ndarray, **_: object) -> None:
@@ -169,7 +169,7 @@ def test_what_was_learnt_with_a_faulty_answer_is_forgotten(monkeypatch: pytest.M
     sizes: list[int] = []
     real = solve_at_capacity.attempt
 
-    def watched(*args: Any, memory: Any = None, **kwargs: Any) -> tuple[Outcome, np.ndarray]:
+    def watched(*args: Any, memory: Any = None, **kwargs: Any) -> tuple[PieceOutcome, np.ndarray]:
         if memory is not None:
             sizes.append(len(memory))
         return real(*args, memory=memory, **kwargs)

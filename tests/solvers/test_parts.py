@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from benchmarks.instances import network, planted, scattered
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.core.validate import validate
-from memplan.solvers import Limits, solve, thresholds
+from memplan.solvers import SolverLimits, solve, thresholds
 from memplan.solvers.arrays.heuristics import fill, first_fit, online, pairs_alive_together, unplaced
-from memplan.solvers.arrays.instance import Instance, Outcome, instance_of
-from memplan.solvers.arrays.problem_arrays import Core, Ints, core_of, load_of, subset
+from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of, load_of, subset
 from memplan.solvers.base import finish
 from memplan.solvers.baselines.tlsf import class_of_request, size_class
 from memplan.solvers.bounds import lower_bound
@@ -123,13 +123,13 @@ def test_a_tlsf_class_holds_every_request_that_is_sent_there(size: int) -> None:
 
 
 def test_budgets_count_inner_work_too() -> None:
-    outer = Budget(Limits(work=1000))
+    outer = Budget(SolverLimits(work=1000))
     inner = outer.share(0.5)
     inner.spend(499, 10)
     assert inner.is_over
     assert outer.remaining_work() == 500
     assert outer.slice(10_000).nodes(10_000, 100) == 501
-    assert Budget(Limits(seconds=0.0)).is_over
+    assert Budget(SolverLimits(seconds=0.0)).is_over
 
 
 @given(problem=problems(aligned=False), data=st.data())
@@ -144,12 +144,12 @@ def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataOb
 
 def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:
     core = core_of(scattered(2_500, seed=1, mean_life=400))
-    budget = Budget(Limits(work=800_000))
+    budget = Budget(SolverLimits(work=800_000))
     goal = core.max_offset(lower_bound(core))
     ends = [int((offsets + core.size).max()) for offsets in squeaky_wheel.rounds(core, goal, budget)]
     assert budget.is_over
     assert min(ends) < ends[0]
-    assert not list(squeaky_wheel.rounds(core, goal, Budget(Limits(seconds=0.001))))
+    assert not list(squeaky_wheel.rounds(core, goal, Budget(SolverLimits(seconds=0.001))))
 
 
 @given(problem=problems(most=9), data=st.data())
@@ -162,12 +162,12 @@ def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Prob
     max_offset = core.max_offset(capacity)
     if (max_offset < core.low).any():
         return
-    expected, _ = cpsat_model.decide(core, max_offset, core.low, Budget(Limits(work=5_000_000)))
-    assert expected is not Outcome.LIMIT
+    expected, _ = cpsat_model.decide(core, max_offset, core.low, Budget(SolverLimits(work=5_000_000)))
+    assert expected is not PieceOutcome.LIMIT
     for rule, thorough in itertools.product(RULES, (False, True)):
         outcome, offsets = _searched(instance_of(core, max_offset), rule=rule, thorough=thorough)
         assert outcome is expected, (rule, thorough)
-        if outcome is Outcome.SOLVED:
+        if outcome is PieceOutcome.SOLVED:
             assert (offsets <= max_offset).all()
             _check(problem, core, offsets)
 
@@ -184,13 +184,13 @@ def test_certain_joins_keep_what_can_be_placed_and_likely_ones_are_valid(seed: i
     max_offset = core.max_offset(problem.max_live)
     piece = instance_of(core, max_offset)
     expected, _ = _searched(piece, rule=RULES[0], thorough=False)
-    assert expected is not Outcome.LIMIT
+    assert expected is not PieceOutcome.LIMIT
     for chance in (0.0, 0.7, 1.0):
         smaller = joined(piece, chance=chance, seed=seed)
         outcome, offsets = _searched(smaller.piece, rule=RULES[0], thorough=True)
         if chance == 0.0:
             assert outcome is expected
-        if outcome is Outcome.SOLVED:
+        if outcome is PieceOutcome.SOLVED:
             assert (smaller.expand(offsets) <= max_offset).all()
             _check(problem, core, smaller.expand(offsets))
 
@@ -210,15 +210,15 @@ def test_a_joined_piece_is_smaller_and_its_buffers_lie_in_one_another() -> None:
     assert joined(instance_of(core, core.max_offset(13)), chance=1.0).piece.core.n == 2
 
 
-def _searched(piece: Instance, *, rule: tuple[int, bool], thorough: bool) -> tuple[Outcome, Ints]:
+def _searched(piece: Instance, *, rule: tuple[int, bool], thorough: bool) -> tuple[PieceOutcome, Ints]:
     outcome, _, offsets = search_once(
         piece, piece.core.size.astype(np.float64), rule=rule, thorough=thorough, nodes=1_000_000,
-        table=np.zeros(1 << 10, np.int64), salt=1, budget=Budget(Limits(work=2_000_000)),
+        table=np.zeros(1 << 10, np.int64), salt=1, budget=Budget(SolverLimits(work=2_000_000)),
     )  # fmt: skip
     return outcome, offsets
 
 
-def _check(problem: Problem, core: Core, offsets: Ints) -> None:
+def _check(problem: Problem, core: ProblemArrays, offsets: Ints) -> None:
     """`offsets` (units, by place in `core`) are a valid placement of `problem`."""
     placed = dict.fromkeys((b.id for b in problem.buffers), 0)
     placed |= {problem.buffers[i].id: int(at) * core.unit for i, at in zip(core.source, offsets, strict=True)}

@@ -14,10 +14,10 @@ from memplan.core.problem import Buffer, Interval, Problem, Status
 from memplan.core.validate import validate
 from memplan.solvers import solve, thresholds
 from memplan.solvers.arrays import fit_kernel, heuristics, sequence
-from memplan.solvers.arrays.instance import Outcome
-from memplan.solvers.arrays.problem_arrays import Core, Ints, core_of, subset
+from memplan.solvers.arrays.instance import PieceOutcome
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of, subset
 from memplan.solvers.base import finish
-from memplan.solvers.limits import Budget, Limits
+from memplan.solvers.limits import Budget, SolverLimits
 from memplan.solvers.search import cpsat_model, eject, solve_at_capacity, squeaky_wheel
 from memplan.solvers.search.reduce import reduce
 from tests.strategies import knotted, layered_problems
@@ -54,13 +54,15 @@ def test_an_attempt_is_valid_or_right_that_there_is_none(
     with pytest.MonkeyPatch.context() as patch:
         _lower(patch, *lowered)
         outcome, offsets = solve_at_capacity.attempt(
-            core, limit, Budget(Limits(work=20_000)), data.draw(st.integers(0, 3))
+            core, limit, Budget(SolverLimits(work=20_000)), data.draw(st.integers(0, 3))
         )
-    if outcome is Outcome.SOLVED:
+    if outcome is PieceOutcome.SOLVED:
         assert (offsets <= limit).all()
         _check(problem, core.source, offsets, core.unit)
-    elif outcome is Outcome.EXHAUSTED and (limit >= core.low).all():
-        assert cpsat_model.decide(core, limit, core.low, Budget(Limits(work=5_000_000)))[0] is Outcome.EXHAUSTED
+    elif outcome is PieceOutcome.EXHAUSTED and (limit >= core.low).all():
+        assert (
+            cpsat_model.decide(core, limit, core.low, Budget(SolverLimits(work=5_000_000)))[0] is PieceOutcome.EXHAUSTED
+        )
 
 
 @given(problem=layered_problems(), lowered=_any_of_them, share=st.none() | st.floats(0.9, 1.3))
@@ -109,7 +111,9 @@ def test_room_below_a_piece_does_not_count_when_it_is_peeled() -> None:
 
 def test_promotion_may_go_on_for_ever() -> None:
     core = core_of(Problem(buffers=(Buffer(id="a", size=3, live=Interval(0, 2)),)))
-    endless = squeaky_wheel.rounds(core, np.array([-1]), Budget(Limits(seconds=3_600.0)))  # each round promotes it
+    endless = squeaky_wheel.rounds(
+        core, np.array([-1]), Budget(SolverLimits(seconds=3_600.0))
+    )  # each round promotes it
     assert [next(endless).tolist() for _ in range(3_000)] == [[0]] * 3_000
 
 
@@ -126,7 +130,7 @@ def _calls(patch: pytest.MonkeyPatch, module: Any, name: str, counts: Callable[.
     return noted
 
 
-def _is_raised(core: Core, *_: object) -> bool:
+def _is_raised(core: ProblemArrays, *_: object) -> bool:
     return bool((core.low > 0)[~core.pinned].any())
 
 
@@ -171,10 +175,13 @@ def test_small_problems_go_down_every_path(
 def test_a_piece_of_a_piece_lies_as_high_as_the_piece() -> None:
     made = [Buffer(id="whole", size=4, live=Interval(0, 9)), Buffer(id="part", size=2, live=Interval(3, 5))]
     core = subset(core_of(Problem(buffers=tuple(made))), np.arange(2), base=7)
-    outcome, offsets = solve_at_capacity.attempt(core, core.max_offset(20), Budget(Limits(work=1_000)), 0)
-    assert outcome is Outcome.SOLVED
+    outcome, offsets = solve_at_capacity.attempt(core, core.max_offset(20), Budget(SolverLimits(work=1_000)), 0)
+    assert outcome is PieceOutcome.SOLVED
     assert offsets.min() == 7
-    assert solve_at_capacity.attempt(core, core.max_offset(18), Budget(Limits(work=1_000)), 0)[0] is not Outcome.SOLVED
+    assert (
+        solve_at_capacity.attempt(core, core.max_offset(18), Budget(SolverLimits(work=1_000)), 0)[0]
+        is not PieceOutcome.SOLVED
+    )
 
 
 def _check(problem: Problem, places: Ints, offsets: Ints, unit: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memplan.core import lifetimes
 from memplan.core.graph import Graph
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 from memplan.core.plan import check_consistency, make_plan
 from memplan.core.problem import Solution, Status
 from memplan.core.validate import validate
@@ -55,7 +55,7 @@ def test_a_resolved_plan_is_a_plan_within_a_quarter_of_planning_anew(data: st.Da
     check_consistency(resolved)
     graph = _graph(plan, values)
     assert (resolved.graph.values, resolved.graph.storages) == (graph.values, graph.storages)
-    graph = with_chances(graph) if any(op.chances for op in graph.ops) else graph
+    graph = with_inplace_candidates(graph) if any(op.inplace_candidates for op in graph.ops) else graph
     anew = make_plan(
         model="anew",
         graph=graph,

@@ -105,7 +105,7 @@ def test_a_rule_gives_the_same_bits(name: str) -> None:
     function, xs = CASES[name]
     model = Apply(function)
     reference = Interpreted(copy.deepcopy(model), xs)
-    compiled = memplan_compile(model, xs, guard="poison")
+    compiled = memplan_compile(model, xs, sanitize="poison")
     torch.manual_seed(0)
     outputs, gradients, _ = reference.run(*xs)
     torch.manual_seed(0)

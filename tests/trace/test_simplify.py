@@ -58,7 +58,7 @@ def test_fewer_ops_give_the_same_bits(name: str) -> None:
     model = Apply(function)
     assert trace(model, X).graph.forward_ops == count
     outputs, gradients, _ = Interpreted(model, (X,)).run(X)
-    result = memplan_compile(model, X, guard="poison")(X)
+    result = memplan_compile(model, X, sanitize="poison")(X)
     result.backward(torch.ones_like(result))
     assert _bits(result) == _bits(outputs[0])
     assert model.w.grad is not None

@@ -16,7 +16,7 @@ from memplan.evict.events import Kind
 from memplan.evict.graph.apply import apply
 from memplan.evict.judge.arrays import measure
 from memplan.trace import capture, trace
-from memplan.trace.torch_budget import Partition, events_of, partitions, points_of, torch_points
+from memplan.trace.torch_budget import TorchPartition, events_of, partitions, points_of, torch_points
 from tests.evict.judge import judged
 
 _COSTS, _ALIGNMENT = DEVICES["a100"], 64
@@ -24,7 +24,7 @@ _ASKED = (0.0, 0.1, 0.5, 1.0)
 
 
 @cache
-def _partitions(name: str) -> tuple[Partition, ...]:
+def _partitions(name: str) -> tuple[TorchPartition, ...]:
     model, inputs = getattr(zoo, name)("nano")
     model.eval() if name != "resnet" else model.train()
     return partitions(capture(model, inputs, {}, train=True), _ASKED)

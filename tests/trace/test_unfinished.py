@@ -87,7 +87,7 @@ def test_collectives_are_refused(talk: Any, run: Any) -> None:
 def test_what_the_hint_says_works() -> None:
     torch._dynamo.reset()
     net, x = _Talks(_summed_outside), torch.randn(4, 4)
-    compiled = torch.compile(net, backend=memplan.Backend(guard="poison"))
+    compiled = torch.compile(net, backend=memplan.Backend(sanitize="poison"))
     for _ in range(2):
         made = compiled(x)
         assert torch.equal(made, net(x))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from memplan.core.graph import Graph, Phase, StorageKind
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 from memplan.schedule import cut_bound
 from memplan.verify.cut import between_phases, least_at
 from tests.graph_strategies import GraphBuilder, graphs
@@ -44,7 +44,7 @@ def test_a_result_takes_the_bytes_of_an_input_that_nothing_needs_later() -> None
         b.op(Phase.FORWARD, (x,), (y,), target="aten.tanh.default")
         if reads_again:
             b.op(Phase.FORWARD, tuple({"x": x, "y": y}[name] for name in reads_again), (z,))
-        assert least_at(with_chances(b.graph()), 1) == least
+        assert least_at(with_inplace_candidates(b.graph()), 1) == least
 
 
 def test_what_the_caller_keeps_stays_alive() -> None:

@@ -115,9 +115,11 @@ class _Machine:
         name = f"{op.name}@{self.ran[index]}" if again else op.name
         phase = None if again else op.phase
         new = dict(zip((*op.reads, *op.writes), (*reads, *writes), strict=True))
-        chances = tuple((new[result], new[read]) for result, read in op.chances)
+        inplace_candidates = tuple((new[result], new[read]) for result, read in op.inplace_candidates)
         unrelated = tuple((new[result], new[read]) for result, read in op.unrelated)
-        op = replace(op, name=name, reads=reads, writes=writes, chances=chances, unrelated=unrelated)
+        op = replace(
+            op, name=name, reads=reads, writes=writes, inplace_candidates=inplace_candidates, unrelated=unrelated
+        )
         self._emit(op, self.workload.sources[index], phase, where)
         self.ran[index] += 1
 

@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredEvents:
     """What a sequence of events needs and takes: bytes and seconds.
 
     `live[k]` are the arena bytes at the k-th event that is an op (DROP is none); `area` the sum over steps of the
@@ -33,7 +33,7 @@ class Measured:
     live: Ints
 
 
-class Arrays:
+class WorkloadArrays:
     """The tables of a workload. Lists of lists are a pointer and a flat array (`ptr[i]:ptr[i + 1]`)."""
 
     def __init__(self, workload: Workload) -> None:
@@ -59,14 +59,14 @@ class Arrays:
             *(self.pair_ptr, self.pair, self.streamed, self.seconds, self.to_host, self.to_device),
         )
 
-    def measure(self, kinds: Ints, indices: Ints) -> Measured | None:
+    def measure(self, kinds: Ints, indices: Ints) -> MeasuredEvents | None:
         """What these events need and take; None when one of them cannot be."""
         from memplan.evict.judge.measure_kernel import measure
 
         code, peak, seconds, stall, area, live = measure(kinds, indices, self.workload.budget, *self.tables)
         if code >= 0:
             return None
-        return Measured(peak=int(peak), seconds=float(seconds), stall=float(stall), area=float(area), live=live)
+        return MeasuredEvents(peak=int(peak), seconds=float(seconds), stall=float(stall), area=float(area), live=live)
 
 
 def to_arrays(events: Sequence[Event]) -> tuple[Ints, Ints]:
@@ -84,9 +84,9 @@ def to_events(kinds: Ints, indices: Ints) -> Events:
     return tuple(Event(Kind(k), i) for k, i in zip(kinds.tolist(), indices.tolist(), strict=True))
 
 
-def measure(workload: Workload, events: Sequence[Event]) -> Measured:
+def measure(workload: Workload, events: Sequence[Event]) -> MeasuredEvents:
     """What `events` need and take. Raises `InvalidEviction` when one of them cannot be (`apply` says why)."""
-    found = Arrays(workload).measure(*to_arrays(events))
+    found = WorkloadArrays(workload).measure(*to_arrays(events))
     if found is None:
         raise InvalidEviction(
             "an event needs what is not there", where="events", hint="apply(workload, events) names it"

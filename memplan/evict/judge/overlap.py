@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.judge.arrays import Arrays, to_arrays
+from memplan.evict.judge.arrays import WorkloadArrays, to_arrays
 from memplan.evict.workload import Workload
 
 Leads = Mapping[tuple[int, int], float]
@@ -23,7 +23,7 @@ def overlapped(workload: Workload, events: Sequence[Event]) -> Events:
     latest where it was. A RELOAD moves up as far as its copy takes, and as its bytes fit. Events that are above the
     budget, or that cannot be, come back as they are.
     """
-    arrays = Arrays(workload)
+    arrays = WorkloadArrays(workload)
     best, figures = tuple(events), arrays.measure(*to_arrays(events))
     if figures is None or figures.peak > workload.budget:
         return best
@@ -86,7 +86,7 @@ def come_early(workload: Workload, events: Sequence[Event], leads: Leads = _NONE
     before) -> seconds by which that copy is to start earlier than the costs say. Events that cannot be come back as
     they are.
     """
-    figures = Arrays(workload).measure(*to_arrays(events))
+    figures = WorkloadArrays(workload).measure(*to_arrays(events))
     if figures is None:
         return tuple(events)
     steps = np.cumsum([kind is not Kind.DROP for kind, _ in events]) - 1  # of each event that is one

@@ -21,7 +21,7 @@ from memplan.evict.policies.delta import delta
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.loading import while_loading
 from memplan.evict.policies.seeds import seeded
-from memplan.evict.search.decisions import AGAIN, KEEP, ONCE, SAVE, SWAP, Decisions, Move, Search
+from memplan.evict.search.decisions import AGAIN, KEEP, ONCE, SAVE, SWAP, Decisions, DecisionSearch, Move
 from memplan.evict.search.descent import alike, descend, descend_alike, singles, walk
 from memplan.evict.working_set import infeasible
 from memplan.evict.workload import Workload
@@ -42,7 +42,7 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     """
     if workload.streamed:
         return while_loading(workload, partial(auto, swaps=swaps, work=work, seed=seed), swaps=swaps, search=bool(work))
-    search = Search(workload, swaps=swaps)
+    search = DecisionSearch(workload, swaps=swaps)
     start = search.start()
     if start.area == 0:
         return search.events(start)
@@ -60,7 +60,7 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     if found and workload.budget < _TIGHT * start.peak:  # from below there may be a better way
         found += _from_below(search, (AGAIN, ONCE))
     if not found and not blocks:  # or one at all, where the smallest storages count too
-        search = Search(workload, swaps=swaps, least=0.0)
+        search = DecisionSearch(workload, swaps=swaps, least=0.0)
         found += _from_below(search, (SWAP, AGAIN, ONCE))
     improved = [_improved(search, family, work // 2, seed) for family in (found, blocks) if family]
     ways = [search.events(min(improved, key=lambda d: d.seconds))] if improved else []
@@ -72,7 +72,7 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     return min(ways, key=lambda events: measure(workload, events).seconds)
 
 
-def _from_alike(search: Search, start: Decisions, *, work: int, seed: int) -> list[Decisions]:
+def _from_alike(search: DecisionSearch, start: Decisions, *, work: int, seed: int) -> list[Decisions]:
     """What is left of treating alike storages alike."""
     classes = alike(search)
     coarse = [descend_alike(search, start, a, classes) for a in _EXPONENTS]
@@ -91,12 +91,12 @@ def _last_resorts(workload: Workload) -> Iterator[Events]:
                 yield events
 
 
-def _from_below(search: Search, wanted: Sequence[int]) -> list[Decisions]:
+def _from_below(search: DecisionSearch, wanted: Sequence[int]) -> list[Decisions]:
     """What is left of treating everything alike."""
     return [fitted for low in drastic(search, wanted) if (fitted := descend(search, low, 1.0))]
 
 
-def _improved(search: Search, found: list[Decisions], work: int, seed: int) -> Decisions:
+def _improved(search: DecisionSearch, found: list[Decisions], work: int, seed: int) -> Decisions:
     promising = sorted(found, key=lambda d: d.seconds)[:_TRIMMED]
     best = min((trimmed(search, one) for one in promising), key=lambda d: d.seconds)
     return annealed(search, best, work=work, seed=seed)
@@ -107,7 +107,7 @@ def recompute(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events
     return auto(workload, swaps=False, work=work, seed=seed)
 
 
-def drastic(search: Search, ways: Sequence[int]) -> Iterator[Decisions]:
+def drastic(search: DecisionSearch, ways: Sequence[int]) -> Iterator[Decisions]:
     """Everything that can be is treated alike, in each of these ways."""
     for wanted in ways:
         decision, gap = search.nothing()
@@ -120,7 +120,7 @@ def drastic(search: Search, ways: Sequence[int]) -> Iterator[Decisions]:
             yield state
 
 
-def trimmed(search: Search, state: Decisions) -> Decisions:
+def trimmed(search: DecisionSearch, state: Decisions) -> Decisions:
     """Take back, dearest first, every decision without which the step still fits (reverse-delete); hold what would
     be made again although there is room for it.
     """
@@ -138,7 +138,7 @@ def trimmed(search: Search, state: Decisions) -> Decisions:
     return state
 
 
-def _saved(search: Search, state: Decisions) -> Decisions:
+def _saved(search: DecisionSearch, state: Decisions) -> Decisions:
     """Hold on to each storage of which that makes the step faster within the budget."""
     for moves in search.moves:
         move = moves[-1]
@@ -149,7 +149,7 @@ def _saved(search: Search, state: Decisions) -> Decisions:
     return state
 
 
-def annealed(search: Search, state: Decisions, *, work: int, seed: int) -> Decisions:
+def annealed(search: DecisionSearch, state: Decisions, *, work: int, seed: int) -> Decisions:
     """The best that a random walk over one or two decisions at a time finds within the budget."""
     walked = walk(search, state, singles(search), work=work, seed=seed, soft=_SOFT)
     return state if walked.best is None or walked.best is state else trimmed(search, walked.best)

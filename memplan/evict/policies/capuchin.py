@@ -16,7 +16,7 @@ import numpy as np
 from memplan.evict.events import Events, Kind
 from memplan.evict.host_resident import with_streamed_kept
 from memplan.evict.judge.arrays import to_arrays
-from memplan.evict.search.decisions import KEEP, ONCE, SWAP, Decisions, Move, Search
+from memplan.evict.search.decisions import KEEP, ONCE, SWAP, Decisions, DecisionSearch, Move
 from memplan.evict.working_set import infeasible, require_floor
 from memplan.evict.workload import Workload
 
@@ -40,14 +40,14 @@ def capuchin(workload: Workload) -> Events:
 
 def _guided(workload: Workload) -> Events:
     require_floor(workload)
-    search = Search(workload)
+    search = DecisionSearch(workload)
     state = guided(search)
     if state.area > 0:
         raise infeasible(workload)
     return search.events(state)
 
 
-def guided(search: Search, *, evaluations: int | None = None) -> Decisions:
+def guided(search: DecisionSearch, *, evaluations: int | None = None) -> Decisions:
     """Decisions within the budget, or as far as they come: nothing more helps, or `evaluations` states were judged.
 
     Swaps nothing where `search` does not.
@@ -97,7 +97,7 @@ def recompute_seconds(workload: Workload, storage: int, dropped: frozenset[int],
     return total
 
 
-def _hidden(search: Search, state: Decisions, idle: list[Gap], shown: dict[Gap, float]) -> Decisions | None:
+def _hidden(search: DecisionSearch, state: Decisions, idle: list[Gap], shown: dict[Gap, float]) -> Decisions | None:
     """The state after the swap of most free time that nothing waits for. `shown` remembers by how many seconds the
     others were seen: the link only gets busier."""
     for g in sorted(idle, key=lambda g: -g.free_time):
@@ -113,7 +113,7 @@ def _hidden(search: Search, state: Decisions, idle: list[Gap], shown: dict[Gap, 
     return None
 
 
-def _cheapest(search: Search, state: Decisions, idle: list[Gap], shown: dict[Gap, float]) -> Decisions | None:
+def _cheapest(search: DecisionSearch, state: Decisions, idle: list[Gap], shown: dict[Gap, float]) -> Decisions | None:
     """The state after the recompute, or the swap that shows, of fewest seconds per byte; None when none helps."""
     w = search.workload
     dropped = frozenset(np.flatnonzero(state.decision == ONCE).tolist())
@@ -131,7 +131,7 @@ def _cheapest(search: Search, state: Decisions, idle: list[Gap], shown: dict[Gap
     return None
 
 
-def _peak_op(search: Search, state: Decisions) -> int:
+def _peak_op(search: DecisionSearch, state: Decisions) -> int:
     """The op of the step (its position) at or before which most bytes are alive."""
     events = search.events(state)
     figures = search.arrays.measure(*to_arrays(events))

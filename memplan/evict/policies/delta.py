@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from memplan.evict.events import Events
 from memplan.evict.judge.overlap import overlapped
 from memplan.evict.policies.dtr import Candidate, Neighbourhoods, candidate, h_dtr
-from memplan.evict.simulator.device_state import Device, Way, Where
-from memplan.evict.simulator.eviction_simulator import Walk
-from memplan.evict.simulator.memory import Counter
+from memplan.evict.simulator.device_state import DeviceState, EvictionKind, Location
+from memplan.evict.simulator.eviction_simulator import EvictionSimulator
+from memplan.evict.simulator.memory import ByteCounter
 from memplan.evict.workload import Workload
 
 
@@ -31,7 +31,7 @@ class Released:
 
 
 Filter = Callable[[Candidate], float]  # the storage with the smallest value is released
-Director = Callable[[Released], Way]
+Director = Callable[[Released], EvictionKind]
 
 
 def cheapest(candidate: Candidate) -> float:
@@ -39,16 +39,16 @@ def cheapest(candidate: Candidate) -> float:
     return h_dtr(candidate)
 
 
-def direct(released: Released) -> Way:
+def direct(released: Released) -> EvictionKind:
     """Swap where what is waited for is less than the recompute: the way out now, and what the gap does not hide of
     the way back."""
     visible = released.out + max(0.0, released.back - released.gap)
-    return Way.SWAP if visible < released.recompute else Way.DROP
+    return EvictionKind.SWAP if visible < released.recompute else EvictionKind.DROP
 
 
 def delta(workload: Workload, *, filter: Filter = cheapest, director: Director = direct) -> Events:
     """Events that keep the budget. Raises `BudgetInfeasible` when an op's operands cannot be had."""
-    walk = Walk(workload, Counter(workload.budget), _Delta(workload, filter, director))
+    walk = EvictionSimulator(workload, ByteCounter(workload.budget), _Delta(workload, filter, director))
     return overlapped(workload, walk.walk())
 
 
@@ -68,10 +68,10 @@ class _Delta:
         self._copied: set[int] = set(workload.streamed)
         self._busy = 0.0  # until when copies to the host take the link
 
-    def choose(self, device: Device, candidates: Sequence[int]) -> int:
+    def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
         return min(candidates, key=lambda s: (self._filter(candidate(device, self._around, s)), s))
 
-    def way(self, device: Device, storage: int) -> Way:
+    def way(self, device: DeviceState, storage: int) -> EvictionKind:
         w, by = device.workload, device.next_use(storage)
         released = Released(
             recompute=device.seconds(storage) + self._around.seconds(device, storage),
@@ -81,15 +81,15 @@ class _Delta:
         )
         return self._director(released)
 
-    def changed(self, device: Device, storage: int) -> None:
+    def changed(self, device: DeviceState, storage: int) -> None:
         self._around.changed(device, storage)
         self._away.discard(storage)
-        if device.where[storage] is Where.AWAY:
+        if device.where[storage] is Location.AWAY:
             self._away.add(storage)
             if storage not in self._copied:
                 self._busy = self._left(device, storage)
             self._copied.add(storage)
 
-    def _left(self, device: Device, storage: int) -> float:
+    def _left(self, device: DeviceState, storage: int) -> float:
         """When its copy to the host is complete, after those before it."""
         return max(self._busy, device.touched[storage]) + device.workload.to_host[storage]

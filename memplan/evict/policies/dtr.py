@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from memplan.evict.events import Events
-from memplan.evict.simulator.device_state import Device, Way, Where
-from memplan.evict.simulator.eviction_simulator import Walk
-from memplan.evict.simulator.memory import Addresses, Counter, Memory
+from memplan.evict.simulator.device_state import DeviceState, EvictionKind, Location
+from memplan.evict.simulator.eviction_simulator import EvictionSimulator
+from memplan.evict.simulator.memory import AddressSpace, ByteCounter, SimulatedMemory
 from memplan.evict.workload import Workload
 
 
@@ -55,16 +55,16 @@ def h_size(candidate: Candidate) -> float:
 
 def dtr(workload: Workload, *, heuristic: Heuristic = h_dtr) -> Events:
     """Events that keep the budget, on-demand. Raises `BudgetInfeasible` when an op's operands cannot be had."""
-    return _run(workload, heuristic, Counter(workload.budget))
+    return _run(workload, heuristic, ByteCounter(workload.budget))
 
 
 def dtr_addresses(workload: Workload, *, heuristic: Heuristic = h_dtr) -> Events:
     """The same in memory that has addresses: drops go on until a hole is large enough."""
-    return _run(workload, heuristic, Addresses(workload.budget))
+    return _run(workload, heuristic, AddressSpace(workload.budget))
 
 
-def _run(workload: Workload, heuristic: Heuristic, memory: Memory) -> Events:
-    return Walk(workload, memory, _Dropper(workload, heuristic)).walk()
+def _run(workload: Workload, heuristic: Heuristic, memory: SimulatedMemory) -> Events:
+    return EvictionSimulator(workload, memory, _Dropper(workload, heuristic)).walk()
 
 
 class _Dropper:
@@ -76,13 +76,13 @@ class _Dropper:
         self._heuristic = heuristic
         self._around = Neighbourhoods(workload)
 
-    def choose(self, device: Device, candidates: Sequence[int]) -> int:
+    def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
         return min(candidates, key=lambda s: (self._heuristic(candidate(device, self._around, s)), s))
 
-    def way(self, device: Device, storage: int) -> Way:
-        return Way.DROP
+    def way(self, device: DeviceState, storage: int) -> EvictionKind:
+        return EvictionKind.DROP
 
-    def changed(self, device: Device, storage: int) -> None:
+    def changed(self, device: DeviceState, storage: int) -> None:
         self._around.changed(device, storage)
 
 
@@ -106,24 +106,24 @@ class Neighbourhoods:
         self._makes = [tuple(found) for found in makes]
         self._known: dict[int, float] = {}
 
-    def seconds(self, device: Device, storage: int) -> float:
+    def seconds(self, device: DeviceState, storage: int) -> float:
         """Of the neighbourhood of `storage`, itself left out."""
         if storage not in self._known:
-            below, _ = _reach(device, storage, self._made_from, (Where.GONE, Where.DEAD))
-            above, _ = _reach(device, storage, self._makes, (Where.GONE,))
+            below, _ = _reach(device, storage, self._made_from, (Location.GONE, Location.DEAD))
+            above, _ = _reach(device, storage, self._makes, (Location.GONE,))
             used = [s for s in above if device.last[s] >= device.position]
             self._known[storage] = sum(map(device.seconds, (*below, *used)))
         return self._known[storage]
 
-    def changed(self, device: Device, storage: int) -> None:
+    def changed(self, device: DeviceState, storage: int) -> None:
         """Forget what `storage` is part of."""
         self._known.pop(storage, None)
         for edges in (self._made_from, self._makes):
-            for s in _reach(device, storage, edges, (Where.GONE, Where.DEAD))[1]:
+            for s in _reach(device, storage, edges, (Location.GONE, Location.DEAD))[1]:
                 self._known.pop(s, None)
 
 
-def candidate(device: Device, around: Neighbourhoods, storage: int) -> Candidate:
+def candidate(device: DeviceState, around: Neighbourhoods, storage: int) -> Candidate:
     """What is known of `storage` now."""
     return Candidate(
         storage=storage,
@@ -135,7 +135,7 @@ def candidate(device: Device, around: Neighbourhoods, storage: int) -> Candidate
 
 
 def _reach(
-    device: Device, storage: int, edges: Sequence[Sequence[int]], through: Sequence[Where]
+    device: DeviceState, storage: int, edges: Sequence[Sequence[int]], through: Sequence[Location]
 ) -> tuple[list[int], list[int]]:
     """What is reached from `storage` along `edges`: storages that are as `through` says, and where they end."""
     seen, inside, ends, stack = {storage}, [], [], [storage]

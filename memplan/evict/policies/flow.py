@@ -15,9 +15,9 @@ from memplan.evict.events import Events
 from memplan.evict.judge.arrays import measure
 from memplan.evict.judge.overlap import overlapped
 from memplan.evict.policies.genoa import genoa
-from memplan.evict.simulator.device_state import Device, Way
-from memplan.evict.simulator.eviction_simulator import Walk
-from memplan.evict.simulator.memory import Counter
+from memplan.evict.simulator.device_state import DeviceState, EvictionKind
+from memplan.evict.simulator.eviction_simulator import EvictionSimulator
+from memplan.evict.simulator.memory import ByteCounter
 from memplan.evict.working_set import require_floor
 from memplan.evict.workload import Workload
 
@@ -27,13 +27,13 @@ class _Furthest:
 
     swaps = True
 
-    def choose(self, device: Device, candidates: Sequence[int]) -> int:
+    def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
         return max(candidates, key=lambda s: (device.next_use(s), -s))
 
-    def way(self, device: Device, storage: int) -> Way:
-        return Way.SWAP
+    def way(self, device: DeviceState, storage: int) -> EvictionKind:
+        return EvictionKind.SWAP
 
-    def changed(self, device: Device, storage: int) -> None:
+    def changed(self, device: DeviceState, storage: int) -> None:
         pass
 
 
@@ -45,5 +45,7 @@ def flow(workload: Workload) -> Events:
     require_floor(workload)
     found = [overlapped(workload, genoa(workload))]
     with suppress(BudgetInfeasible):
-        found.insert(0, overlapped(workload, Walk(workload, Counter(workload.budget), _Furthest()).walk()))
+        found.insert(
+            0, overlapped(workload, EvictionSimulator(workload, ByteCounter(workload.budget), _Furthest()).walk())
+        )
     return min(found, key=lambda events: measure(workload, events).seconds)

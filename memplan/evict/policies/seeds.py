@@ -16,12 +16,12 @@ from memplan.evict.events import Events, Kind
 from memplan.evict.judge.arrays import to_arrays
 from memplan.evict.policies.capuchin import guided
 from memplan.evict.policies.dtr import dtr
-from memplan.evict.search.decisions import AGAIN, ONCE, SWAP, Decisions, Search
+from memplan.evict.search.decisions import AGAIN, ONCE, SWAP, Decisions, DecisionSearch
 
 _WORK = 4_000_000  # ops judged for Capuchin's decisions: enough for all of them below some thousand ops
 
 
-def seeded(search: Search, *, quick: bool = False) -> tuple[Events | None, tuple[Decisions, ...]]:
+def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[Events | None, tuple[Decisions, ...]]:
     """(DTR's events, where they keep the budget; states to start from, which need not keep it).
 
     `quick`: without Capuchin's, which take longer than DTR's.
@@ -42,7 +42,7 @@ def seeded(search: Search, *, quick: bool = False) -> tuple[Events | None, tuple
     return events, tuple(state for state in states if np.isfinite(state.area))
 
 
-def decisions_of(search: Search, events: Events) -> Decisions:
+def decisions_of(search: DecisionSearch, events: Events) -> Decisions:
     """What `events` do as decisions: swapped after a use; computed again once, after a use, or again and again."""
     w = search.workload
     decision, gap = search.nothing()

@@ -10,7 +10,7 @@ import numpy as np
 
 from memplan.errors import InvalidEviction
 from memplan.evict.events import Events
-from memplan.evict.judge.arrays import Arrays, Ints, to_arrays, to_events
+from memplan.evict.judge.arrays import Ints, WorkloadArrays, to_arrays, to_events
 from memplan.evict.search.expand_kernel import AGAIN, KEEP, ONCE, SAVE, SWAP, expand
 from memplan.evict.search.prefetch_kernel import prefetch
 from memplan.evict.search.search_kernel import judge
@@ -39,7 +39,7 @@ class Decisions:
     peak: int
 
 
-class Search:
+class DecisionSearch:
     """Judges decisions on a workload; `swaps`: copies to the host are allowed.
 
     What could win less than `least` of the bytes above the budget is left out. `extra` is what `expand` takes beyond
@@ -49,7 +49,7 @@ class Search:
     def __init__(self, workload: Workload, *, swaps: bool = True, least: float = 1e-5) -> None:
         self.workload = w = workload
         self.swaps = swaps
-        self.arrays = Arrays(w)
+        self.arrays = WorkloadArrays(w)
         last = [uses[-1] if uses else -1 for uses in w.uses]
         self.extra = (self.arrays.use_ptr, self.arrays.use, self.arrays.redo_until, np.array(last, np.int64))
         room = 12 * len(w.graph.ops) + 1000

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.evict.search.decisions import Decisions, Move, Search
+from memplan.evict.search.decisions import Decisions, DecisionSearch, Move
 from memplan.evict.search.expand_kernel import SAVE
 
 Option = tuple[Move, ...]  # of different storages, taken together
@@ -21,12 +21,12 @@ _CHEAPEST = 1e-9  # seconds: what costs nothing is compared by bytes
 _HEAT = 0.1  # the first temperature, in mean costs of one decision
 
 
-def singles(search: Search) -> tuple[tuple[Option, ...], ...]:
+def singles(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
     """What can be done with each storage."""
     return tuple(tuple((move,) for move in moves) for moves in search.moves)
 
 
-def alike(search: Search) -> tuple[tuple[Option, ...], ...]:
+def alike(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
     """What can be done with each class of storages of one size that the same chain of kernels uses."""
     graph = search.workload.graph
     classes: dict[tuple[object, ...], dict[int, list[Move]]] = {}
@@ -39,7 +39,7 @@ def alike(search: Search) -> tuple[tuple[Option, ...], ...]:
     return tuple(tuple(map(tuple, options.values())) for options in classes.values())
 
 
-def descend(search: Search, state: Decisions, exponent: float) -> Decisions | None:
+def descend(search: DecisionSearch, state: Decisions, exponent: float) -> Decisions | None:
     """Take the best move until nothing is above the budget; None when no move helps any more."""
     options = [option for choices in singles(search) for option in choices if option[0].decision != SAVE]
     for after in _steps(search, state, options, exponent):
@@ -47,7 +47,9 @@ def descend(search: Search, state: Decisions, exponent: float) -> Decisions | No
     return state if state.area == 0 else None
 
 
-def descend_alike(search: Search, state: Decisions, exponent: float, classes: Sequence[Sequence[Option]]) -> Decisions:
+def descend_alike(
+    search: DecisionSearch, state: Decisions, exponent: float, classes: Sequence[Sequence[Option]]
+) -> Decisions:
     """Take the best of `classes` (see `alike`), as long as not all of it can be taken without need."""
     for after in _steps(search, state, [option for choices in classes for option in choices], exponent):
         if after.area == 0:
@@ -56,7 +58,7 @@ def descend_alike(search: Search, state: Decisions, exponent: float, classes: Se
     return state
 
 
-def _steps(search: Search, state: Decisions, options: Sequence[Option], exponent: float) -> Iterator[Decisions]:
+def _steps(search: DecisionSearch, state: Decisions, options: Sequence[Option], exponent: float) -> Iterator[Decisions]:
     """The states on the way down, after one option each, until nothing is above the budget or no option helps.
 
     Lazy: an option's price is looked at again only when it comes first; prices rarely fall.
@@ -81,7 +83,9 @@ def _steps(search: Search, state: Decisions, options: Sequence[Option], exponent
         yield state
 
 
-def _priced(search: Search, state: Decisions, options: Iterable[Option], exponent: float) -> list[tuple[float, int]]:
+def _priced(
+    search: DecisionSearch, state: Decisions, options: Iterable[Option], exponent: float
+) -> list[tuple[float, int]]:
     """A heap of the options that win something now, best first; ties by definition order."""
     queue = []
     for index, option in enumerate(options):
@@ -102,7 +106,7 @@ def _gain(before: Decisions, after: Decisions, exponent: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Walked:
+class Descended:
     """Where a random walk has been: its best state that keeps the budget, if any, and the last that need not."""
 
     best: Decisions | None
@@ -110,15 +114,15 @@ class Walked:
 
 
 def walk(
-    search: Search, state: Decisions, choices: Sequence[Sequence[Option]], *, work: int, seed: int, soft: float
-) -> Walked:
+    search: DecisionSearch, state: Decisions, choices: Sequence[Sequence[Option]], *, work: int, seed: int, soft: float
+) -> Descended:
     """Anneal over one or two options at a time, for `work` ops judged; see `search_kernel.anneal` for `soft`."""
     from memplan.evict.search.search_kernel import anneal
 
     plain = sum(search.workload.seconds)
     rounds = work // (len(search.workload.graph.ops) + 1)
     if rounds < 1 or state.seconds <= plain or not choices:
-        return Walked(state if state.area == 0 else None, state)
+        return Descended(state if state.area == 0 else None, state)
     options = [option for options in choices for option in options]
     members = [move for option in options for move in option]
     overhead = state.seconds - plain
@@ -138,4 +142,4 @@ def walk(
     )
     found = search.judged(best, best_gap) if np.isfinite(seconds) else None
     assert found is None or found.seconds == seconds
-    return Walked(found, search.judged(decision, gap))
+    return Descended(found, search.judged(decision, gap))

@@ -14,12 +14,12 @@ from typing import Protocol
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Event, Kind
 from memplan.evict.recompute_limits import limits
-from memplan.evict.simulator.memory import Memory
+from memplan.evict.simulator.memory import SimulatedMemory
 from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
 
 
-class Where(enum.Enum):
+class Location(enum.Enum):
     """Where a storage is."""
 
     NEVER = "not yet made"
@@ -29,7 +29,7 @@ class Where(enum.Enum):
     AWAY = "on the host"
 
 
-class Way(enum.Enum):
+class EvictionKind(enum.Enum):
     """How bytes are given up."""
 
     DROP = "compute it again"
@@ -41,29 +41,29 @@ class Evictor(Protocol):
 
     swaps: bool
 
-    def choose(self, device: Device, candidates: Sequence[int]) -> int:
+    def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
         """The storage to give up next, one of `candidates` (never empty)."""
         ...
 
-    def way(self, device: Device, storage: int) -> Way:
+    def way(self, device: DeviceState, storage: int) -> EvictionKind:
         """How; asked only where both are possible."""
         ...
 
-    def changed(self, device: Device, storage: int) -> None:
+    def changed(self, device: DeviceState, storage: int) -> None:
         """Told whenever a storage comes or goes."""
         ...
 
 
-class Device:
+class DeviceState:
     """Its state. `position` is the op whose turn it is, `clock` the seconds of the ops that ran, `given` storages are
     the caller's; those that are held are not given up.
     """
 
-    def __init__(self, workload: Workload, memory: Memory, evictor: Evictor) -> None:
+    def __init__(self, workload: Workload, memory: SimulatedMemory, evictor: Evictor) -> None:
         self.workload, self.memory, self.evictor = workload, memory, evictor
         count = len(workload.size)
         self.given = workload.streamed - workload.fresh
-        self.where = [Where.AWAY if s in self.given else Where.NEVER for s in range(count)]
+        self.where = [Location.AWAY if s in self.given else Location.NEVER for s in range(count)]
         self.limit = limits(workload)
         self.last = [uses[-1] if uses else -1 for uses in workload.uses]
         self.touched = [0.0] * count
@@ -102,7 +102,7 @@ class Device:
     def appear(self, s: int) -> None:
         """It has been made."""
         self._here[s] = None
-        self._move(s, Where.HERE)
+        self._move(s, Location.HERE)
 
     # -- bytes -------------------------------------------------------------------------------------------
 
@@ -115,17 +115,17 @@ class Device:
             s = self.evictor.choose(self, candidates)
             ways = self._ways(s)
             way = ways[0] if len(ways) == 1 else self.evictor.way(self, s)
-            if way is Way.DROP:
+            if way is EvictionKind.DROP:
                 self.drop(s)
             else:
                 self.swap_out(s)
 
-    def _ways(self, s: int) -> tuple[Way, ...]:
+    def _ways(self, s: int) -> tuple[EvictionKind, ...]:
         """How it can be given up now."""
         made = self.workload.writers[s] and self.workload.writers[s][-1] <= self.position
-        ways = [Way.DROP] if made and self.limit[s] >= max(self.last[s], self.position) else []
+        ways = [EvictionKind.DROP] if made and self.limit[s] >= max(self.last[s], self.position) else []
         free = s in self.workload.streamed and self.last[s] <= self.position
-        return (*ways, Way.SWAP) if self.evictor.swaps or free else tuple(ways)
+        return (*ways, EvictionKind.SWAP) if self.evictor.swaps or free else tuple(ways)
 
     def give(self, key: int, size: int) -> None:
         """What `take` took."""
@@ -139,7 +139,7 @@ class Device:
             return
         self.give(s, self.workload.size[s])
         self._here.pop(s)
-        self._move(s, Where.DEAD)
+        self._move(s, Location.DEAD)
 
     def hand_over(self, host: int, result: int) -> None:
         """After the op ran in place: the input is no longer there."""
@@ -147,19 +147,19 @@ class Device:
         self._here.pop(host)
         if self.next_use(host) < len(self.workload.graph.ops):
             self.emit(Kind.DROP, host)
-            self._move(host, Where.AWAY)
+            self._move(host, Location.AWAY)
         else:
-            self._move(host, Where.DEAD)
+            self._move(host, Location.DEAD)
 
     def drop(self, s: int) -> None:
         """Forget it: it can be made again."""
-        if self.where[s] is Where.GONE:
+        if self.where[s] is Location.GONE:
             return
         self.emit(Kind.DROP, s)
-        if self.where[s] is Where.HERE:
+        if self.where[s] is Location.HERE:
             self.give(s, self.workload.size[s])
             self._here.pop(s)
-        self._move(s, Where.GONE)
+        self._move(s, Location.GONE)
 
     def swap_out(self, s: int) -> None:
         """To the host, without a copy where that has the same bytes."""
@@ -171,7 +171,7 @@ class Device:
         self._clean[s] = True
         self.give(s, self.workload.size[s])
         self._here.pop(s)
-        self._move(s, Where.AWAY)
+        self._move(s, Location.AWAY)
 
     def load(self, s: int) -> None:
         """Back from the host."""
@@ -183,7 +183,7 @@ class Device:
 
     # -- small things ------------------------------------------------------------------------------------
 
-    def _move(self, s: int, where: Where) -> None:
+    def _move(self, s: int, where: Location) -> None:
         self.where[s] = where
         self.evictor.changed(self, s)
 

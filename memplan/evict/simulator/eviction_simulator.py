@@ -10,19 +10,19 @@ from collections.abc import Sequence
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Events, Kind
-from memplan.evict.simulator.device_state import Device, Evictor, Where
-from memplan.evict.simulator.memory import Memory
+from memplan.evict.simulator.device_state import DeviceState, Evictor, Location
+from memplan.evict.simulator.memory import SimulatedMemory
 from memplan.evict.workload import Workload
 
 _PATIENCE = 40  # runs per op, on average, before a policy is said to go round in circles
 
 
-class Walk:
+class EvictionSimulator:
     """Ops and their operands on a device; `walk()` goes through the step once."""
 
-    def __init__(self, workload: Workload, memory: Memory, evictor: Evictor) -> None:
+    def __init__(self, workload: Workload, memory: SimulatedMemory, evictor: Evictor) -> None:
         self.workload = workload
-        self.device = Device(workload, memory, evictor)
+        self.device = DeviceState(workload, memory, evictor)
         self._runs = 0
 
     def walk(self) -> Events:
@@ -46,14 +46,14 @@ class Walk:
         self._execute(i, again=False)
         d.let_go(operands)
         for s in (*operands, *fresh):
-            if d.last[s] == i and d.where[s] is Where.HERE:
+            if d.last[s] == i and d.where[s] is Location.HERE:
                 d.release(s)
 
     def _deliver(self) -> None:
         """The forward is over: what it changed of the caller's goes home."""
         d = self.device
         for s in sorted(self.workload.due):
-            if d.where[s] is Where.HERE and not d.clean(s):
+            if d.where[s] is Location.HERE and not d.clean(s):
                 d.swap_out(s)
 
     def _have(self, storage: int) -> None:
@@ -63,19 +63,19 @@ class Walk:
         held: dict[int, tuple[int, ...]] = {}
         while stack:
             top = stack[-1]
-            if d.where[top] is Where.AWAY:
+            if d.where[top] is Location.AWAY:
                 d.load(top)
-            if d.where[top] is Where.HERE:
+            if d.where[top] is Location.HERE:
                 d.let_go(held.pop(top, ()))
                 stack.pop()
                 continue
-            if d.where[top] is Where.NEVER or d.position > d.limit[top]:
+            if d.where[top] is Location.NEVER or d.position > d.limit[top]:
                 raise d.infeasible(f"{self.workload.graph.storages[top].name} cannot be made again")
             if top not in held:
                 reads = (r for i in self.workload.writers[top] for r in self.workload.reads[i] if r != top)
                 held[top] = tuple(dict.fromkeys(reads))
                 d.hold(held[top])
-            missing = next((r for r in held[top] if d.where[r] is not Where.HERE), None)
+            missing = next((r for r in held[top] if d.where[r] is not Location.HERE), None)
             if missing is not None:
                 stack.append(missing)
                 continue
@@ -87,7 +87,7 @@ class Walk:
         """Run op i, whose operands are here, in bytes that are found for its results."""
         w, d = self.workload, self.device
         first = [s for s in w.writes[i] if s not in d.given and w.writers[s][0] == i]
-        new = [s for s in first if (self._is_wanted(s) if again else d.where[s] is Where.NEVER)]
+        new = [s for s in first if (self._is_wanted(s) if again else d.where[s] is Location.NEVER)]
         lost = [s for s in first if s not in new]  # written once more, to be thrown away
         whole = not again or all(len(w.writers[s]) == 1 for s in new)  # no later writer wants the same inputs
         host, result = self._takeover(i, new) if whole else (-1, -1)
@@ -118,13 +118,13 @@ class Walk:
 
     def _is_wanted(self, s: int) -> bool:
         """Whether what is made again takes the place of what was dropped."""
-        return self.device.where[s] is Where.GONE and self.device.position <= self.device.limit[s]
+        return self.device.where[s] is Location.GONE and self.device.position <= self.device.limit[s]
 
     def _takeover(self, i: int, new: Sequence[int]) -> tuple[int, int]:
         """(input, result): the result that takes the bytes of an input that no one needs any more; -1, -1: none."""
         d = self.device
         for result, host in self.workload.pairs[i]:
-            free = d.held_once(host) and d.where[host] is Where.HERE
+            free = d.held_once(host) and d.where[host] is Location.HERE
             if result in new and free and d.next_use(host) >= len(self.workload.graph.ops):
                 return host, result
         return -1, -1

@@ -6,7 +6,7 @@ from bisect import insort
 from typing import Protocol
 
 
-class Memory(Protocol):
+class SimulatedMemory(Protocol):
     """Who holds how many bytes. Keys are any integers; a key holds one block at a time."""
 
     def take(self, key: int, size: int) -> bool:
@@ -22,7 +22,7 @@ class Memory(Protocol):
         ...
 
 
-class Counter:
+class ByteCounter:
     """`capacity` bytes that fit whatever their sum allows: memory as most papers count it."""
 
     def __init__(self, capacity: int) -> None:
@@ -43,7 +43,7 @@ class Counter:
         self._held[to] = self._held.pop(key)
 
 
-class Addresses:
+class AddressSpace:
     """`capacity` bytes from address 0, each block at the lowest address where it fits (first-fit)."""
 
     def __init__(self, capacity: int) -> None:

@@ -83,7 +83,7 @@ class _Machine:
             op = replace(
                 op,
                 reads=tuple(new[v] for v in op.reads),
-                chances=tuple((new[result], new[read]) for result, read in op.chances),
+                inplace_candidates=tuple((new[result], new[read]) for result, read in op.inplace_candidates),
                 unrelated=tuple((new[result], new[read]) for result, read in op.unrelated),
             )
         for s in written:

@@ -19,7 +19,7 @@ from memplan.runtime.guards.module_state_guards import Structure
 from memplan.runtime.memory.arena import Arena, arena_for
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import Options
-from memplan.runtime.profile.profile_guided import Guide, guide_of, require_measurable, room_for, safe_plan
+from memplan.runtime.profile.profile_guided import ProfileGuide, guide_of, require_measurable, room_for, safe_plan
 from memplan.trace import ARENA, trace
 from memplan.trace.traced import TracedGraph
 
@@ -56,7 +56,7 @@ class Builder:
             self.options = replace(self.options, budget=given.eviction.budget)
         return runner
 
-    def guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[Runner, Guide | None]:
+    def guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[Runner, ProfileGuide | None]:
         """A program whose first steps are measured, in an arena that has room for every plan within the budget, and
         its guide; None where nothing has to be evicted."""
         with torch.inference_mode(False):
@@ -96,9 +96,9 @@ class Builder:
                 traced,
                 plan,
                 self._arena_for(plan, traced.device, room),
-                guard=options.guard,
+                sanitize=options.sanitize,
                 owned=options.gradients == "owned",
-                recorder=make_recorder(traced.device, options.guard) if options.cuda_graph else None,
+                recorder=make_recorder(traced.device, options.sanitize) if options.cuda_graph else None,
                 bound=bound,
                 hooks=self.hooks,
             )

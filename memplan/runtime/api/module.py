@@ -21,9 +21,9 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.on_demand.on_demand_offload import Passive, passive_for
+from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, passive_for
 from memplan.runtime.options import Options, device_for, given_plan
-from memplan.runtime.profile.profile_guided import Guide, Measured
+from memplan.runtime.profile.profile_guided import MeasuredStep, ProfileGuide
 from memplan.trace.capture.refusals import keywords_of, require_traceable
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memplan")
 
 
-class CompiledModule(nn.Module, Measured):
+class CompiledModule(nn.Module, MeasuredStep):
     """A model that runs in one planned arena. Made by `memplan.compile`.
 
     It shares the parameters, buffers and submodules of the original under the same names: optimizers, `state_dict`,
@@ -46,7 +46,7 @@ class CompiledModule(nn.Module, Measured):
     plan: Plan
     symbolic: SymbolicPlan | None
     hooks: Hooks
-    passive: Passive | None
+    passive: OnDemandOffload | None
     _builder: Builder
     _said: set[str]
 
@@ -160,7 +160,7 @@ class CompiledModule(nn.Module, Measured):
         """Bytes that CUDA graphs keep in private pools, those of other modes too, beside the arena."""
         return int(self._selector.pool_bytes)
 
-    def _turn(self, guide: Guide) -> Runner:
+    def _turn(self, guide: ProfileGuide) -> Runner:
         """Run what the guide says from now on."""
         try:
             runner = self._selector.main = guide.turn()
@@ -252,7 +252,7 @@ def compile(
     time_limit: float | None = None,
     in_place: bool = True,
     gradients: str = "safe",
-    guard: str | None = None,
+    sanitize: str | None = None,
     on_mismatch: str = "error",
     cuda_graph: bool = False,
     device: Any = None,
@@ -274,7 +274,7 @@ def compile(
     `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters; "arena" leaves
     parameters' gradients in the arena until the next call, which takes least memory: what is then still in a `.grad` is
     moved out, and a view, an array or another name that still refers to one raises `StaleActivationsError`; it does not
-    go with `budget`, `device`, `cuda_graph` or `dynamic_shapes`. `guard`: "poison" or "redzone" checks every step
+    go with `budget`, `device`, `cuda_graph` or `dynamic_shapes`. `sanitize`: "poison" or "redzone" checks every step
     (slowly). `on_mismatch`: a call that differs from the example, or of a model that has changed since, raises
     ("error"), runs the original model ("eager"), gets a plan of its own ("replan"), or runs the original model and
     evicts on demand to keep the budget ("passive"; also where another mode's plan would be over it). `cuda_graph`:
@@ -313,7 +313,7 @@ def compile(
         time_limit=time_limit,
         in_place=in_place,
         gradients=gradients,
-        guard=guard,
+        sanitize=sanitize,
         on_mismatch=on_mismatch,
         cuda_graph=cuda_graph,
         device=device_for(device, given),

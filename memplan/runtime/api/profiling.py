@@ -54,7 +54,7 @@ def profile(
     require_real(model, args, keywords_of(example_kwargs))
     traced = trace(model, args, example_kwargs, train=train)
     plan = plan_traced(traced, schedule="traced")
-    runner = Runner(Structure(model), traced, plan, arena_for(plan, traced.device), guard=None)
+    runner = Runner(Structure(model), traced, plan, arena_for(plan, traced.device), sanitize=None)
     seconds = _op_seconds(runner.program, rounds)
     base = DEVICES[device_costs(traced.device)]
     graph = traced.graph

@@ -114,7 +114,7 @@ class Selector:
 
     def _require_free(self, arena: Arena | None) -> None:
         """Raise `RunsEagerly` where an evaluation would overwrite what waits for a backward that may never come."""
-        if self._follows and arena is not None and arena.ledger.pending is not None:
+        if self._follows and arena is not None and arena.ownership.pending is not None:
             raise RunsEagerly("results of an earlier call are alive, with their backward")
 
     def _check_modes(self, modes: list[bool]) -> None:

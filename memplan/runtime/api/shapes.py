@@ -29,7 +29,7 @@ from memplan.runtime.guards.input_guards import laid_out
 from memplan.runtime.kernels.kernel_selection import BoundOp, with_arguments
 from memplan.symbolic import SymbolicPlan
 from memplan.trace.dynamic.varying import SymbolicTrace
-from memplan.trace.traced import Kernel, Source, TracedGraph
+from memplan.trace.traced import KernelCall, Source, TracedGraph
 
 _KEPT = 16  # programs
 _FAMILIES = 6  # traces for a state of the module
@@ -42,7 +42,7 @@ class Family:
 
     trace: SymbolicTrace
     plan: SymbolicPlan
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[KernelCall, ...] = ()
     bound: tuple[BoundOp, ...] | None = None
 
     def values(self, flat: Sequence[Any]) -> dict[str, int] | None:
@@ -62,7 +62,7 @@ class Family:
         """The bound ops with the arguments of another shape."""
         if self.bound is None:
             return None
-        kernels = [k for k in traced.kernels if isinstance(k, Kernel)]
+        kernels = [k for k in traced.kernels if isinstance(k, KernelCall)]
         rows = zip(self.bound, self.kernels, kernels, strict=True)
         return tuple(with_arguments(b, old, new, traced.graph) for b, old, new in rows)
 
@@ -176,7 +176,7 @@ class ShapedSelector(Selector):
             within = dict(values)
         plan, room = family.plan.resolve(values, within), family.plan.resolve(within).arena_size
         traced = family.trace.at(values, flat)
-        always_try = self._builder.options.guard is not None  # a trial for every program
+        always_try = self._builder.options.sanitize is not None  # a trial for every program
         runner = self._builder.assemble(
             replace(traced, example_inputs=_laid_out(traced)),
             plan,
@@ -185,7 +185,7 @@ class ShapedSelector(Selector):
         )
         if family.bound is None:
             family.bound = runner.program.bound
-            family.kernels = tuple(k for k in traced.kernels if isinstance(k, Kernel))
+            family.kernels = tuple(k for k in traced.kernels if isinstance(k, KernelCall))
         return runner
 
     def _require_alike(self, flat: Sequence[Any]) -> None:

@@ -19,7 +19,7 @@ from memplan.runtime.guards.ranks import require_collective
 from memplan.runtime.memory.arena import arena_for_all
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import PlanOptions, require_recordable
-from memplan.runtime.profile.profile_guided import Guide, guide_of, require_measurable, room_for, safe_plan
+from memplan.runtime.profile.profile_guided import ProfileGuide, guide_of, require_measurable, room_for, safe_plan
 from memplan.trace import trace_step
 from memplan.trace.optimizer.updates import Accumulate
 from memplan.trace.traced import TracedGraph
@@ -50,7 +50,7 @@ class StepBuilder:
 
     def build(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], kinds: Sequence[Accumulate | None], given: Plan | None
-    ) -> tuple[StepStructure, list[Runner], list[Guide]]:
+    ) -> tuple[StepStructure, list[Runner], list[ProfileGuide]]:
         """What the programs act on, a program of each kind, by the `given` plan or one that is made now, and, where
         steps are measured and something is evicted, their guides."""
         require_real(self._loss, batch, kwargs)
@@ -60,7 +60,7 @@ class StepBuilder:
             require_collective(traced)
         prepare_host(self._loss, traced[0], self._optimizer)
         device = traced[0].device
-        recorder = make_recorder(device, options.guard) if self._cuda_graph else None
+        recorder = make_recorder(device, options.sanitize) if self._cuda_graph else None
         planned: list[tuple[TracedGraph, Plan, Remembered | None]]
         if self._measures:
             planned = [safe_plan(options, t) for t in traced]
@@ -72,7 +72,7 @@ class StepBuilder:
 
         def runner_of(t: TracedGraph, plan: Plan) -> Runner:
             view = arena.turned(plan) or arena
-            return Runner(structure, t, plan, view, guard=options.guard, recorder=recorder, whole=True)
+            return Runner(structure, t, plan, view, sanitize=options.sanitize, recorder=recorder, whole=True)
 
         runners = [runner_of(t, plan) for t, plan, _ in planned]
         guides = [

@@ -23,9 +23,9 @@ from memplan.runtime.guards import transforms
 from memplan.runtime.guards.ranks import require_no_reducer
 from memplan.runtime.memory.arena import dtype_of
 from memplan.runtime.on_demand.eager_step import eager_step
-from memplan.runtime.on_demand.on_demand_offload import Passive, passive_for
+from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, passive_for
 from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice
-from memplan.runtime.profile.profile_guided import Guide, Measured
+from memplan.runtime.profile.profile_guided import MeasuredStep, ProfileGuide
 from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.optimizer.updates import Accumulate
 
@@ -53,7 +53,7 @@ class Loss(nn.Module):
         return self.loss_fn(output, *targets) if isinstance(targets, tuple) else self.loss_fn(output, targets)
 
 
-class CompiledStep(Measured):
+class CompiledStep(MeasuredStep):
     """One training step. Made by `memplan.compile_step`; `step(*batch, **kwargs)` returns the loss, detached.
 
     The parameters and the optimizer's state are changed in place, as `optimizer.step()` would; gradients
@@ -73,13 +73,13 @@ class CompiledStep(Measured):
         updating: Runner,
         *,
         accumulate: int,
-        guides: Sequence[Guide] = (),
+        guides: Sequence[ProfileGuide] = (),
         passive: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         """`guides`: what measures the runners, and plans them anew (`profile_guided.py`); `passive`: takes a step for which
         there is no plan (`eager_step.py`).
         """
-        self.passive: Passive | None = None
+        self.passive: OnDemandOffload | None = None
         self._passive = passive
         self.plan = updating.plan
         self._guides = tuple(guides)
@@ -180,7 +180,7 @@ def compile_step(
     layout: str = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
-    guard: str | None = None,
+    sanitize: str | None = None,
     on_mismatch: str = "error",
     cuda_graph: bool = False,
     device: Any = None,
@@ -233,7 +233,7 @@ def compile_step(
         layout=layout,
         time_limit=time_limit,
         in_place=in_place,
-        guard=guard,
+        sanitize=sanitize,
         device=device_for(device, given),
     )
     require_choice("on_mismatch", on_mismatch, ("error", "passive"))

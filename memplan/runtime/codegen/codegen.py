@@ -21,9 +21,9 @@ from memplan.core.graph import Graph, Value
 from memplan.runtime.codegen.namespace import Namespace
 from memplan.runtime.codegen.step_ir import Call, Empty, Hooked, Layout, Line, View, refs, same_layout
 from memplan.runtime.codegen.torchscript_runs import interpreted, raise_as_eager, takes, told_apart
-from memplan.runtime.kernels.kernel_selection import BoundOp, Form
+from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
-from memplan.trace.traced import Handed, Live, Ref
+from memplan.trace.traced import Live, OpaqueResult, Ref
 
 Hook = Callable[[], None]
 _WORTH = 3  # calls: fewer are made from Python in less time than it takes to enter torch's interpreter
@@ -53,7 +53,7 @@ class FunctionWriter:
                 self._use(value)
         if unborn is not None:
             self._add(Call(bound=bound, fresh=True, born=((0, unborn),)))
-        elif bound.form is not Form.FUNCTIONAL:
+        elif bound.form is not CallForm.FUNCTIONAL:
             self._add(Call(bound=bound))
         else:
             self._land(bound)
@@ -190,13 +190,13 @@ class FunctionWriter:
     def _called(self, line: Call) -> list[str]:
         """A call, and what becomes of its results."""
         bound, call = line.bound, self._call(line)
-        if bound.form is not Form.FUNCTIONAL:
+        if bound.form is not CallForm.FUNCTIONAL:
             return [f"v{line.born[0][1]} = {call}" if line.born else call]
         if not bound.several and line.copied and line.copied[0][1] in self.layout.static:
             return [f"v{line.copied[0][1]}.copy_({call})"]
         names = [f"r{i}" for i in range(len(bound.outs))]
         lines = [f"{''.join(f'{n}, ' for n in names) if bound.several else names[0]} = {call}"]
-        lines += [f"{self._hands()}[{number}] = {names[position]}" for position, number in bound.hands]
+        lines += [f"{self._hands()}[{number}] = {names[position]}" for position, number in bound.opaque_results]
         lines += [f"v{value} = {self._adopted(value, names[i])}" for i, value in (*line.born, *line.adopted)]
         lines += [f"v{value}.copy_({names[i]})" for i, value in line.copied]
         return [*lines, "del " + ", ".join(names)]
@@ -235,7 +235,7 @@ class FunctionWriter:
     def _expression(self, thing: Any) -> str:
         if isinstance(thing, Ref):
             return f"v{thing.value}"
-        if isinstance(thing, Handed):
+        if isinstance(thing, OpaqueResult):
             return f"{self._hands()}[{thing.number}]"
         if isinstance(thing, Live):
             item = "" if thing.item is None else f"[{thing.item}]"

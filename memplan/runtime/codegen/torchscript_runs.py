@@ -28,7 +28,7 @@ from memplan.runtime.codegen.step_ir import Call, Empty, Hooked, Layout, Line, V
 from memplan.runtime.memory.arena import dtype_of
 from memplan.trace.passes.out_variants import out_names
 from memplan.trace.passes.randomness import draws
-from memplan.trace.traced import Handed, Live, Ref
+from memplan.trace.traced import Live, OpaqueResult, Ref
 
 # What says of a number out of range what nothing else says, or what is a plain RuntimeError in eager too.
 _TELLS = {"index_select", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices_backward"}
@@ -77,7 +77,7 @@ def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
         one, two = (layout.graph.values[i] for i in (line.base, line.value))
         return one.dtype == two.dtype and two.storage in layout.fresh_storages
     overload = _overload(line)
-    if overload is None or overload.namespace != "aten" or line.adopted or line.bound.hands:
+    if overload is None or overload.namespace != "aten" or line.adopted or line.bound.opaque_results:
         return False
     kinds = _kinds(line.arguments)
     if _LEFT in kinds:
@@ -107,7 +107,7 @@ def _kinds(thing: Any) -> tuple[Any, ...]:
     """By what torch's interpreter tells overloads apart: the types of numbers, which things are tensors."""
     if isinstance(thing, (Ref, torch.Tensor)):
         return (torch.Tensor,)
-    if isinstance(thing, (Handed, Live)):
+    if isinstance(thing, (OpaqueResult, Live)):
         return (_LEFT,)
     if isinstance(thing, (list, tuple)):
         return (type(thing), *(kind for item in thing for kind in _kinds(item)), None)

@@ -20,7 +20,7 @@ from memplan.core.lifetimes import host_problem
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer
 from memplan.errors import MemplanError
-from memplan.runtime.debug.sanitizers import Guards
+from memplan.runtime.debug.sanitizers import Sanitizers
 
 
 class EventKind(enum.StrEnum):
@@ -45,7 +45,7 @@ class When(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class ArenaBlock:
     """Bytes that a step holds: the name of the storage, "arena" or "host", and how many, alignment included; `device`
     is where they are by the plan.
     """
@@ -76,8 +76,8 @@ class StepEvent:
     source: str
     phase: str
     storage: str = ""
-    taken: tuple[Block, ...] = ()
-    given: tuple[Block, ...] = ()
+    taken: tuple[ArenaBlock, ...] = ()
+    given: tuple[ArenaBlock, ...] = ()
 
 
 Hook = Callable[[StepEvent], object]
@@ -208,12 +208,12 @@ def events_of(plan: Plan) -> tuple[tuple[tuple[StepEvent, ...], tuple[StepEvent,
     return tuple(found)
 
 
-def observing(guards: Guards, plan: Plan, emit: Hook) -> Guards:
+def observing(sanitizers: Sanitizers, plan: Plan, emit: Hook) -> Sanitizers:
     """`guards`, and around them the events of `plan`."""
     events = events_of(plan)
-    return Guards(
-        tuple((*_calls(emit, before), *guards.before(step)) for step, (before, _) in enumerate(events)),
-        tuple((*guards.after(step), *_calls(emit, after)) for step, (_, after) in enumerate(events)),
+    return Sanitizers(
+        tuple((*_calls(emit, before), *sanitizers.before(step)) for step, (before, _) in enumerate(events)),
+        tuple((*sanitizers.after(step), *_calls(emit, after)) for step, (_, after) in enumerate(events)),
     )
 
 
@@ -227,17 +227,17 @@ def _calls(emit: Hook, events: Sequence[StepEvent]) -> list[Callable[[], None]]:
     return [call(event) for event in events]
 
 
-def _blocks(plan: Plan) -> tuple[list[list[Block]], list[list[Block]]]:
+def _blocks(plan: Plan) -> tuple[list[list[ArenaBlock]], list[list[ArenaBlock]]]:
     """By step: what is alive from it on, and what is not after it."""
     steps = len(plan.schedule.order)
-    taken: list[list[Block]] = [[] for _ in range(steps)]
-    given: list[list[Block]] = [[] for _ in range(steps)]
+    taken: list[list[ArenaBlock]] = [[] for _ in range(steps)]
+    given: list[list[ArenaBlock]] = [[] for _ in range(steps)]
 
     device_of = {s.name: s.device for s in plan.graph.storages}
 
     def add(buffers: Sequence[Buffer], memory: str) -> None:
         for b in buffers:
-            block = Block(storage=b.id, memory=memory, nbytes=b.size, device=device_of[b.id])
+            block = ArenaBlock(storage=b.id, memory=memory, nbytes=b.size, device=device_of[b.id])
             taken[b.live.start].append(block)
             given[b.live.end - 1].append(block)
 

@@ -24,7 +24,7 @@ _PATTERN = 0xA5
 
 
 @dataclass(frozen=True, slots=True)
-class Guards:
+class Sanitizers:
     """Hooks by step: what to call before and after the op that runs there."""
 
     befores: tuple[tuple[Hook, ...], ...] = ()
@@ -36,24 +36,24 @@ class Guards:
     def after(self, step: int) -> Sequence[Hook]:
         return self.afters[step] if self.afters else ()
 
-    def around(self, inner: Guards, steps: int) -> Guards:
+    def around(self, inner: Sanitizers, steps: int) -> Sanitizers:
         """These, and `inner` between them and the op."""
-        return Guards(
+        return Sanitizers(
             tuple((*self.before(step), *inner.before(step)) for step in range(steps)),
             tuple((*inner.after(step), *self.after(step)) for step in range(steps)),
         )
 
 
-NO_GUARDS = Guards()
-GUARDS = ("poison", "redzone")
+NO_SANITIZERS = Sanitizers()
+SANITIZERS = ("poison", "redzone")
 
 
-def redzone_of(guard: str | None, alignment: int) -> int:
-    """Bytes that the plan must leave on each side of every buffer for `guard`."""
-    return alignment if guard == "redzone" else 0
+def redzone_of(sanitize: str | None, alignment: int) -> int:
+    """Bytes that the plan must leave on each side of every buffer for `sanitize`."""
+    return alignment if sanitize == "redzone" else 0
 
 
-def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Guards:
+def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Sanitizers:
     """Poison at birth and after death, in the arena, and on the host where the host itself copies."""
     steps = len(plan.schedule.order)
     before: list[list[Hook]] = [[] for _ in range(steps)]
@@ -78,7 +78,7 @@ def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> 
             before[buffer.live.start].append(_poison(view))
             if buffer.id not in kept:
                 after[buffer.live.end - 1].append(_poison(view))
-    return Guards(tuple(map(tuple, before)), tuple(map(tuple, after)))
+    return Sanitizers(tuple(map(tuple, before)), tuple(map(tuple, after)))
 
 
 def _poison(view: torch.Tensor) -> Hook:
@@ -94,7 +94,7 @@ def _fill(view: torch.Tensor, value: float) -> Hook:
     return fill
 
 
-def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Guards:
+def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Sanitizers:
     """Pattern bytes on both sides of every buffer, drawn at its birth and checked after each step of its life."""
     steps = len(plan.schedule.order)
     before: list[list[Hook]] = [[] for _ in range(steps)]
@@ -107,7 +107,7 @@ def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Guards:
         for step in range(buffer.live.start, buffer.live.end):
             op = plan.graph.ops[plan.schedule.order[step]]
             after[step].append(_check(zones, buffer.id, f"{op.name} ({op.target}) at step {step}"))
-    return Guards(tuple(map(tuple, before)), tuple(map(tuple, after)))
+    return Sanitizers(tuple(map(tuple, before)), tuple(map(tuple, after)))
 
 
 def _draw(zones: tuple[torch.Tensor, ...]) -> Hook:

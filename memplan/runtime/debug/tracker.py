@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from memplan.runtime.debug.hooks import Block, EventKind, StepEvent, When
+from memplan.runtime.debug.hooks import ArenaBlock, EventKind, StepEvent, When
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldBytes:
     """What one memory holds: how many bytes (alignment included), and the names of the storages, the oldest first."""
 
     nbytes: int = 0
@@ -25,9 +25,9 @@ class Tracked:
 
     step: int
     op: str
-    arena: Held
-    host: Held
-    devices: Mapping[str, Held]
+    arena: HeldBytes
+    host: HeldBytes
+    devices: Mapping[str, HeldBytes]
 
 
 class Tracker:
@@ -40,7 +40,7 @@ class Tracker:
 
     def __init__(self) -> None:
         self.steps: list[Tracked] = []
-        self._held: dict[str, dict[str, Block]] = {"arena": {}, "host": {}}
+        self._held: dict[str, dict[str, ArenaBlock]] = {"arena": {}, "host": {}}
 
     def __call__(self, event: StepEvent) -> None:
         """Take one event in."""
@@ -78,12 +78,12 @@ class Tracker:
         for block in event.taken:
             self._held[block.memory][block.storage] = block
         arena, host = (_held(self._held[memory]) for memory in ("arena", "host"))
-        by_device: dict[str, dict[str, Block]] = {}
+        by_device: dict[str, dict[str, ArenaBlock]] = {}
         for name, block in self._held["arena"].items():
             by_device.setdefault(block.device, {})[name] = block
         devices = MappingProxyType({device: _held(blocks) for device, blocks in by_device.items()})
         self.steps.append(Tracked(step=event.step, op=event.op, arena=arena, host=host, devices=devices))
 
 
-def _held(blocks: dict[str, Block]) -> Held:
-    return Held(nbytes=sum(b.nbytes for b in blocks.values()), tensors=tuple(blocks))
+def _held(blocks: dict[str, ArenaBlock]) -> HeldBytes:
+    return HeldBytes(nbytes=sum(b.nbytes for b in blocks.values()), tensors=tuple(blocks))

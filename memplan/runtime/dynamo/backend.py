@@ -1,6 +1,6 @@
 """`torch.compile(model, backend="memplan")`: every graph that dynamo finds is planned, forward and backward jointly.
 
-Dynamo hands over graphs that take all tensors as inputs, parameters included. `Section` makes a module of such a
+Dynamo hands over graphs that take all tensors as inputs, parameters included. `GraphModuleWithParams` makes a module of such a
 graph again, so that parameters are addresses in the generated code. A graph break leaves the activations of one
 graph alive while the next runs, and one graph may run several times before its backward (layers that share their
 code): each call that is in flight has a lane, which is a program. Lanes that run in one step share one arena
@@ -27,7 +27,7 @@ from memplan.runtime.guards import transforms
 from memplan.runtime.guards.module_state_guards import Structure
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.shared_arena import Conductor, NotedLedger, Role, part_of
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaSlot, ObservedOwnership, part_of
 from memplan.runtime.options import PlanOptions
 from memplan.trace import stay_in_arena, trace_graph
 from memplan.trace.capture.origins import user_of
@@ -38,7 +38,7 @@ _MAX_PLANS = 8  # kept of a graph: one for each thread, and each shape where siz
 _MAX_IN_FLIGHT = 64  # calls of one graph whose backward is still to come
 
 
-class Section(nn.Module):
+class GraphModuleWithParams(nn.Module):
     """A graph of dynamo's that keeps some inputs (by position, with names), and is called with the others."""
 
     def __init__(self, graph: fx.GraphModule, kept: Mapping[int, str], inputs: Sequence[Any]) -> None:
@@ -68,29 +68,33 @@ class Section(nn.Module):
         return all(getattr(self, name) is inputs[i] for i, name in self._kept.items())
 
 
-def _section_of(graph: fx.GraphModule) -> type[Section]:
-    """A `Section` by the name of what the user has written: a plan and an error say of whom they are."""
+def _section_of(graph: fx.GraphModule) -> type[GraphModuleWithParams]:
+    """A `GraphModuleWithParams` by the name of what the user has written: a plan and an error say of whom they are."""
     name = user_of(graph.graph)
-    return type(name, (Section,), {"__doc__": Section.__doc__}) if name else Section
+    return (
+        type(name, (GraphModuleWithParams,), {"__doc__": GraphModuleWithParams.__doc__})
+        if name
+        else GraphModuleWithParams
+    )
 
 
-class Lane:
+class GraphInstance:
     """A section that is ready to run: one call of it can be in flight. `like`: another lane of the same graph."""
 
     def __init__(
         self,
-        section: Section,
+        section: GraphModuleWithParams,
         inputs: Sequence[Any],
         options: PlanOptions,
-        conductor: Conductor,
+        conductor: ArenaCoordinator,
         hooks: Hooks,
         *,
         owned: bool,
-        like: Lane | None,
+        like: GraphInstance | None,
     ) -> None:
         self.section = section
-        self.ledger = NotedLedger(conductor, self)
-        self.role: Role | None = None
+        self.ownership = ObservedOwnership(conductor, self)
+        self.role: ArenaSlot | None = None
         self.layouts = 0
         self._options = options
         self._hooks = hooks
@@ -101,7 +105,7 @@ class Lane:
         self.plan: Plan = options.plan(self.traced) if like is None else like.plan
         self.runner: Runner
         with torch.inference_mode(False):
-            arena = part_of(Arena(self.plan.arena_size, self.device), self.ledger)
+            arena = part_of(Arena(self.plan.arena_size, self.device), self.ownership)
             bound = None if like is None else like.runner.program.bound
             self.runner = self._run_in(self.plan, arena, bound)
         self.plan = self.runner.plan
@@ -114,7 +118,7 @@ class Lane:
     @property
     def idle(self) -> bool:
         """Whether it can run now: no backward of its own is to come, nor one whose activations it would overwrite."""
-        return self.ledger.pending is None and not (self.role and self.role.disturbed(self, backward=False))
+        return self.ownership.pending is None and not (self.role and self.role.disturbed(self, backward=False))
 
     def move(self, plan: Plan, arena: Arena) -> None:
         """As `shared.Lane.move`."""
@@ -132,7 +136,7 @@ class Lane:
             self.traced,
             plan,
             arena,
-            guard=self._options.guard,
+            sanitize=self._options.sanitize,
             owned=self._owned,
             bound=bound,
             hooks=self._hooks,
@@ -147,7 +151,7 @@ class PlannedGraph:
         graph: fx.GraphModule,
         inputs: Sequence[Any],
         options: PlanOptions,
-        conductors: Conductors,
+        conductors: ArenaCoordinators,
         hooks: Hooks,
         *,
         owned: bool,
@@ -162,10 +166,10 @@ class PlannedGraph:
         numbers = numbers_of(graph)
         self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
-        self._lanes: dict[Any, list[Lane]] = {}
+        self._lanes: dict[Any, list[GraphInstance]] = {}
 
     @property
-    def lanes(self) -> tuple[Lane, ...]:
+    def lanes(self) -> tuple[GraphInstance, ...]:
         """All lanes, in the order in which they were needed."""
         return tuple(lane for lanes in self._lanes.values() for lane in lanes)
 
@@ -187,8 +191,12 @@ class PlannedGraph:
         return self._lane(self._lanes[key], conductor, inputs, numbers)(inputs)
 
     def _lane(
-        self, lanes: list[Lane], conductor: Conductor, inputs: Sequence[Any], numbers: Mapping[str, float]
-    ) -> Lane:
+        self,
+        lanes: list[GraphInstance],
+        conductor: ArenaCoordinator,
+        inputs: Sequence[Any],
+        numbers: Mapping[str, float],
+    ) -> GraphInstance:
         """An idle lane, best one with these very parameters, or a new one."""
         idle = [lane for lane in lanes if lane.idle]
         found = next((lane for lane in idle if lane.section.holds(inputs)), None)
@@ -201,27 +209,29 @@ class PlannedGraph:
             section = _section_of(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
             like = lanes[0] if lanes else None
             with compile_lock:  # torch traces in one thread at a time
-                found = Lane(section, inputs, self._options, conductor, self._hooks, owned=self._owned, like=like)
+                found = GraphInstance(
+                    section, inputs, self._options, conductor, self._hooks, owned=self._owned, like=like
+                )
             lanes.append(found)
         return found
 
 
-class Conductors:
+class ArenaCoordinators:
     """A conductor for each thread: threads take no turns, so they share no arena."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def mine(self) -> Conductor:
+    def mine(self) -> ArenaCoordinator:
         """That of the calling thread."""
         if not hasattr(self._local, "conductor"):
-            self._local.conductor = Conductor()
-        found: Conductor = self._local.conductor
+            self._local.conductor = ArenaCoordinator()
+        found: ArenaCoordinator = self._local.conductor
         return found
 
 
 class Backend:
-    """A backend for `torch.compile` with options: `torch.compile(model, backend=memplan.Backend(guard="poison"))`.
+    """A backend for `torch.compile` with options: `torch.compile(model, backend=memplan.Backend(sanitize="poison"))`.
 
     The options are those of `memplan.compile` that are about planning. Graphs that run in one step share one arena,
     laid out when the first step is complete. `budget`, `policy` and `costs` hold for each graph on its own:
@@ -243,7 +253,7 @@ class Backend:
             hint = "memplan.compile(model, inputs, device=...) takes one"
             raise MemplanError("graphs of torch.compile run where they are", where="device", hint=hint)
         self.hooks = Hooks()
-        self._conductors = Conductors()
+        self._conductors = ArenaCoordinators()
         self._graphs: list[weakref.ref[PlannedGraph]] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -282,7 +292,7 @@ def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     return _default()(graph, inputs)
 
 
-def _trace(section: Section, rest: Sequence[Any], options: PlanOptions) -> TracedGraph:
+def _trace(section: GraphModuleWithParams, rest: Sequence[Any], options: PlanOptions) -> TracedGraph:
     """With its backward when autograd would record it now."""
     train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*section.parameters(), *rest))
     with torch.inference_mode(False):  # which enables gradients, too

@@ -12,20 +12,22 @@ from collections.abc import Sequence
 import torch
 
 from memplan.errors import StaleActivationsError
-from memplan.runtime.guards.module_state_guards import Slots
+from memplan.runtime.guards.module_state_guards import ModuleStateGuards
 from memplan.runtime.memory.arena import Arena
 
 _ALONE = 2  # references to the tensor of a `.grad` that only its parameter and its Python object hold
 
 
-class ResidentGradients:
+class ArenaGradients:
     """The gradients of one program that lie in the arena between its steps.
 
     `slots` (positions in `held`) are their parameters, `tensors` the addresses. Whatever refers to one of them keeps
     the whole arena alive.
     """
 
-    def __init__(self, held: Slots, slots: Sequence[int], tensors: Sequence[torch.Tensor], arena: Arena) -> None:
+    def __init__(
+        self, held: ModuleStateGuards, slots: Sequence[int], tensors: Sequence[torch.Tensor], arena: Arena
+    ) -> None:
         self._held = held
         self._slots = [slot for slot, t in zip(slots, tensors, strict=True) if t.numel()]
         self._storages = [t.untyped_storage() for t in tensors if t.numel()]

@@ -26,8 +26,8 @@ class PlannedStep(torch.autograd.Function):
         current: Sequence[torch.Tensor],
         *differentiable: torch.Tensor,
     ) -> Any:
-        with runner.arena.ledger as ledger:
-            step = ledger.begin(keep=True)
+        with runner.arena.ownership as ownership:
+            step = ownership.begin(keep=True)
             try:
                 fresh, saved = runner.forward(*inputs)
             except BaseException:
@@ -59,15 +59,15 @@ class PlannedStep(torch.autograd.Function):
                 "a planned step takes one gradient at a time (not several under vmap)",
                 hint="run this step on the original model",
             )
-        with runner.arena.ledger as ledger:
-            ledger.end(step)
+        with runner.arena.ownership as ownership:
+            ownership.end(step)
             saved, watched, ctx.saved, ctx.watched = ctx.saved, ctx.watched, None, None
             if list(map(_version, watched)) != ctx.versions:
                 raise _changed(watched, ctx.versions, step)
             tangents, missing = runner.tangents_from(grads)
             gradients = runner.backward(*saved, *tangents)
             if runner.resident is not None:
-                ledger.move_out = runner.resident.move_out
+                ownership.move_out = runner.resident.move_out
         return (None, None, None, *runner.in_order(gradients, missing))
 
 

@@ -23,7 +23,7 @@ from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.execute.program import Program
 from memplan.runtime.kernels.pool_placement import Placer, PoolPlacer
 from memplan.runtime.memory.arena import dtype_of
-from memplan.trace.traced import Kernel, Live, Source, TracedGraph, Transfer
+from memplan.trace.traced import KernelCall, Live, Source, TracedGraph, Transfer
 
 Function = Callable[[], Any]
 _CAPTURE = threading.Lock()  # torch captures in one thread of the process at a time
@@ -122,12 +122,14 @@ def _multiply(square: torch.Tensor) -> None:
     torch.addmm(square[0], square, square)
 
 
-def make_recorder(device: torch.device, guard: str | None) -> Recorder:
+def make_recorder(device: torch.device, sanitize: str | None) -> Recorder:
     """The recorder of a device. Raises where there is nothing that could record."""
     if device.type != "cuda":
         raise UnsupportedCall(f"cuda_graph=True needs a CUDA device, the model is on {device}", hint="leave it out")
-    if guard == "redzone":
-        raise MemplanError('guard="redzone" reads its patterns in every step, which cannot be recorded', hint="poison")
+    if sanitize == "redzone":
+        raise MemplanError(
+            'sanitize="redzone" reads its patterns in every step, which cannot be recorded', hint="poison"
+        )
     return CudaRecorder(device)
 
 
@@ -142,7 +144,7 @@ class _Recording:
     placer: Placer  # holds memory that the recorded kernels use
 
 
-class GraphedProgram:
+class CudaGraphProgram:
     """Called like a `Program`; records it at the first call. `whole`: the backward always follows the forward."""
 
     def __init__(self, program: Program, recorder: Recorder, *, whole: bool) -> None:
@@ -161,7 +163,7 @@ class GraphedProgram:
         self._inputs = [self._memory(traced.bindings[i].value) for i in program.inputs]
         self._tangents = [self._memory(b.value) for b in traced.bound(Source.TANGENT)]
         self._live = [
-            x for k in traced.kernels if isinstance(k, Kernel) for x in k.kwargs.values() if isinstance(x, Live)
+            x for k in traced.kernels if isinstance(k, KernelCall) for x in k.kwargs.values() if isinstance(x, Live)
         ]
         self._recording: _Recording | None = None
 

@@ -18,7 +18,7 @@ from memplan.runtime.codegen.torchscript_runs import AVAILABLE
 from memplan.runtime.copies.copies import Copy
 from memplan.runtime.debug.hooks import Hook as EventHook
 from memplan.runtime.debug.hooks import observing
-from memplan.runtime.debug.sanitizers import NO_GUARDS, Guards, Hook
+from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Hook, Sanitizers
 from memplan.runtime.execute.trial import run_trial
 from memplan.runtime.kernels.fused_updates import joined
 from memplan.runtime.kernels.kernel_selection import BoundOp
@@ -46,7 +46,7 @@ class Program:
     arena: Arena
     host: Memory
     copies: tuple[Copy, ...]
-    guards: Guards
+    sanitizers: Sanitizers
     bound: tuple[BoundOp, ...]
     layout: Layout
     namespace: Namespace
@@ -58,12 +58,12 @@ class Program:
     used_in_backward: frozenset[int]
     last: Hook | None
 
-    def observed(self, emit: EventHook | None, meter: Guards = NO_GUARDS) -> Functions:
+    def observed(self, emit: EventHook | None, meter: Sanitizers = NO_SANITIZERS) -> Functions:
         """Forward and backward once more, over the same addresses, telling `emit` of every event (`hooks.py`).
 
         `meter`: what to call right before and after each op.
         """
-        guards = self.guards.around(meter, len(self.plan.schedule.order))
+        sanitizers = self.sanitizers.around(meter, len(self.plan.schedule.order))
         return _functions(
             self.traced,
             self.layout,
@@ -71,7 +71,7 @@ class Program:
             bound=self.bound,
             order=self.plan.schedule.order,
             saved=self.saved,
-            guards=guards if emit is None else observing(guards, self.plan, emit),
+            sanitizers=sanitizers if emit is None else observing(sanitizers, self.plan, emit),
             last=self.last,
             prefix="observed_",
             join=False,  # each op is an event of its own
@@ -89,7 +89,7 @@ class Program:
             bound=placing(self.bound, found, self.namespace.names, placer),
             order=self.plan.schedule.order,
             saved=self.saved,
-            guards=self.guards,
+            sanitizers=self.sanitizers,
             last=self.last,
             prefix="placed_",
         )
@@ -114,7 +114,7 @@ def build_program(
     host: Memory,
     tensors: Mapping[int, torch.Tensor],
     *,
-    guards: Guards,
+    sanitizers: Sanitizers,
     bound: tuple[BoundOp, ...] | None = None,
 ) -> Program:
     """Bind, measure and compile a step. `tensors` maps bindings (indices) to parameters, buffers, example inputs.
@@ -140,7 +140,7 @@ def build_program(
     saved = tuple(sorted((touched_late | gradient_bases) & (dynamic_bases | fresh_bases)))
     last = arena.copies.settle if traced.runs_on else None  # what the caller gets has been copied
     forward, backward = _functions(
-        traced, layout, namespace, bound=bound, order=order, saved=saved, guards=guards, last=last
+        traced, layout, namespace, bound=bound, order=order, saved=saved, sanitizers=sanitizers, last=last
     )
     return Program(
         traced=traced,
@@ -148,7 +148,7 @@ def build_program(
         arena=arena,
         host=host,
         copies=copies,
-        guards=guards,
+        sanitizers=sanitizers,
         bound=bound,
         layout=layout,
         namespace=namespace,
@@ -170,7 +170,7 @@ def _functions(
     bound: Sequence[BoundOp],
     order: Sequence[int],
     saved: Sequence[int],
-    guards: Guards,
+    sanitizers: Sanitizers,
     last: Hook | None,
     prefix: str = "",
     join: bool = True,
@@ -181,12 +181,12 @@ def _functions(
     together = joined(traced, bound, order) if join else {}
     steps = [(step, together.get(step, bound[op])) for step, op in enumerate(order)]
     forward = FunctionWriter(f"{prefix}forward", layout, namespace, [b.value for b in traced.bound(Source.INPUT)])
-    _write(forward, steps[:split], guards, last)
+    _write(forward, steps[:split], sanitizers, last)
     backward = None
     if traced.training:
         tangents = [b.value for b in traced.bound(Source.TANGENT)]
         writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents])
-        _write(writer, steps[split:], guards, last)
+        _write(writer, steps[split:], sanitizers, last)
         backward = writer.finish([graph.gradients])
     return forward.finish([traced.results.fresh, saved]), backward
 
@@ -263,15 +263,15 @@ def _over(tensor: torch.Tensor, traced: TracedGraph, binding: Binding, index: in
 def _write(
     writer: FunctionWriter,
     steps: Iterable[tuple[int, BoundOp | None]],
-    guards: Guards,
+    sanitizers: Sanitizers,
     last: Hook | None,
 ) -> None:
     for step, bound in steps:
-        for hook in guards.before(step):
+        for hook in sanitizers.before(step):
             writer.hook(hook)
         if bound is not None:
             writer.op(bound)
-        for hook in guards.after(step):
+        for hook in sanitizers.after(step):
             writer.hook(hook)
     if last is not None:
         writer.hook(last)

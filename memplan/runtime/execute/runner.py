@@ -12,15 +12,15 @@ import torch.utils._pytree as pytree
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedCall
 from memplan.runtime.debug.hooks import Hook, Hooks
-from memplan.runtime.debug.sanitizers import NO_GUARDS, Guards, make_poison, make_redzone
-from memplan.runtime.execute.arena_gradients import ResidentGradients
+from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poison, make_redzone
+from memplan.runtime.execute.arena_gradients import ArenaGradients
 from memplan.runtime.execute.autograd_step import run_owning, run_planned
-from memplan.runtime.execute.cuda_graphs import GraphedProgram, Recorder
+from memplan.runtime.execute.cuda_graphs import CudaGraphProgram, Recorder
 from memplan.runtime.execute.owned_gradients import OwnedGradients
 from memplan.runtime.execute.program import Functions, build_program
-from memplan.runtime.guards.input_guards import Signature, picking
-from memplan.runtime.guards.module_state_guards import Slots, Structure
-from memplan.runtime.guards.python_value_guards import Constants
+from memplan.runtime.guards.input_guards import InputGuards, picking
+from memplan.runtime.guards.module_state_guards import ModuleStateGuards, Structure
+from memplan.runtime.guards.python_value_guards import PythonValueGuards
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.memory.arena import Arena, Memory, dtype_of, view_within
 from memplan.trace.graph.remap_to_plan import follow
@@ -37,7 +37,7 @@ class Runner:
         plan: Plan,
         arena: Arena,
         *,
-        guard: str | None,
+        sanitize: str | None,
         owned: bool = False,
         recorder: Recorder | None = None,
         whole: bool = False,
@@ -51,10 +51,10 @@ class Runner:
         self.traced = traced
         self.device_type = traced.device.type
         self.arena = arena
-        self.slots = Slots(structure, traced)
-        self.constants = Constants(structure, traced.readings)
+        self.slots = ModuleStateGuards(structure, traced)
+        self.constants = PythonValueGuards(structure, traced.readings)
         self._written_slots = [j for j, i in enumerate(self.slots.bindings) if traced.bindings[i].written]
-        self.signature = Signature(traced, structure.called.forward, changes_model=bool(self._written_slots))
+        self.signature = InputGuards(traced, structure.called.forward, changes_model=bool(self._written_slots))
         self._note_written(self.slots.tensors())
         self._counted: tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] = ((None,) * len(self.slots.bindings), ())
         tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))
@@ -64,20 +64,20 @@ class Runner:
             elif b.tensor is not None:
                 tensors[i] = b.tensor
         host = arena.host(plan.host_size)
-        guards = _guards(guard, traced, plan, arena, host)
+        sanitizers = _sanitizers(sanitize, traced, plan, arena, host)
         if bound is None:
-            with arena.ledger as ledger:
-                ledger.require_free("the trial run of another program")
-                self.program = build_program(traced, plan, arena, host, tensors, guards=guards)
+            with arena.ownership as ownership:
+                ownership.require_free("the trial run of another program")
+                self.program = build_program(traced, plan, arena, host, tensors, sanitizers=sanitizers)
         else:
-            self.program = build_program(traced, plan, arena, host, tensors, guards=guards, bound=bound)
+            self.program = build_program(traced, plan, arena, host, tensors, sanitizers=sanitizers, bound=bound)
         self.plan = self.program.plan
-        self.graphed = None if recorder is None else GraphedProgram(self.program, recorder, whole=whole)
+        self.graphed = None if recorder is None else CudaGraphProgram(self.program, recorder, whole=whole)
         self.forward = self.program.forward if self.graphed is None else self.graphed.forward
         self.backward = self.program.backward if self.graphed is None else self.graphed.backward
         self._emit: Hook | None = None
-        self._meter = NO_GUARDS
-        self._observed: tuple[Hook | None, Guards, Functions] | None = None
+        self._meter = NO_SANITIZERS
+        self._observed: tuple[Hook | None, Sanitizers, Functions] | None = None
         self._wire()
         self.owned = self._owned() if owned else None
         # Results of which no gradient comes (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
@@ -97,13 +97,13 @@ class Runner:
         """Run the functions that tell `emit` of every event (made when first asked for), or None: the plain ones."""
         self._watch(emit, self._meter)
 
-    def time(self, meter: Guards) -> None:
+    def time(self, meter: Sanitizers) -> None:
         """Call `meter` right around each op from now on, within what guards and hooks do; `NO_GUARDS`: no more."""
         self._watch(self._emit, meter)
 
-    def _watch(self, emit: Hook | None, meter: Guards) -> None:
+    def _watch(self, emit: Hook | None, meter: Sanitizers) -> None:
         self._emit, self._meter = emit, meter
-        if emit is None and meter is NO_GUARDS:
+        if emit is None and meter is NO_SANITIZERS:
             self.forward, self.backward = self.program.forward, self.program.backward
             return
         self.require_observable()
@@ -145,7 +145,7 @@ class Runner:
         ]
         return OwnedGradients([self.slots.names[i] for i in self._wanted_slots], alike)
 
-    def _resident(self) -> ResidentGradients | None:
+    def _resident(self) -> ArenaGradients | None:
         """The gradients that the plan keeps in the arena, if it does."""
         t, namespace = self.traced, self.program.namespace.names
         pairs = zip(self._wanted_slots, self._gradient_order, strict=False)
@@ -154,7 +154,7 @@ class Runner:
         if not found:
             return None
         slots, values = zip(*found, strict=True)
-        return ResidentGradients(self.slots, slots, [namespace[f"v{v}"] for v in values], self.arena)
+        return ArenaGradients(self.slots, slots, [namespace[f"v{v}"] for v in values], self.arena)
 
     # -- a call ------------------------------------------------------------------------------------------
 
@@ -172,8 +172,8 @@ class Runner:
             else:
                 fresh = run_owning(self, inputs, current, self.owned.anchor, *wanted)
         else:
-            with self.arena.ledger as ledger, torch.no_grad():
-                ledger.begin(keep=False)
+            with self.arena.ownership as ownership, torch.no_grad():
+                ownership.begin(keep=False)
                 fresh = self.forward(*inputs)[0]
             self.count_writes(inputs, current)
         if self._single is not None:
@@ -194,8 +194,8 @@ class Runner:
         self.signature.check_apart(leaves, self._written)
         inputs = self.signature.tensors(leaves)
         assert self.backward is not None
-        with self.arena.ledger as ledger, torch.no_grad():
-            ledger.begin(keep=False)
+        with self.arena.ownership as ownership, torch.no_grad():
+            ownership.begin(keep=False)
             if self.graphed is not None:
                 loss = self.graphed.step(inputs, tangent)
             else:
@@ -211,7 +211,7 @@ class Runner:
         self.constants.require_same()
         current, unmoved = self.slots.look()
         if not unmoved:
-            with self.arena.ledger:  # a run of another thread reads its lists of tensors without Python's lock
+            with self.arena.ownership:  # a run of another thread reads its lists of tensors without Python's lock
                 self._follow(current)
         return current
 
@@ -307,9 +307,9 @@ def _counting(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(t for t in tensors if not t.is_inference())
 
 
-def _guards(guard: str | None, traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Guards:
-    if guard == "poison":
+def _sanitizers(sanitize: str | None, traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Sanitizers:
+    if sanitize == "poison":
         return make_poison(traced, plan, arena, host)
-    if guard == "redzone":
+    if sanitize == "redzone":
         return make_redzone(traced, plan, arena)
-    return NO_GUARDS
+    return NO_SANITIZERS

@@ -17,10 +17,10 @@ from memplan.core.graph import StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.codegen.step_ir import Layout
-from memplan.runtime.kernels.kernel_selection import Binder, BoundOp, Form, materialise
+from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, materialise
 from memplan.runtime.memory.arena import dtype_of, offset_within, view_of
 from memplan.runtime.memory.measure import peak_bytes
-from memplan.trace.traced import Kernel, Source, TracedGraph
+from memplan.trace.traced import KernelCall, Source, TracedGraph
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
@@ -50,7 +50,7 @@ def run_trial(
         if not torch.autograd.profiler._is_profiler_enabled:  # a session of the user's would be ended
             temporaries = _measure(traced, plan, layout, bound, env)
     ops = zip(plan.graph.ops, bound, strict=True)
-    measured = tuple(replace(op, direct=b.form is not Form.FUNCTIONAL) for op, b in ops)
+    measured = tuple(replace(op, direct=b.form is not CallForm.FUNCTIONAL) for op, b in ops)
     return replace(plan, graph=replace(plan.graph, ops=measured), temporaries=temporaries), bound
 
 
@@ -61,11 +61,11 @@ def _bind_by_running(
     env: list[torch.Tensor | None],
     transfers: Mapping[int, BoundOp],
 ) -> tuple[BoundOp, ...]:
-    binder = Binder(traced.graph)
+    binder = KernelSelector(traced.graph)
     bound = dict(transfers)
     for index in plan.schedule.order:
         kernel = traced.kernels[index]
-        if isinstance(kernel, Kernel):
+        if isinstance(kernel, KernelCall):
             bound[index] = binder.bind(kernel, env)
         if leaves_users_alone(traced, layout, index):
             run_bound(bound[index], env)
@@ -86,7 +86,7 @@ def _measure(
     found = [0] * len(graph.ops)
     for index, peak in zip(order, peak_bytes(thunks, traced.device), strict=True):
         adopted = 0
-        if bound[index].form is Form.FUNCTIONAL:
+        if bound[index].form is CallForm.FUNCTIONAL:
             written = graph.written(graph.ops[index])
             adopted = sum(graph.storages[s].nbytes for s in written if s in layout.fresh_storages)
         found[index] = max(peak - adopted, 0)
@@ -132,16 +132,16 @@ def fill_dynamic(
 def run_bound(bound: BoundOp, env: list[torch.Tensor | None]) -> None:
     """Run one op on real tensors, outside generated code."""
     args, kwargs = materialise((bound.args, bound.kwargs), env)
-    if bound.form is Form.START:
+    if bound.form is CallForm.START:
         destination, source = args
         destination.copy_(source)
         return
-    if bound.form is Form.WAIT:
+    if bound.form is CallForm.WAIT:
         return
     results = bound.function(*args, **kwargs)
-    for position, number in bound.hands:
+    for position, number in bound.opaque_results:
         env[-1 - number] = results[position]
-    if bound.form is Form.FUNCTIONAL:
+    if bound.form is CallForm.FUNCTIONAL:
         for out, result in zip(bound.outs, results if bound.several else (results,), strict=True):
             if out is not None:
                 destination = env[out]

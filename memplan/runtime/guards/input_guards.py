@@ -11,12 +11,12 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.errors import InputMismatch
-from memplan.runtime.guards.layout_guards import Alike
+from memplan.runtime.guards.layout_guards import LayoutGuards
 from memplan.trace.passes.overlapping_strides import may_overlap
 from memplan.trace.traced import Source, TracedGraph
 
 
-class Signature:
+class InputGuards:
     """Checks a call against the traced one and turns it into the tensors that `forward` takes."""
 
     def __init__(self, traced: TracedGraph, forward: Callable[..., Any], *, changes_model: bool) -> None:
@@ -32,7 +32,7 @@ class Signature:
         self._count = self.spec.children()[0].num_children
         plain = pytree.tree_flatten((tuple(range(self._count)), dict.fromkeys(self._names, 0)))[1]
         simple = len(tensors) == len(self.examples) and self.spec == plain
-        self._alike = Alike(self.examples).check if simple else None
+        self._alike = LayoutGuards(self.examples).check if simple else None
         self.tensors = picking(self.bound)
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]

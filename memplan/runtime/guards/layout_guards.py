@@ -9,7 +9,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 
 
-class Alike:
+class LayoutGuards:
     """Remembers class, shape, strides, dtype, device, dispatch keys and `requires_grad` of tensors.
 
     `alike.check(*others)` is True only when `others` (as many) are the same in all of that, in the same state of the

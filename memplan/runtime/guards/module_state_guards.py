@@ -12,7 +12,7 @@ from torch import nn
 
 from memplan.errors import InputMismatch
 from memplan.runtime.guards.hook_counts import hooks_ever_set
-from memplan.runtime.guards.layout_guards import Alike
+from memplan.runtime.guards.layout_guards import LayoutGuards
 from memplan.trace.traced import Binding, Source, TracedGraph
 
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
@@ -124,7 +124,7 @@ class Structure:
         return next(str(name) for name, m in self.model.named_modules() if m is self.modules[index])
 
 
-class Slots:
+class ModuleStateGuards:
     """The parameters and buffers of a traced step, looked up in the module on every call.
 
     A slot is a module's own dict and a key in it, so that replaced parameters are seen too.
@@ -161,7 +161,7 @@ class Slots:
     def _note(self, tensors: Sequence[torch.Tensor], state: list[tuple[Any, ...]]) -> None:
         self._noted = state
         self._pointers = [pointer for pointer, *_ in state]
-        self._alike = Alike(tensors).check
+        self._alike = LayoutGuards(tensors).check
 
     def _state(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
         """Where each tensor lives, and how it is laid out. Raises `InputMismatch` for one that is gone."""

@@ -21,7 +21,7 @@ _OF_MODULES = ("_modules", "_parameters", "_buffers")  # dicts that stay; submod
 _HINT = f"{COMPILE_AGAIN}; a registered buffer, changed in place, may have another value in each step"
 
 
-class Constants:
+class PythonValueGuards:
     """The `readings` of a traced step, to be compared with what they are now."""
 
     def __init__(self, structure: Structure, readings: Sequence[Reading]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from memplan.core.graph import Graph
 from memplan.runtime.memory.arena import dtype_of
-from memplan.trace.traced import Kernel
+from memplan.trace.traced import KernelCall
 
 Function = Callable[..., Any]
 _METHODS = {
@@ -23,7 +23,7 @@ _FUNCTIONS = {
 _ARITHMETIC = ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
 
 
-def in_place_function(kernel: Kernel) -> Function:
+def in_place_function(kernel: KernelCall) -> Function:
     """`Tensor.copy_` and its like are bound directly; other mutating ops go through the dispatcher."""
     name = kernel.target._opname
     whole = name == "index_put_" and None in kernel.args[1]  # dimensions that are not indexed: methods take no None
@@ -37,7 +37,7 @@ def in_place_function(kernel: Kernel) -> Function:
     return overload
 
 
-def scalars_as_tensors(kernel: Kernel, graph: Graph) -> tuple[Any, ...]:
+def scalars_as_tensors(kernel: KernelCall, graph: Graph) -> tuple[Any, ...]:
     """The arguments, with a number as second operand made the tensor that each call would make of it."""
     args = kernel.args
     if kernel.target._opname not in _ARITHMETIC or kernel.target._overloadname != "Tensor":
@@ -49,7 +49,7 @@ def scalars_as_tensors(kernel: Kernel, graph: Graph) -> tuple[Any, ...]:
     return args[0], torch.tensor(args[1], dtype=dtype_of(result)), *args[2:]
 
 
-def fast_bindings(kernel: Kernel) -> tuple[Function, ...]:
+def fast_bindings(kernel: KernelCall) -> tuple[Function, ...]:
     """Python bindings without the dispatcher's boxed argument parsing; they may mean another overload: try them."""
     name = kernel.target._opname
     spaces = (torch._C._VariableFunctions, torch._C._nn)

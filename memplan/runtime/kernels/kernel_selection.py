@@ -26,10 +26,10 @@ from memplan.runtime.kernels.recurrent import layer_function
 from memplan.runtime.kernels.rows import adds_rows, takes_rows
 from memplan.trace.passes.out_variants import out_names, out_variant
 from memplan.trace.passes.randomness import draws
-from memplan.trace.traced import Handed, Kernel, Live, Ref
+from memplan.trace.traced import KernelCall, Live, OpaqueResult, Ref
 
 
-class Form(enum.Enum):
+class CallForm(enum.Enum):
     """How a bound op delivers its results."""
 
     OUT = "writes into out= arguments"
@@ -41,20 +41,20 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundOp:
-    """What one op calls: `function(*args, **kwargs)`, with `Ref`s for tensors; the rest as in `Kernel`.
+    """What one op calls: `function(*args, **kwargs)`, with `Ref`s for tensors; the rest as in `KernelCall`.
 
     `returns`: without the out arguments, called `out_names`, it returns its one result in fresh memory laid out as
     planned. `as_planned`: the results (by position) of a functional op that are laid out as planned. `overload` gives
     the same bytes for the same arguments, and `fresh_overload` without the out arguments (None: none is known to).
     """
 
-    form: Form
+    form: CallForm
     function: Function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
     several: bool = False
-    hands: tuple[tuple[int, int], ...] = ()
+    opaque_results: tuple[tuple[int, int], ...] = ()
     out_names: tuple[str, ...] = ()
     returns: bool = False
     as_planned: frozenset[int] = frozenset()
@@ -90,32 +90,37 @@ class _Choice:
 
 
 @dataclass(slots=True)
-class Binder:
+class KernelSelector:
     """Binds the ops of a graph one after another; equal calls (op, shapes, strides, dtypes) are tried once."""
 
     graph: Graph
     known: dict[Any, _Choice] = field(default_factory=dict)
 
-    def bind(self, kernel: Kernel, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
+    def bind(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         """Choose the callable for `kernel`, given real tensors for its `Ref`s. Leaves outputs unwritten."""
         if not kernel.outs:
             function = adds_rows(kernel, self.graph) or in_place_function(kernel)
             args = scalars_as_tensors(kernel, self.graph)
             return BoundOp(
-                form=Form.IN_PLACE, function=function, args=args, kwargs=kernel.kwargs, outs=(), overload=kernel.target
+                form=CallForm.IN_PLACE,
+                function=function,
+                args=args,
+                kwargs=kernel.kwargs,
+                outs=(),
+                overload=kernel.target,
             )
         key = self._signature(kernel)
         if key not in self.known:
             self.known[key] = self._choose(kernel, tensors)
         choice = self.known[key]
         return BoundOp(
-            form=Form.FUNCTIONAL if choice.names is None else Form.OUT,
+            form=CallForm.FUNCTIONAL if choice.names is None else CallForm.OUT,
             function=choice.function,
             args=scalars_as_tensors(kernel, self.graph) if choice.scalars else choice.arguments(kernel.args),
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
             several=kernel.several,
-            hands=kernel.hands,
+            opaque_results=kernel.opaque_results,
             out_names=choice.names or (),
             returns=choice.returns,
             as_planned=choice.as_planned,
@@ -123,7 +128,7 @@ class Binder:
             fresh_overload=kernel.target,
         )
 
-    def _choose(self, kernel: Kernel, tensors: Sequence[torch.Tensor | None]) -> _Choice:
+    def _choose(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> _Choice:
         if draws(kernel.target, kernel.args, kernel.kwargs):
             return _Choice(kernel.target._op, overload=kernel.target)  # trying it would draw numbers
         if kernel.target is torch.ops.aten.mkldnn_rnn_layer.default:
@@ -161,13 +166,13 @@ class Binder:
         return _Choice(next(fast, kernel.target._op), as_planned=as_planned, overload=kernel.target)
 
     def _writes(
-        self, choice: _Choice, kernel: Kernel, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
+        self, choice: _Choice, kernel: KernelCall, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
     ) -> bool:
         made = [scratch(self.graph, out) for out in kernel.outs if out is not None]
         return writes(choice.function, args, {**kwargs, **choice.out_kwargs(made)}, made, expected)
 
     def _overload(
-        self, found: Function, kernel: Kernel, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
+        self, found: Function, kernel: KernelCall, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
     ) -> OpOverload | None:
         """The out variant, for whoever calls it otherwise than from Python; `found` has been tried already."""
         variant = out_variant(kernel.target)
@@ -176,14 +181,14 @@ class Binder:
         choice = _Choice(variant._op, out_names(variant))
         return variant if self._writes(choice, kernel, args, kwargs, expected) else None
 
-    def _layer(self, kernel: Kernel) -> _Choice:
+    def _layer(self, kernel: KernelCall) -> _Choice:
         """Of an LSTM: the last result is for its backward, and has bytes where there is one."""
         last = kernel.outs[-1]
         workspace = last is not None and self.graph.values[last].shape != (0,)
         absent = frozenset() if workspace else frozenset({len(kernel.outs) - 1})
         return _Choice(layer_function(workspace=workspace), absent=absent)
 
-    def _convolutions(self, kernel: Kernel, args: Any) -> tuple[_Choice, ...]:
+    def _convolutions(self, kernel: KernelCall, args: Any) -> tuple[_Choice, ...]:
         """For a convolution whose result has bytes of its own in the arena."""
         out = kernel.outs[0]
         if kernel.target is not torch.ops.aten.convolution.default or out is None:
@@ -193,7 +198,7 @@ class Binder:
         nbytes = self.graph.storages[self.graph.values[out].storage].nbytes
         return tuple(_Choice(function, ("out",)) for function in direct_convolutions(args, nbytes))
 
-    def _inner(self, kernel: Kernel, args: Any) -> tuple[_Choice, ...]:
+    def _inner(self, kernel: KernelCall, args: Any) -> tuple[_Choice, ...]:
         """What a convolution or its backward calls in the end."""
         if kernel.target not in CONVOLUTIONS:
             return ()
@@ -203,14 +208,14 @@ class Binder:
         names = out_names(inner.overload) or None
         return (_Choice(inner.overload._op, names, arguments=inner.arguments, overload=inner.overload),)
 
-    def _overlaps(self, kernel: Kernel) -> bool:
+    def _overlaps(self, kernel: KernelCall) -> bool:
         """Whether a result lies in the bytes of an argument: what returns fresh memory does not mind."""
         leaves = pytree.tree_leaves((kernel.args, kernel.kwargs))
         read = {self.graph.values[leaf.value].storage for leaf in leaves if isinstance(leaf, Ref)}
         return any(out is not None and self.graph.values[out].storage in read for out in kernel.outs)
 
     def _returns_as_planned(
-        self, choice: _Choice, kernel: Kernel, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
+        self, choice: _Choice, kernel: KernelCall, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
     ) -> bool:
         """Asked only for what the caller will own: then no memory need be made beforehand."""
         out = kernel.outs[0]
@@ -230,10 +235,10 @@ class Binder:
         alone = made.storage_offset() == value.offset == 0 and made.untyped_storage().nbytes() == storage.nbytes
         return alone and made.stride() == value.strides and str(made.device) == storage.device
 
-    def _signature(self, kernel: Kernel) -> Any:
+    def _signature(self, kernel: KernelCall) -> Any:
         def layout(leaf: Any) -> Any:
             if not isinstance(leaf, Ref):
-                return "handed" if isinstance(leaf, Handed) else repr(leaf)
+                return "handed" if isinstance(leaf, OpaqueResult) else repr(leaf)
             value = self.graph.values[leaf.value]
             return value.dtype, value.shape, value.strides
 
@@ -245,7 +250,7 @@ class Binder:
         return self.graph.storages[self.graph.values[value].storage].planned
 
 
-def with_arguments(bound: BoundOp, old: Kernel, new: Kernel, graph: Graph) -> BoundOp:
+def with_arguments(bound: BoundOp, old: KernelCall, new: KernelCall, graph: Graph) -> BoundOp:
     """What was bound to `old`, bound to the same kernel with other numbers among its arguments.
 
     What was found for one shape alone does not hold for another: a convolution's algorithm and whose bytes it may
@@ -254,7 +259,7 @@ def with_arguments(bound: BoundOp, old: Kernel, new: Kernel, graph: Graph) -> Bo
     if new.target in CONVOLUTIONS:
         return replace(
             bound,
-            form=Form.FUNCTIONAL,
+            form=CallForm.FUNCTIONAL,
             function=new.target._op,
             args=new.args,
             kwargs=new.kwargs,
@@ -282,14 +287,14 @@ def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
     def now(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return tensors[leaf.value]
-        if isinstance(leaf, Handed):
+        if isinstance(leaf, OpaqueResult):
             return tensors[-1 - leaf.number]
         return leaf.value() if isinstance(leaf, Live) else leaf
 
     return pytree.tree_map(now, tree)
 
 
-def _out_choices(kernel: Kernel, *, scalars: bool = False) -> tuple[_Choice, ...]:
+def _out_choices(kernel: KernelCall, *, scalars: bool = False) -> tuple[_Choice, ...]:
     """Callables that may write their results where they are told, the cheapest first."""
     variant = out_variant(kernel.target)
     if variant is None or None in kernel.outs:

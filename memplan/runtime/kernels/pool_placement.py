@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from memplan.recording.allocator import cuda_backing
-from memplan.recording.places import Place, PlaceAllocator
+from memplan.recording.places import PlaceAllocator, PlannedPlace
 from memplan.runtime.kernels.kernel_selection import BoundOp
 
 
@@ -68,7 +68,7 @@ def cuda_runtime() -> ctypes.CDLL:
 
 
 def placing(
-    bound: Sequence[BoundOp], places: Mapping[int, Place], tensors: Mapping[str, Any], placer: Placer
+    bound: Sequence[BoundOp], places: Mapping[int, PlannedPlace], tensors: Mapping[str, Any], placer: Placer
 ) -> tuple[BoundOp, ...]:
     """`bound` (indexed like the graph's ops), with the ops of `places` making that result where it is planned.
 
@@ -82,7 +82,7 @@ def placing(
     )
 
 
-def _placed(bound: BoundOp, place: Place, target: torch.Tensor, placer: Placer) -> Callable[..., Any]:
+def _placed(bound: BoundOp, place: PlannedPlace, target: torch.Tensor, placer: Placer) -> Callable[..., Any]:
     """Returns `target` itself where the kernel has written just there: copying it onto itself does nothing."""
     position = bound.outs.index(place.value)
     address = target.untyped_storage().data_ptr()

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 
 from memplan.core.graph import Graph
-from memplan.trace.traced import Kernel, Ref
+from memplan.trace.traced import KernelCall, Ref
 
 _WORTH = 1 << 15  # bytes of what is added, below which looking at the index costs more than it wins
 _FULL = ("float32", "float64")  # in half precision the two kernels round differently
 
 
-def takes_rows(kernel: Kernel, graph: Graph) -> Callable[..., Any] | None:
+def takes_rows(kernel: KernelCall, graph: Graph) -> Callable[..., Any] | None:
     """What runs `aten.index.Tensor` into `out`, when it takes rows of a tensor by one list of numbers, on the CPU."""
     if kernel.target is not torch.ops.aten.index.Tensor or not _one_list(graph, kernel.args[1]):
         return None
     return _take if _on_cpu(graph, kernel.args[0]) else None
 
 
-def adds_rows(kernel: Kernel, graph: Graph) -> Callable[..., Any] | None:
+def adds_rows(kernel: KernelCall, graph: Graph) -> Callable[..., Any] | None:
     """What runs `aten.index_put_`, when it adds rows to those of a tensor by one list of numbers, on the CPU."""
     if kernel.target is not torch.ops.aten.index_put_.default or kernel.args[3:] != (True,):
         return None

@@ -10,14 +10,14 @@ from memplan.core.evictions import OFFLOAD, RELOAD, SEND
 from memplan.core.graph import Graph
 from memplan.errors import InvalidEviction
 from memplan.runtime.copies.copies import Copies, Copy, Direction
-from memplan.runtime.kernels.kernel_selection import BoundOp, Form
-from memplan.trace.traced import Kernel, Ref, Transfer
+from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
+from memplan.trace.traced import KernelCall, Ref, Transfer
 
 _DIRECTIONS = {OFFLOAD: Direction.TO_HOST, RELOAD: Direction.TO_DEVICE, SEND: Direction.ACROSS}
 
 
 def bind_transfers(
-    graph: Graph, kernels: Sequence[Kernel | Transfer], order: Sequence[int], copies: Copies, host: torch.Tensor
+    graph: Graph, kernels: Sequence[KernelCall | Transfer], order: Sequence[int], copies: Copies, host: torch.Tensor
 ) -> tuple[dict[int, BoundOp], tuple[Copy, ...]]:
     """What each transfer (by op index) calls, and the copies that they start; `host` is the memory that holds those.
 
@@ -28,7 +28,7 @@ def bind_transfers(
     flying: dict[tuple[int, int], Copy] = {}
     for index in order:
         kernel = kernels[index]
-        if isinstance(kernel, Kernel):
+        if isinstance(kernel, KernelCall):
             continue
         source = kernel.reads[0]
         if kernel.target in _DIRECTIONS:
@@ -38,12 +38,12 @@ def bind_transfers(
             copy = copies.copy(_DIRECTIONS[kernel.target], host, device)
             flying[_storages(graph, source, destination)] = copy
             made.append(copy)
-            bound[index] = _bound(Form.START, copy.start, Ref(destination), Ref(source))
+            bound[index] = _bound(CallForm.START, copy.start, Ref(destination), Ref(source))
         else:
             ended = flying.pop(_storages(graph, source, kernel.reads[1]), None)
             if ended is None:
                 raise InvalidEviction("waits for a copy that was not started", where=graph.ops[index].name)
-            bound[index] = _bound(Form.WAIT, ended.wait)
+            bound[index] = _bound(CallForm.WAIT, ended.wait)
     return bound, tuple(made)
 
 
@@ -51,5 +51,5 @@ def _storages(graph: Graph, source: int, destination: int) -> tuple[int, int]:
     return graph.values[source].storage, graph.values[destination].storage
 
 
-def _bound(form: Form, function: Callable[..., None], *args: Ref) -> BoundOp:
+def _bound(form: CallForm, function: Callable[..., None], *args: Ref) -> BoundOp:
     return BoundOp(form=form, function=function, args=args, kwargs={}, outs=())

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from memplan.core.evictions import Section
+from memplan.core.evictions import DeviceArena
 from memplan.core.graph import Value
 from memplan.core.plan import Plan, require_budget
 from memplan.runtime.copies.copies import Copies
 from memplan.runtime.copies.copy_streams import StreamCopies
 from memplan.runtime.copies.copy_threads import ThreadCopies
-from memplan.runtime.memory.arena_ownership import Ledger
+from memplan.runtime.memory.arena_ownership import ArenaOwnership
 from memplan.runtime.memory.stream_ordering import make_turns
 
 
@@ -47,13 +47,13 @@ class Memory:
 
 
 class Arena(Memory):
-    """Where a step lives. Programs that share it take turns (`ledger`), and share what copies to the host."""
+    """Where a step lives. Programs that share it take turns (`ownership`), and share what copies to the host."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         super().__init__(nbytes, device)
         self.copies = make_copies(self.device)
         weakref.finalize(self, self.copies.close)  # before its bytes are given back
-        self.ledger = Ledger(self.copies.drain, make_turns(self.device))
+        self.ownership = ArenaOwnership(self.copies.drain, make_turns(self.device))
         self._host = Memory(0, torch.device("cpu"))
 
     def host(self, nbytes: int) -> Memory:
@@ -75,10 +75,10 @@ def make_copies(device: torch.device) -> Copies:
 class Arenas(Arena):
     """An arena on each of several devices: an offset is one of the plan's `sections`, laid end to end."""
 
-    def __init__(self, sections: Sequence[Section]) -> None:
+    def __init__(self, sections: Sequence[DeviceArena]) -> None:
         super().__init__(0, torch.device(sections[0].device))
         self._memories = tuple(Memory(section.size, torch.device(section.device)) for section in sections)
-        self.ledger.turn = make_turns(*dict.fromkeys(memory.device for memory in self._memories))
+        self.ownership.turn = make_turns(*dict.fromkeys(memory.device for memory in self._memories))
         self._sections = tuple(sections)
         self._owner: Arena | None = None  # of a view: what closes the copies when it is gone
 

@@ -23,7 +23,7 @@ class InFlight:
         self.done = False
 
 
-class Ledger:
+class ArenaOwnership:
     """Which step owns an arena; programs that share the arena share the ledger.
 
     `drain()` returns when no copy into or out of the arena is under way. A step that ends early leaves none.
@@ -39,7 +39,7 @@ class Ledger:
         self._current: Callable[[], InFlight | None] = lambda: None
         self.move_out: Callable[[], None] | None = None
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> ArenaOwnership:
         """Hold the arena while a program runs; raise when another thread holds it."""
         if not self._lock.acquire(blocking=False):
             raise StaleActivationsError(

@@ -15,7 +15,7 @@ Turn = Callable[[], None]
 
 def make_turns(*devices: torch.device) -> Turn:
     """What to call when a step begins. On the CPU there is nothing to wait for."""
-    turns = [StreamTurns(device) for device in devices if device.type == "cuda"]
+    turns = [StreamOrdering(device) for device in devices if device.type == "cuda"]
     if len(turns) < 2:
         return turns[0] if turns else _nothing
 
@@ -26,7 +26,7 @@ def make_turns(*devices: torch.device) -> Turn:
     return all_turns
 
 
-class StreamTurns:
+class StreamOrdering:
     """Lets the current stream of a device wait for the one that had the last turn, when it is another."""
 
     def __init__(self, device: torch.device) -> None:

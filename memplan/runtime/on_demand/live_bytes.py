@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class Living:
+class LiveBytes:
     """Storages of `device` that were added, until they are gone. `peak`: the most bytes that were alive at once.
 
     What is gone is noticed only where it matters: what was alive the last time, and all that came since, is an upper

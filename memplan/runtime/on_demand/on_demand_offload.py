@@ -22,25 +22,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.errors import MemplanError
-from memplan.runtime.on_demand.live_bytes import Living, is_plain
-from memplan.runtime.on_demand.saved_tensors import Block, Saved
+from memplan.runtime.on_demand.live_bytes import LiveBytes, is_plain
+from memplan.runtime.on_demand.saved_tensors import SavedBlock, SavedTensor
 
 _log = logging.getLogger("memplan")
 # nodes that hand the gradient of a parameter on as a view of it
 _VIEWS = ("TBackward", "ViewBackward", "TransposeBackward", "PermuteBackward", "ReshapeAliasBackward", "UnsafeView")
 
 
-def passive_for(reason: MemplanError, plan: Plan, device: torch.device) -> Passive | None:
+def passive_for(reason: MemplanError, plan: Plan, device: torch.device) -> OnDemandOffload | None:
     """How a call runs for which there is no plan, because of `reason`: within the budget of `plan`, if it has one."""
     eviction = plan.eviction  # one for another device says nothing of the host, where the model is
     budget = None if eviction is None or eviction.device else eviction.budget
     how = "eagerly" if budget is None else f"eagerly within {format_bytes(budget)}"
     where = f"{reason.where}: " if reason.where else ""
     _log.warning("%s: a call runs %s, without a plan: %s%s", plan.model, how, where, reason.what)
-    return None if budget is None else Passive(budget, device)
+    return None if budget is None else OnDemandOffload(budget, device)
 
 
-class Passive:
+class OnDemandOffload:
     """One call and its backward, within `budget` bytes of `device` where that is possible.
 
     `living` counts what was made; `evicted` and `fetched` are the bytes that went to the host and came back.
@@ -48,11 +48,11 @@ class Passive:
 
     def __init__(self, budget: int, device: torch.device) -> None:
         self.budget = budget
-        self.living = Living(device)
+        self.living = LiveBytes(device)
         self.evicted = self.fetched = 0
-        self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # the oldest first
+        self._blocks: weakref.WeakValueDictionary[int, SavedBlock] = weakref.WeakValueDictionary()  # the oldest first
         self._ages = count()
-        self._block_of: weakref.WeakValueDictionary[int, Block] = (
+        self._block_of: weakref.WeakValueDictionary[int, SavedBlock] = (
             weakref.WeakValueDictionary()
         )  # by the storage's address
         self._reserved = 0
@@ -61,7 +61,7 @@ class Passive:
         """Call `function`; its backward, whenever it comes, is seen too."""
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         given = {x.grad_fn for x in inputs if x.grad_fn is not None}
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, Saved.unpack), _Watch(self):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, SavedTensor.unpack), _Watch(self):
             result = function(*args, **kwargs)
         tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         for node in _nodes(tensors, given):
@@ -96,14 +96,14 @@ class Passive:
 
     # -- what autograd saves -----------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> Saved:
+    def _pack(self, tensor: torch.Tensor) -> SavedTensor:
         block, storage = None, tensor.untyped_storage() if is_plain(tensor) else None
         if storage is not None and storage in self.living:  # made in this call
             block = self._block_of.get(storage._cdata)
             if block is None or block.host is not None:  # what was evicted had this address, or had these bytes once
-                block = Block(self.fetch, storage.nbytes())
+                block = SavedBlock(self.fetch, storage.nbytes())
                 self._block_of[storage._cdata] = self._blocks[next(self._ages)] = block
-        return Saved(tensor, block)
+        return SavedTensor(tensor, block)
 
     # -- the backward ------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Passive:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes room before each op, and counts what it made."""
 
-    def __init__(self, passive: Passive) -> None:
+    def __init__(self, passive: OnDemandOffload) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._passive = passive
 

@@ -10,12 +10,12 @@ import torch
 from memplan.errors import StaleActivationsError
 
 
-class Block:
+class SavedBlock:
     """The bytes of a storage that the backward needs, on the device or on the host; `fetch` makes room for them."""
 
     def __init__(self, fetch: Callable[[int], torch.UntypedStorage], nbytes: int) -> None:
         self.fetch, self.nbytes = fetch, nbytes
-        self.saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+        self.saved: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
         self.host: torch.Tensor | None = None
         self.back: torch.UntypedStorage | None = None
 
@@ -50,12 +50,12 @@ class Block:
         return self.back
 
 
-class Saved:
+class SavedTensor:
     """A tensor that a node saved; `block` None: it stays where it is."""
 
     __slots__ = ("__weakref__", "block", "changed", "layout", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, block: Block | None) -> None:
+    def __init__(self, tensor: torch.Tensor, block: SavedBlock | None) -> None:
         self.tensor: torch.Tensor | None = tensor.detach() if block is not None else tensor
         self.version, self.changed = tensor._version, False
         self.layout = (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()) if block else None

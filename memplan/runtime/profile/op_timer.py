@@ -1,4 +1,4 @@
-"""Measured execution: a `Meter` stands right around each op of a program.
+"""Measured execution: a `OpTimer` stands right around each op of a program.
 
 It sees whole steps only: one that ends early, or whose backward is never called, leaves nothing.
 """
@@ -17,7 +17,7 @@ from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
 from memplan.evict.costs import CostModel, signature_of
 from memplan.evict.feedback import link_of
 from memplan.runtime.copies.copies import Copy, Direction
-from memplan.runtime.debug.sanitizers import Guards
+from memplan.runtime.debug.sanitizers import Sanitizers
 from memplan.runtime.execute.program import Program
 from memplan.runtime.memory.arena import Arena, Memory
 from memplan.runtime.profile.measurement import CopyTime, Measurement, bases
@@ -57,7 +57,7 @@ class _Marks(Protocol):
         """Of each moment, after the first one."""
 
 
-class Meter:
+class OpTimer:
     """Times the whole steps of a program. `guards` is what its runner calls (`Runner.time`)."""
 
     def __init__(self, program: Program) -> None:
@@ -74,7 +74,7 @@ class Meter:
         if steps:
             befores[0] = (self._begin, *befores[0])  # type: ignore[assignment]
             afters[-1] = (*afters[-1], self._finish)  # type: ignore[assignment]
-        self.guards = Guards(tuple(befores), tuple(afters))
+        self.sanitizers = Sanitizers(tuple(befores), tuple(afters))
 
     @property
     def samples(self) -> int:

@@ -1,6 +1,6 @@
 """Guided execution: the first steps run under a safe plan and are measured, later ones under a plan made from that.
 
-A `Guide` accompanies one runner. Between steps it looks at what was measured and may answer with another runner for
+A `ProfileGuide` accompanies one runner. Between steps it looks at what was measured and may answer with another runner for
 the same arena. First the policy decides again, with measured costs. Then, while reloads are waited for, they start
 earlier (Capuchin's feedback), until none stalls, nothing can start earlier within the budget, or `REPLANS` is
 reached. At last the plan that was measured to be the fastest is the one that stays, and nothing is measured any more.
@@ -24,11 +24,11 @@ from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy
 from memplan.planning.budget import cost_model
-from memplan.runtime.debug.sanitizers import NO_GUARDS
+from memplan.runtime.debug.sanitizers import NO_SANITIZERS
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.options import PlanOptions
 from memplan.runtime.profile.measurement import Measurement
-from memplan.runtime.profile.op_timer import Meter
+from memplan.runtime.profile.op_timer import OpTimer
 from memplan.trace import device_costs
 from memplan.trace.traced import TracedGraph
 
@@ -85,7 +85,9 @@ def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[TracedGraph, P
     return *replace(options, policy=policy).settle(traced, None), policy
 
 
-def guide_of(options: PlanOptions, traced: TracedGraph, runner: Runner, policy: Remembered, build: Build) -> Guide:
+def guide_of(
+    options: PlanOptions, traced: TracedGraph, runner: Runner, policy: Remembered, build: Build
+) -> ProfileGuide:
     """The guide of a runner of `safe_plan`; every plan keeps the bytes of its budget."""
     eviction = runner.plan.eviction
     assert eviction is not None
@@ -93,10 +95,10 @@ def guide_of(options: PlanOptions, traced: TracedGraph, runner: Runner, policy: 
     def plan_with(policy: Policy, costs: CostModel) -> Plan:
         return replace(options, budget=eviction.budget, policy=policy, costs=costs, divide=None).plan(traced)
 
-    return Guide(runner, policy, plan_with, build)
+    return ProfileGuide(runner, policy, plan_with, build)
 
 
-class Guide:
+class ProfileGuide:
     """See the module. `plan_with(policy, costs)` plans the step anew within the budget, `build(plan)` makes a runner.
 
     `measurements` are those of all plans that ran so far, each with its plan, in order; `done`: there will be no more.
@@ -116,7 +118,7 @@ class Guide:
     @property
     def due(self) -> bool:
         """Whether enough steps were measured, and nothing is in flight."""
-        return not self.done and self._meter.samples >= WARM + SAMPLES and self.runner.arena.ledger.pending is None
+        return not self.done and self._meter.samples >= WARM + SAMPLES and self.runner.arena.ownership.pending is None
 
     def turn(self) -> Runner:
         """The runner of the next steps: the same one, or one for a new plan. Call it when it is `due`.
@@ -140,7 +142,7 @@ class Guide:
     # -- what comes next ---------------------------------------------------------------------------------
 
     def _turn(self) -> Runner:
-        with self.runner.arena.ledger:
+        with self.runner.arena.ownership:
             measured = self._meter.measurement(self._costs, self.runner.arena, skip=WARM)
         self.measurements.append(measured)
         self._costs = measured.costs
@@ -198,13 +200,13 @@ class Guide:
 
     def _watch(self, runner: Runner, events: Events) -> None:
         self.runner, self._events = runner, events
-        self._meter = Meter(runner.program)
-        runner.time(self._meter.guards)
+        self._meter = OpTimer(runner.program)
+        runner.time(self._meter.sanitizers)
         runner.arena.copies.time(True)
 
     def _stop(self) -> None:
         self.done = True
-        self.runner.time(NO_GUARDS)
+        self.runner.time(NO_SANITIZERS)
         self.runner.arena.copies.time(False)
 
     def _log(self, measured: Measurement, plan: Plan, reason: str) -> None:
@@ -216,7 +218,7 @@ class Guide:
         )
 
 
-class Measured:
+class MeasuredStep:
     """What may be guided, and keeps the measurements of the plans that it ran."""
 
     _measurements: Sequence[Measurement]

@@ -20,7 +20,7 @@ from memplan.core.problem import Buffer, Problem, Solution
 from memplan.core.units import format_bytes
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.recording.allocator import Allocator, cuda_backing
-from memplan.recording.tape import Event, Tape, lives, make_tape
+from memplan.recording.tape import Tape, TapeEvent, lives, make_tape
 from memplan.report.partition_table import partition_table
 from memplan.runtime.kernels.pool_placement import cuda_runtime
 from memplan.runtime.memory.measure import quiet_kineto
@@ -153,7 +153,7 @@ def record(
 
 
 def recording_of(
-    events: Sequence[Event],
+    events: Sequence[TapeEvent],
     alignment: int,
     allocator: Allocator | None = None,
     *,
@@ -174,7 +174,7 @@ def recording_of(
     )
 
 
-def _without_collecting(function: Callable[[], list[Event]]) -> list[Event]:
+def _without_collecting(function: Callable[[], list[TapeEvent]]) -> list[TapeEvent]:
     """Call it with no collection of garbage in between."""
     gc.collect()
     collecting = gc.isenabled()
@@ -186,19 +186,19 @@ def _without_collecting(function: Callable[[], list[Event]]) -> list[Event]:
             gc.enable()
 
 
-def _profiled(step_fn: Callable[[], Any], device: torch.device) -> list[Event]:
+def _profiled(step_fn: Callable[[], Any], device: torch.device) -> list[TapeEvent]:
     """The allocations and releases of one run, in order, as the profiler sees them."""
     with quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
         result = step_fn()
     del result
     found = sorted(_allocations(profiler.kineto_results.experimental_event_tree(), ""), key=lambda pair: pair[0])
-    return [Event(a.ptr, a.alloc_size, op) for _, a, op in found if a.device.type == device.type and a.ptr]
+    return [TapeEvent(a.ptr, a.alloc_size, op) for _, a, op in found if a.device.type == device.type and a.ptr]
 
 
-def _hooked(allocator: Allocator) -> Callable[[Callable[[], Any], torch.device], list[Event]]:
+def _hooked(allocator: Allocator) -> Callable[[Callable[[], Any], torch.device], list[TapeEvent]]:
     """The same as the installed allocator sees them, which knows no ops; what the run returns outlives it."""
 
-    def watch(step_fn: Callable[[], Any], _: torch.device) -> list[Event]:
+    def watch(step_fn: Callable[[], Any], _: torch.device) -> list[TapeEvent]:
         allocator.start_recording()
         result = None
         try:
@@ -220,7 +220,7 @@ def _allocations(nodes: Any, op: str) -> Iterator[tuple[int, Any, str]]:
         yield from _allocations(node.children, name)
 
 
-def _buffers(events: Sequence[Event], alignment: int) -> tuple[list[Buffer], int]:
+def _buffers(events: Sequence[TapeEvent], alignment: int) -> tuple[list[Buffer], int]:
     """A buffer for each allocation that is released again, and the bytes of those that are not."""
     made = [(step, event) for step, event in enumerate(events) if event.nbytes > 0]
     buffers, kept = [], 0
@@ -234,7 +234,7 @@ def _buffers(events: Sequence[Event], alignment: int) -> tuple[list[Buffer], int
     return buffers, kept
 
 
-def _peak(events: Sequence[Event]) -> int:
+def _peak(events: Sequence[TapeEvent]) -> int:
     """The most bytes above those at the start; releases of what was there before lower nothing."""
     now = peak = 0
     known: set[int] = set()

@@ -8,7 +8,7 @@ from typing import Any
 COMPILED = 400  # ops: below, the interpreter is done before numba is imported
 
 
-class Kernel:
+class CompiledKernel:
     """A function of arrays and numbers; the same result either way. Compiled code is cached on disk."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

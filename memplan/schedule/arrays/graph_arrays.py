@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Core:
+class GraphArrays:
     """Ops 0..n-1 and storages 0..m-1; lists of lists are flat, row i is `x[x_ptr[i]:x_ptr[i + 1]]`.
 
     `pred` and `succ`: ops that must run directly before and after. `touch`: the planned storages that an op
@@ -91,7 +91,7 @@ class Core:
         return op - (op > self.barrier)
 
 
-def make_core(graph: Graph, *, least: int = 1) -> Core:
+def make_core(graph: Graph, *, least: int = 1) -> GraphArrays:
     """The arrays of `graph`. Linear in its ops and the storages that they touch.
 
     Storages of fewer than `least` bytes count as nothing: what every order needs without them, every order needs.
@@ -122,20 +122,20 @@ def _with_barrier(before: list[frozenset[int]], barrier: int) -> list[list[int]]
 
 def _assemble(
     graph: Graph, barrier: int, pred: list[list[int]], succ: list[list[int]], users: dict[int, list[int]]
-) -> Core:
+) -> GraphArrays:
     kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
     merged: dict[tuple[tuple[int, ...], bool], int] = {}
     for storage, ops in users.items():
         key = (tuple(ops), storage in kept)
         merged[key] = merged.get(key, 0) + graph.storages[storage].nbytes
     number = {key: i for i, key in enumerate(merged)}
-    chances: list[dict[int, int]] = [{} for _ in pred]
+    inplace_candidates: list[dict[int, int]] = [{} for _ in pred]
     for index, op in enumerate(graph.ops):
-        for result, read in op.chances:
+        for result, read in op.inplace_candidates:
             host = graph.values[read].storage
             saved = graph.storages[graph.values[result].storage].nbytes
             if host in users:
-                row, at = chances[index + (index >= barrier)], number[tuple(users[host]), host in kept]
+                row, at = inplace_candidates[index + (index >= barrier)], number[tuple(users[host]), host in kept]
                 row[at] = max(saved, row.get(at, 0))
     touch: list[list[int]] = [[] for _ in pred]
     for (ops_, _), storage in number.items():
@@ -145,8 +145,8 @@ def _assemble(
     succ_ptr, succ_flat = _flat(succ)
     touch_ptr, touch_flat = _flat(touch)
     user_ptr, user_flat = _flat(ops for ops, _ in merged)
-    chance_ptr, chance_flat = _flat([list(row.items()) for row in chances])
-    return Core(
+    chance_ptr, chance_flat = _flat([list(row.items()) for row in inplace_candidates])
+    return GraphArrays(
         barrier=barrier,
         pred_ptr=pred_ptr,
         pred=pred_flat,
@@ -171,7 +171,7 @@ def _flat(rows: Iterable[Sequence[Any]]) -> tuple[Ints, Ints]:
     return ptr, np.array([item for row in listed for item in row], np.int64)
 
 
-def with_edge(core: Core, first: int, then: int) -> Core:
+def with_edge(core: GraphArrays, first: int, then: int) -> GraphArrays:
     """The core in which `first` must run before `then`; they must be free to."""
     return replace(
         core,
@@ -182,13 +182,13 @@ def with_edge(core: Core, first: int, then: int) -> Core:
     )
 
 
-def reverse(core: Core) -> Core:
+def reverse(core: GraphArrays) -> GraphArrays:
     """Time run backwards: op i becomes op n - 1 - i, storage i becomes m - 1 - i, what was kept is given.
 
     An order of the one, turned round and renumbered, is one of the other with the same bytes at each step.
     """
     last_op, last_storage = core.n - 1, core.m - 1
-    return Core(
+    return GraphArrays(
         barrier=last_op - core.barrier,
         pred_ptr=_turned(core.succ_ptr),
         pred=(last_op - core.succ)[::-1].copy(),
@@ -213,7 +213,7 @@ def _turned(ptr: Ints) -> Ints:
     return np.ascontiguousarray((ptr[-1] - ptr)[::-1])
 
 
-def step_bytes(core: Core, order: Ints) -> Ints:
+def step_bytes(core: GraphArrays, order: Ints) -> Ints:
     """Bytes alive while each step of `order` runs."""
     if not core.m:
         return np.zeros(core.n, np.int64)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from memplan.schedule.arrays.graph_arrays import Core, Ints
+    from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints
 
 
 def working_set(graph: Graph) -> tuple[int, str]:
@@ -32,7 +32,9 @@ def working_set(graph: Graph) -> tuple[int, str]:
 
 def _touched_bytes(graph: Graph, op: Op) -> int:
     touched = sum(graph.storages[s].nbytes for s in graph.touched(op) if graph.storages[s].planned)
-    return touched - max((graph.storages[graph.values[result].storage].nbytes for result, _ in op.chances), default=0)
+    return touched - max(
+        (graph.storages[graph.values[result].storage].nbytes for result, _ in op.inplace_candidates), default=0
+    )
 
 
 def working_set_bound(graph: Graph) -> int:
@@ -63,7 +65,7 @@ class Cut:
     work: int
 
 
-def cut(core: Core, op: int, *, before: int = -1, after: int = -1, interpreted: bool = False) -> Cut:
+def cut(core: GraphArrays, op: int, *, before: int = -1, after: int = -1, interpreted: bool = False) -> Cut:
     """The least bytes alive while `op` (of the core) runs, over all ideals before it.
 
     With `before` (`after`), an op that may run on either side: over those ideals in which it has run (has not).
@@ -85,7 +87,7 @@ def cut(core: Core, op: int, *, before: int = -1, after: int = -1, interpreted: 
     return replace(best, work=work)
 
 
-def _least(core: Core, op: int, side: Ints, chance: tuple[int, int], ops: int) -> Cut:
+def _least(core: GraphArrays, op: int, side: Ints, chance: tuple[int, int], ops: int) -> Cut:
     """The least cut at `op` with one chance: a storage (-1: none), and the bytes saved where the op is its last."""
     from memplan.schedule.bounds.cut_kernel import BEFORE, network
     from memplan.schedule.bounds.flow_kernel import max_flow

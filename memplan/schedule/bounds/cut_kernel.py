@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplan.schedule.arrays.compiled import Kernel
+from memplan.schedule.arrays.compiled import CompiledKernel
 
 BEFORE, FREE, AFTER = 1, 0, -1
 
 
-@Kernel
+@CompiledKernel
 def sides_of(v, before, after, pred_ptr, pred, succ_ptr, succ):
     """For each op: BEFORE if it must run before `v`, AFTER if it is `v` or must run after it, else FREE.
 
@@ -49,7 +49,7 @@ def sides_of(v, before, after, pred_ptr, pred, succ_ptr, succ):
     return side
 
 
-@Kernel
+@CompiledKernel
 def network(v, side, host, saved, pred_ptr, pred, touch_ptr, touch, user_ptr, user, size, kept):
     """(nodes, tails, heads, capacities, bytes alive in any case, node of each op or storage).
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplan.schedule.arrays.compiled import Kernel
+from memplan.schedule.arrays.compiled import CompiledKernel
 
 
-@Kernel
+@CompiledKernel
 def max_flow(nodes, tail, head, capacity):
     """The greatest flow from node 0 to node 1, the nodes on the source's side of the least cut that is
     nearest to the source, and the work done (arcs looked at).

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.schedule.arrays.graph_arrays import Core, Ints, step_bytes, with_edge
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, step_bytes, with_edge
 from memplan.schedule.bounds.cut import cut
 
 _LARGEST = 32  # ops that touch the most: others hardly matter to each other
@@ -24,11 +24,11 @@ _NEAR = 32  # steps before and after a peak step whose ops might as well be on t
 class Propagated:
     """`core` with the edges that were found; None when no order keeps within the target."""
 
-    core: Core | None
+    core: GraphArrays | None
     left: int
 
 
-def propagate(core: Core, order: Ints, target: int, work: int) -> Propagated:
+def propagate(core: GraphArrays, order: Ints, target: int, work: int) -> Propagated:
     """Add the edges that every order of at most `target` bytes keeps, as far as `work` (arcs looked at) lasts.
 
     `order` is the best one known: first come the ops at which it needs more than the target.
@@ -54,7 +54,7 @@ def propagate(core: Core, order: Ints, target: int, work: int) -> Propagated:
     return Propagated(core=core, left=work)
 
 
-def _excluded(core: Core, first: int, then: int, target: int, work: int) -> tuple[bool, int]:
+def _excluded(core: GraphArrays, first: int, then: int, target: int, work: int) -> tuple[bool, int]:
     """Whether every order with `first` before `then` needs more than `target`; False too if they have no choice."""
     for op, before, after in ((then, first, -1), (first, -1, then)):
         found = cut(core, op, before=before, after=after)
@@ -64,7 +64,7 @@ def _excluded(core: Core, first: int, then: int, target: int, work: int) -> tupl
     return False, work
 
 
-def _pairs(core: Core, order: Ints, target: int) -> Iterator[tuple[int, int]]:
+def _pairs(core: GraphArrays, order: Ints, target: int) -> Iterator[tuple[int, int]]:
     """Pairs that might run either way: an op at the peak with those that its cut would have on the other side, with
     those around it and with large ones; two large ones."""
     large = np.argsort(-core.working_set, kind="stable")[:_LARGEST].tolist()
@@ -81,7 +81,7 @@ def _pairs(core: Core, order: Ints, target: int) -> Iterator[tuple[int, int]]:
                 yield pair
 
 
-def _misplaced(core: Core, order: Ints, at: int) -> list[int]:
+def _misplaced(core: GraphArrays, order: Ints, at: int) -> list[int]:
     """Ops that run before step `at` and had better run after it, and the other way round; the largest of them."""
     ran = np.zeros(core.n, np.bool_)
     ran[order[:at]] = True
@@ -90,7 +90,7 @@ def _misplaced(core: Core, order: Ints, at: int) -> list[int]:
     return found
 
 
-def _related(core: Core, op: int) -> Ints:
+def _related(core: GraphArrays, op: int) -> Ints:
     """Nonzero for `op` and all ops that must run before or after it."""
     from memplan.schedule.bounds.cut_kernel import sides_of
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from memplan.core.graph import Graph
 from memplan.core.schedule import Evidence, Schedule
-from memplan.schedule.arrays.graph_arrays import Core, Ints, step_bytes
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, step_bytes
 from memplan.schedule.bounds.cut import Cut, cut
 
 
 class Prover:
     """Cuts under a work limit (in arcs looked at, so that the outcome depends on the graph alone)."""
 
-    def __init__(self, core: Core, work: int) -> None:
+    def __init__(self, core: GraphArrays, work: int) -> None:
         self.core = core
         self.work = work
         self.bound = int(core.working_set.max(initial=0))

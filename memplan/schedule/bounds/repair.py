@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from memplan.schedule.arrays.graph_arrays import Core, Ints, step_bytes
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, step_bytes
 from memplan.schedule.bounds.cut import Cut
 
 _ROUNDS = 200
 _TRIED = 8  # peak steps looked at in one round; an order can have thousands
 
 
-def repair(core: Core, order: Ints, cut_at: Callable[[int], Cut | None]) -> Ints:
+def repair(core: GraphArrays, order: Ints, cut_at: Callable[[int], Cut | None]) -> Ints:
     """The order, mended at its peak steps as long as that lowers (max live, number of steps that reach it).
 
     At a peak step v with a least cut below the peak: the cut's ideal, v, the rest, each in their old order.
@@ -29,7 +29,7 @@ def repair(core: Core, order: Ints, cut_at: Callable[[int], Cut | None]) -> Ints
     return order
 
 
-def _mended(core: Core, order: Ints, steps: Ints, cut_at: Callable[[int], Cut | None]) -> Ints | None:
+def _mended(core: GraphArrays, order: Ints, steps: Ints, cut_at: Callable[[int], Cut | None]) -> Ints | None:
     peak = steps.max(initial=0)
     at_peak = np.flatnonzero(steps == peak)
     for step in at_peak[:_TRIED]:

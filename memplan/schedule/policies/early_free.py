@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.core.graph import Graph
 from memplan.core.schedule import Schedule
-from memplan.schedule.arrays.graph_arrays import Core, Ints
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints
 from memplan.schedule.policies.list_kernel import EARLY_FREE
 from memplan.schedule.policies.orders import listed, scheduled
 
@@ -19,11 +19,11 @@ def late_alloc(graph: Graph) -> Schedule:
     return scheduled(graph, "late_alloc", EARLY_FREE, backwards=True)
 
 
-def early_free_order(core: Core) -> Ints:
+def early_free_order(core: GraphArrays) -> Ints:
     """`early_free` of a core."""
     return listed(core, EARLY_FREE)
 
 
-def late_alloc_order(core: Core) -> Ints:
+def late_alloc_order(core: GraphArrays) -> Ints:
     """`late_alloc` of a core."""
     return listed(core, EARLY_FREE, backwards=True)

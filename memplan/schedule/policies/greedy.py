@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.core.graph import Graph
 from memplan.core.schedule import Schedule
-from memplan.schedule.arrays.graph_arrays import Core, Ints
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints
 from memplan.schedule.policies.list_kernel import GREEDY
 from memplan.schedule.policies.orders import listed, scheduled
 
@@ -14,6 +14,6 @@ def greedy(graph: Graph) -> Schedule:
     return scheduled(graph, "greedy", GREEDY)
 
 
-def greedy_order(core: Core) -> Ints:
+def greedy_order(core: GraphArrays) -> Ints:
     """`greedy` of a core."""
     return listed(core, GREEDY)

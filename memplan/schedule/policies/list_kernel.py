@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplan.schedule.arrays.compiled import Kernel
+from memplan.schedule.arrays.compiled import CompiledKernel
 
 LPMF, GREEDY, EARLY_FREE = 0, 1, 2
 
 
-@Kernel
+@CompiledKernel
 def list_order(
     rule, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr, user, size, given, kept,
     backwards, chance_ptr, host, saved,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from memplan.core.graph import Graph
 from memplan.core.schedule import Schedule, make_schedule
-from memplan.schedule.arrays.graph_arrays import Core, Ints, make_core, reverse
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, make_core, reverse
 from memplan.schedule.policies.list_kernel import list_order
 
 
-def listed(core: Core, rule: int, *, backwards: bool = False) -> Ints:
+def listed(core: GraphArrays, rule: int, *, backwards: bool = False) -> Ints:
     """The order by a rule of `list_kernel`; backwards, the last op is chosen first."""
     c = reverse(core) if backwards else core
     order: Ints = list_order(

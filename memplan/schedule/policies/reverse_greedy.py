@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.core.graph import Graph
 from memplan.core.schedule import Schedule
-from memplan.schedule.arrays.graph_arrays import Core, Ints
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints
 from memplan.schedule.policies.list_kernel import GREEDY
 from memplan.schedule.policies.orders import listed, scheduled
 
@@ -14,6 +14,6 @@ def reverse_greedy(graph: Graph) -> Schedule:
     return scheduled(graph, "reverse_greedy", GREEDY, backwards=True)
 
 
-def reverse_greedy_order(core: Core) -> Ints:
+def reverse_greedy_order(core: GraphArrays) -> Ints:
     """`reverse_greedy` of a core."""
     return listed(core, GREEDY, backwards=True)

@@ -29,7 +29,7 @@ def cpsat(graph: Graph, *, work: float = 60.0) -> Schedule:
             model.add(position[other] < position[op])
     for op in range(graph.forward_ops):
         model.add(position[op] < graph.forward_ops)
-    taken = _chances(graph, model, position)
+    taken = _inplace_candidates(graph, model, position)
     sizes, intervals = [], []
     kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
     for index, storage in enumerate(graph.storages):
@@ -63,14 +63,14 @@ def cpsat(graph: Graph, *, work: float = 60.0) -> Schedule:
     return Schedule(policy="cpsat", order=order, max_live=max_live, bound=bound, evidence=evidence, proof=proof)
 
 
-def _chances(graph: Graph, model: Any, position: Sequence[Any]) -> dict[tuple[int, int], list[Any]]:
+def _inplace_candidates(graph: Graph, model: Any, position: Sequence[Any]) -> dict[tuple[int, int], list[Any]]:
     """(op, storage) -> variables that are true where a result of the op takes the storage's bytes: it ends a step
     earlier. One at most for each op, and only after all others that touch the storage."""
     taken: dict[tuple[int, int], list[Any]] = {}
     for index, op in enumerate(graph.ops):
-        chosen = [model.new_bool_var("") for _ in op.chances]
+        chosen = [model.new_bool_var("") for _ in op.inplace_candidates]
         model.add_at_most_one(chosen)
-        for variable, (_, read) in zip(chosen, op.chances, strict=True):
+        for variable, (_, read) in zip(chosen, op.inplace_candidates, strict=True):
             host = graph.values[read].storage
             taken.setdefault((index, host), []).append(variable)
             for other, user in enumerate(graph.ops):

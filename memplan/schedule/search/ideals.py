@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from memplan.schedule.arrays.graph_arrays import Core, Ints, reverse, step_bytes
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, reverse, step_bytes
 from memplan.schedule.search.search_kernel import EXHAUSTED, FOUND, levels
 
 _USUAL = 64  # states: a search of this width costs the interpreter about as much as the other kernels
 
 
-class Outcome(enum.Enum):
+class SearchOutcome(enum.Enum):
     """What is known after a search."""
 
     FOUND = "an order within the target"
@@ -27,13 +27,13 @@ class Found:
     """`order` is of the core's ops, and within the target when FOUND; `work` is in units of the kernel, `dropped`
     the states that were too many for the width."""
 
-    outcome: Outcome
+    outcome: SearchOutcome
     order: Ints
     work: int
     dropped: int
 
 
-def search(core: Core, target: int, *, width: int, limit: int, backwards: bool = False) -> Found:
+def search(core: GraphArrays, target: int, *, width: int, limit: int, backwards: bool = False) -> Found:
     """Look for an order that needs at most `target` bytes at every step, keeping `width` states at a time.
 
     Deterministic: the work is counted, not timed. Backwards, the last op is decided first.
@@ -46,19 +46,19 @@ def search(core: Core, target: int, *, width: int, limit: int, backwards: bool =
         *(*tables, c.pred_ptr, c.succ_ptr, c.succ, c.touch_ptr, c.touch, c.user_ptr),
         *(c.size, c.given, c.kept, c.backwards, c.chance_ptr, c.host, c.saved),
     )
-    kind = {FOUND: Outcome.FOUND, EXHAUSTED: Outcome.EXHAUSTED}.get(int(outcome), Outcome.GAVE_UP)
+    kind = {FOUND: SearchOutcome.FOUND, EXHAUSTED: SearchOutcome.EXHAUSTED}.get(int(outcome), SearchOutcome.GAVE_UP)
     return Found(
         outcome=kind, order=c.n - 1 - order[::-1] if backwards else order, work=int(work), dropped=int(dropped)
     )
 
 
-def widest(core: Core, memory: int = 2**27) -> int:
+def widest(core: GraphArrays, memory: int = 2**27) -> int:
     """The most states that a search may hold so that its tables stay within `memory` bytes."""
     each = 2 * (2 * core.n + core.m) * _numbers(core).itemsize + 8 * core.n
     return max(1, memory // (each + 1))
 
 
-def _numbers(core: Core) -> np.dtype[np.signedinteger[Any]]:
+def _numbers(core: GraphArrays) -> np.dtype[np.signedinteger[Any]]:
     """Of what the tables are: ops by number, and counts of them."""
     return np.dtype(np.int16 if core.n < 2**15 - 1 else np.int32)
 
@@ -79,13 +79,13 @@ class Narrowed:
     dropped: tuple[int, int] = (0, 0)
 
 
-def unsearched(core: Core, order: Ints, bound: int, work: int) -> Narrowed:
+def unsearched(core: GraphArrays, order: Ints, bound: int, work: int) -> Narrowed:
     """Where a search begins."""
     peak = int(step_bytes(core, order).max(initial=0))
     return Narrowed(order=order, max_live=peak, bound=min(bound, peak), left=work)
 
 
-def narrow(core: Core, best: Narrowed, *, width: int) -> Narrowed:
+def narrow(core: GraphArrays, best: Narrowed, *, width: int) -> Narrowed:
     """Search for ever better orders between the bound and the best, until they meet or the work is spent.
 
     One byte below the best as long as that succeeds, which ends it if all orders are excluded, and at the bound,
@@ -102,7 +102,7 @@ def narrow(core: Core, best: Narrowed, *, width: int) -> Narrowed:
     return _attempt(core, best, (best.bound + best.max_live) // 2 if is_narrow else best.bound, width)
 
 
-def _attempt(core: Core, best: Narrowed, target: int, width: int) -> Narrowed:
+def _attempt(core: GraphArrays, best: Narrowed, target: int, width: int) -> Narrowed:
     """Search for `target` in both directions of time, first in the one that dropped less before; if there is need."""
     if not best.bound <= target < best.max_live or best.left <= 0:
         return best
@@ -115,9 +115,9 @@ def _attempt(core: Core, best: Narrowed, target: int, width: int) -> Narrowed:
         left -= found.work
         dropped[backwards] = found.dropped
         best = replace(best, left=left, dropped=(dropped[0], dropped[1]))
-        if found.outcome is Outcome.FOUND:
+        if found.outcome is SearchOutcome.FOUND:
             return replace(best, order=found.order, max_live=int(step_bytes(core, found.order).max()))
-        if found.outcome is Outcome.EXHAUSTED:
+        if found.outcome is SearchOutcome.EXHAUSTED:
             return replace(best, bound=max(best.bound, target + 1))
         if left <= 0:
             break

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplan.schedule.arrays.compiled import Kernel
+from memplan.schedule.arrays.compiled import CompiledKernel
 
 FOUND, EXHAUSTED, GAVE_UP = 0, 1, 2
 
 
-@Kernel
+@CompiledKernel
 def levels(
     target, width, limit, keys, waiting, left, ready, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr,
     size, given, kept, backwards, chance_ptr, host, saved,

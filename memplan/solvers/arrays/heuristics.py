@@ -7,25 +7,25 @@ from collections.abc import Iterator
 import numpy as np
 
 from memplan.solvers import thresholds
-from memplan.solvers.arrays.problem_arrays import Core, Ints
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 from memplan.solvers.limits import Budget
 
 PAIRS_PER_UNIT = 16  # pairs met while fitting, for one unit of work
 
 
-def unplaced(core: Core) -> Ints:
+def unplaced(core: ProblemArrays) -> Ints:
     """Offsets (units) with only the pinned buffers in place; -1 elsewhere."""
     return np.where(core.pinned, core.low, -1)
 
 
-def pairs_alive_together(core: Core) -> int:
+def pairs_alive_together(core: ProblemArrays) -> int:
     """How many pairs of lifetimes (hulls) meet. Linear: sections are small integers."""
     born = np.cumsum(np.bincount(core.lo, minlength=core.sections + 1))
     died = np.cumsum(np.bincount(core.hi, minlength=core.sections + 1))
     return int((born[core.hi - 1] - died[core.lo] - 1).sum()) // 2
 
 
-def first_fit(core: Core, order: Ints, offsets: Ints, *, best: bool = False) -> None:
+def first_fit(core: ProblemArrays, order: Ints, offsets: Ints, *, best: bool = False) -> None:
     """Place `order` one by one, each at its lowest (`best`: tightest) free offset, into `offsets`."""
     from memplan.solvers.arrays import fit_kernel
 
@@ -40,7 +40,7 @@ def first_fit(core: Core, order: Ints, offsets: Ints, *, best: bool = False) -> 
     )  # fmt: skip
 
 
-def on_skyline(core: Core, order: Ints, max_offset: Ints, offsets: Ints) -> bool:
+def on_skyline(core: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints) -> bool:
     """Put `order` on top of what is placed, where it ends in time; returns whether all of it did. n log n."""
     from memplan.solvers.arrays import skyline_kernel
 
@@ -51,7 +51,7 @@ def on_skyline(core: Core, order: Ints, max_offset: Ints, offsets: Ints) -> bool
     return bool(refused == 0)
 
 
-def online(core: Core, *policies: bool) -> Iterator[Ints]:
+def online(core: ProblemArrays, *policies: bool) -> Iterator[Ints]:
     """Offsets (units) as an allocator hands them out in order of time, for each policy (best-fit if true).
 
     Not for pinned buffers.
@@ -66,7 +66,7 @@ def online(core: Core, *policies: bool) -> Iterator[Ints]:
         yield offsets
 
 
-def first_answers(core: Core) -> Iterator[Ints]:
+def first_answers(core: ProblemArrays) -> Iterator[Ints]:
     """Complete placements (offsets in units), quick ones first, each valid."""
     free = np.flatnonzero(~core.pinned)
     if pairs_alive_together(core) <= thresholds.PAIRS or core.pinned.any():
@@ -80,7 +80,7 @@ def first_answers(core: Core) -> Iterator[Ints]:
         yield from online(core, False, True)
 
 
-def fill(core: Core, order: Ints, max_offset: Ints, offsets: Ints, budget: Budget | None = None) -> Ints:
+def fill(core: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints, budget: Budget | None = None) -> Ints:
     """Complete `offsets` with the buffers of `order`; returns those that end too high (none, after peeling).
 
     On the skyline if possible, else one by one, which is work for `budget` in proportion to the pairs met.

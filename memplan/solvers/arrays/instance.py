@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memplan.solvers.arrays.problem_arrays import Core, Ints
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 
 
-class Outcome(enum.Enum):
+class PieceOutcome(enum.Enum):
     """What a search says about a capacity."""
 
     SOLVED = enum.auto()
@@ -23,7 +23,7 @@ class Outcome(enum.Enum):
 class Instance:
     """Buffers with their highest offsets (units), who meets whom, and who is alive in each section."""
 
-    core: Core
+    core: ProblemArrays
     max_offset: Ints
     adj_ptr: Ints
     adj: npt.NDArray[np.int32]
@@ -31,7 +31,7 @@ class Instance:
     mem: npt.NDArray[np.int32]
 
 
-def instance_of(core: Core, max_offset: Ints) -> Instance:
+def instance_of(core: ProblemArrays, max_offset: Ints) -> Instance:
     """`core` ready to be searched. Time and memory in proportion to the pairs that are alive together."""
     from memplan.solvers.arrays import fit_kernel
 

@@ -22,7 +22,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Core:
+class ProblemArrays:
     """Buffers 0..n-1 (those with bytes, in definition order) in units and sections.
 
     Buffer b is alive in the sections [seg_lo[k], seg_hi[k]) for k in seg_ptr[b]..seg_ptr[b+1]-1; [lo, hi) is
@@ -69,7 +69,7 @@ class Core:
         return int((self.max_offset(capacity) + self.size).max(initial=0))
 
 
-def core_of(problem: Problem) -> Core:
+def core_of(problem: Problem) -> ProblemArrays:
     """The arrays of `problem`. n log n."""
     raw = _column(problem.buffers, "size")
     source = np.flatnonzero(raw)
@@ -83,21 +83,21 @@ def core_of(problem: Problem) -> Core:
     unit, size, align = _units(raw, align, low)
     seg_ptr, start, end = _segments(buffers)
     seg_lo, seg_hi, steps = sections_of(start, end)
-    return Core(
+    return ProblemArrays(
         unit=unit, size=size, raw=raw, align=align, low=low // unit, pinned=pinned, seg_ptr=seg_ptr, seg_lo=seg_lo,
         seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=steps, start=start[seg_ptr[:-1]],
         source=source,
     )  # fmt: skip
 
 
-def subset(core: Core, ids: Ints, base: int = 0) -> Core:
+def subset(core: ProblemArrays, ids: Ints, base: int = 0) -> ProblemArrays:
     """The buffers `ids` alone, in sections of their own, at `base` units or above; `source` is `ids`."""
     counts = np.diff(core.seg_ptr)[ids]
     seg_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
     segments = np.repeat(core.seg_ptr[ids] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])
     seg_lo, seg_hi, steps = sections_of(core.seg_lo[segments], core.seg_hi[segments])
     align = core.align[ids]
-    return Core(
+    return ProblemArrays(
         unit=core.unit, size=core.size[ids], raw=core.raw[ids], align=align,
         low=np.maximum(core.low[ids], -(-base // align) * align), pinned=core.pinned[ids], seg_ptr=seg_ptr,
         seg_lo=seg_lo, seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=core.steps[steps],
@@ -162,7 +162,7 @@ def _places(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     return steps, place[: start.shape[0]], place[start.shape[0] :]
 
 
-def load_of(core: Core) -> Ints:
+def load_of(core: ProblemArrays) -> Ints:
     """Units that are alive in each section (rounded-up sizes)."""
     change = np.zeros(core.sections + 1, np.int64)
     sizes = np.repeat(core.size, np.diff(core.seg_ptr))

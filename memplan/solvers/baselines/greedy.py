@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.solvers.arrays.sequence import in_order
 from memplan.solvers.base import NO_LIMITS, finish
-from memplan.solvers.limits import Limits
+from memplan.solvers.limits import SolverLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Greedy:
     def refuses(self, problem: Problem) -> str | None:
         return None
 
-    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
         offsets = in_order(problem, by_size(problem), best=self.best_fit)
         return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)

@@ -13,7 +13,7 @@ import time
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.solvers.arrays.sequence import in_order
 from memplan.solvers.base import NO_LIMITS, finish
-from memplan.solvers.limits import Budget, Limits
+from memplan.solvers.limits import Budget, SolverLimits
 
 _ATTEMPTS = 500
 
@@ -26,7 +26,7 @@ class HillClimb:
     def refuses(self, problem: Problem) -> str | None:
         return None
 
-    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
         budget = Budget(limits)
         chance = random.Random(seed)

@@ -6,7 +6,7 @@ import time
 
 from memplan.core.problem import Problem, Solution
 from memplan.solvers.base import NO_LIMITS, align_up, finish
-from memplan.solvers.limits import Limits
+from memplan.solvers.limits import SolverLimits
 
 
 class Naive:
@@ -17,7 +17,7 @@ class Naive:
     def refuses(self, problem: Problem) -> str | None:
         return None
 
-    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
         offsets = {b.id: b.pinned_offset for b in problem.buffers if b.pinned_offset is not None}
         top = max((b.pinned_offset + b.size for b in problem.buffers if b.pinned_offset is not None), default=0)

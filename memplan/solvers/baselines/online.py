@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from memplan.core.problem import Problem, Solution
 from memplan.solvers.base import NO_LIMITS, finish
-from memplan.solvers.limits import Limits
+from memplan.solvers.limits import SolverLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Online:
             return "an allocator chooses addresses itself, so a buffer cannot be pinned to one"
         return None
 
-    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         from memplan.solvers.arrays.heuristics import online
         from memplan.solvers.arrays.problem_arrays import core_of
 

@@ -11,7 +11,7 @@ import time
 
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.solvers.base import NO_LIMITS, align_up, finish
-from memplan.solvers.limits import Limits
+from memplan.solvers.limits import SolverLimits
 
 
 class Partition:
@@ -24,7 +24,7 @@ class Partition:
             return "a partition has no fixed address, so a buffer cannot be pinned to one"
         return None
 
-    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
         offsets: dict[str, int] = {}
         top = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.solvers.base import NO_LIMITS, align_up, finish
-from memplan.solvers.limits import Limits
+from memplan.solvers.limits import SolverLimits
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Shared:
             return "shared objects have no fixed address, so a buffer cannot be pinned to one"
         return None
 
-    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
         objects: list[_Object] = []
         for buffer in sorted(problem.buffers, key=lambda b: -b.size):

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 
 from memplan.core.problem import Problem, Solution
 from memplan.solvers.base import NO_LIMITS, align_up, finish
-from memplan.solvers.limits import Limits
+from memplan.solvers.limits import SolverLimits
 
 _PARTS = 5  # log2 of the parts of each power of two
 
@@ -42,7 +42,7 @@ class TLSF:
             return "an allocator chooses addresses itself, so a buffer cannot be pinned to one"
         return None
 
-    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
         pool = _Pool()
         events = [(b.live.start, 1, i) for i, b in enumerate(problem.buffers)]

@@ -11,7 +11,7 @@ import time
 from memplan.core.problem import Problem, Solution
 from memplan.solvers.arrays.sequence import in_order
 from memplan.solvers.base import NO_LIMITS, finish
-from memplan.solvers.limits import Limits
+from memplan.solvers.limits import SolverLimits
 
 
 class TStack:
@@ -22,7 +22,7 @@ class TStack:
     def refuses(self, problem: Problem) -> str | None:
         return None
 
-    def solve(self, problem: Problem, *, limits: Limits = NO_LIMITS, seed: int = 0) -> Solution:
+    def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
         order = sorted(problem.buffers, key=lambda b: (-b.live.end, b.live.start))
         offsets = in_order(problem, order)

@@ -7,10 +7,10 @@ from memplan.solvers import thresholds
 from memplan.solvers.accept import warn_of_fault
 from memplan.solvers.answers import Answers
 from memplan.solvers.arrays.heuristics import first_answers
-from memplan.solvers.arrays.instance import Outcome
-from memplan.solvers.arrays.problem_arrays import Core, Ints
+from memplan.solvers.arrays.instance import PieceOutcome
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 from memplan.solvers.bounds import lower_bound
-from memplan.solvers.limits import Budget, Limits, Progress
+from memplan.solvers.limits import Budget, Progress, SolverLimits
 from memplan.solvers.search import squeaky_wheel
 from memplan.solvers.search.eject import Learnt
 from memplan.solvers.search.solve_at_capacity import attempt
@@ -22,10 +22,12 @@ _STEPS = (0.85, 0.7, 0.5, 0.25, 0.0)  # the next capacity, between the bound (0)
 _SEARCH_SHARE = 0.7  # of the budget before CP-SAT
 
 
-class Race:
+class CapacitySearch:
     """The best placement so far and the bound, which `run` brings together as far as the budget goes."""
 
-    def __init__(self, core: Core, answers: Answers, problem: Problem, budget: Budget, limits: Limits) -> None:
+    def __init__(
+        self, core: ProblemArrays, answers: Answers, problem: Problem, budget: Budget, limits: SolverLimits
+    ) -> None:
         self.core, self.answers, self.budget, self.limits = core, answers, budget, limits
         self.capacity, self.max_live = problem.capacity, problem.max_live
         self.bound = lower_bound(core)
@@ -72,7 +74,7 @@ class Race:
         while not self._is_done() and not self.budget.is_over:
             assert self.arena is not None
             outcome = self._try(self.arena - 1, self.budget, 0, hint=self.answers.offsets)
-            if outcome is Outcome.LIMIT:
+            if outcome is PieceOutcome.LIMIT:
                 return
 
     def _promote(self, budget: Budget) -> None:
@@ -93,7 +95,7 @@ class Race:
             assert self.arena is not None
             goal = self.bound + int((self.arena - 1 - self.bound) * _STEPS[step])
             seed += 1
-            if self._try(goal, budget.slice(effort), seed, memory=memory) is not Outcome.LIMIT:
+            if self._try(goal, budget.slice(effort), seed, memory=memory) is not PieceOutcome.LIMIT:
                 step = min(step + 1, len(_STEPS) - 1)
             elif step:
                 step = 0
@@ -108,13 +110,13 @@ class Race:
         *,
         hint: Ints | None = None,
         memory: dict[bytes, Learnt] | None = None,
-    ) -> Outcome:
+    ) -> PieceOutcome:
         outcome, offsets = attempt(self.core, self.core.max_offset(capacity), budget, seed, hint=hint, memory=memory)
-        if outcome is Outcome.SOLVED and not self._offer(offsets, "attempt.attempt"):
+        if outcome is PieceOutcome.SOLVED and not self._offer(offsets, "attempt.attempt"):
             if memory is not None:  # it may be wrong too
                 memory.clear()
-            return Outcome.LIMIT
-        if outcome is Outcome.EXHAUSTED:
+            return PieceOutcome.LIMIT
+        if outcome is PieceOutcome.EXHAUSTED:
             exact = bool((self.core.raw % self.core.unit == 0).all())
             above = (capacity // self.core.unit + 1) * self.core.unit if exact else capacity + 1
             self.bound = max(self.bound, above)

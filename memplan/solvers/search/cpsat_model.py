@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memplan.core.interruptible import run
-from memplan.solvers.arrays.instance import Outcome
-from memplan.solvers.arrays.problem_arrays import Core, Ints
+from memplan.solvers.arrays.instance import PieceOutcome
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 from memplan.solvers.bounds import lower_bound
 from memplan.solvers.limits import Budget
 
@@ -23,7 +23,7 @@ _UNITS_PER_SECOND = 200_000  # of work, for one second of CP-SAT's deterministic
 _LEAST_SECONDS = 0.05  # a model this small is not worth starting for less
 
 
-def minimise(core: Core, hint: Ints, budget: Budget) -> tuple[Outcome, Ints, int]:
+def minimise(core: ProblemArrays, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints, int]:
     """The smallest arena for `core`, starting from the valid offsets `hint` (units); and a bound, bytes."""
     arena = int((hint * core.unit + core.raw).max())
     model, offsets = _model(core, core.max_offset(arena), hint)
@@ -36,14 +36,14 @@ def minimise(core: Core, hint: Ints, budget: Budget) -> tuple[Outcome, Ints, int
     return outcome, found, max(bound, proven)
 
 
-def decide(core: Core, max_offset: Ints, hint: Ints, budget: Budget) -> tuple[Outcome, Ints]:
+def decide(core: ProblemArrays, max_offset: Ints, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints]:
     """Place `core` (offsets in units, at `max_offset` at most), or prove that it cannot be done."""
     model, offsets = _model(core, max_offset, np.minimum(hint, max_offset))
     outcome, found, _ = _run(model, offsets, budget)
     return outcome, found
 
 
-def _model(core: Core, max_offset: Ints, hint: Ints) -> tuple[cp_model.CpModel, list[cp_model.LinearExprT]]:
+def _model(core: ProblemArrays, max_offset: Ints, hint: Ints) -> tuple[cp_model.CpModel, list[cp_model.LinearExprT]]:
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
@@ -62,7 +62,9 @@ def _model(core: Core, max_offset: Ints, hint: Ints) -> tuple[cp_model.CpModel, 
     return model, offsets
 
 
-def _run(model: cp_model.CpModel, offsets: list[cp_model.LinearExprT], budget: Budget) -> tuple[Outcome, Ints, int]:
+def _run(
+    model: cp_model.CpModel, offsets: list[cp_model.LinearExprT], budget: Budget
+) -> tuple[PieceOutcome, Ints, int]:
     from ortools.sat.python import cp_model
 
     solver = cp_model.CpSolver()
@@ -76,6 +78,6 @@ def _run(model: cp_model.CpModel, offsets: list[cp_model.LinearExprT], budget: B
     budget.spend(int(solver.deterministic_time * _UNITS_PER_SECOND), 1)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         bound = round(solver.best_objective_bound) if model.has_objective() else 0
-        return Outcome.SOLVED, np.array([solver.value(offset) for offset in offsets], np.int64), bound
-    outcome = Outcome.EXHAUSTED if status == cp_model.INFEASIBLE else Outcome.LIMIT
+        return PieceOutcome.SOLVED, np.array([solver.value(offset) for offset in offsets], np.int64), bound
+    outcome = PieceOutcome.EXHAUSTED if status == cp_model.INFEASIBLE else PieceOutcome.LIMIT
     return outcome, np.zeros(0, np.int64), 0

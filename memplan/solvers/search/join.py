@@ -19,7 +19,7 @@ import numpy as np
 
 from memplan.solvers import thresholds
 from memplan.solvers.arrays.instance import Instance, instance_of
-from memplan.solvers.arrays.problem_arrays import Core, Ints, load_of, sections_of
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of, sections_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def _roots(up: Ints, above: Ints) -> tuple[Ints, Ints]:
     return root, total
 
 
-def _kept(core: Core, kept: Ints, lo: Ints, hi: Ints, size: Ints) -> Core:
+def _kept(core: ProblemArrays, kept: Ints, lo: Ints, hi: Ints, size: Ints) -> ProblemArrays:
     """The buffers `kept`, with new hulls and sizes, which are full units. Those in segments keep them."""
     counts = np.diff(core.seg_ptr)[kept]
     seg_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
@@ -79,7 +79,7 @@ def _kept(core: Core, kept: Ints, lo: Ints, hi: Ints, size: Ints) -> Core:
     start, end = core.seg_lo[segments], core.seg_hi[segments]
     start[seg_ptr[:-1]], end[seg_ptr[1:] - 1] = lo[kept], hi[kept]
     seg_lo, seg_hi, steps = sections_of(start, end)
-    return Core(
+    return ProblemArrays(
         unit=core.unit, size=size[kept], raw=size[kept] * core.unit, align=core.align[kept], low=core.low[kept],
         pinned=core.pinned[kept], seg_ptr=seg_ptr, seg_lo=seg_lo, seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]],
         hi=seg_hi[seg_ptr[1:] - 1], steps=core.steps[steps], start=core.start[kept], source=kept,

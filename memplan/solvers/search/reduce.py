@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.solvers.arrays.problem_arrays import Core, Ints
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Reduced:
     fill: Ints
 
 
-def reduce(core: Core, max_offset: Ints) -> Reduced:
+def reduce(core: ProblemArrays, max_offset: Ints) -> Reduced:
     """Reduce `core` for a capacity given as the highest offset of each buffer (units). n log n per round."""
     done: list[Piece] = []
     bottoms: list[tuple[int, int]] = []
@@ -55,7 +55,7 @@ def reduce(core: Core, max_offset: Ints) -> Reduced:
     return Reduced(pieces=tuple(done), bottom=ids, bottom_offset=offsets, fill=fill)
 
 
-def _peel(core: Core, piece: Piece, max_offset: Ints, peeled: list[Ints]) -> Ints:
+def _peel(core: ProblemArrays, piece: Piece, max_offset: Ints, peeled: list[Ints]) -> Ints:
     """The buffers of `piece` that are left; the peeled ones are appended, larger ones first within a round."""
     ids = piece.ids
     while len(ids):
@@ -68,7 +68,9 @@ def _peel(core: Core, piece: Piece, max_offset: Ints, peeled: list[Ints]) -> Int
     return ids
 
 
-def _always_fits(core: Core, ids: Ints, base: int, max_offset: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _always_fits(
+    core: ProblemArrays, ids: Ints, base: int, max_offset: Ints
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     lo, hi, size, align = core.lo[ids], core.hi[ids], core.size[ids], core.align[ids]
     first, width = int(lo.min()), int(hi.max() - lo.min())
     lo, hi = lo - first, hi - first
@@ -89,7 +91,7 @@ def _started(lo: Ints, hi: Ints, value: Ints, width: int) -> Ints:
 
 
 def _bottom(
-    core: Core, ids: Ints, base: int, max_offset: Ints, bottoms: list[tuple[int, int]]
+    core: ProblemArrays, ids: Ints, base: int, max_offset: Ints, bottoms: list[tuple[int, int]]
 ) -> tuple[Ints, int, bool]:
     """Stack the buffers that meet all others of the piece on `base`; returns the rest and its base."""
     if not len(ids) or core.pinned[ids].any() or (core.align[ids] > 1).any():
@@ -111,7 +113,7 @@ def _bottom(
     return ids[~whole], base, bool(whole.any())
 
 
-def _split(core: Core, ids: Ints) -> list[Ints]:
+def _split(core: ProblemArrays, ids: Ints) -> list[Ints]:
     """The parts of `ids` that no lifetime (hull) connects, by time."""
     if not len(ids):
         return []

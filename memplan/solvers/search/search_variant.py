@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memplan.solvers import thresholds
-from memplan.solvers.arrays.instance import Instance, Outcome
-from memplan.solvers.arrays.problem_arrays import Core, Ints, load_of
+from memplan.solvers.arrays.instance import Instance, PieceOutcome
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of
 from memplan.solvers.limits import Budget
 from memplan.solvers.search.join import Joined
 
@@ -28,7 +28,7 @@ _FIRST_NODES, _SLICE_NODES = 2, 1  # per buffer
 _THOROUGH_NODES = 3  # nodes that take as long as one after which all conclusions are drawn
 
 
-class Form:
+class SearchVariant:
     """A piece, perhaps with buffers joined, and what is known of the arms on it."""
 
     def __init__(self, joined: Joined, table: Ints, salt: int, *, guessed: bool) -> None:
@@ -44,7 +44,7 @@ class Form:
         """How many buffers are left."""
         return self.joined.piece.core.n
 
-    def run(self, budget: Budget, random: np.random.Generator) -> tuple[Outcome, Ints]:
+    def run(self, budget: Budget, random: np.random.Generator) -> tuple[PieceOutcome, Ints]:
         """The next arm, briefly; after all of them one that left little unplaced, with a perturbed ranking.
 
         Returns the outcome for the form and, if SOLVED, the offsets of the buffers of the original piece (units).
@@ -83,7 +83,7 @@ def search_once(
     table: Ints,
     salt: int,
     budget: Budget,
-) -> tuple[Outcome, int, Ints]:
+) -> tuple[PieceOutcome, int, Ints]:
     """One run: the outcome, the least area left unplaced (units x sections), and offsets (complete if SOLVED)."""
     from memplan.solvers.search import search_kernel as kernel
 
@@ -98,11 +98,13 @@ def search_once(
         table, salt, offsets,
     )  # fmt: skip
     budget.spend(spent * cost, core.n)
-    outcome = {kernel.SOLVED: Outcome.SOLVED, kernel.EXHAUSTED: Outcome.EXHAUSTED}.get(status, Outcome.LIMIT)
+    outcome = {kernel.SOLVED: PieceOutcome.SOLVED, kernel.EXHAUSTED: PieceOutcome.EXHAUSTED}.get(
+        status, PieceOutcome.LIMIT
+    )
     return outcome, area, offsets
 
 
-def _rankings(core: Core) -> list[Floats]:
+def _rankings(core: ProblemArrays) -> list[Floats]:
     """Which buffer first, at equal offsets: long-lived, in busy sections, large in area, large in bytes."""
     load = np.concatenate((np.zeros(1), np.cumsum(load_of(core).astype(np.float64))))
     life = (core.hi - core.lo).astype(np.float64)

@@ -12,8 +12,8 @@ import numpy as np
 
 from memplan.solvers import thresholds
 from memplan.solvers.arrays.heuristics import fill, first_answers
-from memplan.solvers.arrays.instance import Outcome, instance_of
-from memplan.solvers.arrays.problem_arrays import Core, Ints, load_of, subset
+from memplan.solvers.arrays.instance import PieceOutcome, instance_of
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of, subset
 from memplan.solvers.limits import Budget
 from memplan.solvers.search import cpsat_model
 from memplan.solvers.search.eject import Learnt
@@ -24,14 +24,14 @@ _OVERHEAD = 300  # units of work that an attempt costs besides three per buffer
 
 
 def attempt(
-    core: Core,
+    core: ProblemArrays,
     max_offset: Ints,
     budget: Budget,
     seed: int,
     *,
     hint: Ints | None = None,
     memory: dict[bytes, Learnt] | None = None,
-) -> tuple[Outcome, Ints]:
+) -> tuple[PieceOutcome, Ints]:
     """Place every buffer of `core` at its `max_offset` (units) or below; offsets are complete if SOLVED.
 
     With a `hint` (a placement that reaches too high) the pieces go to CP-SAT instead of the search. `memory` is
@@ -44,11 +44,17 @@ def attempt(
 
 
 def _attempt(
-    core: Core, max_offset: Ints, budget: Budget, seed: int, *, hint: Ints | None, memory: dict[bytes, Learnt] | None
-) -> tuple[Outcome, Ints]:
+    core: ProblemArrays,
+    max_offset: Ints,
+    budget: Budget,
+    seed: int,
+    *,
+    hint: Ints | None,
+    memory: dict[bytes, Learnt] | None,
+) -> tuple[PieceOutcome, Ints]:
     offsets = np.full(core.n, -1, np.int64)
     if (max_offset < core.low).any():
-        return Outcome.EXHAUSTED, offsets
+        return PieceOutcome.EXHAUSTED, offsets
     reduced = reduce(core, max_offset)
     offsets[reduced.bottom] = reduced.bottom_offset
     solved: dict[bytes, Ints] = {}
@@ -63,30 +69,34 @@ def _attempt(
             if memory is not None:
                 learnt = memory.setdefault(piece.ids.tobytes(), Learnt(np.full(part.n, -1, np.int64)))
             outcome, placed = _place(part, max_offset[piece.ids], budget, seed, learnt)
-            if learnt is not None and outcome is Outcome.SOLVED:
+            if learnt is not None and outcome is PieceOutcome.SOLVED:
                 learnt.offsets = placed.copy()
         else:
             outcome, placed = cpsat_model.decide(part, max_offset[piece.ids], hint[piece.ids], budget)
-        if outcome is not Outcome.SOLVED:
+        if outcome is not PieceOutcome.SOLVED:
             return outcome, offsets
         offsets[piece.ids] = solved[content] = placed
     fill(core, reduced.fill, max_offset, offsets, budget)
     if (offsets > max_offset).any():
-        return Outcome.LIMIT, offsets
-    return Outcome.SOLVED, offsets
+        return PieceOutcome.LIMIT, offsets
+    return PieceOutcome.SOLVED, offsets
 
 
-def _place(core: Core, max_offset: Ints, budget: Budget, seed: int, learnt: Learnt | None) -> tuple[Outcome, Ints]:
+def _place(
+    core: ProblemArrays, max_offset: Ints, budget: Budget, seed: int, learnt: Learnt | None
+) -> tuple[PieceOutcome, Ints]:
     offsets = np.full(core.n, -1, np.int64)
     for offsets in islice(first_answers(core), thresholds.QUICK if core.n <= thresholds.LARGE else None):
         if (offsets <= max_offset).all():
-            return Outcome.SOLVED, offsets
+            return PieceOutcome.SOLVED, offsets
     if core.n > thresholds.LARGE:
         return _place_large(core, max_offset, budget, seed, offsets)
     return search(instance_of(core, max_offset), budget, seed, learnt)
 
 
-def _place_large(core: Core, max_offset: Ints, budget: Budget, seed: int, known: Ints) -> tuple[Outcome, Ints]:
+def _place_large(
+    core: ProblemArrays, max_offset: Ints, budget: Budget, seed: int, known: Ints
+) -> tuple[PieceOutcome, Ints]:
     """Search only the buffers alive in some tracked sections, fill in the rest, track where that overflows."""
     load = load_of(core)
     tracked = np.zeros(core.sections, np.bool_)
@@ -98,18 +108,18 @@ def _place_large(core: Core, max_offset: Ints, budget: Budget, seed: int, known:
             return search(instance_of(core, max_offset), budget, seed)
         offsets = np.full(core.n, -1, np.int64)
         outcome, placed = attempt(subset(core, inside), max_offset[inside], budget, seed)
-        if outcome is not Outcome.SOLVED:
+        if outcome is not PieceOutcome.SOLVED:
             return outcome, offsets
         offsets[inside] = placed
         rest = np.setdiff1d(np.arange(core.n), inside, assume_unique=True)
         rest = rest[np.lexsort((core.lo[rest], -core.size[rest]))]
         if not len(fill(core, rest, max_offset, offsets, budget)):
-            return Outcome.SOLVED, offsets
+            return PieceOutcome.SOLVED, offsets
         _track_overflows(core, offsets, max_offset, load, tracked)
-    return Outcome.LIMIT, known
+    return PieceOutcome.LIMIT, known
 
 
-def _alive_in(core: Core, tracked: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
+def _alive_in(core: ProblemArrays, tracked: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
     """The buffers alive in some tracked section, and the pinned ones."""
     before = np.concatenate((np.zeros(1, np.int64), np.cumsum(tracked, dtype=np.int64)))
     touches = np.add.reduceat(before[core.seg_hi] - before[core.seg_lo], core.seg_ptr[:-1]) > 0
@@ -117,7 +127,11 @@ def _alive_in(core: Core, tracked: np.ndarray[tuple[int], np.dtype[np.bool_]]) -
 
 
 def _track_overflows(
-    core: Core, offsets: Ints, max_offset: Ints, load: Ints, tracked: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    core: ProblemArrays,
+    offsets: Ints,
+    max_offset: Ints,
+    load: Ints,
+    tracked: np.ndarray[tuple[int], np.dtype[np.bool_]],
 ) -> None:
     """Add the busiest section of each of the buffers that end highest above their limit."""
     over = offsets - max_offset

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from memplan.solvers.arrays.heuristics import PAIRS_PER_UNIT, first_fit, pairs_alive_together, unplaced
-from memplan.solvers.arrays.problem_arrays import Core, Ints, load_of
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of
 from memplan.solvers.limits import Budget
 
 _BUSY, _PROMOTION = 8.0, 1.3  # exponent of the load, factor on the key of a buffer that ended too high
@@ -19,7 +19,7 @@ _HIGHEST_KEY = 1e200  # keys grow with every promotion, and would overflow after
 _PAIRS_PER_SECOND = 5_000_000  # of first-fit: a round that would not end in time is not begun
 
 
-def rounds(core: Core, goal: Ints, budget: Budget) -> Iterator[Ints]:
+def rounds(core: ProblemArrays, goal: Ints, budget: Budget) -> Iterator[Ints]:
     """Placements (offsets in units), one a round until `budget` is over; `goal` is the highest offset wanted."""
     pairs = pairs_alive_together(core)
     free = np.flatnonzero(~core.pinned)

@@ -10,19 +10,19 @@ from __future__ import annotations
 import numpy as np
 
 from memplan.solvers import thresholds
-from memplan.solvers.arrays.instance import Instance, Outcome
+from memplan.solvers.arrays.instance import Instance, PieceOutcome
 from memplan.solvers.arrays.problem_arrays import Ints
 from memplan.solvers.limits import Budget
 from memplan.solvers.search.eject import Ejection, Learnt
 from memplan.solvers.search.join import joined
-from memplan.solvers.search.search_variant import RULES, Form, luby
+from memplan.solvers.search.search_variant import RULES, SearchVariant, luby
 
 _ALL, _AS_IT_IS, _SOME = 0, 1, 2  # kinds of forms, by the likely joins that are made
 _CHANCES = (0.95, 0.9, 0.8)  # how many of them where some are
 _BUFFERS_PER_UNIT = 2  # that are looked at while a form is made, for one unit of work
 
 
-def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = None) -> tuple[Outcome, Ints]:
+def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = None) -> tuple[PieceOutcome, Ints]:
     """Place the piece under its capacity, prove that it cannot be done, or give up when `budget` is over.
 
     Ejection search (`eject.py`) gets as much work: from the first few runs on if it has `learnt` to go on from,
@@ -38,15 +38,15 @@ def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = N
         before = budget.spent
         if ejection is not None and run >= len(RULES) and ejected < treed:
             if ejection.run(thresholds.TURNS, budget):
-                return Outcome.SOLVED, ejection.offsets
+                return PieceOutcome.SOLVED, ejection.offsets
             ejected += budget.spent - before
             continue
         outcome, offsets = runs.next()
-        if outcome is not Outcome.LIMIT:
+        if outcome is not PieceOutcome.LIMIT:
             return outcome, offsets
         treed += budget.spent - before
         run += 1
-    return Outcome.LIMIT, np.zeros(n, np.int64)
+    return PieceOutcome.LIMIT, np.zeros(n, np.int64)
 
 
 class _Runs:
@@ -66,27 +66,27 @@ class _Runs:
         if self._forms[_ALL].size == self._forms[_AS_IT_IS].size:  # nothing to guess
             self._spent = {_AS_IT_IS: 0}
 
-    def next(self) -> tuple[Outcome, Ints]:
+    def next(self) -> tuple[PieceOutcome, Ints]:
         """One run, on the kind of form that had least work so far."""
         kind = min(self._spent, key=lambda kind: self._spent[kind])
         before = self._budget.spent
         outcome, offsets = self._form(kind).run(self._budget, self._random)
         self._spent[kind] += self._budget.spent - before
-        if outcome is Outcome.EXHAUSTED and kind != _AS_IT_IS:  # proves only that some joins were wrong
-            outcome = Outcome.LIMIT
+        if outcome is PieceOutcome.EXHAUSTED and kind != _AS_IT_IS:  # proves only that some joins were wrong
+            outcome = PieceOutcome.LIMIT
             self._forms.pop(kind)
             if kind == _ALL:
                 self._spent.pop(kind)
         return outcome, offsets
 
-    def _form(self, kind: int) -> Form:
+    def _form(self, kind: int) -> SearchVariant:
         form = self._forms.get(kind)
         if form is None or (kind == _SOME and form.runs >= thresholds.FORM_RUNS * luby(self._made - 2)):
             form = self._forms[kind] = self._make(_CHANCES[self._made % len(_CHANCES)], guessed=True)
         return form
 
-    def _make(self, chance: float, *, guessed: bool) -> Form:
+    def _make(self, chance: float, *, guessed: bool) -> SearchVariant:
         self._made += 1
         self._budget.spend(self._piece.core.n // _BUFFERS_PER_UNIT, 1)
         found = joined(self._piece, chance=chance, seed=int(self._random.integers(1 << 31)))
-        return Form(found, self._table, self._made, guessed=guessed)
+        return SearchVariant(found, self._table, self._made, guessed=guessed)

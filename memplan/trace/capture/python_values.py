@@ -34,7 +34,7 @@ GONE = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Access:
     """One step of a path: an attribute, or an item."""
 
     key: Any
@@ -45,7 +45,7 @@ class Link:
         return getattr(owner, self.key) if self.attribute else owner[self.key]
 
 
-_SUBMODULES, _TRAINING = Link("_modules", attribute=True), Link("training", attribute=True)
+_SUBMODULES, _TRAINING = Access("_modules", attribute=True), Access("training", attribute=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ class Reading:
     """`value`: what lay at the end of a path from `root` (None: the model itself) in the trace, or how long it was."""
 
     root: Any
-    path: tuple[Link, ...]
+    path: tuple[Access, ...]
     length: bool = False
     value: Any = None
 
-    def beyond_modules(self) -> tuple[Link, ...]:
+    def beyond_modules(self) -> tuple[Access, ...]:
         """The path without its way through the model's tree of modules."""
         i = 0
         while self.root is None and self.path[i : i + 1] == (_SUBMODULES,):
@@ -118,16 +118,16 @@ def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list
 def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: bool) -> Reading | None:
     """A name as a path from the model, or from a module that is no installed library; None for what is neither."""
     node: Any = ast.parse(name, mode="eval").body
-    path: list[Link] = []
+    path: list[Access] = []
     while not _is_root(node):
         if isinstance(node, ast.Attribute):
-            path.insert(0, Link(node.attr, attribute=True))
+            path.insert(0, Access(node.attr, attribute=True))
             node = node.value
         elif not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)):
             return None
         else:  # an item, or `dict(type(owner).__dict__)['key']`: what a class has for its objects
             of_class = isinstance(node.value, ast.Call)
-            path.insert(0, Link(node.slice.value, attribute=of_class))
+            path.insert(0, Access(node.slice.value, attribute=of_class))
             node = _object_of_class(node.value) if of_class else node.value
             if node is None or (of_class and len(path) > 1):
                 return None
@@ -136,7 +136,7 @@ def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: 
         code = forward.__code__
         if first in code.co_freevars:  # of a class in a function
             cell = (forward.__closure__ or ())[code.co_freevars.index(first)]
-            return Reading(root=cell, path=(Link("cell_contents", attribute=True), *path), length=length)
+            return Reading(root=cell, path=(Access("cell_contents", attribute=True), *path), length=length)
         whole = code.co_argcount == 0 and code.co_flags & inspect.CO_VARARGS  # a wrapper's `*args`
         if whole and path and first == code.co_varnames[code.co_kwonlyargcount] and path.pop(0).key != 0:
             return None
@@ -147,7 +147,7 @@ def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: 
         return None if _is_installed(vars(root)) else Reading(root=root, path=tuple(path), length=length)
     if root is None or str(first).startswith("__") or _is_installed(known):  # as `__builtins_dict___0`
         return None
-    return Reading(root=known, path=(Link(first, attribute=False), *path), length=length)
+    return Reading(root=known, path=(Access(first, attribute=False), *path), length=length)
 
 
 def _is_installed(module: Mapping[str, Any]) -> bool:
@@ -175,10 +175,12 @@ def options_of_layers(model: nn.Module) -> Iterator[Reading]:
     """What torch's own layers are set to, for a front end that does not tell what forward reads."""
     for name, module in model.named_modules():
         parts = name.split(".") if name else []
-        path = tuple(link for part in parts for link in (Link("_modules", attribute=True), Link(part, attribute=False)))
+        path = tuple(
+            link for part in parts for link in (Access("_modules", attribute=True), Access(part, attribute=False))
+        )
         for key in vars(module) if type(module).__module__.startswith("torch.nn.") else ():
             if not key.startswith("_"):
-                yield Reading(root=None, path=(*path, Link(key, attribute=True)))
+                yield Reading(root=None, path=(*path, Access(key, attribute=True)))
 
 
 def with_values(readings: Iterable[Reading], model: nn.Module) -> tuple[Reading, ...]:

@@ -18,7 +18,7 @@ from torch import fx
 
 from memplan.core.division import Division
 from memplan.errors import InvalidSize
-from memplan.trace.chunking.chunk_rewrite import Divider
+from memplan.trace.chunking.chunk_rewrite import ChunkRewriter
 from memplan.trace.chunking.row_chains import Chain, chains
 from memplan.trace.passes.aliasing import has_effects, keys_of, written_in
 
@@ -37,7 +37,7 @@ def divide(graph: fx.Graph, division: Division) -> Division:
         over = max((c.need for c in found), default=0) - 1
     for chain in found:
         if chain.need > over and (sunk := _can_move(chain, written_in(graph))) is not None:
-            Divider(graph, chain, division.blocks).run(sunk)
+            ChunkRewriter(graph, chain, division.blocks).run(sunk)
     return replace(division, over=over)
 
 

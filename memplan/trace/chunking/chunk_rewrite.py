@@ -31,7 +31,7 @@ class _Writer(Rewriter):
         return node
 
 
-class Divider:
+class ChunkRewriter:
     """Writes one chain anew. `made[node, box]` is a block of a node's result."""
 
     def __init__(self, graph: fx.Graph, chain: Chain, blocks: int) -> None:

@@ -23,7 +23,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memplan.core.in_place import with_chances
+from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidShapes, UnsupportedGraph
 from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
@@ -37,7 +37,7 @@ from memplan.trace.dynamic.dims import Dims, Range, read_dims, without
 from memplan.trace.dynamic.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
 from memplan.trace.dynamic.symbols import Translator
 from memplan.trace.dynamic.varying import SymbolicTrace, same_step
-from memplan.trace.traced import Kernel
+from memplan.trace.traced import KernelCall
 
 _WIDENINGS = 2  # further traces, to see whether a condition matters
 
@@ -140,7 +140,7 @@ def _trace(
     translator = tables.translator
     conditions = translator.conditions()
     writer = SizesWriter()
-    kernels = tuple(sized_kernel(k, translator, writer) for k in traced.kernels if isinstance(k, Kernel))
+    kernels = tuple(sized_kernel(k, translator, writer) for k in traced.kernels if isinstance(k, KernelCall))
     sizes = writer.finish(tables.storage_texts(), tables.view_texts)
     pinned = pinned_by(dims.symbols, hints, conditions)
     if pinned is not None:
@@ -161,7 +161,7 @@ def _trace(
         evaluate=evaluator(sizes.expressions, names),
     )
     traced = made.at(example, flat)
-    graph = stable(with_chances(traced.graph), sizes) if in_place else traced.graph
+    graph = stable(with_inplace_candidates(traced.graph), sizes) if in_place else traced.graph
     return replace(made, traced=replace(traced, graph=graph))
 
 

@@ -21,19 +21,19 @@ from memplan.trace.capture.refusals import unsupported
 from memplan.trace.dynamic.dims import Dims, Range
 from memplan.trace.dynamic.symbols import Translator
 from memplan.trace.dynamic.varying import Sized
-from memplan.trace.graph.alias_classes import Tables
+from memplan.trace.graph.alias_classes import AliasClasses
 from memplan.trace.graph.build import build
 from memplan.trace.lowering.rules import lower
 from memplan.trace.passes.fold import fold
 from memplan.trace.passes.own_outputs import own_the_results, returned_by, tangents_needed, write_back_mutations
-from memplan.trace.traced import Kernel, TracedGraph
+from memplan.trace.traced import KernelCall, TracedGraph
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def read_symbolic(
     model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, dims: Dims, hints: Mapping[str, int], *, train: bool
-) -> tuple[SymbolicTables, TracedGraph]:
+) -> tuple[SymbolicAliasClasses, TracedGraph]:
     """Trace, run the passes and read: the sizes, and the graph for the tracing hints. Raises `UnsupportedGraph`."""
     with contextlib.ExitStack() as stack:
         prepare(stack, model, train=train)
@@ -41,7 +41,7 @@ def read_symbolic(
         call = pytree.tree_unflatten(leaves, spec)
         joint, translator = _capture(stack, model, call, dims, hints)
         got = captured(model, joint, spec, flat, train=train)
-        tables = SymbolicTables(translator)
+        tables = SymbolicAliasClasses(translator)
         return tables, _read(got, type(model).__name__, tables)
 
 
@@ -142,7 +142,7 @@ def _fake(x: torch.Tensor, varying: Mapping[int, Any], sizes: Mapping[str, Any],
     return made.requires_grad_(x.requires_grad)
 
 
-def _read(got: Captured, model: str, tables: SymbolicTables) -> TracedGraph:
+def _read(got: Captured, model: str, tables: SymbolicAliasClasses) -> TracedGraph:
     """Run the passes over a graph whose sizes are symbols, with numbers that vary in its arguments, not as nodes."""
     graph = got.graph_module.graph
     _inline_sizes(graph)
@@ -171,7 +171,7 @@ def _inline_sizes(graph: fx.Graph) -> None:
         raise UnsupportedGraph("output", "it returns a size, which varies", "return tensors; read sizes outside")
 
 
-class SymbolicTables(Tables):
+class SymbolicAliasClasses(AliasClasses):
     """The tables for the tracing hints, which note what each size is as an expression.
 
     `view_texts`: shape, strides and offset of each value.
@@ -211,7 +211,7 @@ class SymbolicTables(Tables):
         return [self.translator.text(self.translator.largest(spans)) for spans in self._spans]
 
 
-def sized_kernel(kernel: Kernel, translator: Translator, writer: SizesWriter) -> Kernel:
+def sized_kernel(kernel: KernelCall, translator: Translator, writer: SizesWriter) -> KernelCall:
     """The kernel with `Sized`s in place of torch's symbolic numbers."""
 
     def sized(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from memplan.symbolic.expression import Evaluate
 from memplan.symbolic.sizes import Sizes, graph_at
 from memplan.symbolic.symbols import Symbol
 from memplan.trace.dynamic.dims import Dims
-from memplan.trace.traced import Kernel, TracedGraph
+from memplan.trace.traced import KernelCall, TracedGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class SymbolicTrace:
     symbols: tuple[Symbol, ...]
     conditions: tuple[str, ...]
     traced: TracedGraph
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelCall, ...]
     sizes: Sizes
     dims: Dims
     leaves: tuple[tuple[str, ...] | None, ...]
@@ -64,7 +64,7 @@ class SymbolicTrace:
         def filled(leaf: Any) -> Any:
             return numbers[leaf.place] if isinstance(leaf, Sized) else leaf
 
-        def kernel(k: Kernel) -> Kernel:
+        def kernel(k: KernelCall) -> KernelCall:
             args, kwargs = pytree.tree_map(filled, (k.args, k.kwargs))
             return replace(k, args=args, kwargs=kwargs)
 

@@ -14,7 +14,7 @@ from memplan.trace.passes.rewrite import storage_key
 _MADE = (StorageKind.ACTIVATION, StorageKind.GRADIENT, StorageKind.OUTPUT)
 
 
-class Tables:
+class AliasClasses:
     """What was found so far, each by its index; `SymbolicTables` is one of sizes that vary."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.front_ends import Captured
 from memplan.trace.capture.origins import origin_of, place_of
-from memplan.trace.graph.alias_classes import Tables
+from memplan.trace.graph.alias_classes import AliasClasses
 from memplan.trace.graph.opaque_outputs import handed_positions, is_literal, is_mixed, used_positions
 from memplan.trace.graph.output_spec import read_results
 from memplan.trace.optimizer.updates import StateInput
@@ -36,7 +36,7 @@ from memplan.trace.passes.out_variants import out_variant, written_names
 from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.randomness import draws
 from memplan.trace.passes.rewrite import MEMORY_ONLY, aten, storage_key
-from memplan.trace.traced import Binding, Handed, Kernel, Ref, Source, TracedGraph
+from memplan.trace.traced import Binding, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 
 _KIND_OF = {
     Source.PARAMETER: StorageKind.PARAMETER,
@@ -52,7 +52,7 @@ def build(
     captured: Captured,
     model: str,
     needs: Mapping[Any, frozenset[int]],
-    tables: Tables | None = None,
+    tables: AliasClasses | None = None,
     *,
     resident: bool = False,
 ) -> TracedGraph:
@@ -62,7 +62,7 @@ def build(
     to the end of the step.
     Raises `UnsupportedGraph` naming the node that cannot be planned.
     """
-    return _Builder(captured, model, needs, tables or Tables(), resident=resident).build()
+    return _Builder(captured, model, needs, tables or AliasClasses(), resident=resident).build()
 
 
 def _is_gradient_of_parameter(desc: Any) -> bool:
@@ -88,7 +88,13 @@ class _Builder:
     """Reads one fx graph; `tables` takes what it finds."""
 
     def __init__(
-        self, captured: Captured, model: str, needs: Mapping[Any, frozenset[int]], tables: Tables, *, resident: bool
+        self,
+        captured: Captured,
+        model: str,
+        needs: Mapping[Any, frozenset[int]],
+        tables: AliasClasses,
+        *,
+        resident: bool,
     ) -> None:
         self.captured = captured
         self.resident = resident
@@ -96,14 +102,14 @@ class _Builder:
         self.model = model
         self.graph = captured.graph_module.graph
         self.ops: list[Op] = []
-        self.kernels: list[Kernel] = []
+        self.kernels: list[KernelCall] = []
         self.tables = tables
         self.bindings: list[Binding] = []
         self.value_of: dict[fx.Node, int] = {}
         self.bare: set[int] = set()  # storages into which nothing has been written
         self.results_of: dict[fx.Node, tuple[int | None, ...]] = {}
-        self.handed_of: dict[tuple[fx.Node, int], Handed] = {}
-        self.other: dict[fx.Node, Any] = {}  # numbers, None and `Handed`: what stands for a node that is no value
+        self.handed_of: dict[tuple[fx.Node, int], OpaqueResult] = {}
+        self.other: dict[fx.Node, Any] = {}  # numbers, None and `OpaqueResult`: what stands for a node that is no value
 
     def build(self) -> TracedGraph:
         owned = self._caller_owned()
@@ -207,7 +213,7 @@ class _Builder:
         skipped: set[Any] = set()
         if is_mixed(node):
             for i in handed_positions(node):
-                self.handed_of[node, i] = Handed(len(self.handed_of))
+                self.handed_of[node, i] = OpaqueResult(len(self.handed_of))
             skipped = {i for i in range(len(results)) if (node, i) in self.handed_of or i not in used_positions(node)}
             skipped |= {i for i, r in enumerate(results) if is_literal(r)}
         results = [] if is_check(node.target) else results
@@ -277,9 +283,16 @@ class _Builder:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)
         kwargs = {**dict(kwargs), **node.meta.get("live", {})}
         several = isinstance(node.meta["val"], (tuple, list))
-        hands = tuple((i, handed.number) for (n, i), handed in self.handed_of.items() if n is node)
+        opaque_results = tuple((i, handed.number) for (n, i), handed in self.handed_of.items() if n is node)
         self.kernels.append(
-            Kernel(target=node.target, args=tuple(args), kwargs=kwargs, outs=outs, several=several, hands=hands)
+            KernelCall(
+                target=node.target,
+                args=tuple(args),
+                kwargs=kwargs,
+                outs=outs,
+                several=several,
+                opaque_results=opaque_results,
+            )
         )
 
     def _argument(self, node: fx.Node) -> Any:

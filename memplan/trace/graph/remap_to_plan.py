@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from memplan.core.graph import Graph, Op, require_same
 from memplan.core.plan import Plan
 from memplan.evict.graph.equivalent import require_equivalent
-from memplan.trace.traced import Kernel, Ref, TracedGraph, Transfer
+from memplan.trace.traced import KernelCall, Ref, TracedGraph, Transfer
 
 
 def require_planned(traced: TracedGraph, plan: Plan) -> None:
@@ -43,7 +43,7 @@ def _without(plan: Plan, traced: Graph) -> Graph:
 
 def follow(traced: TracedGraph, plan: Plan) -> TracedGraph:
     """`traced` with the graph of `plan` as it lies in the arena, and a kernel for each of its ops."""
-    kernels: tuple[Kernel | Transfer, ...] = traced.kernels
+    kernels: tuple[KernelCall | Transfer, ...] = traced.kernels
     if plan.eviction is not None:
         pairs = zip(plan.graph.ops, plan.eviction.sources, strict=True)
         kernels = tuple(_kernel(traced, plan.graph, op, source, several=bool(plan.devices)) for op, source in pairs)
@@ -55,12 +55,12 @@ def _moved(leaf: Any, where: torch.device) -> Any:
     return where if isinstance(leaf, torch.device) and leaf.type == where.type == "cuda" else leaf
 
 
-def _kernel(traced: TracedGraph, graph: Graph, op: Op, source: int, *, several: bool) -> Kernel | Transfer:
+def _kernel(traced: TracedGraph, graph: Graph, op: Op, source: int, *, several: bool) -> KernelCall | Transfer:
     """The traced op's kernel on the values of `op`, which stand in the same places of `graph`."""
     if source < 0:
         return Transfer(target=op.target, reads=op.reads, writes=op.writes)
     kernel, base = traced.kernels[source], traced.graph.ops[source]
-    assert isinstance(kernel, Kernel)
+    assert isinstance(kernel, KernelCall)
     new = dict(zip((*base.reads, *base.writes), (*op.reads, *op.writes), strict=True))
     args, kwargs = pytree.tree_map(
         lambda leaf: Ref(new.get(leaf.value, leaf.value)) if isinstance(leaf, Ref) else leaf,

@@ -6,13 +6,13 @@ from collections.abc import Hashable
 
 from memplan.core.graph import Graph, Op, StorageKind
 from memplan.trace.passes.rewrite import aten
-from memplan.trace.traced import Kernel, Ref, TracedGraph
+from memplan.trace.traced import KernelCall, Ref, TracedGraph
 
 _UPDATES = (aten._fused_sgd_, aten._fused_adam_, aten._fused_adamw_)
 _SMALL = (16 << 10, 1 << 20)  # bytes of a parameter, on the CPU and elsewhere, where a call is a launch
 
 
-def kind_of(kernel: Kernel, graph: Graph) -> Hashable:
+def kind_of(kernel: KernelCall, graph: Graph) -> Hashable:
     """What updates have in common that one call can make: the kernel, everything but its tensors, and dtypes and
     devices of those. None for what is no update."""
     if kernel.target.overloadpacket not in _UPDATES:
@@ -30,7 +30,7 @@ def small_updates(traced: TracedGraph) -> dict[int, Hashable]:
     """The kinds of the updates (by op) that cost more to call than to compute: they gain by running together."""
     graph, kinds = traced.graph, dict[int, Hashable]()
     for index, kernel in enumerate(traced.kernels):
-        kind = kind_of(kernel, graph) if isinstance(kernel, Kernel) else None
+        kind = kind_of(kernel, graph) if isinstance(kernel, KernelCall) else None
         if kind is not None and _parameter_bytes(graph, graph.ops[index]) <= _SMALL[traced.device.type != "cpu"]:
             kinds[index] = kind
     return kinds
