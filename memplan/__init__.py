@@ -18,9 +18,7 @@ Importing this package imports no torch and patches nothing: each name is import
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 from memplan.errors import MemplanError
@@ -122,35 +120,24 @@ _HOMES = {
     **dict.fromkeys(("CostModel", "load_costs"), "memplan.evict.costs"),
     "Backend": "memplan.runtime.dynamo.backend",
     "Division": "memplan.core.division",
-    "Plan": "memplan.plan",
-    "diff": "memplan.diff",
-    "explain": "memplan.explain",
+    "Plan": "memplan.core.plan",
+    "diff": "memplan.analysis.diff",
+    "explain": "memplan.analysis.explain",
     "load": "memplan.planning.planfile",
     "max_batch": "memplan.trace.batches",
-    "solve": "memplan.solve",
-    "validate": "memplan.validate",
+    "solve": "memplan.solvers",
+    "validate": "memplan.core.validate",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import what people ask for when they first do: the command line starts without any of it."""
     if name == "csvio":
-        return import_module("memplan.csvio")
+        return import_module("memplan.core.csvio")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return found
-
-
-class _Package(ModuleType):
-    """`memplan.solve` is the function, although importing the submodule of that name would put it there."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (isinstance(value, ModuleType) and (name == "plan" or name in _HOMES)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 @overload

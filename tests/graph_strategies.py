@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.core.in_place import with_inplace_candidates
-from memplan.core.plan import Plan, make_plan
+from memplan.core.plan import Plan
+from memplan.planning.make_plan import make_plan
 from memplan.schedule import Schedule, make_schedule, predecessors, traced
 
 NOWHERE = Origin()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from memplan.core.graph import Graph, Origin, Phase, StorageKind
-from memplan.core.plan import Plan, make_plan
+from memplan.core.plan import Plan
 from memplan.planning.budget import plan_within
+from memplan.planning.make_plan import make_plan
 from memplan.schedule import order, traced
 from tests.graph_strategies import GraphBuilder
 

@@ -16,8 +16,8 @@ from memplan.analysis.uses import homes, last_use, next_use, own_touches, touche
 from memplan.core.evictions import OFFLOAD_WAIT
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
+from memplan.core.schedule import live_bytes, working_set_bound
 from memplan.core.units import format_bytes
-from memplan.schedule import live_bytes, working_set_bound
 
 SHOWN = 3
 

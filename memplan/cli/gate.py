@@ -50,7 +50,7 @@ class Work:
         """Plan or load everything, one after the other, and check it."""
         from memplan.check.check import check as check_plan
         from memplan.cli.source import is_model, obtain
-        from memplan.core.plan import check_consistency
+        from memplan.planning.consistency import check_consistency
         from memplan.report.verdicts import Judged
 
         asked = [(entry, () if absolute_only and not self.file else self.rules(entry)) for entry in self.entries]

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from memplan.core.graph import Graph, Storage, StorageKind
 from memplan.core.problem import Buffer, Problem
-from memplan.core.schedule import storage_intervals
-from memplan.schedule import Schedule
+from memplan.core.schedule import Schedule, storage_intervals
 
 
 def problem(graph: Graph, schedule: Schedule, *, alignment: int, redzone: int = 0) -> Problem:

@@ -10,28 +10,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from memplan.core import lifetimes
 from memplan.core.compressed_storages import compressions_of
 from memplan.core.division import Division
-from memplan.core.evictions import DeviceArena, Eviction, EvictionPlan, check_record, evictions_of
-from memplan.core.graph import Graph, StorageKind, check_graph
+from memplan.core.evictions import DeviceArena, Eviction, EvictionPlan, evictions_of
+from memplan.core.graph import Graph, StorageKind
 from memplan.core.in_place_reuse import placed
-from memplan.core.problem import Problem, Solution, Status
-from memplan.core.schedule import storage_intervals
-from memplan.core.validate import validate
-from memplan.errors import InvalidPlan
-from memplan.schedule import (
+from memplan.core.problem import Problem, Solution
+from memplan.core.schedule import (
     Schedule,
     is_proven_again,
-    live_bytes,
-    require_evidence,
-    require_legal,
-    working_set_bound,
+    storage_intervals,
 )
-from memplan.solvers import Solver, solve
 
 if TYPE_CHECKING:
     from memplan.analysis.forecast import Forecast
@@ -45,6 +38,11 @@ _MODEL_KINDS = (
     StorageKind.INPUT,
     StorageKind.TANGENT,
 )
+
+
+def _function(module: str, name: str) -> Any:
+    """A function of a later room, imported when a method that delegates to it is called: `Plan` itself is data."""
+    return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,81 +192,29 @@ class Plan:
 
     def forecast(self, name: str) -> Forecast:
         """Where the storage of that name is at each step, and when it is used (see `memplan.analysis.forecast`)."""
-        from memplan.analysis.forecast import forecast
-
-        return forecast(self, name)
+        forecast = _function("memplan.analysis.forecast", "forecast")
+        found: Forecast = forecast(self, name)
+        return found
 
     def report(self) -> Report:
         """The figures of this plan, ready to be shown (see `memplan.report`)."""
-        from memplan.report.summary import make_report
-
-        return make_report(self)
+        make_report = _function("memplan.report.summary", "make_report")
+        made: Report = make_report(self)
+        return made
 
     def to_text(self) -> str:
         """The step x partition table of this plan as plain text (tract's picture), and for the layout `tstack` the
         addresses by step (ext-tstack's)."""
-        from memplan.report.partition_table import partition_table
-        from memplan.report.stack_text import stack_text
-
+        partition_table = _function("memplan.report.partition_table", "partition_table")
+        stack_text = _function("memplan.report.stack_text", "stack_text")
         stack = stack_text(self.problem, self.solution) if self.solution.solver == "tstack" else ""
-        return partition_table(self.problem) + stack
+        text: str = partition_table(self.problem) + stack
+        return text
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON to `path`, whole or not at all. Raises `UnreadableFile` when it cannot be written."""
-        from memplan.planning.planfile import save
-
+        save = _function("memplan.planning.planfile", "save")
         save(self, path)
-
-
-def make_plan(
-    *,
-    model: str,
-    graph: Graph,
-    schedule: Schedule,
-    alignment: int,
-    versions: Mapping[str, str],
-    redzone: int = 0,
-    solver: str | Solver = "auto",
-    time_limit: float | None = None,
-) -> Plan:
-    """Place every storage of a scheduled graph. Raises `InvalidSolution` rather than return a bad plan."""
-    problem = lifetimes.problem(graph, schedule, alignment=alignment, redzone=redzone)
-    return Plan(
-        model=model,
-        graph=graph,
-        schedule=schedule,
-        problem=problem,
-        solution=solve(problem, solver=solver, time_limit=time_limit),
-        alignment=alignment,
-        redzone=redzone,
-        versions=versions,
-    )
-
-
-def check_consistency(plan: Plan) -> None:
-    """Raise `InvalidPlan` or `InvalidSolution` unless every part of `plan` follows from its graph.
-
-    Run on every plan that comes from a file. Two things it does not prove: see `as_loaded`.
-    """
-    check_graph(plan.graph)
-    require_legal(plan.graph, plan.schedule.order)
-    _check_schedule(plan.graph, plan.schedule)
-    if plan.alignment < 1 or plan.redzone < 0 or plan.redzone % plan.alignment:
-        raise InvalidPlan(f"alignment {plan.alignment}, red zone {plan.redzone}", where="alignment")
-    if plan.problem != lifetimes.problem(plan.graph, plan.schedule, alignment=plan.alignment, redzone=plan.redzone):
-        raise InvalidPlan("does not follow from the graph and the schedule", where="problem")
-    if plan.temporaries is not None and (
-        len(plan.temporaries) != len(plan.graph.ops) or min(plan.temporaries, default=0) < 0
-    ):
-        raise InvalidPlan("needs one number of bytes per op", where="temporaries")
-    if plan.solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
-        raise InvalidPlan(f"is {plan.solution.status.name.lower()}", where="solution.status")
-    validate(plan.problem, plan.solution)
-    if plan.eviction is not None:
-        check_record(plan.graph, plan.eviction)
-        validate(lifetimes.host_problem(plan.graph, plan.schedule, alignment=plan.alignment), plan.eviction.host)
-        check_sections(plan)
-        require_budget(plan)
 
 
 def as_loaded(plan: Plan) -> Plan:
@@ -279,48 +225,3 @@ def as_loaded(plan: Plan) -> Plan:
         schedule=replace(plan.schedule, claimed=not is_proven_again(plan.schedule)),
         solution=replace(plan.solution, claimed=plan.solution.bound > plan.max_live),
     )
-
-
-def check_sections(plan: Plan) -> None:
-    """Raise `InvalidPlan` or `InvalidSolution` unless the arenas of several devices lie side by side, each with all
-    buffers of its device and nothing else, as large as it says."""
-    planned = {s.device for s in plan.graph.storages if s.planned}
-    if not plan.devices:
-        if len(planned) > 1:
-            raise InvalidPlan(f"has no arena for each of {', '.join(sorted(planned))}", where="eviction.sections")
-        return
-    start = 0
-    for i, section in enumerate(plan.devices):
-        where = f"eviction.sections[{i}]"
-        if section.start != start or section.device in {s.device for s in plan.devices[:i]}:
-            raise InvalidPlan("does not begin where the one before it ends, or is of the same device", where=where)
-        start += section.size
-        part = lifetimes.device_problem(plan.problem, plan.graph, section.device)
-        if section.max_live != part.max_live or (section.size > section.budget and not plan.redzone):
-            raise InvalidPlan(f"has not {section.max_live} bytes alive, or more than its budget", where=where)
-        offsets = {b.id: plan.solution.offsets[b.id] - section.start for b in part.buffers}
-        low = part.max_live if plan.solution.status is Status.OPTIMAL else 0
-        status = Status.OPTIMAL if low == section.size else Status.FEASIBLE
-        validate(
-            part, Solution(offsets=offsets, arena_size=section.size, status=status, bound=low, solver="", seconds=0.0)
-        )
-    if start != plan.arena_size or planned - {section.device for section in plan.devices}:
-        raise InvalidPlan("do not hold the whole plan", where="eviction.sections")
-
-
-def require_budget(plan: Plan) -> None:
-    """Raise `InvalidPlan` when the arena (without red zones, which are for tests) is larger than the budget."""
-    if plan.eviction is not None and plan.arena_size > plan.eviction.budget and not plan.redzone:
-        what = f"the arena of {plan.arena_size} bytes is larger than its budget of {plan.eviction.budget}"
-        raise InvalidPlan(what, where="eviction.budget")
-
-
-def _check_schedule(graph: Graph, schedule: Schedule) -> None:
-    measured = max(live_bytes(graph, schedule.order), default=0)
-    if schedule.max_live != measured:
-        raise InvalidPlan(f"says {schedule.max_live}, its order has {measured}", where="schedule.max_live")
-    if not working_set_bound(graph) <= schedule.bound <= measured:
-        raise InvalidPlan(
-            f"{schedule.bound} is not between the largest working set and max live", where="schedule.bound"
-        )
-    require_evidence(graph, schedule)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from memplan.core.graph import Graph
+from memplan.core.graph import Graph, Op
 from memplan.core.in_place_reuse import placed
 from memplan.core.problem import Interval
-from memplan.schedule.bounds.cut import working_set
 
 
 class Evidence(enum.Enum):
@@ -90,3 +89,23 @@ def live_bytes(graph: Graph, order: tuple[int, ...]) -> tuple[int, ...]:
         live_now += delta
         profile.append(live_now)
     return tuple(profile)
+
+
+def working_set(graph: Graph) -> tuple[int, str]:
+    """Bytes of the largest working set, and the op (its name) that touches them: all that one op touches is
+    alive while it runs, whatever the order; a result that may lie in an input counts once."""
+    sizes = [_touched_bytes(graph, op) for op in graph.ops]
+    most = max(sizes, default=0)
+    return most, graph.ops[sizes.index(most)].name if sizes else ""
+
+
+def _touched_bytes(graph: Graph, op: Op) -> int:
+    touched = sum(graph.storages[s].nbytes for s in graph.touched(op) if graph.storages[s].planned)
+    return touched - max(
+        (graph.storages[graph.values[result].storage].nbytes for result, _ in op.inplace_candidates), default=0
+    )
+
+
+def working_set_bound(graph: Graph) -> int:
+    """Bytes of the largest working set."""
+    return working_set(graph)[0]

@@ -1,11 +1,7 @@
 """Eviction by plan: a scheduled step that does not fit a budget becomes one that does, and computes the same.
 
-In the order in which data flows: `costs.py` (seconds of ops and copies), `workload.py` (the question), policies, one
-file each (`select.py` names them, `auto.py` is the default), which answer with `events.py`; `apply.py` (events ->
-graph), `equivalent.py` (the oracle), `fit.py` (all of it). `arrays.py` and `*_kernel.py` are the same rules compiled,
-for policies that search. Those that walk through the step and evict on demand (`dtr.py`, `delta.py`, `flow.py`) share
-`eviction_simulator.py`, on a `device_state.py`; `overlap.py` moves copies under ops; `recompute_limits.py` says until when a storage can be made
-again; `feedback.py` what measured steps change.
+In: a `Workload` (`workload.py`: graph, order, `costs.py`, budget). Out: `events.py`, and by `graph/` a `Graph` with the
+recomputes and copies as ordinary ops. Start at `policies/auto.py`, the default; `select.py` names all policies.
 """
 
 from __future__ import annotations

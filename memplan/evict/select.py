@@ -12,15 +12,15 @@ from memplan.evict.workload import Policy
 # name -> module and function
 POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "auto": ("auto", "auto"),
-        "recompute": ("auto", "recompute"),
-        "cpsat": ("cpsat", "cpsat"),
-        "flow": ("flow", "flow"),
-        "genoa": ("genoa", "genoa"),
-        "dtr": ("dtr", "dtr"),
-        "dtr-addresses": ("dtr", "dtr_addresses"),
-        "delta": ("delta", "delta"),
-        "capuchin": ("capuchin", "capuchin"),
+        "auto": ("policies.auto", "auto"),
+        "recompute": ("policies.auto", "recompute"),
+        "cpsat": ("policies.cpsat", "cpsat"),
+        "flow": ("policies.flow", "flow"),
+        "genoa": ("policies.genoa", "genoa"),
+        "dtr": ("policies.dtr", "dtr"),
+        "dtr-addresses": ("policies.dtr", "dtr_addresses"),
+        "delta": ("policies.delta", "delta"),
+        "capuchin": ("policies.capuchin", "capuchin"),
     }
 )
 

@@ -11,7 +11,8 @@ from typing import Any
 from memplan.core import lifetimes
 from memplan.core.evictions import EvictionPlan
 from memplan.core.graph import Graph
-from memplan.core.plan import Plan, make_plan
+from memplan.core.plan import Plan
+from memplan.core.schedule import Schedule, make_schedule
 from memplan.core.units import format_bytes, parse_share, parse_size
 from memplan.errors import BudgetInfeasible, InvalidCosts, InvalidSize
 from memplan.evict.costs import DEVICES, CostModel, load_costs
@@ -20,7 +21,7 @@ from memplan.evict.policies.genoa import genoa
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy, Workload
 from memplan.planning.fit import Fitted, fit, make_workload, smallest
-from memplan.schedule import Schedule, make_schedule
+from memplan.planning.make_plan import make_plan
 from memplan.solvers import Solver, solve
 
 Budget = int | float | str

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from memplan.core.evictions import Action, evictions_of
 from memplan.core.graph import Graph
+from memplan.core.schedule import Schedule
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
 from memplan.evict.judge.arrays import measure
@@ -14,7 +15,6 @@ from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy
 from memplan.planning.budget import cost_model
 from memplan.planning.fit import fit, make_workload, smallest
-from memplan.schedule import Schedule
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 

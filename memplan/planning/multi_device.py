@@ -11,6 +11,7 @@ from memplan.core.evictions import DeviceArena, EvictionPlan
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution, Status
+from memplan.core.schedule import Schedule, make_schedule
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
 from memplan.evict.costs import CostModel
@@ -26,7 +27,6 @@ from memplan.planning.partition.assign import Assignment, assign
 from memplan.planning.partition.blocks import Units, units_of
 from memplan.planning.partition.divide import Divided, devices_of, divide
 from memplan.planning.partition.simulate import simulate
-from memplan.schedule import Schedule, make_schedule
 from memplan.solvers import Solver, solve
 
 _TRIES = 4

@@ -18,8 +18,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from memplan.core.files import write_atomic
 from memplan.core.jsonio import clip, from_json, show, to_json
 from memplan.core.jsonschema import json_schema
-from memplan.core.plan import SCHEMA_VERSION, Plan, as_loaded, check_consistency
+from memplan.core.plan import SCHEMA_VERSION, Plan, as_loaded
 from memplan.errors import InvalidPlan, MemplanError, UnreadableFile
+from memplan.planning.consistency import check_consistency
 
 _READERS = {"schema_version": "read it with memplan.load", "symbolic_version": "read it with memplan.load_symbolic"}
 

@@ -11,7 +11,8 @@ from memplan.core.evictions import SEND, Action, DeviceArena
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
 from memplan.core.problem import Solution, Status
-from memplan.schedule import Barrier, Evidence, accumulated, live_bytes, price
+from memplan.core.schedule import Evidence, live_bytes
+from memplan.schedule import Barrier, accumulated, price
 
 LARGEST = 10
 

@@ -1,13 +1,8 @@
-"""The runtime: a plan and a traced step -> a module that runs in exactly that arena.
+"""The runtime: a plan and a traced step in, a module out that runs in exactly that arena.
 
-In the order in which data flows: `copies.py` (what copies to the host and back: `copy_threads.py`, `copy_streams.py`),
-`arena.py`, `kernel_selection.py`, `convolve.py`, `transfers.py` and `trial.py` (which callable runs each op), `codegen.py` and
-`program.py` (straight-line Python), `module_state_guards.py`, `input_guards.py` and `layout_guards.py` (what a call may bring), `autograd_step.py` and
-`runner.py` (autograd), `builder.py` (trace, plan, assemble), `select.py`, `shapes.py` and `module.py` (`compile`),
-`step_builder.py` and `whole_step.py` (`compile_step`). `measurement.py`, `op_timer.py` and `profile_guided.py` measure steps and
-plan them anew; `live_bytes.py`, `saved_tensors.py`, `on_demand_offload.py` and `eager_step.py` run what has no plan. `hooks.py` and
-`tracker.py` (what a step does, seen while it does it), `sanitizers.py`, `measure.py` and `recorded.py` (`record`) stand
-beside.
+Start at `api/` (what users call). A call goes through `guards/` (is it the step that was planned?) and `execute/`
+(autograd, generated code); `memory/` is the arena, `kernels/` chooses the callable of each op, `codegen/` writes the
+step. Beside them: `copies/`, `profile/`, `on_demand/`, `recording/`, `debug/`, `dynamo/` (the torch.compile backend).
 """
 
 from __future__ import annotations

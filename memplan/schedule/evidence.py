@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from memplan.core.graph import Graph
-from memplan.core.schedule import Evidence, Schedule
+from memplan.core.schedule import Evidence, Schedule, working_set
 from memplan.errors import InvalidPlan
-from memplan.schedule.bounds.cut import cut_bound, working_set
+from memplan.schedule.bounds.cut import cut_bound
 from memplan.schedule.select import order
 
 

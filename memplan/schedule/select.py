@@ -16,15 +16,15 @@ Policy = Callable[[Graph], Schedule]
 POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "auto": ("portfolio", "portfolio"),
-        "traced": ("traced", "traced"),
-        "early_free": ("early_free", "early_free"),
-        "late_alloc": ("early_free", "late_alloc"),
-        "lpmf": ("lpmf", "lpmf"),
-        "greedy": ("greedy", "greedy"),
-        "reverse_greedy": ("reverse_greedy", "reverse_greedy"),
-        "beam": ("beam", "beam"),
-        "exact": ("exact", "exact"),
-        "cpsat": ("cpsat", "cpsat"),
+        "traced": ("policies.traced", "traced"),
+        "early_free": ("policies.early_free", "early_free"),
+        "late_alloc": ("policies.early_free", "late_alloc"),
+        "lpmf": ("policies.lpmf", "lpmf"),
+        "greedy": ("policies.greedy", "greedy"),
+        "reverse_greedy": ("policies.reverse_greedy", "reverse_greedy"),
+        "beam": ("search.beam", "beam"),
+        "exact": ("search.exact", "exact"),
+        "cpsat": ("search.cpsat", "cpsat"),
     }
 )
 

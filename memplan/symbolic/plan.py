@@ -14,10 +14,11 @@ from functools import cached_property
 from typing import Any
 
 from memplan.core.graph import Graph
-from memplan.core.plan import Plan, as_loaded, check_consistency
-from memplan.core.schedule import Evidence
+from memplan.core.plan import Plan, as_loaded
+from memplan.core.schedule import Evidence, Schedule, make_schedule
 from memplan.errors import InvalidPlan, UnknownName
-from memplan.schedule import Schedule, cut_bound, make_schedule
+from memplan.planning.consistency import check_consistency
+from memplan.schedule import cut_bound
 from memplan.symbolic.expression import Expression, evaluator, holder
 from memplan.symbolic.resolve import Placement, Resolver
 from memplan.symbolic.sizes import Sizes, always_alike, as_taken, check_sizes

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 from memplan.core import lifetimes
 from memplan.core.graph import Graph
 from memplan.core.in_place import with_inplace_candidates
-from memplan.core.plan import Plan, make_plan
+from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution, Status
-from memplan.core.schedule import Evidence, storage_intervals
+from memplan.core.schedule import Evidence, Schedule, make_schedule, storage_intervals, working_set_bound
 from memplan.core.validate import validate
 from memplan.errors import ShapeOutOfRange
-from memplan.schedule import Schedule, cut_bound, make_schedule, order, working_set_bound
+from memplan.planning.make_plan import make_plan
+from memplan.schedule import cut_bound, order
 from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.sizes import Sizes, graph_at
 from memplan.symbolic.symbols import Symbol, values_of

@@ -1,9 +1,7 @@
-"""Tracing: `nn.Module` + example inputs -> `TracedGraph`, and `plan`, which needs nothing but the trace.
+"""Tracing: `nn.Module` and example inputs in, `TracedGraph` out. The only room that knows dynamo, AOTAutograd and fx.
 
-In the order in which data flows: `front_ends.py` (front ends), `own_outputs.py`, `fold.py`, `simplify.py`, `divide.py`,
-`pack.py`, `quantize.py`, `rules.py`, `layer_rules.py` and `products.py` (passes over the fx graph, through
-`rewrite.py`), `build.py` (fx graph -> `traced.py`); `tracing.py` runs them, `planning.py` plans what they made. Nothing
-is computed here but small constants.
+Start at `tracing.py`, which runs `capture/` (one joint graph on fake tensors), the passes over it (`passes/`, `lowering/`,
+`chunking/`, `compression/`, `optimizer/`) and `graph/` (fx graph -> `traced.py`). `planning.py` plans what it made.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.budget import cost_model, plan_within
 from memplan.planning.fit import make_workload, smallest
 from memplan.solvers import Solver
-from memplan.trace import device_costs, plan_traced, stay_in_arena, trace
+from memplan.trace.planning import device_costs, plan_traced, stay_in_arena
+from memplan.trace.tracing import trace
 
 Make = Callable[[int], tuple[nn.Module, Any]]
 

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from memplan.core.division import Divide, compression_of, division_of
-from memplan.core.plan import Plan, make_plan
+from memplan.core.plan import Plan
+from memplan.core.schedule import Schedule
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedProblem
-from memplan.schedule import Policy, Schedule
+from memplan.planning.make_plan import make_plan
+from memplan.schedule import Policy
 from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
 from memplan.solvers import Solver

@@ -10,8 +10,9 @@ from memplan.core import lifetimes
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem
+from memplan.core.schedule import Evidence, Schedule
 from memplan.core.units import format_exact
-from memplan.schedule import Evidence, Schedule, order
+from memplan.schedule import order
 from memplan.schedule.select import POLICIES
 from memplan.solvers import solve
 from memplan.verify.cut import between_phases, least_at

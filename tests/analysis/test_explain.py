@@ -19,9 +19,10 @@ from memplan.check.check import check
 from memplan.check.rules import parse_rule
 from memplan.core.graph import Origin, Phase, StorageKind
 from memplan.core.in_place import with_inplace_candidates
-from memplan.core.plan import Plan, make_plan
+from memplan.core.plan import Plan
 from memplan.core.schedule import live_bytes
 from memplan.errors import InvalidSize
+from memplan.planning.make_plan import make_plan
 from memplan.report.diff_form import diff_json, diff_sections, diff_title
 from memplan.report.explain_form import explain_json, explain_sections, explain_title
 from memplan.report.sections import sections_markdown

@@ -14,8 +14,9 @@ from benchmarks.zoo import ZOO
 from memplan.core import lifetimes
 from memplan.core.evictions import SEND, SEND_WAIT, TRANSFERS
 from memplan.core.graph import Phase
-from memplan.core.plan import Plan, check_consistency
+from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize, MemplanError, PlanMismatch, UnsupportedDevice
+from memplan.planning.consistency import check_consistency
 from memplan.runtime.debug.hooks import EventKind, StepEvent
 from memplan.runtime.debug.tracker import Tracker
 from tests.runtime.budgets import FAST_LINK

@@ -12,8 +12,9 @@ from torch.export import Dim
 
 import memplan
 from benchmarks.zoo import ZOO
-from memplan.core.plan import Plan, check_consistency
+from memplan.core.plan import Plan
 from memplan.core.validate import validate
+from memplan.planning.consistency import check_consistency
 from memplan.symbolic import SymbolicPlan
 
 LONGEST = 48

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from memplan.core.plan import make_plan
+from memplan.planning.make_plan import make_plan
 from memplan.planning.planfile import save
 from memplan.schedule import traced
 from tests.cli.helpers import Run

@@ -21,8 +21,8 @@ valid: Callable[[Any], Any] = fastjsonschema.compile(planfile.schema())
 
 
 def test_the_shipped_schema_is_the_dataclasses() -> None:
-    """To renew it: python -m tests.core.test_jsonschema > memplan/plan.schema.json"""
-    shipped = resources.files("memplan").joinpath("plan.schema.json").read_text(encoding="utf-8")
+    """To renew it: python -m tests.core.test_jsonschema > memplan/planning/plan.schema.json"""
+    shipped = resources.files("memplan.planning").joinpath("plan.schema.json").read_text(encoding="utf-8")
     assert shipped == schema_text()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memplan.core.graph import Graph, Op, Origin, Phase, StorageKind, Value
-from memplan.core.plan import Plan, check_consistency
+from memplan.core.plan import Plan
 from memplan.core.validate import validate
 from memplan.errors import BudgetInfeasible, InvalidCosts, InvalidPlan, InvalidSize, MemplanError, UnreadableFile
 from memplan.evict.costs import DEVICES, CostModel, Link, flops_of, load_costs, signature_of
@@ -18,6 +18,7 @@ from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
 from memplan.planning.budget import Budget, cost_model, plan_within
+from memplan.planning.consistency import check_consistency
 from memplan.planning.fit import make_workload
 from memplan.planning.frontier import frontier
 from memplan.planning.planfile import load

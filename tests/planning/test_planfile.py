@@ -18,9 +18,10 @@ import pytest
 from hypothesis import given, settings
 
 from memplan.check.check import CheckLimits, check
-from memplan.core.plan import SCHEMA_VERSION, Plan, check_consistency
+from memplan.core.plan import SCHEMA_VERSION, Plan
 from memplan.errors import InvalidPlan, InvalidSolution, MemplanError, UnreadableFile
 from memplan.planning import planfile
+from memplan.planning.consistency import check_consistency
 from memplan.symbolic.planfile import load_symbolic
 from tests.graph_strategies import plans
 from tests.samples import sample_plan

@@ -22,11 +22,12 @@ from benchmarks.zoo import ZOO
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, Action
 from memplan.core.graph import Graph
 from memplan.core.lifetimes import host_problem
-from memplan.core.plan import Plan, make_plan
+from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InvalidEviction, InvalidPlan, MemplanError
 from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
+from memplan.planning.make_plan import make_plan
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime.copies.copies import Direction

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from memplan.core.graph import StorageKind
-from memplan.core.plan import Plan, make_plan
+from memplan.core.plan import Plan
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
 from memplan.planning.budget import eviction_of
 from memplan.planning.fit import fit, make_workload
+from memplan.planning.make_plan import make_plan
 from memplan.runtime.copies.copy_threads import ThreadCopies
 from memplan.runtime.execute.optimizer_state import StepStructure
 from memplan.runtime.execute.runner import Runner

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.in_place import with_inplace_candidates
-from memplan.core.plan import check_consistency, make_plan
 from memplan.core.problem import Interval
 from memplan.core.schedule import Evidence
 from memplan.errors import MemplanError
+from memplan.planning.consistency import check_consistency
+from memplan.planning.make_plan import make_plan
 from memplan.schedule import POLICIES, cut_bound, live_bytes, make_schedule, order, require_legal, traced
 from memplan.schedule.arrays.compiled import CompiledKernel
 from memplan.schedule.arrays.graph_arrays import make_core, step_bytes

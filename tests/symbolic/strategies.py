@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph
-from memplan.core.plan import make_plan
+from memplan.planning.make_plan import make_plan
 from memplan.schedule import traced
 from memplan.symbolic import Symbol, SymbolicPlan, make_symbolic
 from memplan.symbolic.plan import stable

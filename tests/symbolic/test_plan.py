@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from memplan.core import lifetimes
 from memplan.core.graph import Graph
 from memplan.core.in_place import with_inplace_candidates
-from memplan.core.plan import check_consistency, make_plan
 from memplan.core.problem import Solution, Status
 from memplan.core.validate import validate
 from memplan.errors import InvalidPlan, MemplanError, ShapeOutOfRange, UnknownName
+from memplan.planning.consistency import check_consistency
+from memplan.planning.make_plan import make_plan
 from memplan.schedule import make_schedule, order, traced
 from memplan.symbolic import SymbolicPlan, make_symbolic
 from memplan.symbolic.sizes import graph_at

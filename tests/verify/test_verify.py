@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from memplan.core.plan import Plan, make_plan
+from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError, UnsupportedGraph
+from memplan.planning.make_plan import make_plan
 from memplan.schedule import Evidence, order
 from memplan.verify import Proof, State, proofs, verify
 from memplan.verify.within import within

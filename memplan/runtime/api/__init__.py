@@ -1,1 +1,5 @@
-"""memplan.runtime.api: to be described."""
+"""What users call: `compile`, `compile_step`, `profile`, and the objects that they return.
+
+Start at `module.py` (`CompiledModule`) and `whole_step.py` (`CompiledStep`); `builder.py` and `step_builder.py` trace, plan
+and assemble; `select.py` and `shapes.py` choose the program of a call; `pickling.py` copies.
+"""

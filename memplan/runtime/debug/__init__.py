@@ -1,1 +1,1 @@
-"""memplan.runtime.debug: to be described."""
+"""What looks on while a step runs: `sanitizers.py` (poison, red zones), `hooks.py`, `tracker.py`."""

@@ -1,1 +1,1 @@
-"""memplan.runtime.dynamo: to be described."""
+"""`torch.compile(model, backend="memplan")`."""

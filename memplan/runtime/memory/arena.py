@@ -15,7 +15,8 @@ import torch
 
 from memplan.core.evictions import DeviceArena
 from memplan.core.graph import Value
-from memplan.core.plan import Plan, require_budget
+from memplan.core.plan import Plan
+from memplan.planning.consistency import require_budget
 from memplan.runtime.copies.copies import Copies
 from memplan.runtime.copies.copy_streams import StreamCopies
 from memplan.runtime.copies.copy_threads import ThreadCopies

@@ -1,1 +1,1 @@
-"""memplan.runtime.profile: to be described."""
+"""Measured steps, and plans made from what was measured (`costs="measure"`; Capuchin's measured and guided execution)."""

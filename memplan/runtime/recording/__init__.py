@@ -1,1 +1,1 @@
-"""memplan.runtime.recording: to be described."""
+"""`memplan.record`: what one run of any function allocates, and its replay at planned addresses."""

@@ -13,33 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from memplan.core.graph import Graph, Op
+from memplan.core.graph import Graph
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints
-
-
-def working_set(graph: Graph) -> tuple[int, str]:
-    """Bytes of the largest working set, and the op (its name) that touches them: all that one op touches is
-    alive while it runs, whatever the order; a result that may lie in an input counts once."""
-    sizes = [_touched_bytes(graph, op) for op in graph.ops]
-    most = max(sizes, default=0)
-    return most, graph.ops[sizes.index(most)].name if sizes else ""
-
-
-def _touched_bytes(graph: Graph, op: Op) -> int:
-    touched = sum(graph.storages[s].nbytes for s in graph.touched(op) if graph.storages[s].planned)
-    return touched - max(
-        (graph.storages[graph.values[result].storage].nbytes for result, _ in op.inplace_candidates), default=0
-    )
-
-
-def working_set_bound(graph: Graph) -> int:
-    """Bytes of the largest working set."""
-    return working_set(graph)[0]
 
 
 _INTERPRETED = 5000  # ops: one cut alone is sooner found than numba imported

@@ -12,9 +12,8 @@ from typing import Any
 from memplan.core.graph import Graph
 from memplan.core.interruptible import run
 from memplan.core.legal_orders import predecessors
-from memplan.core.schedule import Evidence, Schedule, live_bytes
+from memplan.core.schedule import Evidence, Schedule, live_bytes, working_set
 from memplan.errors import UnsupportedGraph
-from memplan.schedule.bounds.cut import working_set
 
 
 def cpsat(graph: Graph, *, work: float = 60.0) -> Schedule:

@@ -1,1 +1,1 @@
-"""memplan.solvers.baselines: to be described."""
+"""Placements by one rule: what the portfolio starts from (`greedy.py`), what users may choose, what it is compared with."""

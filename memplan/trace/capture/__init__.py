@@ -1,1 +1,5 @@
-"""memplan.trace.capture: to be described."""
+"""Capture: one forward and backward of a module as a single functional fx graph of ATen ops, on fake tensors.
+
+Start at `front_ends.py` (dynamo, `torch.export`, AOTAutograd). Beside it: what is refused (`refusals.py`, `effects.py`),
+what forward reads of Python (`python_values.py`), and what fakes get wrong (`fake_layouts.py`, `fake_statistics.py`).
+"""

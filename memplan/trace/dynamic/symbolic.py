@@ -29,7 +29,6 @@ from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
 from memplan.symbolic.sizes import SizesWriter
 from memplan.symbolic.symbols import Symbol
-from memplan.trace import plan_traced
 from memplan.trace.capture.refusals import keywords_of, require_traceable
 from memplan.trace.dynamic.conditions import beyond, either, telling
 from memplan.trace.dynamic.conditions import pinned as pinned_by
@@ -37,6 +36,7 @@ from memplan.trace.dynamic.dims import Dims, Range, read_dims, without
 from memplan.trace.dynamic.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
 from memplan.trace.dynamic.symbols import Translator
 from memplan.trace.dynamic.varying import SymbolicTrace, same_step
+from memplan.trace.planning import plan_traced
 from memplan.trace.traced import KernelCall
 
 _WIDENINGS = 2  # further traces, to see whether a condition matters

@@ -1,1 +1,5 @@
-"""memplan.trace.passes: to be described."""
+"""Passes over the captured fx graph that change no bit of any result: graph in, graph out.
+
+Start at `rewrite.py` (how a pass changes a graph) and `aliasing.py` (which bytes a node touches); then `own_outputs.py`,
+`fold.py`, `simplify.py`. `out_variants.py` and `randomness.py` say what an op is.
+"""

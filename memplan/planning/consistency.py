@@ -1,0 +1,94 @@
+"""Checking a plan that comes from a file: every part must follow from its graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memplan.core import lifetimes
+from memplan.core.evictions import check_record
+from memplan.core.graph import Graph, check_graph
+from memplan.core.plan import Plan
+from memplan.core.problem import Solution, Status
+from memplan.core.schedule import (
+    Schedule,
+    live_bytes,
+    require_evidence,
+    require_legal,
+    working_set_bound,
+)
+from memplan.core.validate import validate
+from memplan.errors import InvalidPlan
+
+if TYPE_CHECKING:
+    pass
+
+
+def check_consistency(plan: Plan) -> None:
+    """Raise `InvalidPlan` or `InvalidSolution` unless every part of `plan` follows from its graph.
+
+    Run on every plan that comes from a file. Two things it does not prove: see `as_loaded`.
+    """
+    check_graph(plan.graph)
+    require_legal(plan.graph, plan.schedule.order)
+    _check_schedule(plan.graph, plan.schedule)
+    if plan.alignment < 1 or plan.redzone < 0 or plan.redzone % plan.alignment:
+        raise InvalidPlan(f"alignment {plan.alignment}, red zone {plan.redzone}", where="alignment")
+    if plan.problem != lifetimes.problem(plan.graph, plan.schedule, alignment=plan.alignment, redzone=plan.redzone):
+        raise InvalidPlan("does not follow from the graph and the schedule", where="problem")
+    if plan.temporaries is not None and (
+        len(plan.temporaries) != len(plan.graph.ops) or min(plan.temporaries, default=0) < 0
+    ):
+        raise InvalidPlan("needs one number of bytes per op", where="temporaries")
+    if plan.solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        raise InvalidPlan(f"is {plan.solution.status.name.lower()}", where="solution.status")
+    validate(plan.problem, plan.solution)
+    if plan.eviction is not None:
+        check_record(plan.graph, plan.eviction)
+        validate(lifetimes.host_problem(plan.graph, plan.schedule, alignment=plan.alignment), plan.eviction.host)
+        check_sections(plan)
+        require_budget(plan)
+
+
+def check_sections(plan: Plan) -> None:
+    """Raise `InvalidPlan` or `InvalidSolution` unless the arenas of several devices lie side by side, each with all
+    buffers of its device and nothing else, as large as it says."""
+    planned = {s.device for s in plan.graph.storages if s.planned}
+    if not plan.devices:
+        if len(planned) > 1:
+            raise InvalidPlan(f"has no arena for each of {', '.join(sorted(planned))}", where="eviction.sections")
+        return
+    start = 0
+    for i, section in enumerate(plan.devices):
+        where = f"eviction.sections[{i}]"
+        if section.start != start or section.device in {s.device for s in plan.devices[:i]}:
+            raise InvalidPlan("does not begin where the one before it ends, or is of the same device", where=where)
+        start += section.size
+        part = lifetimes.device_problem(plan.problem, plan.graph, section.device)
+        if section.max_live != part.max_live or (section.size > section.budget and not plan.redzone):
+            raise InvalidPlan(f"has not {section.max_live} bytes alive, or more than its budget", where=where)
+        offsets = {b.id: plan.solution.offsets[b.id] - section.start for b in part.buffers}
+        low = part.max_live if plan.solution.status is Status.OPTIMAL else 0
+        status = Status.OPTIMAL if low == section.size else Status.FEASIBLE
+        validate(
+            part, Solution(offsets=offsets, arena_size=section.size, status=status, bound=low, solver="", seconds=0.0)
+        )
+    if start != plan.arena_size or planned - {section.device for section in plan.devices}:
+        raise InvalidPlan("do not hold the whole plan", where="eviction.sections")
+
+
+def require_budget(plan: Plan) -> None:
+    """Raise `InvalidPlan` when the arena (without red zones, which are for tests) is larger than the budget."""
+    if plan.eviction is not None and plan.arena_size > plan.eviction.budget and not plan.redzone:
+        what = f"the arena of {plan.arena_size} bytes is larger than its budget of {plan.eviction.budget}"
+        raise InvalidPlan(what, where="eviction.budget")
+
+
+def _check_schedule(graph: Graph, schedule: Schedule) -> None:
+    measured = max(live_bytes(graph, schedule.order), default=0)
+    if schedule.max_live != measured:
+        raise InvalidPlan(f"says {schedule.max_live}, its order has {measured}", where="schedule.max_live")
+    if not working_set_bound(graph) <= schedule.bound <= measured:
+        raise InvalidPlan(
+            f"{schedule.bound} is not between the largest working set and max live", where="schedule.bound"
+        )
+    require_evidence(graph, schedule)
