@@ -1,0 +1,51 @@
+"""The versions that are installed and tested: constraints, classifiers, workflow and installer say the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+OLDER = {path.stem.removeprefix("torch-"): path for path in (ROOT / "constraints").glob("torch-*.txt")}
+
+
+def _pins(path: Path) -> dict[str, str]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def _matrix(name: str) -> set[str]:
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    found = re.search(rf"^ +{name}: \[(.*)\]$", workflow, flags=re.MULTILINE)
+    assert found is not None
+    return set(re.findall(r'"([^"]+)"', found[1]))
+
+
+def test_constraints_of_each_torch_replace_pins_that_exist() -> None:
+    pins = _pins(ROOT / "constraints.txt")
+    for version, path in OLDER.items():
+        own = _pins(path)
+        assert own["torch"].startswith(f"{version}."), path
+        assert set(own) <= set(pins), path
+
+
+def test_the_workflow_runs_what_is_supported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    prefix = "Programming Language :: Python :: "
+    assert _matrix("torch") == set(OLDER)
+    assert _matrix("python") == {c.removeprefix(prefix) for c in project["classifiers"] if c.startswith(prefix)}
+
+
+def test_a_torch_without_constraints_is_refused_before_anything_is_installed() -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/install.sh")],
+        env={**os.environ, "TORCH": "1.0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "there is no constraints/torch-1.0.txt; TORCH is one of: 2.11 2.12 2.13" in done.stderr
