@@ -1,4 +1,4 @@
-"""Storages that wait in fewer bytes: found in a graph by the names that `trace/pack.py` gives to its ops."""
+"""Finds the saved activations that are compressed, by the names that tracing gives to the compressing ops."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from collections.abc import Sequence
 from memplan.core.evictions import Action, Eviction
 from memplan.core.graph import Graph, Op
 
-PACKING, PACKED = "_packing", "_packed_as_"  # the last of the ops that pack; how is what follows
-UNPACKED, UNPACKING = "_unpacked_as_", "_unpacking"  # the first of those that unpack
+PACKING, PACKED = (
+    "_packing",
+    "_packed_as_",
+)  # compressing ops; the last one is "_packed_as_" + format
+UNPACKED, UNPACKING = "_unpacked_as_", "_unpacking"  # decompressing ops; the first one has the former
 
 
 def compressions_of(graph: Graph, order: Sequence[int]) -> tuple[Eviction, ...]:
-    """Every storage that is packed and unpacked, in the order of its return; steps are positions in `order`.
+    """Every storage that is compressed and decompressed, in the order of decompression; steps are positions in `order`.
 
-    The instance is the storage that holds it again; the bytes of its packed form are those of another storage.
+    `Eviction.instance` is the storage with the decompressed contents. The compressed form is a third storage.
     """
     steps = [graph.ops[i] for i in order]
-    packed: dict[int, tuple[int, int]] = {}  # what the packing filled -> (what it was made of, last use of that)
+    packed: dict[int, tuple[int, int]] = {}  # compressed storage -> (its source, the step of the source's last use)
     last: dict[int, int] = {}
     found = []
     for step, op in enumerate(steps):
-        if not _ours(op.name):
+        if not _is_compression(op.name):
             last.update(dict.fromkeys(graph.touched(op), step))
             continue
         source, filled = _from_to(graph, op)
@@ -34,14 +37,14 @@ def compressions_of(graph: Graph, order: Sequence[int]) -> tuple[Eviction, ...]:
 
 
 def _eviction(graph: Graph, steps: Sequence[Op], step: int, storage: int, before: int) -> Eviction:
-    """The absence of `storage` since `before` that ends with the unpacking that starts at `step`."""
+    """The eviction of `storage` from step `before` until the decompression that starts at `step`."""
     instance = _from_to(graph, steps[step])[1]
     back = step
     for k in range(step + 1, len(steps)):
         op = steps[k]
         if instance not in graph.touched(op):
             continue
-        if not _ours(op.name):
+        if not _is_compression(op.name):
             back = k
             break
         source, filled = _from_to(graph, op)
@@ -58,9 +61,10 @@ def _eviction(graph: Graph, steps: Sequence[Op], step: int, storage: int, before
 
 
 def _from_to(graph: Graph, op: Op) -> tuple[int, int]:
-    """The storages that one of our ops reads first, and that it writes."""
+    """The storage that a compressing or decompressing op reads first, and the one that it writes."""
     return graph.values[op.reads[0]].storage, graph.written(op)[0]
 
 
-def _ours(name: str) -> bool:
+def _is_compression(name: str) -> bool:
+    """Whether an op of this name compresses or decompresses a storage."""
     return any(part in name for part in (PACKING, PACKED, UNPACKED, UNPACKING))

@@ -1,6 +1,7 @@
-"""Buffers as CSV, the format of minimalloc and idealloc: `id,lower,upper,size[,alignment][,offset]`.
+"""Reads and writes buffers as CSV, the format of minimalloc and idealloc: `id,lower,upper,size[,alignment][,offset]`.
 
-`upper` is exclusive. A capacity may stand in the file's name, as in `A.1048576.csv`.
+`lower` and `upper` are steps (`upper` exclusive), `size`, `alignment` and `offset` bytes. The capacity in bytes may be
+part of the file name, as in `A.1048576.csv`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,28 @@ _REQUIRED = ("id", "lower", "upper", "size")
 _OPTIONAL = ("alignment", "offset")
 _NUMBERS = ("lower", "upper", "size", "alignment")
 _WHOLE = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
-_DIGITS = 18  # whatever counts bytes or steps fits 64 bits
+_DIGITS = 18  # bytes and steps must fit into 64 bits
 
 
 def read_problem(path: str | os.PathLike[str]) -> Problem:
-    """Read a problem; raises `UnreadableFile` naming the line when it is none.
+    """Read a problem from a CSV file.
 
-    Columns `id,lower,upper,size` are needed, in any order; `alignment` (bytes) is optional. An `offset`
-    column, which minimalloc writes, is a solution and is ignored here. A byte order mark is skipped.
+    The columns `id,lower,upper,size` are required, in any order; `alignment` is optional. An `offset` column, which
+    minimalloc writes, is a solution and is ignored. A byte order mark is skipped.
+
+    Args:
+        path: the CSV file; "NAME.CAPACITY.csv" sets the capacity in bytes.
+
+    Returns:
+        The problem, with the buffers in the order of their lines.
+
+    Raises:
+        UnreadableFile: the file cannot be read, or holds no problem; names the line.
+
+    Example:
+        >>> problem = memplan.csvio.read_problem("A.1048576.csv")
+        >>> problem.capacity
+        1048576
     """
     path = Path(path)
     try:
@@ -42,7 +57,23 @@ def read_problem(path: str | os.PathLike[str]) -> Problem:
 
 
 def parse_problem(content: bytes, where: str, *, capacity: int | None = None) -> Problem:
-    """The problem that is written in `content`; errors call it `where`. Raises as `read_problem` does."""
+    """Parse a problem from the bytes of a CSV file.
+
+    Args:
+        content: the file's bytes, UTF-8.
+        where: the name for it in error messages.
+        capacity: the problem's capacity, bytes; None for no limit.
+
+    Returns:
+        The problem, with the buffers in the order of their lines.
+
+    Raises:
+        UnreadableFile: `content` is no problem; names the line.
+
+    Example:
+        >>> parse_problem(b"id,lower,upper,size\\na,0,2,8\\n", "text").max_live
+        8
+    """
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -102,9 +133,21 @@ def _number(name: str, text: str, where: str) -> int:
 
 
 def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Solution) -> None:
-    """Write `id,lower,upper,size,offset` (minimalloc's own output format), replacing `path` in one step.
+    """Write the columns `id,lower,upper,size,offset`, minimalloc's output format, to `path`.
 
-    Raises `InvalidSolution` when a buffer has no offset (nothing fitted), `UnreadableFile` when it cannot be written.
+    The file is replaced in one step: it is written completely or not at all.
+
+    Args:
+        path: the CSV file to write.
+        problem: the buffers; sizes in bytes, live intervals in steps.
+        solution: an offset in bytes for each buffer.
+
+    Raises:
+        InvalidSolution: a buffer has no offset.
+        UnreadableFile: the file cannot be written.
+
+    Example:
+        >>> memplan.csvio.write_solution("solved.csv", problem, memplan.solve(problem))
     """
     out = io.StringIO()
     rows = csv.writer(out, lineterminator="\n")

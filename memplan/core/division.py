@@ -1,4 +1,4 @@
-"""Ops divided by rows, tensors that wait in fewer bytes: what a user may allow, and what a plan records of it."""
+"""The options `divide=` and `compress=`: ops divided into blocks of rows, and compressed saved activations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ _HINT = "pass True, a number of blocks (2 or more), or memplan.Division(...)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How chains of row-independent ops (a loss head: softmax, cross-entropy and their gradients) are divided.
+    """How chains of row-independent ops (such as a loss head: softmax, cross-entropy, their gradients) are divided.
 
-    Each chain runs block of rows by block of rows, so that what lies between its ops exists one block at a time.
-    `blocks`: into how many (None: as few as a budget needs, and none where it needs none). `over`: chains with an op
-    that reads and writes more bytes than this are divided (None: those with the hungriest op). What is divided gives
-    the same bits. `sums`: divide the matrix products at the ends of a chain too, so that its widest tensor never exists
-    whole. Other numbers of rows take other kernels, and gradients of weights are summed block by block: equal up to
-    rounding only, which is why it must be asked for.
+    Each chain runs one block of rows after the other, so that its intermediate tensors exist one block at a time. The
+    results are bitwise the same, unless `sums` is set.
+
+    Args:
+        blocks: the number of blocks, 2 or more. None: as few as the budget needs, and no division without need.
+        sums: divide the matrix products at the ends of a chain too, so that its widest tensor never exists whole.
+            Results are then equal only up to rounding: other numbers of rows use other kernels, and gradients of
+            weights are summed block by block.
+        over: divide the chains with an op that reads and writes more than this many bytes. None: the chains with
+            the op of the largest working set.
+
+    Raises:
+        InvalidSize: a value is out of its range.
+
+    Example:
+        >>> memplan.plan(model, example_inputs, budget="8GiB", divide=memplan.Division(blocks=4))
     """
 
     blocks: int | None = None
@@ -38,7 +48,7 @@ Divide = bool | int | Division | None
 
 
 def division_of(divide: Divide) -> Division | None:
-    """What a user's `divide=` allows; None: nothing. Raises `InvalidSize`."""
+    """The `Division` that the option `divide=` stands for, or None for no division. Raises `InvalidSize`."""
     if divide is None or isinstance(divide, Division):
         return divide
     if isinstance(divide, bool):
@@ -48,11 +58,11 @@ def division_of(divide: Divide) -> Division | None:
     return Division(blocks=divide)
 
 
-COMPRESSIONS = ("bits", "int8")  # the second: masks as bits, and real numbers as 8-bit codes
+COMPRESSIONS = ("bits", "int8")  # "bits": masks as bits; "int8": also real numbers as 8-bit codes
 
 
 def compression_of(compress: str | None) -> str:
-    """What a user's `compress=` asks for; "": nothing. Raises `InvalidSize`."""
+    """The compression that the option `compress=` stands for, or "" for none. Raises `InvalidSize`."""
     if compress is None or compress == "":
         return ""
     if compress not in COMPRESSIONS:

@@ -1,4 +1,4 @@
-"""What a plan says of its evictions: which storage, how, and at which steps."""
+"""The evictions of a plan: which storage is evicted, how it returns, and at which steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRANSFERS = (OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT)
 
 
 class Action(enum.Enum):
-    """How a storage's bytes are given up and had again; the value is the word for people."""
+    """The way in which an evicted storage gets its contents back; the value is the word for users."""
 
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
@@ -26,10 +26,11 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """One absence of a storage from the device (Capuchin's terms; steps of the plan's schedule).
+    """One eviction of a storage, in Capuchin's terms; steps are those of the plan's schedule.
 
-    `evicted_access` is the last use before, `back_access` the next after it; at `in_trigger` the reload (or the
-    op that makes it again) starts. `instance` is the storage that holds it from then on.
+    `evicted_access` is the step of the last use before the eviction, `back_access` that of the next use after it. At
+    step `in_trigger` the reload or the recomputation starts. `instance` is the storage that holds the contents from
+    then on.
     """
 
     storage: str
@@ -42,7 +43,10 @@ class Eviction:
 
 
 def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Eviction, ...]:
-    """Every absence that ends in a use; `instances`: (storage, further life of it) in the order of their births."""
+    """Every eviction that is followed by another use of the storage.
+
+    `instances` are pairs (storage, storage that holds the same contents later), in the order of first use.
+    """
     touches: dict[int, list[int]] = {}
     for step, op in enumerate(graph.ops):
         for s in graph.touched(op):
@@ -53,7 +57,7 @@ def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Ev
         steps = touches[instance]
         using = [s for s in steps if instance not in graph.written(graph.ops[s])]
         if not using:
-            continue  # thrown away, or waiting for the end
+            continue  # discarded, or kept until the end without a use
         if not graph.storages[base].planned and graph.ops[steps[0]].target != RELOAD:
             previous[base] = instance
             continue  # made for the caller, who gets it on the host
@@ -76,9 +80,9 @@ def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Ev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceArena:
-    """The arena of one device, among those of a plan for several: its bytes are the offsets [start, start + size).
+    """The arena of one device in a plan for several devices: the offsets [start, start + size), bytes.
 
-    `max_live` is the lower bound of its size in this order, `budget` the most that it may have.
+    `max_live` is the lower bound of its size in this order, `budget` its largest allowed size; both in bytes.
     """
 
     device: str
@@ -90,14 +94,14 @@ class DeviceArena:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionPlan:
-    """How a plan keeps its budget. Its graph holds every recompute and copy as an op of its own.
+    """How a plan keeps its budget. The plan's graph has an op for every recomputation and every copy.
 
-    `budget` is in bytes; `costs` names the cost model by which `seconds` (of a step, `stall` of them waiting for
-    copies) and `base_seconds` (without evictions) are predicted. `sources[i]` is the op of the traced graph that
-    op i is or repeats, -1 for a copy. `instances` are (storage, further life of it) in the order of their births.
-    `host` places the copies on the host in an arena of their own. `device`: where the step runs whose model and caller
-    are on the host ("": where they are), and all of whose parameters, inputs and results are copied. `sections`: the
-    arenas of several devices, in their order; none for one.
+    `budget` is in bytes. `costs` names the cost model that predicted `seconds` (of a training step), `stall` (the part
+    of them spent waiting for copies) and `base_seconds` (without evictions). `sources[i]` is the op of the traced graph
+    that op i is or recomputes, -1 for a copy. `instances` are pairs (storage, storage that holds the same contents
+    later), in the order of first use. `host` places the host copies in an arena of their own. `device` is the device
+    of a step whose parameters, inputs and results are all on the host and copied; "" if the step runs where they are.
+    `sections` are the arenas of several devices, in their order; empty for one device.
     """
 
     policy: str
@@ -114,12 +118,12 @@ class EvictionPlan:
 
     @property
     def overhead(self) -> float:
-        """Predicted seconds over those without evictions, less 1."""
+        """The predicted slowdown: seconds / base_seconds - 1."""
         return self.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
 
 
 def check_record(graph: Graph, plan: EvictionPlan) -> None:
-    """Raise `InvalidPlan` naming what in `plan` cannot belong to `graph`."""
+    """Raise `InvalidPlan` naming the first part of `plan` that does not belong to `graph`."""
     if len(plan.sources) != len(graph.ops):
         raise InvalidPlan("needs one source per op", where="eviction.sources")
     for i, (op, source) in enumerate(zip(graph.ops, plan.sources, strict=True)):
@@ -133,17 +137,17 @@ def check_record(graph: Graph, plan: EvictionPlan) -> None:
 
 
 def _check_instances(graph: Graph, plan: EvictionPlan) -> None:
-    """A further life begins with a reload or a repeated op, or is made for the caller; each is named once, with the
-    storage that it is one of."""
+    """Raise `InvalidPlan` unless `plan.instances` are exactly the storages that begin with a reload or a recomputed op,
+    or that are made for the caller, each paired with the storage whose contents it holds."""
     storages = graph.storages
     outside = {life for base, life in plan.instances if 0 <= base < len(storages) and not storages[base].planned}
     born: list[int] = []
     touched: set[int] = set()
     seen: set[int] = set()
     for op, source in zip(graph.ops, plan.sources, strict=True):
-        again = op.target in (RELOAD, RELOAD_WAIT) or source in seen
+        repeated = op.target in (RELOAD, RELOAD_WAIT) or source in seen
         new = [s for s in graph.touched(op) if s not in touched]
-        born += [s for s in new if storages[s].planned and (again or s in outside)]
+        born += [s for s in new if storages[s].planned and (repeated or s in outside)]
         touched.update(new)
         seen |= {source} - {-1}
     lives: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and a lock for those that several processes change."""
+"""Writes files completely or not at all, and locks files that several processes change."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if sys.platform != "win32":
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file so that it is either whole or untouched, also when the writing is interrupted.
+    """Write a file in one step: it has the new content or is unchanged, even if writing is interrupted.
 
-    A link is followed; a device or a pipe is written to directly. Raises `UnreadableFile` when that cannot be done.
+    A link is followed; a device or a pipe is written to directly. Raises `UnreadableFile` if the file cannot be
+    written.
     """
     require_place(path)
     with _named(path):
@@ -30,13 +31,13 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         try:
             scratch.write_bytes(data)
             scratch.replace(target)
-        finally:  # nothing is left of it once it has replaced the target
+        finally:  # it no longer exists once it has replaced the target
             with contextlib.suppress(OSError):
                 scratch.unlink()
 
 
 def require_place(path: Path) -> None:
-    """Raise `UnreadableFile` unless a file can be at `path`: its folder exists, and `path` is no folder itself."""
+    """Raise `UnreadableFile` unless `path` can be a file: its folder exists, and `path` is not a folder itself."""
     with _named(path):
         folder = path.resolve().parent
         if path.is_dir():
@@ -52,9 +53,9 @@ def require_place(path: Path) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Raise what the system says of `path` as `UnreadableFile`, without the names of files that the user never named.
+    """Raise errors of the operating system as `UnreadableFile` that names `path` and no temporary file.
 
-    A `ValueError` is a name or a text that no file can have.
+    A `ValueError` means that the name or the text is not possible for a file.
     """
     try:
         yield
@@ -66,10 +67,10 @@ def _named(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of `path`: no other process that also asks for it reads or writes the file in between.
+    """Hold the lock of `path`: while it is held, no other process that uses the lock reads or writes the file.
 
-    The lock is a file beside `path`, removed afterwards; the system releases it when a process dies. On Windows
-    nothing is held. Raises `UnreadableFile` where no lock file can be made.
+    The lock is a file beside `path`, which is removed afterwards; the system releases it if a process dies. On Windows
+    nothing is locked. Raises `UnreadableFile` if the lock file cannot be made.
     """
     if sys.platform == "win32":
         yield
@@ -90,7 +91,7 @@ def locked(path: Path) -> Iterator[None]:
 if sys.platform != "win32":
 
     def _acquire(lock: Path) -> int:
-        """The handle of the file at `lock`, once it is held; one that its holder removed meanwhile is not taken."""
+        """Wait for the lock and return the handle of its file. A file that its holder has removed is not used."""
         while True:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
             try:

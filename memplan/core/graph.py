@@ -1,8 +1,8 @@
-"""What runs, and which bytes it touches: a traced step without torch.
+"""The graph of a traced training step, without torch: its ops, values and storages.
 
-An `Op` is one kernel launch; a `Value` is a strided view of a `Storage`; a `Storage` is a run of bytes (an
-alias set). View ops do not appear: the views that they make are values. Ops stand in traced order, which is
-one legal order; which others are legal follows from the storages that they touch.
+An `Op` is one kernel launch, a `Value` a strided view of a `Storage`, and a `Storage` the bytes of one alias class.
+View ops are not in the graph: the views that they make are values. Ops are in traced order, which is one legal
+order; the storages that they touch decide which other orders are legal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GIVEN = "constant"  # the op of a constant's origin that no op made
 
 
 class StorageKind(enum.StrEnum):
-    """What the bytes are for."""
+    """The purpose of a storage's bytes."""
 
     INPUT = "input"
     PARAMETER = "parameter"
@@ -33,7 +33,7 @@ class StorageKind(enum.StrEnum):
 
 
 class Phase(enum.StrEnum):
-    """When an op runs: in the call of the model, or in `backward`."""
+    """The part of the training step in which an op runs: the call of the model, or `backward`."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -41,7 +41,11 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where something came from: module path ("h.0.attn"), user's source line ("model.py:12"), op and node."""
+    """The place in the user's model that an op or storage comes from.
+
+    `module` is a module path ("h.0.attn"), `source` a line of the user's code ("model.py:12"), `op` the ATen op and
+    `node` the node of the traced graph.
+    """
 
     module: str = ""
     source: str = ""
@@ -51,7 +55,8 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """A run of bytes. `planned`: it lives in the arena; otherwise the model, the caller or autograd owns it."""
+    """The bytes of one alias class. With `planned` they are in the arena; otherwise the model, the caller or autograd
+    owns them."""
 
     name: str
     nbytes: int
@@ -63,7 +68,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A strided view of `storage` (an index into `Graph.storages`); `offset` and `strides` count elements."""
+    """A strided view of `storage` (an index into `Graph.storages`). `offset` and `strides` are in elements."""
 
     name: str
     storage: int
@@ -74,7 +79,10 @@ class Value:
 
     @property
     def dense(self) -> bool:
-        """Whether its elements lie one beside the other, in whatever order, each once; expanded values do not."""
+        """Whether the elements are contiguous in memory in some order of dimensions, each stored once.
+
+        An expanded value is not dense.
+        """
         expected = 1
         for stride, n in sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
             if stride != expected:
@@ -85,14 +93,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One kernel. `reads` and `writes` are value indices; a value in both is changed in place.
+    """One kernel call. `reads` and `writes` are value indices; a value in both is changed in place.
 
-    `direct`: the kernel writes its results where it is told to. Otherwise it returns fresh tensors, which
-    are copied to their place, and their bytes lie outside the arena while it runs.
+    With `direct`, the kernel writes its results to the given addresses (a true `out=` kernel). Otherwise it returns
+    fresh tensors, which are copied to their planned place; their bytes are outside the arena while the op runs.
 
-    `inplace_candidates` are pairs (result, input) of value indices: the result may take the bytes of the input's storage,
-    in an order in which nothing touches that storage after this op. See `memplan.core.in_place`. `unrelated` are such pairs
-    too: the result does not depend on the input, although the kernel reads it.
+    `inplace_candidates` are pairs (result, input) of value indices: the result may take the bytes of the input's
+    storage in every order in which nothing touches that storage after this op. `unrelated` are pairs (result, input)
+    where the result does not depend on the input, although the kernel reads it.
     """
 
     name: str
@@ -108,16 +116,16 @@ class Op:
 
     @property
     def only_raises(self) -> bool:
-        """Whether it makes and changes nothing, and runs to raise if what it reads says that an op has failed."""
+        """Whether the op writes nothing: it only raises an error if the values that it reads report a failure."""
         return not self.writes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A step: ops in traced order (forward first), the values and storages they touch, what the caller gets.
+    """A traced training step: ops in traced order (forward first), and the values and storages that they touch.
 
-    `outputs` are the values returned to the caller, `gradients` those handed to autograd (parameters' and
-    inputs' gradients); value indices.
+    `outputs` are the values returned to the caller, `gradients` those returned to autograd (gradients of parameters
+    and inputs); both are value indices.
     """
 
     ops: tuple[Op, ...]
@@ -136,35 +144,35 @@ class Graph:
 
     @cached_property
     def forward_ops(self) -> int:
-        """How many ops run in the forward; they come first."""
+        """The number of ops in the forward; they come first."""
         return sum(op.phase is Phase.FORWARD for op in self.ops)
 
     def bytes_of(self, *kinds: StorageKind, planned: bool = False) -> int:
-        """Total bytes of the storages of these kinds that are (not) planned."""
+        """Total bytes of the storages of these kinds whose `planned` equals the argument."""
         return sum(s.nbytes for s in self.storages if s.kind in kinds and s.planned == planned)
 
     @property
     def folded_bytes(self) -> int:
-        """Bytes of the constants that the trace computed: results of ops that no step runs."""
+        """Bytes of the constants that tracing folded: results of ops that no training step runs."""
         constants = (s for s in self.storages if s.kind is StorageKind.CONSTANT)
         return sum(s.nbytes for s in constants if s.origin.op != GIVEN)
 
     def functional_bytes(self, op: Op) -> int:
-        """Bytes that `op` returns in fresh tensors before they are copied to their place (0 when direct)."""
+        """Bytes that `op` returns in fresh tensors before they are copied to their planned place (0 if direct)."""
         if op.direct:
             return 0
         return sum(self.storages[s].nbytes for s in self.written(op) if self.storages[s].planned)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over every op, value and storage; origins (file names, lines) take no part."""
+        """SHA-256 (hex) over every op, value and storage, but not over origins (file names, lines)."""
         digest = hashlib.sha256()
         for line in self.signature():
             digest.update(line.encode() + b"\n")
         return digest.hexdigest()
 
     def signature(self) -> Iterator[str]:
-        """One line per storage and op: equal lines, equal graphs. `require_same` names the first that differs."""
+        """One line per storage and op. Graphs with equal lines are equal; `require_same` names the first difference."""
         for s in self.storages:
             yield f"storage {s.name}: {s.kind} {s.nbytes} bytes on {s.device}{' planned' if s.planned else ''}"
         for op in self.ops:
@@ -184,7 +192,7 @@ class Graph:
 
 
 def require_same(planned: Graph, traced: Graph) -> None:
-    """Raise `PlanMismatch` naming the first line in which a plan's graph and a freshly traced one differ."""
+    """Raise `PlanMismatch` naming the first line in which a plan's graph and a newly traced graph differ."""
     if planned.fingerprint == traced.fingerprint:
         return
     hint = "make the plan anew: memplan.plan(model, example_inputs).save(path)"
@@ -199,7 +207,7 @@ def require_same(planned: Graph, traced: Graph) -> None:
 
 
 def check_graph(graph: Graph) -> None:
-    """Raise `InvalidPlan` naming the first index, size or order in `graph` that cannot be."""
+    """Raise `InvalidPlan` naming the first invalid index, size or op order in `graph`."""
     _check_storages(graph)
     for i, value in enumerate(graph.values):
         if not 0 <= value.storage < len(graph.storages):
@@ -217,11 +225,15 @@ def check_graph(graph: Graph) -> None:
     for i, op in enumerate(graph.ops):
         if op.phase is Phase.FORWARD and i >= graph.forward_ops:
             raise InvalidPlan("is of the forward, and stands behind the backward", where=f"graph.ops[{i}].phase")
-    _check_chances(graph)
+    _check_inplace_candidates(graph)
 
 
-def _check_chances(graph: Graph) -> None:
-    """Both storages are planned, of one size and not the caller's; the op makes the one and reads the other."""
+def _check_inplace_candidates(graph: Graph) -> None:
+    """Raise `InvalidPlan` for the first pair of `unrelated` or `inplace_candidates` that its op cannot have.
+
+    For an in-place candidate, both storages must be planned, equal in size and device and not returned to the caller;
+    the op must be the first to write the one and must read the other.
+    """
     kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
     made: dict[int, int] = {}
     for i, op in enumerate(graph.ops):

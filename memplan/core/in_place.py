@@ -1,11 +1,11 @@
-"""In-place reuse: an op's result may take the bytes of an input that dies at that op.
+"""Finds the in-place candidates: results that may take the bytes of an input that has its last use at the op.
 
-Here the chances are found; `schedule/reuse.py` takes those that an order leaves.
+`memplan.core.in_place_reuse` chooses those that a given order allows.
 
-Safe where the kernel reads an element only before it writes that element's place: pointwise kernels, and those of the
-softmax family, which finish a row before they write it. Products of complex numbers are left out: their kernels, which
-the compiler vectorizes only where result and inputs are apart, round otherwise in place. An op that runs functionally
-returns fresh memory first, so its result may go anywhere. Each entry of the list is held by a bitwise test.
+In-place reuse is safe where the kernel reads each element before it writes the same place: pointwise kernels, and the
+softmax family, which reads a whole row before it writes it. Products of complex numbers are left out: the compiler
+vectorizes their kernels only where result and inputs do not overlap, so they round differently in place. An op without
+a true `out=` kernel returns fresh memory first, so its result may be copied anywhere. A bitwise test covers each entry.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _POINTWISE_NAMES = """
 _ROWWISE_NAMES = """
     _softmax.default _log_softmax.default _softmax_backward_data.default _log_softmax_backward_data.default
 """
-# ATen ops whose kernels read index i before they write index i, and nothing of it after.
+# ATen ops whose kernels read index i before they write it, and do not read it afterwards.
 POINTWISE = frozenset(f"aten.{name}" for name in _POINTWISE_NAMES.split())
 # ATen ops whose CPU kernels finish reading a row before they write it.
 ROWWISE = frozenset(f"aten.{name}" for name in _ROWWISE_NAMES.split())
-# Those among them that multiply or divide: kernels that round complex numbers otherwise in place.
+# The ops among them that multiply or divide: their kernels round complex numbers differently in place.
 COMPLEX_PRODUCTS = frozenset(
     f"aten.{name}"
     for name in (
@@ -42,10 +42,10 @@ _COPY = "aten.copy_.default"
 
 
 def with_inplace_candidates(graph: Graph) -> Graph:
-    """The graph in which each op says which results may take the bytes of which inputs.
+    """The graph with `Op.inplace_candidates` filled in: which results may take the bytes of which inputs.
 
-    Which of the chances are taken depends on the order: an input must have had its last use. Outputs, gradients
-    and what is not planned take no part.
+    The order decides which of them are used: the op must be the last use of the input. Outputs, gradients and storages
+    that are not planned are never candidates.
     """
     kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
     made: dict[int, int] = {}
@@ -60,7 +60,7 @@ def with_inplace_candidates(graph: Graph) -> Graph:
 
 
 def _inplace_candidates(graph: Graph, op: Op, new: set[int], kept: set[int]) -> Iterator[tuple[int, int]]:
-    """One pair for each result in `new` and each other storage that it could take the bytes of."""
+    """Pairs (result, input), one for each result in `new` and each storage whose bytes it could take."""
     if not new or not _can_overwrite(graph, op):
         return
     for out in _whole_results(graph, op):
@@ -77,16 +77,16 @@ def _can_overwrite(graph: Graph, op: Op) -> bool:
     if not op.direct or op.target in POINTWISE or op.target == _COPY:
         return True
     on_cpu = all(graph.storages[s].device == "cpu" for s in graph.touched(op))
-    return on_cpu and op.target in ROWWISE  # CUDA's row kernels have not been put to the test
+    return on_cpu and op.target in ROWWISE  # CUDA's row kernels have not been tested in place
 
 
 def _whole_results(graph: Graph, op: Op) -> list[int]:
-    """Results that are all of their planned storage, in order."""
+    """The results of `op` that fill a planned storage completely, in order."""
     return [v for v in op.writes if _spans(graph.values[v]) and graph.storages[graph.values[v].storage].planned]
 
 
 def _fits(graph: Graph, op: Op, out: int, storage: int) -> bool:
-    """Whether the bytes of `storage`, which `op` reads, can hold `out`."""
+    """Whether `out` can take the bytes of `storage`, which `op` reads."""
     result, host = graph.values[out], graph.storages[storage]
     own = graph.storages[result.storage]
     if not host.planned or not host.nbytes or (host.nbytes, host.device) != (own.nbytes, own.device):
@@ -103,5 +103,5 @@ def _same_place(one: Value, two: Value) -> bool:
 
 
 def _spans(value: Value) -> bool:
-    """Whether the value's elements fill its storage, each once."""
+    """Whether the value's elements fill its storage, each stored once."""
     return value.offset == 0 and 0 not in value.shape and value.dense

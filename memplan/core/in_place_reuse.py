@@ -1,4 +1,4 @@
-"""Which in-place chances an order takes: all that it leaves, as each only lowers what is alive at its op."""
+"""Chooses the in-place candidates that an order uses: all that are possible, as each only lowers the live bytes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from memplan.core.graph import Graph
 
 
 def taken(graph: Graph, order: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(op, the chance that it takes) in a legal `order`: of those whose input dies at the op the one of most bytes,
-    the first of equals. Linear in what ops touch.
+    """Pairs (op, the in-place candidate that it uses) in a legal `order`.
+
+    Of the candidates whose input has its last use at the op, it is the one with the most bytes, the first of equals.
+    Linear in the storages that the ops touch.
     """
     last = {storage: op for op in order for storage in graph.touched(graph.ops[op])}
     for index in order:
         found, most = None, 0
-        for chance in graph.ops[index].inplace_candidates:
-            storage = graph.values[chance[1]].storage
+        for candidate in graph.ops[index].inplace_candidates:
+            storage = graph.values[candidate[1]].storage
             if last[storage] == index and graph.storages[storage].nbytes > most:
-                found, most = chance, graph.storages[storage].nbytes
+                found, most = candidate, graph.storages[storage].nbytes
         if found is not None:
             yield index, found
 
 
 def placed(graph: Graph, order: Sequence[int]) -> Graph:
-    """The graph as it lies in memory under a legal `order`: a result that takes the bytes of an input is a value of
-    that input's storage. Ops and their chances stay.
+    """The graph with in-place reuse applied under a legal `order`: a result that takes the bytes of an input becomes a
+    value of that input's storage. Ops and their candidates are unchanged.
     """
     if not any(op.inplace_candidates for op in graph.ops):
         return graph

@@ -1,4 +1,4 @@
-"""CP-SAT that an interrupt ends: the one place that runs it."""
+"""Runs CP-SAT so that an interrupt (Ctrl-C) stops it. All code that uses CP-SAT runs it through here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ if TYPE_CHECKING:
 
 
 def run(solver: cp_model.CpSolver, model: cp_model.CpModel) -> Any:
-    """Solve `model` and return the status; an interrupt stops the search and is raised.
+    """Solve `model` and return the status. An interrupt stops the search and is raised.
 
-    By itself CP-SAT takes over SIGINT: it ends the search as if a limit were reached, the caller goes on, and Python
-    never hears of an interrupt again. So it runs on a thread of its own, and the caller's waits for signals.
+    By default CP-SAT installs its own SIGINT handler: an interrupt ends the search as if a limit were reached, the
+    caller goes on, and Python receives no later interrupt. Therefore CP-SAT runs on a thread of its own, while the
+    calling thread waits and receives signals.
     """
     solver.parameters.catch_sigint_signal = False
     found: list[Any] = []
@@ -31,10 +32,10 @@ def run(solver: cp_model.CpSolver, model: cp_model.CpModel) -> Any:
     thread = threading.Thread(target=work, name="cp-sat", daemon=True)
     thread.start()
     try:
-        done.wait()  # an interrupt in `join` would leave Python 3.11 taking the thread for one that has ended
+        done.wait()  # not `join`: after an interrupt in it, Python 3.11 treats the thread as ended
     except BaseException:
         solver.stop_search()
-        while not done.wait(0.05):  # a search that had not begun yet did not hear of it
+        while not done.wait(0.05):  # a search that had not begun yet ignored the first call
             solver.stop_search()
         raise
     finally:

@@ -1,7 +1,7 @@
-"""Strict JSON for frozen dataclasses: what was written is read back equal, anything else is refused by path.
+"""Reads and writes frozen dataclasses as strict JSON: a value that is written is read back equal.
 
-The dataclass is the schema. In the way of packaging's `pylock.py`: no coercion, no unknown or missing keys,
-and every error says where it is ("solution.offsets.mm_3").
+The dataclass is the schema. As in packaging's `pylock.py`, there is no coercion, unknown and missing keys are refused,
+and every error names its path ("solution.offsets.mm_3").
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from memplan.errors import InvalidPlan, InvalidProblem
 
 T = TypeVar("T")
 
-_HIGHEST = 2**63 - 1  # whatever counts bytes or steps; sums of such numbers stay cheap and printable
+_HIGHEST = 2**63 - 1  # the largest number of bytes or steps that is read; sums of them stay cheap and printable
 
 
 def to_json(value: object) -> Any:
-    """Dataclasses, enums, tuples and mappings as plain JSON types.
+    """Convert dataclasses, enums, tuples and mappings to plain JSON types.
 
-    Fields that equal their default stay out, and so do those that are no part of the value (`compare=False`,
-    such as seconds spent): equal values give equal JSON, byte for byte.
+    Fields that equal their default are left out, and so are fields that take no part in comparisons
+    (`compare=False`, such as seconds spent). Equal values give equal JSON, byte for byte.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare)
@@ -41,7 +41,7 @@ def to_json(value: object) -> Any:
 
 
 def from_json(kind: type[T], data: object, where: str) -> T:
-    """Read `data` as a `kind`; raises `InvalidPlan` whose `where` is the path of the first fault."""
+    """Read `data` as a `kind`. Raises `InvalidPlan`, whose `where` is the path of the first fault."""
     return typing.cast(T, _read(kind, data, where))
 
 
@@ -134,7 +134,7 @@ _NAMES: Mapping[type, str] = types.MappingProxyType(
 
 
 def show(data: object) -> str:
-    """A JSON value for an error message: short and on one line, whatever it holds."""
+    """A JSON value as short text on one line, for an error message."""
     if isinstance(data, dict):
         return f"an object of {len(data)} keys"
     if isinstance(data, list):
@@ -145,5 +145,5 @@ def show(data: object) -> str:
 
 
 def clip(text: str) -> str:
-    """At most 60 characters of `text`."""
+    """`text` shortened to at most 60 characters."""
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""JSON schema of frozen dataclasses, as `jsonio` reads and writes them: the dataclass is the one source."""
+"""Makes the JSON schema of frozen dataclasses, in the form in which `memplan.core.jsonio` reads and writes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCALARS: Mapping[type, dict[str, Any]] = types.MappingProxyType(
 
 
 def json_schema(kind: type) -> dict[str, Any]:
-    """The schema of `kind` (draft 2020-12 and draft 7 alike); docstrings become descriptions."""
+    """The JSON schema of `kind`, valid under drafts 7 and 2020-12. Docstrings become descriptions."""
     definitions: dict[str, Any] = {}
     top = _schema(kind, definitions)
     return {**definitions.pop(top["$ref"].rpartition("/")[2]), "definitions": dict(sorted(definitions.items()))}
@@ -51,7 +51,7 @@ def _reference(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
     reference = {"$ref": f"#/definitions/{kind.__name__}"}
     if kind.__name__ in definitions:
         return reference
-    definitions[kind.__name__] = {}  # a type that holds itself ends here
+    definitions[kind.__name__] = {}  # ends the recursion for a type that contains itself
     fields, hints = [f for f in dataclasses.fields(kind) if f.compare], typing.get_type_hints(kind)
     definitions[kind.__name__] = {
         "type": "object",

@@ -1,4 +1,4 @@
-"""Which orders compute the same: what must run before what, and whether an order keeps to it."""
+"""The legal orders of a graph: the dependencies between ops, and the check that an order keeps them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from memplan.errors import InvalidPlan
 
 
 def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
-    """For each op (by index) the ops that must run before it, directly.
+    """For each op (by index), the ops that must run directly before it.
 
-    Ops that touch one storage keep their traced order when one of them writes it. Random ops keep theirs
-    among each other, so that a seed gives the same numbers; so do collectives, which all ranks must start in
-    one order. For an op that only raises wait, of those traced after it, all that use what the op has made that it
-    checks, all that change what outlives the step, and random ops: they do not run when it raises, as in eager.
+    Two ops that touch one storage keep their traced order if one of them writes it. Random ops keep their order, so
+    that a seed gives the same numbers; so do collectives, which all ranks must start in the same order. An op that
+    only raises runs before those traced after it that use results of the op that it checks, that change storages which
+    outlive the step, or that are random: as in eager, they do not run if it raises.
     """
     writer: dict[int, int] = {}
-    checked: dict[int, int] = {}  # storage -> the op that checks whoever made it
+    checked: dict[int, int] = {}  # storage -> the op that checks the op that wrote it
     readers: dict[int, list[int]] = {}
-    last: dict[str, int] = {}  # of the ops that keep their order among each other
+    last: dict[str, int] = {}  # chain -> the last op of it; ops of one chain keep their order
     found: list[frozenset[int]] = []
     for index, op in enumerate(graph.ops):
         before: set[int] = set()
@@ -48,12 +48,12 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
 
 
 def _made_with(graph: Graph, writer: Mapping[int, int], storage: int) -> tuple[int, ...]:
-    """What the op has written that wrote a storage last."""
+    """All storages written by the op that wrote `storage` last."""
     return graph.written(graph.ops[writer[storage]]) if storage in writer else ()
 
 
 def _outlives(storage: Storage) -> bool:
-    """Whether its bytes are the model's, the optimizer's or the caller's own before the step."""
+    """Whether the storage belongs to the model, the optimizer or the caller, and existed before the step."""
     return not storage.planned and storage.kind not in (StorageKind.OUTPUT, StorageKind.GRADIENT)
 
 
@@ -67,9 +67,9 @@ def _chains(op: Op) -> Iterator[str]:
 
 
 def require_legal(graph: Graph, order: tuple[int, ...]) -> None:
-    """Raise `InvalidPlan` naming the first fault unless `order` runs every op once, after what it needs.
+    """Raise `InvalidPlan` naming the first fault unless `order` runs every op once, after its predecessors.
 
-    Forward ops come before backward ops: the caller's loss is computed in between.
+    Forward ops must come before backward ops: the caller computes the loss in between.
     """
     if sorted(order) != list(range(len(graph.ops))):
         raise InvalidPlan("is not an order of the graph's ops", where="schedule.order")

@@ -1,4 +1,4 @@
-"""From an order to a problem: every planned storage becomes a buffer with a live interval in steps."""
+"""Builds the offset-assignment problem of a scheduled graph: each planned storage becomes a buffer."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from memplan.core.schedule import Schedule, storage_intervals
 def problem(graph: Graph, schedule: Schedule, *, alignment: int, redzone: int = 0) -> Problem:
     """The offset-assignment problem of `graph` under `schedule`.
 
-    Sizes are rounded up to `alignment` bytes, so that every end is aligned too; `redzone` adds so many bytes
-    (a multiple of `alignment`) on each side of every buffer. Buffers stand in the order of their births.
+    Sizes are rounded up to a multiple of `alignment` bytes, so that every buffer also ends aligned. `redzone` bytes (a
+    multiple of `alignment`) are added on each side of every buffer. Buffers are in the order of their first use.
     """
     return _problem(graph, schedule, lambda storage: storage.planned, alignment, redzone)
 
 
 def device_problem(problem: Problem, graph: Graph, device: str) -> Problem:
-    """The part of `problem` that lies on one of several devices."""
+    """The part of `problem` whose buffers are on `device`, one of several."""
     there = {s.name for s in graph.storages if s.device == device}
     return Problem(buffers=tuple(b for b in problem.buffers if b.id in there))
 
 
 def host_problem(graph: Graph, schedule: Schedule, *, alignment: int) -> Problem:
-    """The problem of the copies on the host, which take no bytes of the arena."""
+    """The offset-assignment problem of the copies on the host, which are in an arena of their own."""
     return _problem(graph, schedule, lambda storage: storage.kind is StorageKind.HOST, alignment, 0)
 
 

@@ -1,7 +1,7 @@
-"""The plan of a step: what runs in which order, where every storage lies, and what lies outside the arena.
+"""The plan of a training step: the ops and their order, the offset of every storage, and the bytes outside the arena.
 
-A `Plan` is plain data. It is saved as JSON, never pickled, and a file is believed only after the independent
-validator and the graph itself agree with it (`planfile.py` reads and writes it).
+A `Plan` is plain data. It is saved as JSON, not as a pickle, and a loaded file is accepted only after the independent
+validator and checks against its own graph (`memplan.load`).
 """
 
 from __future__ import annotations
@@ -41,24 +41,38 @@ _MODEL_KINDS = (
 
 
 def _function(module: str, name: str) -> Any:
-    """A function of a later room, imported when a method that delegates to it is called: `Plan` itself is data."""
+    """The function `name` of a package that itself imports `Plan`; imported when a method of `Plan` needs it."""
     return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A validated plan. Sizes are bytes; steps are positions in `schedule.order`.
+    """A validated plan. Sizes are in bytes; steps are positions in `schedule.order`.
 
-    What a fresh plan says of all orders and all layouts was proven here. Of a plan that was loaded, that holds where
-    loading it proved it again; the rest is claimed: `schedule.claimed` (then `schedule.certified` is False) and
-    `solution.claimed` say so, and `memplan check --verify` proves it again.
+    The bounds of a new plan, over all orders and over all layouts, were proven in this process. For a loaded plan this
+    holds where loading it proved them again. Other bounds are claimed: `schedule.claimed` (then `schedule.certified`
+    is False) and `solution.claimed` are True, and `memplan check --verify` proves them.
 
-    `alignment` and `redzone` (bytes) shaped the problem. `temporaries[op]` are the bytes that the op's
-    kernel allocates outside the arena by itself while it runs, measured when the plan was compiled; None
-    means that it was not: kernels' own scratch memory cannot be known from fake tensors. `eviction`: how a
-    budget is kept; then `graph` holds what is computed again and what is copied to the host and back. `division`: how
-    ops of the traced graph were divided by rows, with nothing left open. `compress`: how what waits for the backward
-    is made smaller ("bits": masks are packed, "int8": and activations), "" for not at all.
+    Args:
+        model: the name of the model.
+        graph: the ops that run. With an eviction plan it includes recomputed ops and copies to the host and back.
+        schedule: the order of the ops.
+        problem: one buffer for each planned storage that has bytes.
+        solution: the offset of each buffer.
+        alignment: bytes; sizes and offsets are multiples of it.
+        redzone: bytes on each side of every buffer, for the sanitizer.
+        versions: the versions of memplan and torch that made the plan.
+        temporaries: for each op, the bytes that its kernel allocates outside the arena while it runs, measured when
+            the plan was compiled. None if not measured: fake tensors do not show a kernel's scratch memory.
+        eviction: how a budget is kept; None without a budget.
+        division: how ops of the traced graph were divided by rows; None if they were not.
+        compress: how saved activations are compressed: "bits" packs masks, "int8" also quantizes activations, ""
+            compresses nothing.
+
+    Example:
+        >>> plan = memplan.plan(model, example_inputs)
+        >>> plan.total, plan.arena_size, plan.fragmentation
+        >>> plan.save("model.plan.json")
     """
 
     model: str
@@ -78,41 +92,41 @@ class Plan:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles: a read-only mapping has neither."""
+        """Support `copy` and `pickle`, which cannot copy the read-only `versions`."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         return partial(Plan, **{**own, "versions": dict(self.versions)}), ()
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the graph: a plan fits exactly the models that trace to it."""
+        """SHA-256 (hex) of the graph: a plan fits exactly the models that are traced to this graph."""
         return self.graph.fingerprint
 
     @cached_property
     def placed(self) -> Graph:
-        """The graph as it lies in the arena: results that take the bytes of an input are values of its storage."""
+        """The graph with in-place reuse applied: a result that takes an input's bytes is a value of its storage."""
         return placed(self.graph, self.schedule.order)
 
     @property
     def arena_size(self) -> int:
-        """Bytes of the one preallocated arena."""
+        """Bytes of the preallocated arena; on several devices, of all their arenas together."""
         return self.solution.arena_size
 
     @property
     def max_live(self) -> int:
-        """Largest sum of live buffer sizes over all steps, alignment included: no layout needs less. On several devices
-        the sum of what each needs at its own peak."""
+        """The largest sum of live buffer sizes over all steps, bytes with padding: no layout needs less. On several
+        devices it is the sum of each device's own maximum."""
         if self.devices:
             return sum(section.max_live for section in self.devices)
         return self.problem.max_live
 
     @property
     def devices(self) -> tuple[DeviceArena, ...]:
-        """The arenas of a plan for several devices, in the order in which they were given; none for one device."""
+        """The arenas of a plan for several devices, in the order in which the devices were given; () for one device."""
         return self.eviction.sections if self.eviction else ()
 
     @property
     def fragmentation(self) -> float:
-        """1 - max_live / arena_size: the share of the arena that no buffer can use at the peak."""
+        """1 - max_live / arena_size: the share of the arena that holds no live buffer at the peak."""
         return (self.arena_size - self.max_live) / self.arena_size if self.arena_size else 0.0
 
     @property
@@ -122,25 +136,26 @@ class Plan:
 
     @cached_property
     def evictions(self) -> tuple[Eviction, ...]:
-        """Every absence of a storage from the arena that ends in a use, by the step at which it ends."""
+        """Every eviction that is followed by another use of the storage: recomputed and offloaded ones in the order of
+        their return, then compressed ones."""
         found = evictions_of(self.graph, self.eviction.instances) if self.eviction else ()
         return (*found, *(compressions_of(self.graph, self.schedule.order) if self.compress else ()))
 
     @property
     def host_size(self) -> int:
-        """Bytes of the arena on the host that holds what is evicted by copy."""
+        """Bytes of the host arena, which holds the offloaded copies."""
         return self.eviction.host.arena_size if self.eviction else 0
 
     @cached_property
     def transient(self) -> tuple[int, ...]:
-        """Bytes outside the arena while each op (by index) runs: measured if known, else its fallback results."""
+        """For each op (by index), bytes outside the arena while it runs: measured, or else its fallback results."""
         if self.temporaries is not None:
             return self.temporaries
         return tuple(self.graph.functional_bytes(op) for op in self.graph.ops)
 
     @cached_property
     def outside_profile(self) -> tuple[int, ...]:
-        """Bytes allocated outside the arena at each step: what the caller keeps so far, and transients."""
+        """Bytes allocated outside the arena at each step: the caller's results so far, and the op's transient bytes."""
         steps = len(self.schedule.order)
         change = [0] * (steps + 1)
         for index, live in storage_intervals(self.graph, self.schedule.order).items():
@@ -155,10 +170,10 @@ class Plan:
 
     @cached_property
     def outside(self) -> Mapping[str, int]:
-        """Bytes outside the arena, by kind; `fallbacks` and `temporaries` are the most at any one step.
+        """Bytes outside the arena, by kind; "fallbacks" and "temporaries" are the most at any one step.
 
-        `fallbacks` are results of kernels that cannot write where they are told; `temporaries` what kernels
-        allocate beyond that by themselves (0 until measured by `compile`).
+        "fallbacks" are results of kernels without a true `out=` variant; "temporaries" are other bytes that kernels
+        allocate while they run (0 until `compile` has measured them).
         """
         g = self.graph
         fallbacks = [g.functional_bytes(op) for op in g.ops]
@@ -179,32 +194,32 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Predicted peak of everything together: arena, model, inputs, and what lies outside at its highest."""
+        """The predicted peak of the whole step, bytes: arena, model, inputs, and the peak of `outside_profile`."""
         return self.arena_size + self.graph.bytes_of(*_MODEL_KINDS) + max(self.outside_profile, default=0)
 
     @property
     def on_device(self) -> int:
-        """Bytes that the device holds at the peak: the arena, and what kernels allocate beside it; and, where the step
-        runs at the same place as its model and caller, everything of theirs: `total`."""
+        """Bytes on the device at the peak: `total`, or, if the model and the caller's tensors are on the host, only the
+        arena and the kernels' own allocations."""
         if self.eviction is None or not self.eviction.device:
             return self.total
         return self.arena_size + max(self.transient, default=0)
 
     def forecast(self, name: str) -> Forecast:
-        """Where the storage of that name is at each step, and when it is used (see `memplan.analysis.forecast`)."""
+        """Where the storage called `name` is at each step, and at which steps it is used."""
         forecast = _function("memplan.analysis.forecast", "forecast")
         found: Forecast = forecast(self, name)
         return found
 
     def report(self) -> Report:
-        """The figures of this plan, ready to be shown (see `memplan.report`)."""
+        """The figures of this plan, ready to be shown as a table, Markdown, JSON or HTML."""
         make_report = _function("memplan.report.summary", "make_report")
         made: Report = make_report(self)
         return made
 
     def to_text(self) -> str:
-        """The step x partition table of this plan as plain text (tract's picture), and for the layout `tstack` the
-        addresses by step (ext-tstack's)."""
+        """The plan as plain text: a table of steps and partitions, as tract prints it, and for the layout "tstack" the
+        addresses in use at each step."""
         partition_table = _function("memplan.report.partition_table", "partition_table")
         stack_text = _function("memplan.report.stack_text", "stack_text")
         stack = stack_text(self.problem, self.solution) if self.solution.solver == "tstack" else ""
@@ -212,14 +227,23 @@ class Plan:
         return text
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON to `path`, whole or not at all. Raises `UnreadableFile` when it cannot be written."""
+        """Write the plan to `path` as JSON, completely or not at all.
+
+        Args:
+            path: the file to write; `memplan.load` reads it.
+
+        Raises:
+            UnreadableFile: the file cannot be written.
+        """
         save = _function("memplan.planning.planfile", "save")
         save(self, path)
 
 
 def as_loaded(plan: Plan) -> Plan:
-    """A plan from a file after `check_consistency`, with what that did not prove again marked as claimed: the bound
-    of a long search through all orders, and a bound of all layouts above max live."""
+    """The plan of a file after its consistency check, with the bounds that the check did not prove marked as claimed.
+
+    These are the bound of a long search through all orders, and a bound of all layouts that is above max live.
+    """
     return replace(
         plan,
         schedule=replace(plan.schedule, claimed=not is_proven_again(plan.schedule)),

@@ -1,9 +1,9 @@
-"""The offset-assignment problem and its solution: plain data, free of torch and of any graph.
+"""The offset-assignment problem and its solution: plain data, independent of torch and of any graph.
 
-This is dynamic storage allocation as google/minimalloc states it: buffers with a size in bytes and a live
-interval in steps are given; find an offset for each so that no two that are alive together overlap, in the
-smallest arena. A problem can come from a traced graph (`memplan.core.lifetimes`), a CSV file (`memplan.csvio`)
-or be written by hand.
+This is dynamic storage allocation as google/minimalloc states it. Given are buffers with a size in bytes and a live
+interval in steps; wanted is an offset for each buffer, such that no two buffers that are alive at the same step
+overlap, in the smallest arena. A problem is made from a traced graph, read from a CSV file (`memplan.csvio`) or
+written by hand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,19 @@ from memplan.errors import InvalidProblem
 
 @dataclass(frozen=True, slots=True, order=True)
 class Interval:
-    """A half-open range [start, end) of steps. Touching intervals are disjoint (tract's `Lifetime`)."""
+    """A half-open range [start, end) of steps. Intervals that only touch are disjoint.
+
+    Args:
+        start: the first step.
+        end: the step after the last one; not below `start`.
+
+    Raises:
+        InvalidProblem: `end` is below `start`.
+
+    Example:
+        >>> Interval(0, 3).is_disjoint(Interval(3, 5))
+        True
+    """
 
     start: int
     end: int
@@ -36,12 +48,15 @@ class Interval:
 
     @property
     def is_empty(self) -> bool:
+        """Whether the interval has no step."""
         return self.end == self.start
 
     def is_disjoint(self, other: Interval) -> bool:
+        """Whether the two intervals have no step in common."""
         return self.end <= other.start or other.end <= self.start
 
     def is_alive_at_step(self, step: int) -> bool:
+        """Whether `step` is in the interval."""
         return self.start <= step < self.end
 
 
@@ -49,10 +64,23 @@ class Interval:
 class Buffer:
     """Bytes that must stay at one offset while they are alive.
 
-    `live` is the hull of the lifetime in steps; `gaps` are sub-intervals of it, sorted and disjoint, during
-    which the bytes are free for others (the buffer is evicted, and returns to the *same* offset; an evicted
-    buffer that may return elsewhere is two buffers). `alignment` is in bytes; `pinned_offset` fixes the
-    offset. `kind` and `origin` are carried for reports; no solver looks at them.
+    Args:
+        id: the name of the buffer, unique in its problem.
+        size: bytes, 0 or more.
+        live: the live interval in steps, from the first use to the last; not empty.
+        alignment: the offset is a multiple of this, bytes.
+        gaps: intervals strictly inside `live`, sorted and apart, during which other buffers may take the bytes. After
+            a gap the buffer is at the *same* offset; an evicted buffer that may return elsewhere is two buffers.
+        kind: the purpose of the bytes ("activation"), for reports; no solver reads it.
+        pinned_offset: the offset in bytes that the buffer must have, a multiple of `alignment`; None for any.
+        origin: where the buffer comes from (a module path), for reports; no solver reads it.
+
+    Raises:
+        InvalidProblem: a value is out of its range.
+
+    Example:
+        >>> Buffer(id="a", size=4096, live=Interval(0, 3), alignment=64).size
+        4096
     """
 
     id: str
@@ -85,7 +113,7 @@ class Buffer:
 
     @property
     def segments(self) -> tuple[Interval, ...]:
-        """The lifetime without its gaps: the intervals during which the bytes are taken."""
+        """The live interval without the gaps: the intervals during which the buffer needs its bytes."""
         if not self.gaps:
             return (self.live,)
         starts = (self.live.start, *(gap.end for gap in self.gaps))
@@ -95,7 +123,19 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Buffers to place, in definition order (which breaks all ties), and an optional hard limit in bytes."""
+    """An offset-assignment problem: buffers to place, and optionally a hard limit on the arena.
+
+    Args:
+        buffers: the buffers, with unique ids. Solvers break ties by this order.
+        capacity: the most bytes that the arena may have; None for no limit.
+
+    Raises:
+        InvalidProblem: two buffers have the same id, or the capacity is negative.
+
+    Example:
+        >>> Problem(buffers=(Buffer(id="a", size=8, live=Interval(0, 2)),)).max_live
+        8
+    """
 
     buffers: tuple[Buffer, ...]
     capacity: int | None = None
@@ -111,7 +151,7 @@ class Problem:
 
     @cached_property
     def live_profile(self) -> tuple[tuple[int, int], ...]:
-        """(step, live bytes from that step on), at every step where the sum changes, by step."""
+        """Pairs (step, live bytes from that step on), one for every step at which births or deaths occur, by step."""
         change: dict[int, int] = {}
         for buffer in self.buffers:
             for segment in buffer.segments:
@@ -125,7 +165,7 @@ class Problem:
 
     @cached_property
     def max_live(self) -> int:
-        """Largest sum of live sizes over all steps, bytes: no arena can be smaller."""
+        """The largest sum of live sizes over all steps, bytes: no arena can be smaller."""
         return max((total for _, total in self.live_profile), default=0)
 
     @cached_property
@@ -134,12 +174,12 @@ class Problem:
         return next((step for step, total in self.live_profile if total == self.max_live), 0)
 
     def alive_at(self, step: int) -> tuple[Buffer, ...]:
-        """The buffers that hold bytes at `step`, in definition order."""
+        """The buffers that are alive at `step`, in definition order."""
         return tuple(b for b in self.buffers if any(s.is_alive_at_step(step) for s in b.segments))
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of everything that decides a solution: ids, kinds and origins do not."""
+        """SHA-256 (hex) of everything that a solution depends on, which leaves out ids, kinds and origins."""
         digest = hashlib.sha256()
         for b in self.buffers:
             gaps = [(gap.start, gap.end) for gap in b.gaps]
@@ -149,7 +189,7 @@ class Problem:
 
 
 class Status(enum.Enum):
-    """How good a solution is; the value is the message for the user."""
+    """The quality of a solution; the value is the message for the user."""
 
     OPTIMAL = "the arena is as small as any arena can be, proven by the bound"
     FEASIBLE = "a valid placement; a smaller arena may exist, down to the bound"
@@ -159,7 +199,8 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infeasibility:
-    """Why no placement fits: at `step`, the buffers `ids` (alive together) need `needed` > capacity bytes."""
+    """The reason that no placement fits: at `step`, the buffers `ids` are all alive and need `needed` bytes, more than
+    the capacity."""
 
     step: int
     ids: tuple[str, ...]
@@ -170,11 +211,21 @@ class Infeasibility:
 class Solution:
     """An offset in bytes for every buffer of a problem.
 
-    `arena_size` is the highest end of any buffer; `bound` a proven lower bound of any arena; `seconds` the
-    wall time spent, which is not part of the value (it takes no part in comparisons). With status
-    INFEASIBLE or UNKNOWN, `offsets` may hold a placement that exceeds the capacity, or nothing. `claimed`: the
-    bound, and with it OPTIMAL, is what a plan file says, and more than loading the file proved; like `seconds` it
-    is not part of the value.
+    Args:
+        offsets: buffer id -> offset, bytes. With status INFEASIBLE or UNKNOWN it may hold a placement that exceeds
+            the capacity, or be empty.
+        arena_size: the highest end of any buffer, bytes.
+        status: whether the arena is proven to be the smallest.
+        bound: a proven lower bound of the arena size, bytes.
+        solver: the name of the solver.
+        seconds: wall time spent; it takes no part in comparisons.
+        proof: the reason that no placement fits, for INFEASIBLE by max live.
+        claimed: the bound was read from a plan file and is more than loading the file proved; it takes no part in
+            comparisons.
+
+    Example:
+        >>> Solution(offsets={"a": 0}, arena_size=8, status=Status.OPTIMAL, bound=8, solver="greedy").gap
+        0.0
     """
 
     offsets: Mapping[str, int]
@@ -190,11 +241,11 @@ class Solution:
         object.__setattr__(self, "offsets", MappingProxyType(dict(self.offsets)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles: a read-only mapping has neither."""
+        """Support `copy` and `pickle`, which cannot copy the read-only `offsets`."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         return partial(Solution, **{**own, "offsets": dict(self.offsets)}), ()
 
     @property
     def gap(self) -> float:
-        """How far the arena may be from the smallest: arena / bound - 1."""
+        """arena_size / bound - 1: at most this share above the smallest possible arena."""
         return self.arena_size / self.bound - 1 if self.bound else 0.0

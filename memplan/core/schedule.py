@@ -1,4 +1,4 @@
-"""A schedule: a total order of a graph's ops, what it needs, and what every order needs at least."""
+"""The schedule: a total order of a graph's ops, its max live, and a lower bound of max live over all orders."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from memplan.core.problem import Interval
 
 
 class Evidence(enum.Enum):
-    """What proves that no order needs less than the bound; the value is the message for the user."""
+    """The kind of proof that no order needs less than the bound; the value is the message for the user."""
 
     WORKING_SET = "what {op} reads and writes"
     CUT = "the cut at {op}"
     BETWEEN = "the cut between forward and backward"
-    SEARCH = "a search through all orders"  # of the portfolio, which anyone can repeat
-    LONG_SEARCH = "a long search through all orders"  # of another policy; not repeated when a plan is loaded
+    SEARCH = "a search through all orders"  # the portfolio's, repeated when a plan is loaded
+    LONG_SEARCH = "a long search through all orders"  # another policy's, not repeated when a plan is loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """`order` holds op indices; the step of an op is its position in it.
+    """A total order of the ops: `order` holds op indices, and the step of an op is its position in `order`.
 
-    `max_live` and `bound` are bytes of planned storages without alignment: the most that are alive at one
-    step of this order, and a lower bound of that over all legal orders. `evidence` is how the bound is
-    proven, `proof` the name of the op at which it is ("" when it takes all of them). `claimed`: the bound is
-    what a plan file says; loading the file did not prove it again (`memplan check --verify` does). It is a
-    state of this process and no part of the value: a file cannot say that its bound is proven.
+    `max_live` and `bound` are bytes of planned storages without alignment padding: the most that are alive at one
+    step of this order, and a lower bound of that over all legal orders. `evidence` is the kind of proof of the bound,
+    `proof` the name of the op at which it holds ("" if the proof needs all ops). `claimed` means that the bound was
+    read from a plan file and was not proven again on loading (`memplan check --verify` proves it). `claimed` is not
+    saved and takes no part in comparisons: a file cannot say that its bound is proven.
     """
 
     policy: str
@@ -41,27 +41,27 @@ class Schedule:
 
     @property
     def gap(self) -> float:
-        """max_live / bound - 1: how far a better order could be, at most; no more than a claim if `claimed`."""
+        """max_live / bound - 1: at most this share of max live could be saved; unproven if `claimed`."""
         return self.max_live / self.bound - 1 if self.bound else 0.0
 
     @property
     def certified(self) -> bool:
-        """No order needs less: proven here, or proven again when the plan was loaded."""
+        """Whether it is proven, here or again on loading, that no order has a smaller max live."""
         return self.max_live == self.bound and not self.claimed
 
 
 def make_schedule(graph: Graph, order: tuple[int, ...], policy: str) -> Schedule:
-    """A schedule of `order`, measured, with the bound that costs nothing."""
+    """Make a schedule of `order`: its max live, with the largest working set as the lower bound."""
     live = live_bytes(graph, order)
     bound, op = working_set(graph)
     return Schedule(policy=policy, order=order, max_live=max(live, default=0), bound=bound, proof=op)
 
 
 def storage_intervals(graph: Graph, order: tuple[int, ...]) -> dict[int, Interval]:
-    """Storage index -> [first touch, last touch + 1) in steps, for every storage that an op touches.
+    """The live interval [first use, last use + 1), in steps, of every storage (by index) that an op touches.
 
-    What the caller keeps (outputs, gradients) stays alive to the end of the step. A storage whose bytes others
-    take lives as long as the last of them, and those others are left out.
+    Outputs and gradients, which the caller keeps, stay alive until the last step. Where results take the bytes of an
+    input in place, the interval of the input's storage covers them, and their own storages are left out.
     """
     graph = placed(graph, order)
     first: dict[int, int] = {}
@@ -78,7 +78,7 @@ def storage_intervals(graph: Graph, order: tuple[int, ...]) -> dict[int, Interva
 
 
 def live_bytes(graph: Graph, order: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes of planned storages alive at each step, alignment left out."""
+    """Bytes of planned storages that are alive at each step, without alignment padding."""
     change = [0] * (len(order) + 1)
     for storage, live in storage_intervals(graph, order).items():
         if graph.storages[storage].planned:
@@ -92,8 +92,11 @@ def live_bytes(graph: Graph, order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def working_set(graph: Graph) -> tuple[int, str]:
-    """Bytes of the largest working set, and the op (its name) that touches them: all that one op touches is
-    alive while it runs, whatever the order; a result that may lie in an input counts once."""
+    """Bytes of the largest working set, and the name of its op.
+
+    The working set of an op is everything that it touches, which is alive while it runs in every order. A result that
+    may be in place counts once, together with its input.
+    """
     sizes = [_touched_bytes(graph, op) for op in graph.ops]
     most = max(sizes, default=0)
     return most, graph.ops[sizes.index(most)].name if sizes else ""

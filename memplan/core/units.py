@@ -1,7 +1,7 @@
-"""Bytes and shares as people write them: the one place that formats and parses them.
+"""Formats and parses sizes in bytes and shares, for all of memplan.
 
-Binary units (KiB, MiB, ...) are shown, because memory comes in them; both kinds are read. No rounding may
-hide a difference: whoever shows a measured figure next to its limit uses `bytes_apart` or `shares_apart`.
+Output uses binary units (KiB, MiB, ...); input may use binary or decimal ones. Rounding must not hide a difference:
+code that shows a measured figure next to its limit uses `bytes_apart` or `shares_apart`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HIGHEST = 2**63 - 1
 
 
 def format_bytes(count: int) -> str:
-    """Bytes for reading, with four significant digits at most: "12.35 MiB"; exact below 1 KiB: "512 B"."""
+    """A size in bytes as text with at most four significant digits, "12.35 MiB"; exact below 1 KiB, "512 B"."""
     size, sign = abs(count), "-" if count < 0 else ""
     if size < 1024:
         return f"{sign}{size} B"
@@ -34,12 +34,12 @@ def format_bytes(count: int) -> str:
 
 
 def format_exact(count: int) -> str:
-    """Bytes for reading and to the byte: "12.35 MiB (12,949,913 B)"."""
+    """A size in bytes as text, rounded and exact: "12.35 MiB (12,949,913 B)"."""
     return f"{count} B" if abs(count) < 1024 else f"{format_bytes(count)} ({count:,} B)"
 
 
 def format_share(share: float, digits: int = 2) -> str:
-    """A share in percent: "1.25 %". What is not zero never reads as zero."""
+    """A share as text in percent, "1.25 %". A share that is not zero is never shown as zero."""
     text = f"{share * 100:.{digits}f}"
     if share and not float(text):
         return f"< {10**-digits:.{digits}f} %" if share > 0 else f"> -{10**-digits:.{digits}f} %"
@@ -47,13 +47,13 @@ def format_share(share: float, digits: int = 2) -> str:
 
 
 def bytes_apart(one: int, two: int) -> tuple[str, str]:
-    """Two sizes that read as different whenever they are."""
+    """Two sizes in bytes as texts, which differ whenever the sizes do."""
     texts = format_bytes(one), format_bytes(two)
     return texts if one == two or texts[0] != texts[1] else (format_exact(one), format_exact(two))
 
 
 def shares_apart(one: float, two: float) -> tuple[str, str]:
-    """Two shares in percent with as many digits as they need to read as different."""
+    """Two shares as texts in percent, with enough digits to differ whenever the shares do."""
     for digits in range(2, 16):
         texts = format_share(one, digits), format_share(two, digits)
         if one == two or texts[0] != texts[1]:
@@ -62,9 +62,10 @@ def shares_apart(one: float, two: float) -> tuple[str, str]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "3GiB", "512 MiB", "1.5GB" or "1048576"; a fraction of a byte is dropped.
+    """The bytes of a size such as "3GiB", "512 MiB", "1.5GB" or "1048576"; a fraction of a byte is dropped.
 
-    Raises `InvalidSize` for anything else: a sign, an unknown unit (units are case-sensitive), an exponent.
+    Raises `InvalidSize` for any other text: one with a sign, an exponent or an unknown unit (units are
+    case-sensitive).
     """
     match = _SIZE.fullmatch(text.strip())
     hint = "write a number of bytes or one with a unit: 1048576, 512MiB, 3GiB, 1.5GB"
@@ -84,12 +85,12 @@ def parse_size(text: str) -> int:
 
 
 def parse_share(text: str) -> float:
-    """A share between 0 and 1 from "0.02" or "2%". Raises `InvalidSize` for anything else."""
+    """The share, between 0 and 1, of a text such as "0.02" or "2%". Raises `InvalidSize` for any other text."""
     return float(parse_share_exactly(text))
 
 
 def parse_share_exactly(text: str) -> Fraction:
-    """`parse_share` without rounding: "2%" is 1/50."""
+    """The exact share, between 0 and 1, of a text: "2%" is 1/50. Raises `InvalidSize` as `parse_share` does."""
     match = _SHARE.fullmatch(text.strip())
     share = Fraction(match.group(1)) / (100 if match.group(2) else 1) if match else None
     if share is None or share > 1:
@@ -98,7 +99,7 @@ def parse_share_exactly(text: str) -> Fraction:
 
 
 def parse_percent(text: str) -> Fraction:
-    """A share of any size from "2%" or "150 %". Raises `InvalidSize` for anything else."""
+    """The share, 0 or more, of a text such as "2%" or "150 %". Raises `InvalidSize` for any other text."""
     match = _SHARE.fullmatch(text.strip())
     if match is None or not match.group(2):
         raise InvalidSize(f"{_shown(text)} is not a number of percent", hint="write 2% or 0.5%")

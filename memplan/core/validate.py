@@ -1,7 +1,7 @@
-"""The independent oracle: is this solution valid for that problem? Shares no code with any solver.
+"""The independent validator of solutions. It shares no code with any solver.
 
-A sweep over time keeps the address ranges that are taken, sorted; a buffer may only be born into a hole.
-In the spirit of minimalloc's `validator.cc`, but always on, and it names why a plan is bad.
+A sweep over time keeps the address ranges in use, sorted; each buffer that becomes alive must fit between them. The
+idea is that of minimalloc's `validator.cc`, but here it always runs, and it names the violation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memplan.errors import InvalidSolution
 
 
 class Violation(enum.StrEnum):
-    """Why a solution is refused."""
+    """The reasons for which `validate` refuses a solution."""
 
     MISSING = "missing"
     UNKNOWN_BUFFER = "unknown buffer"
@@ -29,10 +29,21 @@ class Violation(enum.StrEnum):
 
 
 def validate(problem: Problem, solution: Solution) -> None:
-    """Raise `InvalidSolution` naming the first violation, or return.
+    """Check that `solution` is valid for `problem`.
 
-    A solution that says INFEASIBLE is checked for its proof instead of its offsets; one that says UNKNOWN
-    claims nothing and may carry any valid placement that ignores the capacity.
+    For status INFEASIBLE, the proof is checked instead of the offsets. For status UNKNOWN, the offsets may be empty or
+    may exceed the capacity, but must be valid otherwise.
+
+    Args:
+        problem: the buffers and the capacity, bytes.
+        solution: the offsets, bytes, with the arena size, the bound and the status that they are said to have.
+
+    Raises:
+        InvalidSolution: names the first violation and the buffer.
+
+    Example:
+        >>> problem = Problem(buffers=(Buffer(id="a", size=8, live=Interval(0, 2)),))
+        >>> validate(problem, memplan.solve(problem))
     """
     if solution.status is Status.INFEASIBLE:
         _check_proof(problem, solution)
@@ -109,7 +120,7 @@ def _check_overlaps(problem: Problem, solution: Solution) -> None:
 
 
 def _check_proof(problem: Problem, solution: Solution) -> None:
-    """INFEASIBLE must be backed by a bound above the capacity; a proof by step must add up."""
+    """Raise `InvalidSolution` unless the bound is above the capacity and the sizes in the proof add up."""
     if problem.capacity is None or solution.bound <= problem.capacity:
         raise _fail(Violation.WRONG_STATUS, f"infeasible, but the bound {solution.bound} is within the capacity")
     if solution.proof is None:
