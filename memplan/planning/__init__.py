@@ -1,5 +1,5 @@
-"""From a scheduled graph to a `Plan`: evicted from where a budget asks for it, placed, checked, saved.
+"""Makes plans of scheduled graphs: evictions that keep a budget, placement in the arena, checks, plan files.
 
-Start at `make_plan.py` (place), then `budget.py` (a budget in anyone's words, kept), `fit.py` (in bytes),
+Start at `make_plan.py` (place), then `budget.py` (a budget in any notation), `fit.py` (a budget in bytes),
 `multi_device.py` (one arena per device), `frontier.py` (many budgets), `consistency.py` and `planfile.py` (files).
 """

@@ -1,4 +1,7 @@
-"""A budget as people give it, and the plan that keeps it: evict, place, and evict a little more if places are lost."""
+"""Reads a budget in any notation and makes a plan that keeps it.
+
+The arena must fit, not only the live bytes: if fragmentation makes it too large, more is evicted.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from memplan.solvers import Solver, solve
 
 Budget = int | float | str
 _TRIES = 4
-_HIGHEST = 2**63 - 1  # what compiled loops count with
+_HIGHEST = 2**63 - 1  # the largest number of compiled loops
 
 
 def plan_within(
@@ -45,14 +48,15 @@ def plan_within(
     room: int = 0,
     device: str = "",
 ) -> Plan:
-    """A plan of a scheduled graph whose arena is at most `budget`.
+    """Make a plan of a scheduled graph whose arena is at most `budget`.
 
-    `budget` is in bytes, a text ("8GiB"), a share of what the step needs without evictions (0.5, "50%"), or "min".
-    The arena counts, not the sum of live bytes: where places are lost, more is evicted. Red zones come on top.
-    `room`: bytes that are there anyway, an arena in which programs take turns; all of them may be used.
-    `device`: where the step runs when the model and the caller are on the host, and everything of theirs is copied;
-    then no budget (None) is what it takes to copy nothing twice, and for the policy "genoa" its floor.
-    Raises `BudgetInfeasible`, naming the op that needs the most at once and the smallest budget that can be kept.
+    `budget` is a number of bytes, a text ("8GiB"), a share of the bytes needed without evictions (0.5, "50%"), or
+    "min". It limits the arena, not the sum of live bytes: if fragmentation makes the arena too large, more is evicted.
+    Red zones are not counted. `room` are the bytes of an arena that exists anyway, because several programs share it;
+    all of them may be used. `device` is the device of a step whose model and inputs are on the host and are copied;
+    then no budget (None) means the bytes with which nothing is copied twice, and for the policy "genoa" the smallest
+    possible. `time_limit` is in seconds. Raises `BudgetInfeasible`, which names the op with the largest working set and
+    the smallest budget that can be kept.
     """
     decide = fit_policy(policy)
     workload = make_workload(graph, schedule.order, cost_model(costs), alignment, device=device)
@@ -76,7 +80,7 @@ def plan_within(
         over = plan.arena_size - wanted
         if over <= 0 or redzone:
             return plan
-        if budget in (None, "min"):  # what is lost to places cannot be won back by evicting more
+        if budget in (None, "min"):  # more evictions cannot remove the fragmentation
             assert plan.eviction is not None
             return replace(plan, eviction=replace(plan.eviction, budget=plan.arena_size))
         workload = workload.within(max(workload.budget - over, 0))
@@ -91,16 +95,16 @@ def plan_within(
 
 
 def require_known(policy: str | Policy, costs: CostModel | str | None) -> None:
-    """Raise what `plan_within` would for a policy or costs that are not known."""
+    """Raise the errors of `plan_within` for an unknown policy or cost model."""
     fit_policy(policy)
     if costs is not None:
         cost_model(costs)
 
 
 def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
-    """A cost model by the name of a device (`memplan.evict.costs.DEVICES`), from a file (.json), or as it is.
+    """The cost model of a known device (by name), of a `.json` file (by path), or `costs` itself if it is one.
 
-    Raises `InvalidCosts` for what is none of these, and what `load_costs` does.
+    Raises `InvalidCosts` for anything else, and the errors of `load_costs`.
     """
     if isinstance(costs, CostModel):
         return costs
@@ -115,7 +119,7 @@ def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
 
 
 def eviction_of(fitted: Fitted, plan: Plan, policy: str, asked: Workload) -> EvictionPlan:
-    """How the plan of a fitted step keeps the budget that was asked for, with its host copies placed too."""
+    """The `EvictionPlan` of a step that keeps the budget of `asked`, with its host copies placed."""
     return EvictionPlan(
         policy=policy,
         costs=asked.costs.name,
@@ -131,7 +135,7 @@ def eviction_of(fitted: Fitted, plan: Plan, policy: str, asked: Workload) -> Evi
 
 
 def bytes_of(budget: Budget | None, workload: Workload, policy: Policy) -> int:
-    """What people write, in bytes; None is what the step needs without a budget. Raises `InvalidSize`."""
+    """The bytes of a budget; None means the bytes needed without a budget. Raises `InvalidSize`."""
     hint = "give bytes (8589934592), a text ('8GiB'), a share of the need without a budget (0.5, '50%'), or 'min'"
     if budget is None and workload.streamed:
         return measure(workload, workload.plain).peak

@@ -1,4 +1,4 @@
-"""Checking a plan that comes from a file: every part must follow from its graph."""
+"""Checks a plan read from a file: every part must follow from its graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def check_consistency(plan: Plan) -> None:
     """Raise `InvalidPlan` or `InvalidSolution` unless every part of `plan` follows from its graph.
 
-    Run on every plan that comes from a file. Two things it does not prove: see `as_loaded`.
+    It runs on every plan read from a file. It does not prove two kinds of bounds, which `as_loaded` marks as claimed.
     """
     check_graph(plan.graph)
     require_legal(plan.graph, plan.schedule.order)
@@ -50,8 +50,8 @@ def check_consistency(plan: Plan) -> None:
 
 
 def check_sections(plan: Plan) -> None:
-    """Raise `InvalidPlan` or `InvalidSolution` unless the arenas of several devices lie side by side, each with all
-    buffers of its device and nothing else, as large as it says."""
+    """Raise `InvalidPlan` or `InvalidSolution` unless the arenas of several devices are contiguous, and each has its
+    stated size and exactly the buffers of its device."""
     planned = {s.device for s in plan.graph.storages if s.planned}
     if not plan.devices:
         if len(planned) > 1:
@@ -77,7 +77,7 @@ def check_sections(plan: Plan) -> None:
 
 
 def require_budget(plan: Plan) -> None:
-    """Raise `InvalidPlan` when the arena (without red zones, which are for tests) is larger than the budget."""
+    """Raise `InvalidPlan` if the arena is larger than the budget. Plans with red zones, which are for tests, may be."""
     if plan.eviction is not None and plan.arena_size > plan.eviction.budget and not plan.redzone:
         what = f"the arena of {plan.arena_size} bytes is larger than its budget of {plan.eviction.budget}"
         raise InvalidPlan(what, where="eviction.budget")

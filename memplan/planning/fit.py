@@ -1,4 +1,4 @@
-"""A scheduled graph and a budget in bytes -> the graph that keeps it, checked; or why it cannot be kept."""
+"""Makes a scheduled graph keep a budget in bytes: the graph with evictions, checked, or the reason that none exists."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from memplan.evict.policies.flow import flow
 from memplan.evict.working_set import floor
 from memplan.evict.workload import Policy, Workload, in_order
 
-_CLOSE = 0.005  # of the smallest budget found: what more precision would win
+_CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """The graph that runs (its ops in order), where its ops and storages come from, and what it needs and takes."""
+    """A step that keeps its budget.
+
+    `graph` has the ops in the order in which they run; `sources` and `instances` are those of `EvictionPlan`.
+    `measured` are the bytes and seconds of this step, `base` those of the step without a budget.
+    """
 
     graph: Graph
     sources: tuple[int, ...]
@@ -35,8 +39,10 @@ class Fitted:
 def make_workload(
     graph: Graph, order: tuple[int, ...], costs: CostModel, alignment: int, *, device: str = ""
 ) -> Workload:
-    """The question, with a budget of 0: `within` sets another. `device`: where the step runs whose model and caller
-    are on the host; "" where both are at one place."""
+    """The workload of a scheduled graph for eviction policies, with a budget of 0; `Workload.within` sets another.
+
+    `device` is the device of a step whose model and inputs are on the host; "" if the step runs where they are.
+    """
     return Workload(
         graph=in_order(graph, order),
         sources=order,
@@ -49,13 +55,13 @@ def make_workload(
 
 
 def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
-    """The step of `workload` within its budget; `traced` is the graph as it was traced, for the oracle.
+    """Make the step of `workload` keep its budget. `traced` is the traced graph, for the check of equivalence.
 
-    Raises `BudgetInfeasible` when the budget is below an op's working set or the policy finds no way, and
-    `InvalidEviction` when a policy's events are nonsense or break the budget.
+    Raises `BudgetInfeasible` if the budget is below an op's working set or the policy finds no solution, and
+    `InvalidEviction` if the policy's events are invalid or exceed the budget.
     """
     base = measure(workload, workload.plain)
-    if workload.streamed:  # with room for everything, still nobody waits for all of it
+    if workload.streamed:  # even if everything fits, the step need not wait for all copies
         roomy = workload.within(base.peak)
         base = measure(roomy, flow(roomy))
     lowest, op = floor(workload)
@@ -81,9 +87,9 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
 
 
 def smallest(workload: Workload, policy: Policy) -> int:
-    """The smallest budget (bytes) that bisection between the floor and the peak finds at which `policy` finds a way.
+    """The smallest budget, bytes, for which `policy` finds a solution.
 
-    It is a budget that was tried: a policy that needs less than it may have need not find the same way with less.
+    It is found by bisection between the largest working set and the peak. The result is a budget that was tried: a policy that uses less than its budget need not find a solution for less.
     """
     own: Policy | None = getattr(policy, "quick", None)
     quick: Policy = own or (partial(policy, work=0) if policy in (auto, recompute) else policy)

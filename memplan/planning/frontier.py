@@ -1,4 +1,4 @@
-"""The frontier between memory and time: what each budget costs, for one scheduled graph."""
+"""Computes the trade-off between memory and time of one scheduled graph: the cost of each of many budgets."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """One budget: bytes that are alive at most (`max_live`), predicted seconds of a step and those spent waiting for
-    copies, and how many bytes are computed again and copied to the host in each step. None: it cannot be kept.
+    """The cost of one budget (bytes).
+
+    `max_live` are the most live bytes, `seconds` the predicted seconds of a training step and `stall` those of them
+    spent waiting for copies; `recomputed` and `offloaded` are bytes per training step. `max_live` and `seconds` are
+    None if the budget cannot be kept.
     """
 
     budget: int
@@ -35,7 +38,8 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """Points by falling budget, the smallest that can be kept among them; `most` bytes, `base_seconds`: without one."""
+    """Points by falling budget, including the smallest budget that can be kept. `most` (bytes) and `base_seconds` are
+    those of the step without a budget."""
 
     policy: str
     costs: str
@@ -44,14 +48,14 @@ class Frontier:
     points: tuple[FrontierPoint, ...]
 
     def overhead(self, point: FrontierPoint) -> float:
-        """Predicted seconds of a point that can be kept over those without a budget, less 1."""
+        """The predicted slowdown of a budget that can be kept: its seconds / `base_seconds` - 1."""
         assert point.seconds is not None
         return point.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """What another system makes of the same step: its setting, the bytes that are really alive, its overhead."""
+    """The result of another system on the same step: its setting, its measured live bytes, its slowdown as a share."""
 
     name: str
     max_live: int
@@ -67,10 +71,10 @@ def frontier(
     policy: str | Policy = "auto",
     shares: Sequence[float] = SHARES,
 ) -> Frontier:
-    """The price of each share of what the step needs without a budget, down to the smallest budget.
+    """Compute the cost of budgets that are shares of the bytes needed without a budget, and of the smallest budget.
 
-    Bytes are live bytes, alignment included: what arenas of that size can hold when no place is lost, which
-    `memplan.plan` finds out. Raises what the policy raises, but no `BudgetInfeasible`.
+    Budgets limit live bytes, alignment included, and leave out fragmentation, which only `memplan.plan` computes.
+    Raises the errors of the policy other than `BudgetInfeasible`.
     """
     decide, prices = fit_policy(policy), cost_model(costs)
     workload = make_workload(graph, schedule.order, prices, alignment)
@@ -84,7 +88,7 @@ def frontier(
             continue
         try:
             fitted = fit(graph, workload.within(budget), decide)
-        except BudgetInfeasible:  # found at another budget by luck
+        except BudgetInfeasible:  # the policy found a solution for a smaller budget only
             points.append(FrontierPoint(budget=budget))
             continue
         evictions = evictions_of(fitted.graph, fitted.instances)

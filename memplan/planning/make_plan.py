@@ -1,4 +1,4 @@
-"""Placing a scheduled graph: the last step of making a plan."""
+"""Places a scheduled graph in an arena: the last step of making a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ def make_plan(
     solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Plan:
-    """Place every storage of a scheduled graph. Raises `InvalidSolution` rather than return a bad plan."""
+    """Make the plan of a scheduled graph: an offset in bytes for every planned storage.
+
+    `alignment` and `redzone` are in bytes, `time_limit` in seconds. Raises `InvalidSolution` if the solver returns an
+    invalid placement.
+    """
     problem = lifetimes.problem(graph, schedule, alignment=alignment, redzone=redzone)
     return Plan(
         model=model,

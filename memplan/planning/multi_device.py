@@ -1,4 +1,4 @@
-"""A plan for several devices: planned as for one, divided by blocks, and an arena placed on each."""
+"""Makes a plan for several devices: the step of one device, partitioned by blocks, with an arena placed on each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from memplan.planning.partition.simulate import simulate
 from memplan.solvers import Solver, solve
 
 _TRIES = 4
-_POLICY = "blocks"  # what divides
+_POLICY = "blocks"  # the name of the policy in plans
 
 
 def plan_several(
@@ -48,11 +48,12 @@ def plan_several(
     solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Plan:
-    """A plan of a scheduled graph whose blocks are divided among `devices`, each with an arena of its own.
+    """Make a plan of a scheduled graph whose blocks are partitioned over `devices`, each with an arena of its own.
 
-    `budget`: bytes, a text or a share (of what one device would need) for each device alike, or a sequence with one for
-    each; None divides evenly. Parameters stay on the device of their block from their first use to their last; nothing
-    is evicted. Raises `BudgetInfeasible`, with the smallest budget for all devices alike that the division can keep.
+    `budget` is a number of bytes, a text or a share (of the bytes that one device would need) that holds for each
+    device, or a sequence with one such budget per device; None balances the devices. Parameters stay on the device of
+    their block from their first use to their last; nothing is evicted. `time_limit` is in seconds, for each device.
+    Raises `BudgetInfeasible` with the smallest budget, the same for every device, that the partition can keep.
     """
     if policy != "auto":
         fit_policy(policy)
@@ -99,7 +100,7 @@ def plan_several(
 def _eviction(
     plan: Plan, whole: Applied, divided: Divided, prices: CostModel, sections: tuple[DeviceArena, ...]
 ) -> EvictionPlan:
-    """What the plan says of its devices, and of the time that they take together."""
+    """The `EvictionPlan` that records the devices' arenas and the predicted seconds of the step."""
     seconds, stall = simulate(divided.graph, prices)
     return EvictionPlan(
         policy=_POLICY,
@@ -119,7 +120,7 @@ def _eviction(
 def _sections(
     devices: Sequence[str], parts: Sequence[Problem], solutions: Sequence[Solution], limits: Sequence[int]
 ) -> tuple[DeviceArena, ...]:
-    """The arenas, each behind the one before."""
+    """The arenas of the devices, at consecutive offsets."""
     found, start = [], 0
     for device, part, solution, limit in zip(devices, parts, solutions, limits, strict=True):
         size = solution.arena_size
@@ -134,7 +135,7 @@ def _divided(whole: Applied, units: Units, assignment: Assignment, devices: Sequ
 
 
 def _side_by_side(sections: Sequence[DeviceArena], solutions: Sequence[Solution]) -> Solution:
-    """The arenas of all devices as one solution: each behind the one before."""
+    """The solutions of all devices as one solution, with the arenas at consecutive offsets."""
     offsets = {
         name: offset + section.start
         for section, solution in zip(sections, solutions, strict=True)

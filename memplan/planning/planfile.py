@@ -1,8 +1,8 @@
-"""Plans as JSON files: strict in what is read, whole or absent in what is written.
+"""Reads and writes plans as JSON files. Reading is strict; writing is all or nothing.
 
-`schema_version` comes first, then `fingerprint` (of the graph) and `checksum` (of everything below it, as
-compact JSON with sorted keys): a file that was changed by accident is refused. Whoever changes it on purpose
-can mend the checksum, so nothing is believed because of it: every part is checked against the others.
+`schema_version` comes first, then `fingerprint` (of the graph) and `checksum` (of everything after it, as compact JSON
+with sorted keys): a file that was changed by accident is refused. The checksum does not protect against intended
+changes, so every part of a file is also checked against the others.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _READERS = {"schema_version": "read it with memplan.load", "symbolic_version": "
 
 
 class OfGraph(Protocol):
-    """What a file holds belongs to a graph."""
+    """The contents of a plan file, which belong to one graph."""
 
     @property
     def fingerprint(self) -> str:
-        """The graph's."""
+        """The fingerprint of the graph."""
         ...
 
 
@@ -39,10 +39,11 @@ _Held = TypeVar("_Held", bound=OfGraph)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFormat(Generic[_Held]):
-    """A kind of plan file: its head (version, fingerprint, checksum), and what it holds below.
+    """A kind of plan file: a head (version, fingerprint, checksum), followed by the JSON of a `holds`.
 
-    `called` and `version_of` are words of its errors, `root` begins their paths; `check` raises unless all parts of
-    what was read agree; `mark` marks as claimed what that did not prove; `hint` says how to have such a file anew.
+    `called` and `version_of` name the kind and its version in errors, `root` begins the paths in errors. `check` raises
+    unless all parts of the contents agree; `mark` marks as claimed the bounds that `check` did not prove; `hint` tells
+    the user how to make such a file.
     """
 
     holds: type[_Held]
@@ -56,17 +57,17 @@ class FileFormat(Generic[_Held]):
 
     @property
     def key(self) -> str:
-        """Under which the head has the version."""
+        """The key of the version in the head."""
         return f"{self.version_of}_version"
 
     def text(self, held: _Held) -> str:
-        """The content of a file; of equal plans, equal bytes."""
+        """The text of a file. Equal contents give equal bytes."""
         body = to_json(held)
         head = {self.key: self.version, "fingerprint": held.fingerprint, "checksum": checksum(body)}
         return json.dumps({**head, **body}, separators=(",", ":"), allow_nan=False) + "\n"
 
     def read(self, path: str | os.PathLike[str]) -> _Held:
-        """What a file holds; errors say which file, and what to do. Raises as `load` does."""
+        """Read the contents of a file. Errors name the file and the next step; they are those of `load`."""
         where = os.fspath(path)
         data = _parse(where, self.hint)
         try:
@@ -77,7 +78,7 @@ class FileFormat(Generic[_Held]):
             raise
 
     def _made(self, data: dict[str, Any]) -> _Held:
-        """From parsed JSON, believed only when all its parts agree; takes the head off `data`."""
+        """Make the contents from parsed JSON and check that all parts agree. Removes the head from `data`."""
         version, fingerprint, said = (data.pop(key, None) for key in (self.key, "fingerprint", "checksum"))
         if type(version) is not int:
             hint = next((hint for key, hint in _READERS.items() if key in data), None)
@@ -106,7 +107,7 @@ _PLAN = FileFormat(
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write `plan` to `path` as JSON in one step. Raises `UnreadableFile` when that cannot be done.
+    """Write `plan` to `path` as JSON in one step. Raises `UnreadableFile` if the file cannot be written.
 
     Equal plans give equal bytes.
     """
@@ -114,21 +115,21 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def to_text(plan: Plan) -> str:
-    """The content of a plan file."""
+    """The text of the plan file of `plan`."""
     return _PLAN.text(plan)
 
 
 def checksum(body: dict[str, Any]) -> str:
-    """SHA-256 (hex) of a plan's JSON without its head, whatever its layout and the order of its keys."""
+    """SHA-256 (hex) of a plan's JSON without its head; independent of whitespace and of the order of keys."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a plan file, made from the dataclasses; `plan.schema.json` in this package is its copy.
+    """The JSON schema of a plan file, made from the dataclasses. `plan.schema.json` in this package is a copy of it.
 
-    It says what a plan file looks like. What it means is checked by `load`: a file can keep the schema and
-    still be refused.
+    The schema describes the form of a plan file. `load` also checks its meaning: it can refuse a file that matches the
+    schema.
     """
     plan = json_schema(Plan)
     head = {
@@ -146,18 +147,30 @@ def schema() -> dict[str, Any]:
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan and check it against its own graph and the independent validator.
+    """Read a saved plan and check it against its own graph and with the independent validator.
 
-    What its file says of all orders or layouts and this does not prove again is claimed (see `Plan`).
+    Bounds in the file that loading does not prove again are marked as claimed (see `Plan`).
 
-    Raises `UnreadableFile` when the file cannot be read or parsed, `InvalidPlan` (with the path of the first
-    fault) when its content is not a plan of this schema version, `InvalidSolution` when its offsets are bad.
+    Args:
+        path: a file written by `Plan.save`.
+
+    Returns:
+        The plan, equal to the one that was saved.
+
+    Raises:
+        UnreadableFile: the file cannot be read or is not JSON.
+        InvalidPlan: the content is not a plan of this schema version; names the path of the first fault.
+        InvalidSolution: the offsets are invalid.
+
+    Example:
+        >>> plan = memplan.load("model.plan.json")
+        >>> module = memplan.compile(model, example_inputs, plan=plan)
     """
     return _PLAN.read(path)
 
 
 def _parse(where: str, hint: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises `UnreadableFile` or `InvalidPlan`, with `hint`, when there is none."""
+    """The object in a JSON file. Raises `UnreadableFile` or `InvalidPlan`, with `hint`, if the file holds none."""
     try:
         data = json.loads(
             Path(where).read_bytes(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates

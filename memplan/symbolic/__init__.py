@@ -1,10 +1,9 @@
-"""Plans whose sizes are expressions: made once under a hint, placed for any values of their symbols.
+"""Plans whose sizes are expressions: made once for hint values, and resolved for any values of their symbols.
 
-In the order in which data flows: `expression.py` (sizes as text that can be evaluated), `symbols.py` (what varies, and
-how far), `sizes.py` (every size of a graph as an expression), `place.py` (offsets for given sizes, in microseconds),
-`resolve.py` (whole plans for given values), `plan.py` (`SymbolicPlan`), `planfile.py` (as a JSON file). The model to
-learn from is tract's memory schema, which is symbolic too and kept apart from the one that is resolved. Nothing here
-imports torch.
+In the order of the data flow: `expression.py` (sizes as text that can be evaluated), `symbols.py` (the varying
+dimensions and their ranges), `sizes.py` (every size of a graph as an expression), `place.py` (offsets for given sizes),
+`resolve.py` (whole plans for given values), `plan.py` (`SymbolicPlan`), `planfile.py` (JSON files). Like tract's memory
+schema, the symbolic plan is a type of its own, apart from the resolved plan. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Sizes as expressions of symbols: a small, strict part of Python's own notation, evaluated exactly.
+"""Parses and evaluates sizes as expressions of symbols, in a small, strict subset of Python, with exact integers.
 
     4*batch*seq*(seq - 1)//2      max(1, width - 1)      batch < 16
 
-A size is a text in a plan file, so that people can read it; it is parsed with `ast`, and whatever is not a whole
-number, a known symbol, `+ - * // % **`, `max`, `min`, a comparison, `and`, `or` or `not` is refused before anything is
-evaluated.
+A size is readable text in a plan file. It is parsed with `ast`; anything other than a whole number, a known symbol,
+`+ - * // % **`, `max`, `min`, a comparison, `and`, `or` and `not` is refused before anything is evaluated.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ Evaluate = Callable[..., tuple[int, ...]]
 
 
 class Expression:
-    """A whole number, or a condition, as an expression of `symbols`. Raises `InvalidPlan` for anything else.
+    """A whole number, or a condition, as an expression of `symbols`. Raises `InvalidPlan` for any other text.
 
-    Equal texts are equal expressions; `evaluate(*values)` takes the values in the order of `symbols`.
+    Expressions with equal texts and symbols are equal. `evaluate(*values)` takes the values in the order of `symbols`.
     """
 
     def __init__(self, text: str, symbols: Sequence[str], where: str = "expression") -> None:
@@ -39,7 +38,7 @@ class Expression:
             raise _too_deep(text, where) from error
 
     def evaluate(self, *values: int) -> int:
-        """The number for these values (a condition: 0 or 1). Raises `InvalidPlan` when a divisor is 0."""
+        """The value of the expression (of a condition: 0 or 1). Raises `InvalidPlan` if a divisor is 0."""
         return evaluator([self.text], self.symbols)(*values)[0]
 
     def __eq__(self, other: object) -> bool:
@@ -53,7 +52,10 @@ class Expression:
 
 
 def evaluator(texts: Sequence[str], symbols: Sequence[str]) -> Evaluate:
-    """One function that takes a value for each symbol and returns the number of every text, checked beforehand."""
+    """A function that takes a value for each symbol and returns the value of every text.
+
+    The texts must have been checked by `Expression` before.
+    """
     names = [_placeholder(i) for i in range(len(symbols))]
     known = dict(zip(symbols, names, strict=True))
     try:
@@ -75,7 +77,10 @@ def evaluator(texts: Sequence[str], symbols: Sequence[str]) -> Evaluate:
 
 
 def holder(conditions: Sequence[str], symbols: Sequence[str]) -> Evaluate:
-    """As `evaluator`, for conditions, 1 where one holds: where it cannot be computed (a divisor is 0) it does not."""
+    """A function that takes a value for each symbol and returns 1 for every condition that holds, else 0.
+
+    A condition that cannot be computed, because a divisor is 0, does not hold.
+    """
     together = evaluator(conditions, symbols)
     each = [evaluator([text], symbols) for text in conditions]
 
@@ -108,7 +113,7 @@ def _parse(text: str, where: str) -> ast.expr:
 
 
 def _check(node: ast.expr, symbols: frozenset[str], text: str, where: str) -> bool:
-    """Whether it is a condition; raises `InvalidPlan` naming the first part that is not allowed."""
+    """Whether `node` is a condition. Raises `InvalidPlan` naming the first part that is not allowed."""
     parts = _parts(node, symbols)
     if parts is None:
         raise _not_allowed(node, text, where)
@@ -120,7 +125,7 @@ def _check(node: ast.expr, symbols: frozenset[str], text: str, where: str) -> bo
 
 
 def _parts(node: ast.expr, symbols: frozenset[str]) -> Sequence[ast.expr] | None:
-    """What a node is made of; None for one that is not allowed."""
+    """The operands of a node; None for a node that is not allowed."""
     match node:
         case ast.Constant(value=int(number)) if type(number) is int and abs(number) < 2**63:
             return ()
@@ -129,7 +134,7 @@ def _parts(node: ast.expr, symbols: frozenset[str]) -> Sequence[ast.expr] | None
         case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=part):
             return (part,)
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(power))) if 0 <= power <= _HIGHEST_POWER:
-            return None if _has_power(left) else (left,)  # powers of powers would be numbers without end
+            return None if _has_power(left) else (left,)  # powers of powers could be extremely large
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _OPERATORS):
             return (left, right)
         case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if name in _FUNCTIONS and len(parts) > 1:

@@ -1,10 +1,10 @@
-"""Offsets for any sizes, from lifetimes that never change: what a call with a new shape has to wait for.
+"""Places buffers of any sizes whose live intervals are fixed. A call with a new shape waits for this, so it is fast.
 
-Lifetimes, and so which buffers meet, do not depend on sizes. The buffers are put down in the order of their offsets
-under the hint, each on top of all that it meets (a segment tree over time, n log n): for the hint itself nothing ends
-higher than in the plan, and for all other sizes the result is valid by construction. Where that is more than what is
-alive, the same is tried by area, size and lifetime, and the lowest of all is taken; first-fit, which may put a buffer
-below others, takes a hundred times as long and is tried on request.
+Live intervals, and so which buffers overlap in time, do not depend on sizes. The buffers are placed in the order of
+their offsets under the hint, each on top of all that overlap it in time (a segment tree over time, n log n). For the
+hint itself no buffer ends higher than in the plan; for all other sizes the result is valid by construction. If the
+arena is then above max live, the orders by area, size and lifetime are tried too, and the smallest arena is taken.
+First-fit, which may put a buffer below others, takes a hundred times as long and is used on request.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from memplan.errors import ShapeOutOfRange
 from memplan.solvers.arrays.problem_arrays import sections_of
 
 Ints = npt.NDArray[np.int64]
-_MOST = 1 << 52  # bytes: sums must stay exact in double precision, too
+_MOST = 1 << 52  # bytes: sums must stay exact in double precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Offsets in bytes of the buffers of a `SymbolicPlacer`, -1 for those without bytes; what they need, and what is alive."""
+    """A placement by `SymbolicPlacer`: offsets (-1 for a buffer of size 0), sizes, arena size and max live, in bytes."""
 
     offsets: Ints
     sizes: Ints
@@ -34,7 +34,7 @@ class Placed:
 
 
 class SymbolicPlacer:
-    """Places buffers with fixed lifetimes and an order; sizes come later. Numbers its buffers as they are given."""
+    """Places buffers whose live intervals and hint offsets are fixed, for any sizes. Buffers keep their given order."""
 
     def __init__(self, lives: Sequence[Interval], hint_offsets: Sequence[int], *, alignment: int, redzone: int) -> None:
         start = np.array([live.start for live in lives], np.int64)
@@ -50,8 +50,9 @@ class SymbolicPlacer:
         self._highest = np.full(self.n, 1 << 62, np.int64)
 
     def place(self, nbytes: Sequence[int], *, thorough: bool = False) -> Placed:
-        """Place buffers of so many bytes; `thorough`: by first-fit, too. Raises `ShapeOutOfRange` for a negative size,
-        and for sums that 64 bits do not hold.
+        """Place buffers of `nbytes` bytes each; with `thorough`, first-fit is tried too.
+
+        Raises `ShapeOutOfRange` for a negative size, and for sums that are too large to be exact.
         """
         if min(nbytes, default=0) < 0:
             raise ShapeOutOfRange("would have a negative size", where="sizes", hint="narrow the range of the symbols")
@@ -83,7 +84,7 @@ class SymbolicPlacer:
         return int(np.cumsum(change).max(initial=0))
 
     def _layouts(self, units: Ints, thorough: bool) -> Iterator[Ints]:
-        """Complete placements, in units, each valid, the quickest first."""
+        """Yield complete, valid placements (offsets in units of `alignment`), the fastest to compute first."""
         from memplan.solvers.arrays import fit_kernel, skyline_kernel
 
         times = (self._ptr, self._lo, self._hi, self._sections)

@@ -1,8 +1,7 @@
-"""`SymbolicPlan`: one plan for a range of shapes. Made under a hint, resolved for any values of its symbols.
+"""`SymbolicPlan`: one plan for a range of shapes, made for hint values and resolved for any values of its symbols.
 
-What never changes is fixed once: the ops, their order, lifetimes, which results take the bytes of which inputs, and
-the order in which buffers are put down. Values then give sizes (`sizes.py`), offsets (`place.py`) and whole plans
-(`resolve.py`).
+The ops, their order, their live intervals, in-place reuse and the order of placement are the same for all values.
+The values give sizes (`sizes.py`), offsets (`place.py`) and whole plans (`resolve.py`).
 """
 
 from __future__ import annotations
@@ -27,10 +26,21 @@ from memplan.symbolic.symbols import Symbol, check_symbols, values_of
 
 @dataclass(frozen=True, kw_only=True)
 class SymbolicPlan:
-    """A plan for every value of `symbols` in their ranges under which all `conditions` hold.
+    """A plan for all values of `symbols` in their ranges for which all `conditions` hold.
 
-    `plan` is the one for the hints; `sizes` says what its sizes are for other values. `inputs` are the shapes of the
-    tensors among the model's inputs, as expressions. Made by `make_symbolic`.
+    `memplan.plan` makes one if `dynamic_shapes` is given; `memplan.load_symbolic` reads one from a file.
+
+    Args:
+        symbols: the varying dimensions, with their ranges and hints.
+        conditions: conditions of the trace on the symbols, as expressions.
+        inputs: the shapes of the tensors among the model's inputs, as expressions.
+        plan: the plan for the hints.
+        sizes: the sizes of `plan` as expressions.
+
+    Example:
+        >>> symbolic = memplan.load_symbolic("model.plan.json")
+        >>> symbolic.arena_size({"batch": 32})
+        >>> plan = symbolic.resolve({"batch": 32})
     """
 
     symbols: tuple[Symbol, ...]
@@ -40,7 +50,7 @@ class SymbolicPlan:
     sizes: Sizes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles hold the plan, not what was resolved."""
+        """Support `copy` and `pickle`, without the plans that were resolved."""
         return _remake, ({f.name: getattr(self, f.name) for f in fields(self)},)
 
     @property
@@ -56,31 +66,51 @@ class SymbolicPlan:
     # -- what it needs -----------------------------------------------------------------------------------
 
     def place(self, values: Mapping[str, int]) -> Placement:
-        """Offsets for these values, as they are: no validator, no second plan. Raises `ShapeOutOfRange`."""
+        """Compute the offsets for these values, without validating them or planning anew.
+
+        Args:
+            values: a value for each symbol.
+
+        Returns:
+            Offsets, arena size and max live, bytes.
+
+        Raises:
+            ShapeOutOfRange: a value is missing or out of its range, or a condition does not hold.
+        """
         return self._resolver.place(values)
 
     def arena_size(self, values: Mapping[str, int]) -> int:
-        """Bytes of the arena for these values."""
+        """Bytes of the arena of the plan for these values. Raises the errors of `resolve`."""
         return self.resolve(values).arena_size
 
     def max_live(self, values: Mapping[str, int]) -> int:
-        """Largest sum of live buffer sizes over all steps for these values, bytes, alignment included."""
+        """The largest sum of live buffer sizes over all steps for these values, bytes with alignment padding."""
         return self.place(values).max_live
 
     def resolve(self, values: Mapping[str, int], within: Mapping[str, int] | None = None) -> Plan:
-        """The plan for these values, validated. Raises `ShapeOutOfRange`; `InvalidSolution` rather than a bad plan.
+        """Make the validated plan for these values.
 
-        `within`: larger values, a bucket's. Then order and offsets are those of the plan for these, shared by all
-        values in the bucket, where every buffer is at most as large there (else the plan is for the values alone).
+        Args:
+            values: a value for each symbol.
+            within: larger values, those of a bucket. The order and the offsets are then those of the plan for the
+                bucket, which all values in the bucket share, if no buffer is larger than in that plan; otherwise the
+                plan is made for `values` alone.
+
+        Returns:
+            The plan. The last plans are kept and returned again.
+
+        Raises:
+            ShapeOutOfRange: a value is missing or out of its range, or a condition does not hold.
+            InvalidSolution: the placement is invalid (a bug of memplan).
         """
         return self._resolver.resolve(values, within)
 
     def require_in_range(self, values: Mapping[str, int]) -> None:
-        """Raise `ShapeOutOfRange` naming the first value that is out of its range."""
+        """Raise `ShapeOutOfRange` naming the first value that is missing or out of its range."""
         values_of(self.symbols, values)
 
     def covers(self, values: Mapping[str, int]) -> bool:
-        """Whether all conditions hold for values in range; where one does not, a step needs a plan of its own."""
+        """Whether all conditions hold for these values, which must be in range; if not, they need another plan."""
         return self._resolver.covers(values)
 
     @cached_property
@@ -90,20 +120,23 @@ class SymbolicPlan:
     # -- what people see ---------------------------------------------------------------------------------
 
     def size_of(self, name: str) -> str:
-        """Bytes of a storage as an expression. Raises `UnknownName`."""
+        """The bytes of the storage called `name`, as an expression. Raises `UnknownName`."""
         index = next((i for i, s in enumerate(self.plan.graph.storages) if s.name == name), None)
         if index is None:
             raise UnknownName(f"the plan has no storage {name!r}", where=name, hint="to_text() lists the buffers")
         return self.sizes.expressions[self.sizes.storages[index]]
 
     def to_text(self) -> str:
-        """Symbols, conditions, what some values need, and every buffer with its bytes as an expression."""
+        """The plan as text: symbols, conditions, sizes for some values, and each buffer's bytes as an expression."""
         from memplan.symbolic.text import to_text
 
         return to_text(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON to `path`, whole or not at all. Raises `UnreadableFile` when it cannot be written."""
+        """Write the plan to `path` as JSON, completely or not at all.
+
+        Raises `UnreadableFile` if the file cannot be written. `memplan.load_symbolic` reads it.
+        """
         from memplan.symbolic.planfile import save_symbolic
 
         save_symbolic(self, path)
@@ -121,9 +154,9 @@ def make_symbolic(
     conditions: Sequence[str] = (),
     inputs: Sequence[Sequence[str]] = (),
 ) -> SymbolicPlan:
-    """A symbolic plan from the plan for the hint, whose graph must be `stable` (see there) under its own order.
+    """Make a symbolic plan from the plan for the hints, whose graph must come from `stable`.
 
-    Raises `InvalidPlan` when sizes, conditions and plan do not belong together.
+    Raises `InvalidPlan` if sizes, conditions and plan do not belong together.
     """
     graph = as_taken(plan.graph, plan.schedule.order)
     made = SymbolicPlan(
@@ -138,7 +171,7 @@ def make_symbolic(
 
 
 def _proven(graph: Graph, schedule: Schedule) -> Schedule:
-    """The same order, with what is proven of orders of `graph`, which has fewer in-place chances."""
+    """The schedule with the same order and the bound proven for `graph`, which has fewer in-place candidates."""
     plain = make_schedule(graph, schedule.order, schedule.policy)
     if schedule.evidence not in (Evidence.CUT, Evidence.BETWEEN):
         return plain
@@ -150,13 +183,15 @@ def _proven(graph: Graph, schedule: Schedule) -> Schedule:
 
 
 def stable(graph: Graph, sizes: Sizes) -> Graph:
-    """The graph to plan for the hint: with those in-place chances only that every other value has too."""
+    """The graph to plan for the hints: it has only the in-place candidates that exist for all other values too."""
     return always_alike(graph, sizes)
 
 
 def check_symbolic(made: SymbolicPlan) -> None:
-    """Raise `InvalidPlan` unless every part of a symbolic plan follows from the others. The plan of the hint is not
-    looked at (see `memplan.core.plan.check_consistency`), but for what it may not have."""
+    """Raise `InvalidPlan` unless the parts of a symbolic plan agree.
+
+    The plan for the hints is only checked for what a symbolic plan must not have; `check_whole` checks it completely.
+    """
     check_symbols(made.symbols)
     names = [s.name for s in made.symbols]
     for i, text in enumerate(made.conditions):
@@ -177,11 +212,11 @@ def check_symbolic(made: SymbolicPlan) -> None:
 
 
 def check_whole(made: SymbolicPlan) -> None:
-    """`check_symbolic`, and all that is checked of a plan: for what comes from a file."""
+    """Check a symbolic plan from a file: its parts, as `check_symbolic` does, and its plan for the hints completely."""
     check_consistency(made.plan)
     check_symbolic(made)
 
 
 def whole_as_loaded(made: SymbolicPlan) -> SymbolicPlan:
-    """A symbolic plan from a file after `check_whole`, marked with what that did not prove (see `as_loaded`)."""
+    """The symbolic plan of a file after `check_whole`, with the bounds not proven by it marked as claimed."""
     return replace(made, plan=as_loaded(made.plan))

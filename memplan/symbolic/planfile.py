@@ -1,4 +1,4 @@
-"""Symbolic plans as JSON files, as strict as `memplan.planning.planfile`, and apart from the files of resolved plans."""
+"""Reads and writes symbolic plans as JSON files, a format of its own, read as strictly as that of resolved plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORM = FileFormat(
 
 
 def save_symbolic(plan: SymbolicPlan, path: str | os.PathLike[str]) -> None:
-    """Write `plan` to `path` as JSON in one step. Raises `UnreadableFile` when that cannot be done.
+    """Write `plan` to `path` as JSON in one step. Raises `UnreadableFile` if the file cannot be written.
 
     Equal plans give equal bytes.
     """
@@ -31,9 +31,21 @@ def save_symbolic(plan: SymbolicPlan, path: str | os.PathLike[str]) -> None:
 
 
 def load_symbolic(path: str | os.PathLike[str]) -> SymbolicPlan:
-    """Read a symbolic plan and check every part against the others, the plan of the hint by the independent validator.
+    """Read a saved symbolic plan and check its parts, with the independent validator for the plan of the hints.
 
-    Raises `UnreadableFile` when the file cannot be read or parsed, `InvalidPlan` (with the path of the first fault)
-    when its content is no symbolic plan of this version, `InvalidSolution` when its offsets are bad.
+    Args:
+        path: a file written by `SymbolicPlan.save`.
+
+    Returns:
+        The symbolic plan, equal to the one that was saved.
+
+    Raises:
+        UnreadableFile: the file cannot be read or is not JSON.
+        InvalidPlan: the content is not a symbolic plan of this version; names the path of the first fault.
+        InvalidSolution: the offsets are invalid.
+
+    Example:
+        >>> symbolic = memplan.load_symbolic("model.plan.json")
+        >>> plan = symbolic.resolve({"batch": 32})
     """
     return _FORM.read(path)

@@ -1,8 +1,8 @@
-"""What a symbolic plan is for given values of its symbols.
+"""Resolves a symbolic plan for given values of its symbols.
 
-`Resolver.place` is offsets alone, in well under a millisecond. `Resolver.resolve` is what memory is given by: a `Plan`
-like any other, checked by the independent validator; where it needs more than 1.25 times what is proven to be needed,
-the step is planned anew for these values, and the better of the two is taken. Resolved plans are kept, the last few.
+`Resolver.place` returns offsets only, in well under a millisecond. `Resolver.resolve` returns the `Plan` that is run,
+checked by the independent validator. If its arena is more than 1.25 times the proven lower bound, the step is planned
+anew for these values, and the smaller of the two is taken. The last few resolved plans are kept.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from memplan.symbolic.place import SymbolicPlacer
 
 _KEPT = 16  # resolved plans
-_ENOUGH = 1.25  # times what is proven to be needed
+_ENOUGH = 1.25  # times the proven lower bound: a larger arena is planned anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the buffers of a symbolic plan lie for some values: bytes. `usage` is tract's word: max live / arena."""
+    """Offsets, arena size and max live, in bytes, of a symbolic plan for some values of its symbols."""
 
     values: Mapping[str, int]
     offsets: Mapping[str, int]
@@ -45,12 +45,12 @@ class Placement:
 
     @property
     def usage(self) -> float:
-        """The share of the arena that is alive at the peak (1 - fragmentation)."""
+        """max_live / arena_size, which is 1 - fragmentation; tract's word."""
         return self.max_live / self.arena_size if self.arena_size else 1.0
 
 
 class Resolver:
-    """Answers for a symbolic plan, whose parts it takes. `resolved` are the last plans, by their values."""
+    """Resolves one symbolic plan, whose parts it takes. `resolved` holds the last plans, by their values."""
 
     def __init__(self, symbols: Sequence[Symbol], conditions: Sequence[str], plan: Plan, sizes: Sizes) -> None:
         self.symbols, self.conditions, self.plan, self.sizes = symbols, conditions, plan, sizes
@@ -64,7 +64,7 @@ class Resolver:
         return all(self._hold(*values_of(self.symbols, values)))
 
     def place(self, values: Mapping[str, int], *, thorough: bool = False) -> Placement:
-        """Offsets for these values; `thorough`: as in `SymbolicPlacer.place`. Raises `ShapeOutOfRange`."""
+        """The offsets for these values; `thorough` is that of `SymbolicPlacer.place`. Raises `ShapeOutOfRange`."""
         numbers = self._evaluate(*self._checked(values))
         placed = self._placer.place([numbers[p] for p in self._buffer_sizes], thorough=thorough)
         pairs = zip(self._buffer_names, placed.offsets.tolist(), strict=True)
@@ -100,12 +100,12 @@ class Resolver:
         return given
 
     def _planned(self, values: Mapping[str, int]) -> Plan:
-        """The plan in the order and by the layout of the hint, validated."""
+        """The validated plan for these values, in the order of the plan for the hints."""
         schedule, problem, graph = self._problem(values, self.plan)
         return self._with(graph, schedule, problem, self.place(values, thorough=True).offsets)
 
     def _inside(self, values: Mapping[str, int], upper: Plan) -> Plan | None:
-        """The plan with order and offsets of `upper`, validated; None where a buffer is larger than there."""
+        """The validated plan with the order and the offsets of `upper`; None if a buffer is larger than in `upper`."""
         schedule, problem, graph = self._problem(values, upper)
         largest = {b.id: b.size for b in upper.problem.buffers}
         if any(b.size > largest.get(b.id, -1) for b in problem.buffers):
@@ -114,7 +114,7 @@ class Resolver:
         return self._with(graph, schedule, problem, {b.id: offsets[b.id] for b in problem.buffers})
 
     def _problem(self, values: Mapping[str, int], base: Plan) -> tuple[Schedule, Problem, Graph]:
-        """What there is to place for these values in the order of `base`."""
+        """The schedule, the problem and the graph for these values, in the order of `base`."""
         graph = graph_at(self.plan.graph, self.sizes, self._evaluate(*values_of(self.symbols, values)))
         schedule = make_schedule(graph, base.schedule.order, base.schedule.policy)
         return schedule, lifetimes.problem(graph, schedule, alignment=base.alignment, redzone=base.redzone), graph
@@ -133,10 +133,10 @@ class Resolver:
         return replace(base, graph=graph, schedule=schedule, problem=problem, solution=solution, temporaries=None)
 
     def _good_enough(self, plan: Plan) -> Plan:
-        """`plan`, unless it may need more than 1.25 times what any order and layout does and a new one needs less.
+        """`plan`, or a new plan with a smaller arena if that of `plan` is more than 1.25 times the lower bound.
 
-        The new one, like the bound, may take every in-place chance that these values leave. Red zones are for tests,
-        and no reason to plan anew.
+        The new plan, like the lower bound, may use every in-place candidate of these values. Plans with red zones,
+        which are for tests, are not made anew.
         """
         if plan.redzone or not plan.arena_size:
             return plan
@@ -155,7 +155,7 @@ class Resolver:
         return anew if anew.arena_size < plan.arena_size else plan
 
     def _cut_bound(self, graph: Graph) -> int:
-        """What proved the order of the hint, asked again."""
+        """The lower bound for `graph` by the cut that proved the bound of the plan for the hints; 0 without one."""
         schedule = self.plan.schedule
         if schedule.evidence is Evidence.BETWEEN:
             return cut_bound(graph, None)
@@ -164,7 +164,7 @@ class Resolver:
 
     @cached_property
     def _buffers(self) -> tuple[int, ...]:
-        """The planned storages (by index) that an op touches, in the order of their births."""
+        """The planned storages (by index) that an op touches, in the order of their first use."""
         graph = self.plan.graph
         lives = storage_intervals(graph, self.plan.schedule.order)
         return tuple(i for i in lives if graph.storages[i].planned)

@@ -1,4 +1,4 @@
-"""Every size of a graph as an expression: the table that turns a graph for a hint into that for other values."""
+"""The table of all sizes of a graph as expressions, which turns the graph for the hints into that for other values."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from memplan.symbolic.symbols import Symbol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """`expressions` are texts, each once; all other numbers are places in it.
+    """The sizes of a graph. `expressions` are distinct texts; all other fields hold indices into it.
 
-    `storages[i]`: bytes of storage i. `views[i]`: the shape of value i, then its strides, then its offset (elements).
+    `storages[i]` is the size of storage i in bytes. `views[i]` is the shape of value i, followed by its strides and its
+    offset, in elements.
     """
 
     expressions: tuple[str, ...]
@@ -25,17 +26,17 @@ class Sizes:
 
 
 class SizesWriter:
-    """Collects expressions, each once, in order of appearance."""
+    """Collects distinct expressions, in order of appearance."""
 
     def __init__(self) -> None:
         self._place: dict[str, int] = {}
 
     def add(self, text: str) -> int:
-        """The place of an expression."""
+        """The index of an expression, which is added if it is new."""
         return self._place.setdefault(text, len(self._place))
 
     def finish(self, storages: Sequence[str], views: Sequence[Sequence[str]]) -> Sizes:
-        """The table for these storages (bytes) and values (shape, strides, offset)."""
+        """The table of sizes for these storages (bytes) and values (shape, strides, offset)."""
         placed = tuple(tuple(map(self.add, view)) for view in views)
         sized = tuple(map(self.add, storages))
         return Sizes(expressions=tuple(self._place), storages=sized, views=placed)
@@ -44,7 +45,7 @@ class SizesWriter:
 def graph_at(graph: Graph, sizes: Sizes, numbers: Sequence[int]) -> Graph:
     """The graph with other sizes; `numbers[i]` is the value of `sizes.expressions[i]`.
 
-    Raises `ShapeOutOfRange` when a size would be negative.
+    Raises `ShapeOutOfRange` if a size would be negative.
     """
 
     def view(value: Value, places: tuple[int, ...]) -> Value:
@@ -69,7 +70,10 @@ def graph_at(graph: Graph, sizes: Sizes, numbers: Sequence[int]) -> Graph:
 
 
 def check_sizes(graph: Graph, sizes: Sizes, symbols: Sequence[Symbol], evaluate: Callable[..., Sequence[int]]) -> None:
-    """Raise `InvalidPlan` unless the table gives `graph` at the symbols' hints. `evaluate`: of all expressions."""
+    """Raise `InvalidPlan` unless the table gives `graph` at the symbols' hints.
+
+    `evaluate` returns the values of all expressions for values of the symbols.
+    """
     _check_table(graph, sizes)
     names = [s.name for s in symbols]
     for i, text in enumerate(sizes.expressions):
@@ -86,7 +90,7 @@ def check_sizes(graph: Graph, sizes: Sizes, symbols: Sequence[Symbol], evaluate:
 
 
 def _check_table(graph: Graph, sizes: Sizes) -> None:
-    """Every storage and value has its entries, and they name expressions."""
+    """Raise `InvalidPlan` unless every storage and value has its entries and all entries are valid indices."""
     if len(set(sizes.expressions)) != len(sizes.expressions):
         raise InvalidPlan("an expression stands twice", where="sizes.expressions")
     if len(sizes.storages) != len(graph.storages):
@@ -102,8 +106,11 @@ def _check_table(graph: Graph, sizes: Sizes) -> None:
 
 
 def always_alike(graph: Graph, sizes: Sizes) -> Graph:
-    """`graph` without the in-place chances that exist by coincidence of the hint: sizes that are equal expressions
-    are equal for every value, and of those that fill their result as traced, layouts too."""
+    """`graph` without the in-place candidates that exist only because of the hints.
+
+    A candidate is kept if the sizes of its storages are equal expressions, and so equal for all values; for an op with
+    an `out=` kernel, the layouts of result and input must be equal expressions too.
+    """
 
     def kept(op: Op) -> Op:
         return (
@@ -123,7 +130,7 @@ def always_alike(graph: Graph, sizes: Sizes) -> Graph:
 
 
 def as_taken(graph: Graph, order: Sequence[int]) -> Graph:
-    """`graph` with only the in-place chances that `order` takes, so that other sizes take the same ones."""
+    """`graph` with only the in-place candidates that `order` uses, so that other sizes use the same ones."""
     kept = dict(taken(graph, order))
     ops = (
         replace(op, inplace_candidates=(kept[i],) if i in kept else ()) if op.inplace_candidates else op

@@ -1,4 +1,4 @@
-"""What varies from call to call: a name and a range, as `torch.export.Dim` has them."""
+"""The dimensions that vary from call to call: each has a name and a range, like `torch.export.Dim`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HIGHEST = 2**31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symbol:
-    """A dimension whose size is any whole number from `min` to `max`; `hint` is the one that plans are made for."""
+    """A dimension whose size is any whole number from `min` to `max`. Plans are made for `hint`."""
 
     name: str
     min: int
@@ -25,7 +25,7 @@ class Symbol:
 
 
 def check_symbols(symbols: Sequence[Symbol]) -> None:
-    """Raise `InvalidPlan` naming the first symbol that cannot be: a bad name, an empty range, a hint outside of it."""
+    """Raise `InvalidPlan` for the first symbol with an invalid name, an empty range or a hint outside of its range."""
     seen: set[str] = set()
     for i, s in enumerate(symbols):
         where = f"symbols[{i}]"
@@ -39,7 +39,7 @@ def check_symbols(symbols: Sequence[Symbol]) -> None:
 
 
 def values_of(symbols: Sequence[Symbol], given: Mapping[str, int]) -> tuple[int, ...]:
-    """The values in the order of `symbols`. Raises `ShapeOutOfRange` naming the first that is none of its range."""
+    """The values in the order of `symbols`. Raises `ShapeOutOfRange` for the first that is missing or out of range."""
     ranges = "; ".join(map(str, symbols))
     for name in given:
         if all(s.name != name for s in symbols):

@@ -1,4 +1,4 @@
-"""A symbolic plan as text: what varies, what some values need, and each buffer's bytes as an expression."""
+"""Shows a symbolic plan as text: its symbols, its sizes for some values, and each buffer's bytes as an expression."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplan.symbolic.plan import SymbolicPlan
 
 
 def to_text(plan: SymbolicPlan) -> str:
-    """Plain text; nothing is resolved but the hint and both ends of the ranges."""
+    """The plan as plain text, with the sizes for the smallest values, the hints and the largest values."""
     graph = plan.plan.graph
     lines = [f"{plan.plan.model}: {len(graph.ops)} steps, {len(plan.plan.problem.buffers)} buffers"]
     lines += [f"  {s.name} = {s.min}..{s.max}, planned under {s.hint}" for s in plan.symbols]

@@ -1,5 +1,5 @@
-"""Several devices: which blocks of a step run where, and the transfers between them as ops of the graph.
+"""Partitions a step over several devices: the device of each block, and the transfers between devices as ops.
 
 `blocks.py` (graph -> units of ops that stay together), `assign.py` (units -> devices), `divide.py` (graph -> graph with
-transfers), `simulate.py` (what that takes).
+transfers), `simulate.py` (predicted seconds).
 """

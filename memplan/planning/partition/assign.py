@@ -1,9 +1,9 @@
-"""Which units run on which device: contiguous runs of them, in order, by dynamic programming.
+"""Assigns units to devices: each device gets a contiguous run of units, chosen by dynamic programming.
 
-Every run of units has a price: the most bytes that its storages, and copies of what it needs of others, have alive at
-once (without in-place reuse, so never too few), and the seconds of the transfers into it. With budgets, the transfers
-are made as short as the budgets allow; without, the largest device is made as small as it can be, and the transfers as
-short as a tenth more bytes allow (PipeDream, Narayanan et al. 2019, divides layers alike by time).
+Every run of units has a cost: its max live bytes, with copies of the storages that it reads from other devices (without
+in-place reuse, so never too few), and the seconds of the transfers to it. With budgets, the seconds of transfers are
+minimized under the budgets. Without budgets, the largest device is made as small as possible, and then the seconds of
+transfers are minimized under a tenth more bytes (PipeDream, Narayanan et al. 2019, divides layers by time in this way).
 """
 
 from __future__ import annotations
@@ -21,26 +21,30 @@ from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import Link
 from memplan.planning.partition.blocks import Units
 
-_SLACK = 1.1  # of the smallest largest device: bytes given for shorter transfers
+_SLACK = 1.1  # times the smallest possible size of the largest device: bytes traded for shorter transfers
 _NONE = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """`ends[k]`: device k runs the units before it that devices before it do not. Bytes and seconds are estimates."""
+    """The units of each device: device k runs the units [ends[k - 1], ends[k]), device 0 those before ends[0].
+
+    `nbytes` per device and `seconds` of transfers are estimates.
+    """
 
     ends: tuple[int, ...]
     nbytes: tuple[int, ...]
     seconds: float
 
     def device_of(self, unit: int) -> int:
-        """The device (position) that runs a unit."""
+        """The device, by position, that runs `unit`."""
         return next(k for k, end in enumerate(self.ends) if unit < end)
 
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """A storage of the arena: its bytes and the (step, unit) of every op that computes with it, and its ends."""
+    """A planned storage: its bytes, its home unit, its first and last step, and the (step, unit) of every op that
+    computes with it."""
 
     size: int
     home: int
@@ -52,9 +56,9 @@ class _Life:
 def assign(
     graph: Graph, units: Units, link: Link, *, alignment: int, count: int, budgets: Sequence[int] | None
 ) -> Assignment:
-    """Divide the units of `graph` among `count` devices. `budgets`: bytes of each device's arena.
+    """Assign the units of `graph` to `count` devices. `budgets` are the largest bytes of each device's arena.
 
-    Raises `BudgetInfeasible`, with the smallest budget for every device alike at which there is a way.
+    Raises `BudgetInfeasible` with the smallest budget, the same for every device, for which an assignment exists.
     """
     lives = _lives(graph, units, alignment)
     steps, m = len(graph.ops), len(units.names)
@@ -93,7 +97,7 @@ _Worth = tuple[float, float]
 
 
 def _best(m: int, count: int, add: Callable[[int, int, int, _Worth], _Worth]) -> tuple[_Worth, tuple[int, ...]]:
-    """The best worth of dividing `m` units into `count` runs (empty ones too), and where the runs end."""
+    """The least cost of dividing `m` units into `count` runs, which may be empty, and the ends of the runs."""
     best: list[tuple[_Worth, tuple[int, ...]] | None] = [((0.0, 0.0), ()), *([None] * m)]
     for k in range(count):
         after: list[tuple[_Worth, tuple[int, ...]] | None] = [None] * (m + 1)
@@ -129,7 +133,7 @@ def _lives(graph: Graph, units: Units, alignment: int) -> list[_Life]:
 
 
 def _price(lives: Sequence[_Life], steps: int, start: int, end: int, link: Link) -> tuple[int, float]:
-    """Bytes alive at once on a device that runs the units [start, end), and seconds of the transfers to it."""
+    """The max live bytes of a device that runs the units [start, end), and the seconds of the transfers to it."""
     change = np.zeros(steps + 1, np.int64)
     seconds = 0.0
     for life in lives:

@@ -1,7 +1,7 @@
-"""Units of ops that run on one device: the recurrent blocks of a model, forward and backward, and what is between them.
+"""Groups the ops of a step into units that run on one device: the repeated blocks of a model, and the ops between them.
 
-A block is a module whose path ends in a number ("h.3"); everything below it belongs to it, backward and update too. The
-depth at which paths are cut is the smallest that gives enough units.
+A block is a module whose path ends in a number ("h.3"). It includes its submodules, their backward and their updates.
+Paths are cut at the smallest depth that gives enough units.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from memplan.core.evictions import TRANSFERS
 from memplan.core.graph import Graph, Op, Phase
 
 _NUMBER = re.compile(r"\d+")
-_PER_DEVICE = 3  # units, so that devices can be balanced
+_PER_DEVICE = 3  # units per device, so that devices can be balanced
 _DEEPEST = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """`of[i]` is the unit of op i (by index), -1 for copies to and from the host, which follow what they copy.
+    """The unit of each op: `of[i]` is that of op i, -1 for copies to and from the host, which follow their storage.
 
-    `names` are the module paths of the units in the order in which the forward comes to them, "" for what is before
-    the first block or behind the last.
+    `names` are the module paths of the units in the order of the forward, "" for the ops before the first block and
+    after the last.
     """
 
     of: tuple[int, ...]
@@ -30,7 +30,7 @@ class Units:
 
 
 def units_of(graph: Graph, devices: int) -> Units:
-    """The units of `graph`, whose ops stand in their order; single modules where there are no blocks."""
+    """The units of `graph`, whose ops are in schedule order. Without blocks, the units are single modules."""
     found = _cut(graph, 0)
     for depth in range(1, _DEEPEST + 1):
         cut = _cut(graph, depth)
@@ -42,7 +42,10 @@ def units_of(graph: Graph, devices: int) -> Units:
 
 
 def _block(module: str, depth: int) -> str:
-    """The path up to its `depth`-th number, as far as it has so many; depth 0: all of it. "" for none."""
+    """The module path up to its `depth`-th number, or to its last number if it has fewer; "" if it has none.
+
+    Depth 0 returns the whole path.
+    """
     if not depth:
         return module
     parts = module.split(".")
@@ -68,8 +71,11 @@ def _cut(graph: Graph, depth: int) -> Units:
 
 
 def _forward(graph: Graph, depth: int) -> tuple[list[str], list[int]]:
-    """The names of the units, and the unit of each op of the forward: what has no block belongs to the one before it,
-    to a first unit before all blocks, or, with a module of its own, to a last one behind them."""
+    """The names of the units, and the unit of each op of the forward.
+
+    An op without a block belongs to the block before it, to a first unit before all blocks, or, if it has a module of
+    its own, to a last unit after all blocks.
+    """
     blocks = {i: _block(op.origin.module, depth) for i, op in enumerate(graph.ops) if _computes_forward(op)}
     last = list(dict.fromkeys(block for block in blocks.values() if block))[-1:]
     names: list[str] = []
@@ -92,6 +98,6 @@ def _computes_forward(op: Op) -> bool:
 
 
 def _source(graph: Graph, op: Op, made: dict[int, int], last: int) -> int:
-    """Where what it reads was written last; the latest block when there are several."""
+    """The unit that wrote the storages that `op` reads; if there are several, that of the last one; else `last`."""
     found = [made[s] for v in op.reads if (s := graph.values[v].storage) in made]
     return found[-1] if found else last

@@ -1,8 +1,8 @@
-"""The graph of several devices: every storage on one of them, and a transfer wherever an op reads what is on another.
+"""Makes the graph of several devices: each storage is on one device, and a transfer copies it to another that reads it.
 
-A transfer is two ops like a copy to the host, `memplan.send` and `memplan.send_wait`: it starts some ops before the
-first one that wants the bytes there, when they are made by then, and makes a storage of its own ("gelu on cuda:1"),
-which later ops on that device read too until the original changes.
+A transfer is two ops, `memplan.send` and `memplan.send_wait`, like a copy to the host. It starts a fixed number of ops
+before its first reader, or as soon as the bytes are written. It makes a storage of its own ("gelu on cuda:1"), which
+later ops on that device read too, until the original changes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from memplan.core.evictions import RELOAD, RELOAD_WAIT, SEND, SEND_WAIT, TRANSFERS
 from memplan.core.graph import Graph, Op, Phase, Storage, Value
 
-_AHEAD = 16  # ops: how long before it is wanted a transfer starts at the earliest
+_AHEAD = 16  # ops: a transfer starts at most this many ops before its first reader
 
 
 def devices_of(graph: Graph, wanted: Sequence[int]) -> tuple[int, ...]:
-    """The device of each op: as `wanted` (-1: of a copy, which follows its storage), but all writers of a storage are
-    where the first of them is."""
+    """The device of each op: that of `wanted`, except that all writers of a storage are on the device of the first.
+
+    Copies to and from the host have -1, because they follow their storage.
+    """
     parent = list(range(len(graph.ops)))
 
     def root(i: int) -> int:
@@ -38,14 +40,14 @@ def devices_of(graph: Graph, wanted: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divided:
-    """The graph that runs; `sources[i]` as in `EvictionPlan`."""
+    """The graph that runs on several devices; `sources` are those of `EvictionPlan`."""
 
     graph: Graph
     sources: tuple[int, ...]
 
 
 def divide(graph: Graph, sources: Sequence[int], device_of: Sequence[int], names: Sequence[str]) -> Divided:
-    """`graph`, whose ops stand in their order, with op i on device `names[device_of[i]]`."""
+    """`graph`, whose ops are in schedule order, with op i on device `names[device_of[i]]` and with transfers."""
     machine = _Machine(graph, tuple(device_of), tuple(names))
     for i, op in enumerate(graph.ops):
         machine.op(i, op, sources[i])
@@ -60,12 +62,12 @@ class _Machine:
     values: list[Value] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     home: dict[int, int] = field(default_factory=dict)
-    written: dict[int, int] = field(default_factory=dict)  # storage -> the position behind its last writer
-    copies: dict[tuple[int, int], int] = field(default_factory=dict)  # (storage, device) -> its copy there, still good
+    written: dict[int, int] = field(default_factory=dict)  # storage -> the position after its last writer
+    copies: dict[tuple[int, int], int] = field(default_factory=dict)  # (storage, device) -> its copy there, still valid
     counts: dict[tuple[int, int], int] = field(default_factory=dict)
     moved: dict[tuple[int, int], int] = field(default_factory=dict)
     ops: list[tuple[Op, int]] = field(default_factory=list)
-    sends: list[tuple[int, Op]] = field(default_factory=list)  # (position before which it stands, op)
+    sends: list[tuple[int, Op]] = field(default_factory=list)  # (the position before which the op goes, op)
 
     def __post_init__(self) -> None:
         self.values, self.storages = list(self.graph.values), list(self.graph.storages)
@@ -74,7 +76,7 @@ class _Machine:
             self.storages[s] = replace(self.storages[s], device=self.names[device])
 
     def op(self, index: int, op: Op, source: int) -> None:
-        """Take one op over, with the transfers that it waits for before it."""
+        """Append one op, after the transfers that it waits for."""
         device = self.device_of[index]
         written = self.graph.written(op)
         if device >= 0:
@@ -93,7 +95,7 @@ class _Machine:
         self.ops.append((op, source))
 
     def finish(self) -> Divided:
-        """The graph, with every send where its bytes are made."""
+        """The finished graph, with every send at its position."""
         before: dict[int, list[Op]] = {}
         for position, op in self.sends:
             before.setdefault(position, []).append(op)
@@ -111,7 +113,7 @@ class _Machine:
         return Divided(graph=graph, sources=tuple(source for _, source in found))
 
     def _here(self, v: int, device: int, op: Op) -> int:
-        """Value `v` where `op` can read it."""
+        """The value that `op` on `device` reads for value `v`: `v` itself, or its copy on that device."""
         s = self.graph.values[v].storage
         if self.home.get(s, device) == device:
             return v
@@ -120,7 +122,7 @@ class _Machine:
         return self._value(v, self.copies[s, device])
 
     def _sent(self, s: int, device: int, op: Op) -> int:
-        """A new copy of storage `s` on `device`, waited for here."""
+        """A new copy of storage `s` on `device`, with its send and its wait, which is appended here."""
         count = self.counts[s, device] = self.counts.get((s, device), 0) + 1
         base = self.storages[s]
         name = f"{base.name} on {self.names[device]}{f' ({count})' if count > 1 else ''}"
@@ -160,7 +162,7 @@ class _Machine:
 
 
 def _homes(graph: Graph, device_of: Sequence[int]) -> dict[int, int]:
-    """The device of each planned storage: that of its writers, or of the first reader of what comes from the host."""
+    """The device of each planned storage: that of its writers, or of its first reader if it comes from the host."""
     writers: dict[int, int] = {}
     readers: dict[int, int] = {}
     for i, op in enumerate(graph.ops):

@@ -1,4 +1,4 @@
-"""What a step on several devices takes: its ops one after another, its copies beside them in a lane per direction."""
+"""Predicts the seconds of a step on several devices: ops run one after another, copies in a lane per direction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memplan.evict.costs import CostModel
 
 
 def simulate(graph: Graph, costs: CostModel) -> tuple[float, float]:
-    """(seconds, of them seconds of waiting for copies) of a step whose ops stand in their order."""
+    """The predicted seconds of a step whose ops are in schedule order, and the seconds of them spent waiting for copies."""
     seconds: dict[str, Callable[[int], float]] = {
         OFFLOAD: costs.to_host.seconds,
         RELOAD: costs.to_device.seconds,
