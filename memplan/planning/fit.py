@@ -89,7 +89,8 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
 def smallest(workload: Workload, policy: Policy) -> int:
     """The smallest budget, bytes, for which `policy` finds a solution.
 
-    It is found by bisection between the largest working set and the peak. The result is a budget that was tried: a policy that uses less than its budget need not find a solution for less.
+    It is found by bisection between the largest working set and the peak. The result is a budget that was tried: a
+    policy that uses less than its budget need not find a solution for less.
     """
     own: Policy | None = getattr(policy, "quick", None)
     quick: Policy = own or (partial(policy, work=0) if policy in (auto, recompute) else policy)

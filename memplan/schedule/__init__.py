@@ -1,7 +1,7 @@
-"""Execution orders: `Graph` in, `Schedule` out, with a proven lower bound of max live over all legal orders.
+"""Orders the ops: `Graph` in, `Schedule` out, with a proven lower bound of max live over all legal orders.
 
 Start at `portfolio.py`, the default: it tries the policies (`policies/`, one file each), repairs each at its peak by
-minimum cuts (`bounds/`), and searches where a cut proves too little (`search/`). `select.py` names them all.
+minimum cuts (`bounds/`), and searches if the cuts leave a gap (`search/`). `select.py` lists all policies by name.
 `arrays/` holds a graph as flat arrays; loops in `*_kernel.py` are compiled by numba on large graphs only.
 """
 

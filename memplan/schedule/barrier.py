@@ -1,8 +1,8 @@
-"""What it costs that updates wait: for all gradients (clipping by the global norm), or for several steps.
+"""Computes the memory cost of updates that wait for all gradients (clipping by the global norm), or for several steps.
 
-A whole step is small because each gradient dies in its parameter's update, one by one. An op that needs all
-gradients and that all updates need keeps every one of them alive until the last exists. Here that op is found
-from the graph alone, and the same step without it is ordered, so that the price can be told.
+A whole training step needs little memory because each gradient has its last use in its parameter's update. An op that
+reads all gradients, and that all updates depend on, keeps all gradients alive until the last one exists. This module
+finds that op in the graph and orders the step once more without it; the difference in max live is the cost.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from memplan.schedule.select import order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Barrier:
-    """Every update waits for the op `op` (of kind `target`), which waits for all `gradients` of `nbytes` together.
+    """An op that all updates depend on, and that reads all gradients.
 
-    `max_live` is what the step needs as it is, `without` what the best order found needs when no update waits.
+    `op` is its name and `target` its ATen op; `gradients` is the number of gradients, `nbytes` their total bytes.
+    `max_live` (bytes) is that of the step, `without` that of the best order found for the step without the op.
     """
 
     op: str
@@ -31,12 +32,12 @@ class Barrier:
 
     @property
     def costs(self) -> int:
-        """Bytes of max live that waiting costs."""
+        """Bytes of max live that the barrier costs."""
         return max(self.max_live - self.without, 0)
 
 
 def price(graph: Graph, max_live: int) -> Barrier | None:
-    """The barrier of a step that needs `max_live` bytes, or None. Orders the step once more where there is one."""
+    """The barrier of a step with `max_live` bytes, or None. To compute its cost, the step is ordered without it."""
     before = predecessors(graph)
     updates = [i for i, op in enumerate(graph.ops) if _parameters(graph, op)]
     for last in _last_before_all(before, updates):
@@ -55,16 +56,16 @@ def price(graph: Graph, max_live: int) -> Barrier | None:
 
 
 def _parameters(graph: Graph, op: Op) -> list[int]:
-    """Numbers of elements of the parameters that `op` writes."""
+    """The number of elements of each parameter that `op` writes."""
     written = (graph.values[v] for v in op.writes)
     return [_count(v.shape) for v in written if graph.storages[v.storage].kind is StorageKind.PARAMETER]
 
 
 def _last_before_all(before: tuple[frozenset[int], ...], updates: list[int]) -> list[int]:
-    """Ops for which all updates wait, and for which no such op waits."""
+    """The ops that all updates depend on, leaving out those that another such op depends on."""
     if len(updates) < 2:
         return []
-    waiting = [0] * len(before)  # updates (as bits) that wait for an op
+    waiting = [0] * len(before)  # for each op, the updates (as bits) that depend on it
     shared = [True] * len(before)
     everything = (1 << len(updates)) - 1
     bit = {update: 1 << i for i, update in enumerate(updates)}
@@ -76,8 +77,10 @@ def _last_before_all(before: tuple[frozenset[int], ...], updates: list[int]) -> 
 
 
 def _held(graph: Graph, before: tuple[frozenset[int], ...], last: int, updates: list[int]) -> set[int] | None:
-    """Planned storages with a gradient of each parameter, made before `last` and needed after it by the update or
-    what leads to it alone; None unless every update has one."""
+    """The planned storages of the gradients that `last` keeps alive; None unless every update has one.
+
+    They are written before `last`, and read after it by an update or by ops that only the update depends on.
+    """
     early = _ancestors(before, [last])
     made = {s for i in early for s in graph.written(graph.ops[i]) if graph.storages[s].planned}
     held: set[int] = set()
@@ -97,7 +100,7 @@ def _held(graph: Graph, before: tuple[frozenset[int], ...], last: int, updates: 
 
 
 def _without(graph: Graph, before: tuple[frozenset[int], ...], last: int) -> Graph:
-    """The graph without `last` and what is there for it alone; nothing reads their results any more."""
+    """The graph without `last` and the ops that only it depends on; no op reads their results any more."""
     after: list[set[int]] = [set() for _ in before]
     for op, needed in enumerate(before):
         for earlier in needed:
@@ -121,8 +124,11 @@ def _unread(graph: Graph, op: Op, lost: set[int]) -> Op:
 
 
 def accumulated(graph: Graph) -> int:
-    """Bytes of gradients that are summed up over several steps: what an op that updates no parameter adds something
-    of their size to, and that outlives the step like the optimizer's state."""
+    """Bytes of gradients that are accumulated over several training steps.
+
+    These are storages that outlive the step like optimizer state, and that an op which updates no parameter writes
+    and reads together with a planned storage of the same size.
+    """
     found: set[int] = set()
     for op in graph.ops:
         if not _parameters(graph, op):
@@ -137,7 +143,7 @@ def _planned(graph: Graph, value: int) -> bool:
 
 
 def _ancestors(before: tuple[frozenset[int], ...], ops: Iterable[int], but: Collection[int] = frozenset()) -> set[int]:
-    """All that must run before `ops`, as far as that leads over no op in `but`."""
+    """The ops that must run before `ops`, found without passing through an op in `but`."""
     found: set[int] = set()
     stack = list(ops)
     while stack:

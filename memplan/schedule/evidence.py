@@ -1,4 +1,4 @@
-"""Holding a schedule's bound against its evidence: what a plan file says of all orders is proven again or claimed."""
+"""Checks the bound of a schedule: the bound in a plan file is proven again from its evidence, or is only claimed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memplan.schedule.select import order
 
 
 def require_evidence(graph: Graph, schedule: Schedule) -> None:
-    """Raise `InvalidPlan` unless the bound is what the cut or the working set named by `proof` gives.
+    """Raise `InvalidPlan` unless the cut or the working set of the op named by `proof` gives the bound.
 
-    The portfolio's search is repeated: it counts work, not seconds, so that it proves everywhere what it has
-    proven once. A long search by another policy is not repeated: see `is_proven_again`.
+    The portfolio's search is repeated: its limit is work, not seconds, so it proves the same bound on every machine. A
+    long search by another policy is not repeated: see `is_proven_again`.
     """
     if schedule.evidence in (Evidence.SEARCH, Evidence.LONG_SEARCH):
         if schedule.proof:
@@ -39,5 +39,5 @@ def require_evidence(graph: Graph, schedule: Schedule) -> None:
 
 
 def is_proven_again(schedule: Schedule) -> bool:
-    """Whether `require_evidence` proves the bound again; if not, a bound that was read from a file is claimed."""
+    """Whether `require_evidence` proves the bound again; if not, a bound that was read from a file is only claimed."""
     return schedule.evidence is not Evidence.LONG_SEARCH

@@ -1,7 +1,7 @@
-"""Ops that one call can run as well as several, brought together: small updates of a whole step.
+"""Groups ops that one fused call can run: the small optimizer updates of a whole training step.
 
-An update that waits keeps its gradient alive. So it waits only while that raises no peak: max live stays what it is,
-with and without alignment, and the bound and its proof hold for the new order as they do for any.
+A postponed update keeps its gradient alive. It is postponed only as long as max live does not rise, with and without
+alignment padding. The bound and its proof hold for all orders, and so for the new one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from memplan.core.schedule import Schedule, live_bytes, storage_intervals
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """Ops that could have run, by kind in the order of their coming, and the bytes that they keep."""
+class _Postponed:
+    """The postponed ops, by kind in the order of the schedule, and the bytes that they keep alive."""
 
     by_kind: dict[Hashable, list[int]] = field(default_factory=dict)
     ops: set[int] = field(default_factory=set)
@@ -29,33 +29,34 @@ class _Waiting:
         self.ops.add(op)
         self.nbytes += nbytes
 
-    def go(self) -> list[int]:
-        """All of them, those of a kind together; none waits any more."""
+    def take(self) -> list[int]:
+        """Remove and return all postponed ops, grouped by kind."""
         found = [op for ops in self.by_kind.values() for op in ops]
         self.by_kind, self.ops, self.nbytes = {}, set(), 0
         return found
 
 
 def gather(graph: Graph, schedule: Schedule, kinds: Mapping[int, Hashable], alignment: int) -> Schedule:
-    """`schedule` with the ops in `kinds` (op -> kind) postponed and those of one kind side by side, as far as max live
-    allows: that of storages as they are, and rounded up to `alignment` bytes each.
+    """The schedule in which ops of one kind run next to each other, as far as max live does not rise.
 
-    Linear in what ops touch. The schedule itself where there is nothing to gather.
+    `kinds` maps each op that may be postponed to its kind. Max live is kept for sizes as they are, and for sizes
+    rounded up to `alignment` bytes. Returns `schedule` itself if no op can be grouped. Linear in the storages that ops
+    touch.
     """
     order = schedule.order
-    room = _Room(graph, order, alignment)
+    slack = _Slack(graph, order, alignment)
     before = predecessors(graph)
-    waiting, made = _Waiting(), list[int]()
+    postponed, made = _Postponed(), list[int]()
     for step, op in enumerate(order):
-        kept = room.kept_by(op, step) if op in kinds else None
-        must_go = step == graph.forward_ops or before[op] & waiting.ops
-        if must_go or (kept is None and not room.has(step, waiting.nbytes)):
-            made += waiting.go()
+        kept = slack.kept_by(op, step) if op in kinds else None
+        must_run = step == graph.forward_ops or before[op] & postponed.ops
+        if must_run or (kept is None and not slack.has(step, postponed.nbytes)):
+            made += postponed.take()
         if kept is None:
             made.append(op)
         else:
-            waiting.add(op, kinds[op], kept)
-    made += waiting.go()
+            postponed.add(op, kinds[op], kept)
+    made += postponed.take()
     if tuple(made) == order:
         return schedule
     found = tuple(made)
@@ -67,8 +68,8 @@ def gather(graph: Graph, schedule: Schedule, kinds: Mapping[int, Hashable], alig
     )
 
 
-class _Room:
-    """What an order leaves below its max live at each step, and which storages die where."""
+class _Slack:
+    """The bytes below max live at each step of an order, and the live intervals of its storages."""
 
     def __init__(self, graph: Graph, order: tuple[int, ...], alignment: int) -> None:
         self._graph = placed(graph, order)
@@ -88,12 +89,14 @@ class _Room:
         self._left: list[int] = [min(h - now for h, now in zip(highest, both, strict=True)) for both in pairs]
 
     def has(self, step: int, nbytes: int) -> bool:
-        """Whether `nbytes` more (rounded up) raise no peak at a step."""
+        """Whether `nbytes` more bytes (rounded up) at a step leave max live unchanged."""
         return nbytes <= self._left[step]
 
     def kept_by(self, op: int, step: int) -> int | None:
-        """Bytes (rounded up) that stay when `op` waits; None when they do not all die at it, so that others could take
-        them in place, when the caller keeps some, or when it makes some, beside those that wait for others."""
+        """Bytes (rounded up) that stay alive while `op` is postponed; None if it must not be postponed.
+
+        It may be postponed only if all planned storages that it touches exist before it and have their last use at it.
+        """
         touched = [s for s in self._graph.touched(self._graph.ops[op]) if self._graph.storages[s].planned]
         if any(self._live[s].end != step + 1 or self._live[s].start == step for s in touched):
             return None

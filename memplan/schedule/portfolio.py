@@ -1,7 +1,7 @@
-"""`auto`: the policies in turn, each mended by cut repair, until an order is proven to be optimal.
+"""`auto`: tries the policies one after another, each improved by cut repair, until an order is proven optimal.
 
-Never worse than the traced order, and the traced order itself where none is better. All limits count work,
-so that the same graph gets the same schedule on any machine.
+The result is never worse than the traced order, and is the traced order if no other is better. All limits count work,
+so that a graph gets the same schedule on every machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WIDE = (64, 512, 4096, 16384)
 
 
 def portfolio(graph: Graph) -> Schedule:
-    """The order that needs the least of all that the policies, repair and a bounded search find."""
+    """The schedule with the smallest max live found by the policies, cut repair and a bounded search."""
     core = make_core(graph)
     prover = Prover(core, _cut_work(core))
     best, name, peak = _listed(core, prover)
@@ -51,7 +51,7 @@ def portfolio(graph: Graph) -> Schedule:
 
 
 def _listed(core: GraphArrays, prover: Prover) -> tuple[Ints, str, int]:
-    """The best of the listed orders, as they are and mended; the first of equals."""
+    """The best order of the policies, with and without repair, its name and its max live; the first of equals."""
     best, name = core.traced, "traced"
     peak = int(step_bytes(core, best).max(initial=0))
     for policy, make in _ORDERS:
@@ -68,9 +68,11 @@ def _listed(core: GraphArrays, prover: Prover) -> tuple[Ints, str, int]:
 
 
 def _searched(graph: Graph, core: GraphArrays, start: Narrowed) -> Narrowed:
-    """The best order after propagation and ever wider searches, and what they prove: first narrow ones, then
-    without the small storages, which leave a search many choices for a few bytes, then, if that left more open than
-    a few bytes, with them again."""
+    """The best order and bound after propagation and ever wider searches.
+
+    Narrow searches come first. Then the small storages are left out, which give a search many choices for a few bytes.
+    If that leaves a gap of more than those few bytes, wide searches with all storages follow.
+    """
     found = _widened(core, replace(start, left=start.left // 4), _NARROW)
     found = replace(found, left=found.left + start.left - start.left // 4)
     rough = _rough(graph, core, found.max_live)
@@ -81,19 +83,20 @@ def _searched(graph: Graph, core: GraphArrays, start: Narrowed) -> Narrowed:
         if needs < found.max_live:
             found = replace(found, order=without.order, max_live=needs)
         if without.max_live == without.bound:
-            return found  # what is left open is a few bytes of small storages
+            return found  # the remaining gap is a few bytes of small storages
     return _widened(core, found, _WIDE) if found.max_live > found.bound else found
 
 
 def _rough(graph: Graph, core: GraphArrays, peak: int) -> GraphArrays | None:
-    """The core without the smallest storages, of at most a thousandth of `peak` together; None if that is all."""
+    """The arrays without the smallest storages, together at most a thousandth of `peak`; None if those are none or
+    all."""
     sizes = np.sort(core.size)
     out = int(np.searchsorted(np.cumsum(sizes), peak // 1000, side="right"))
     return make_core(graph, least=int(sizes[out])) if 0 < out < len(sizes) else None
 
 
 def _widened(core: GraphArrays, found: Narrowed, widths: Sequence[int]) -> Narrowed:
-    """Propagate and search, ever wider, until order and bound meet or the work is spent."""
+    """Propagate and search with growing width, until max live equals the bound or the work limit is reached."""
     cut_work, target, narrower = _cut_work(core), 0, core
     for width in widths:
         if found.max_live - 1 != target:

@@ -1,4 +1,4 @@
-"""Policies by name, each imported when it is first asked for: the traced order needs neither numpy nor numba."""
+"""The scheduling policies by name. Each is imported on first use: the traced order needs neither numpy nor numba."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def order(graph: Graph, schedule: str | Policy = "auto") -> Schedule:
-    """A schedule of `graph` by a policy or its name. Raises `MemplanError` for a name that is none."""
+    """Schedule `graph` by a policy or its name. Raises `MemplanError` for an unknown name."""
     if callable(schedule):
         return schedule(graph)
     if schedule not in POLICIES:

@@ -25,7 +25,7 @@ _MOST = 1 << 52  # bytes: sums must stay exact in double precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A placement by `SymbolicPlacer`: offsets (-1 for a buffer of size 0), sizes, arena size and max live, in bytes."""
+    """A placement by `SymbolicPlacer`: offsets (-1 for a buffer of size 0), sizes, arena size and max live, bytes."""
 
     offsets: Ints
     sizes: Ints

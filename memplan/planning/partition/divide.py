@@ -48,14 +48,16 @@ class Divided:
 
 def divide(graph: Graph, sources: Sequence[int], device_of: Sequence[int], names: Sequence[str]) -> Divided:
     """`graph`, whose ops are in schedule order, with op i on device `names[device_of[i]]` and with transfers."""
-    machine = _Machine(graph, tuple(device_of), tuple(names))
+    builder = _Builder(graph, tuple(device_of), tuple(names))
     for i, op in enumerate(graph.ops):
-        machine.op(i, op, sources[i])
-    return machine.finish()
+        builder.op(i, op, sources[i])
+    return builder.finish()
 
 
 @dataclass(slots=True)
-class _Machine:
+class _Builder:
+    """Builds the graph of several devices, op by op."""
+
     graph: Graph
     device_of: tuple[int, ...]
     names: tuple[str, ...]
@@ -80,7 +82,7 @@ class _Machine:
         device = self.device_of[index]
         written = self.graph.written(op)
         if device >= 0:
-            new = {v: self._here(v, device, op) for v in op.reads if self.graph.values[v].storage not in written}
+            new = {v: self._on_device(v, device, op) for v in op.reads if self.graph.values[v].storage not in written}
             new |= {v: v for v in (*op.reads, *op.writes) if v not in new}
             op = replace(
                 op,
@@ -112,7 +114,7 @@ class _Machine:
         )
         return Divided(graph=graph, sources=tuple(source for _, source in found))
 
-    def _here(self, v: int, device: int, op: Op) -> int:
+    def _on_device(self, v: int, device: int, op: Op) -> int:
         """The value that `op` on `device` reads for value `v`: `v` itself, or its copy on that device."""
         s = self.graph.values[v].storage
         if self.home.get(s, device) == device:

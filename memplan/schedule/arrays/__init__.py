@@ -1,4 +1,4 @@
-"""A graph as flat arrays, and when a loop over them is compiled.
+"""Represents a graph as flat arrays, and compiles loops over them for large graphs.
 
-In: `Graph`. Out: `GraphArrays`, on which every policy, bound and search of `schedule/` works.
+In: `Graph`. Out: `GraphArrays`, the input of every policy, bound and search of `schedule/`.
 """

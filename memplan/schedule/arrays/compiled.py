@@ -1,15 +1,15 @@
-"""Kernels: loops over flat arrays that run as they are on small graphs, and compiled by numba on large ones."""
+"""Kernels: loops over flat arrays, interpreted for small graphs and compiled by numba for large ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-COMPILED = 400  # ops: below, the interpreter is done before numba is imported
+COMPILED = 400  # ops: for fewer, the interpreter finishes before numba is imported
 
 
 class CompiledKernel:
-    """A function of arrays and numbers; the same result either way. Compiled code is cached on disk."""
+    """A function of arrays and numbers, interpreted or compiled with equal results. Compiled code is cached on disk."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -17,7 +17,7 @@ class CompiledKernel:
         self.__doc__ = function.__doc__
 
     def __call__(self, ops: int, *args: Any) -> Any:
-        """Run on a graph of `ops` ops."""
+        """Run the function, compiled if the graph has at least `COMPILED` of its `ops`."""
         if ops < COMPILED:
             return self.function(*args)
         if self._jitted is None:

@@ -1,8 +1,8 @@
-"""A graph as arrays: what every policy and bound works on.
+"""A graph as flat arrays, the input of every policy and bound.
 
-Ops are numbered in traced order, which is one legal order, with one op more: the *barrier*, which touches
-nothing and stands between the forward's ops and the backward's (the caller's loss is computed there). Any
-topological order of these ops is a legal order of the graph, and the other way round.
+Ops are numbered in traced order, with one additional op: the *barrier*, which touches nothing and is between the ops of
+the forward and those of the backward, where the caller computes the loss. The topological orders of these ops are
+exactly the legal orders of the graph.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class GraphArrays:
-    """Ops 0..n-1 and storages 0..m-1; lists of lists are flat, row i is `x[x_ptr[i]:x_ptr[i + 1]]`.
+    """Ops 0..n-1 and storages 0..m-1 of a graph. Lists of lists are flat: row i is `x[x_ptr[i]:x_ptr[i + 1]]`.
 
-    `pred` and `succ`: ops that must run directly before and after. `touch`: the planned storages that an op
-    touches; `user`: the ops that touch a storage, in traced order. `size` is in bytes. A `given` storage is
-    alive before the first op (1 or 0), a `kept` one after the last. Storages that the same ops touch are one.
-    `chance`: for each op storages whose bytes a result may take; if the op is the last to touch `host`, then
-    `saved` bytes less are alive while it runs (the most of its chances). `backwards`: the first to touch it.
+    `pred` and `succ` are the ops that must run directly before and after an op, `touch` the planned storages that an op
+    touches, `user` the ops that touch a storage, in traced order. `size` is in bytes. `given` is 1 for a storage alive
+    before the first op, `kept` for one alive after the last. Storages touched by the same ops are merged.
+    `chance_ptr` gives the in-place candidates of each op: if the op is the last to touch `host`, then `saved` bytes
+    less are alive while it runs (the largest of its candidates counts). With `backwards`, time is reversed, and the op
+    must be the first to touch `host`.
     """
 
     barrier: int
@@ -52,10 +53,12 @@ class GraphArrays:
 
     @property
     def n(self) -> int:
+        """The number of ops, the barrier included."""
         return int(self.touch_ptr.shape[0]) - 1
 
     @property
     def m(self) -> int:
+        """The number of storages."""
         return int(self.size.shape[0])
 
     @property
@@ -65,7 +68,7 @@ class GraphArrays:
 
     @cached_property
     def working_set(self) -> Ints:
-        """Bytes that each op touches."""
+        """Bytes that each op touches, less those saved in place."""
         total = np.concatenate(([0], np.cumsum(self.size[self.touch])))
         less = np.zeros(self.n, np.int64)
         np.maximum.at(less, self.taker, self.saved)
@@ -73,28 +76,28 @@ class GraphArrays:
 
     @cached_property
     def taker(self) -> Ints:
-        """The op of each chance."""
+        """The op of each in-place candidate."""
         return np.repeat(np.arange(self.n), np.diff(self.chance_ptr))
 
     def graph_order(self, order: Ints) -> tuple[int, ...]:
-        """An order of the graph's own ops."""
+        """The order `order` of these arrays as indices of the graph's ops, without the barrier."""
         real = order[order != self.barrier]
         return tuple((real - (real > self.barrier)).tolist())
 
     def core_order(self, order: Sequence[int]) -> Ints:
-        """The core's numbers of an order of the graph's ops; the barrier after the last of the forward."""
+        """The order `order` of the graph's ops in the numbers of these arrays, with the barrier after the forward."""
         numbers = np.asarray(order, np.int64)
         return np.insert(numbers + (numbers >= self.barrier), self.barrier, self.barrier)
 
     def graph_op(self, op: int) -> int:
-        """The graph's number of an op other than the barrier."""
+        """The graph's index of an op other than the barrier."""
         return op - (op > self.barrier)
 
 
 def make_core(graph: Graph, *, least: int = 1) -> GraphArrays:
     """The arrays of `graph`. Linear in its ops and the storages that they touch.
 
-    Storages of fewer than `least` bytes count as nothing: what every order needs without them, every order needs.
+    Storages of fewer than `least` bytes are left out. A lower bound without them is also a lower bound with them.
     """
     barrier = graph.forward_ops
     before = [frozenset(p + (p >= barrier) for p in found) for found in predecessors(graph)]
@@ -112,7 +115,7 @@ def make_core(graph: Graph, *, least: int = 1) -> GraphArrays:
 
 
 def _with_barrier(before: list[frozenset[int]], barrier: int) -> list[list[int]]:
-    """Predecessors with the barrier between the phases: it stands for every edge that crosses it."""
+    """The predecessors with the barrier between the phases, which replaces every edge between them."""
     forward = before[:barrier]
     needed = frozenset().union(*forward) if forward else frozenset()
     last = [op for op in range(barrier) if op not in needed]
@@ -172,7 +175,7 @@ def _flat(rows: Iterable[Sequence[Any]]) -> tuple[Ints, Ints]:
 
 
 def with_edge(core: GraphArrays, first: int, then: int) -> GraphArrays:
-    """The core in which `first` must run before `then`; they must be free to."""
+    """The arrays with the additional edge that `first` runs before `then`, which must not be ordered yet."""
     return replace(
         core,
         pred_ptr=core.pred_ptr + (np.arange(core.n + 1) > then),
@@ -183,38 +186,38 @@ def with_edge(core: GraphArrays, first: int, then: int) -> GraphArrays:
 
 
 def reverse(core: GraphArrays) -> GraphArrays:
-    """Time run backwards: op i becomes op n - 1 - i, storage i becomes m - 1 - i, what was kept is given.
+    """The arrays with time reversed: op i becomes op n - 1 - i, storage i becomes m - 1 - i, `kept` becomes `given`.
 
-    An order of the one, turned round and renumbered, is one of the other with the same bytes at each step.
+    An order, reversed and renumbered, is an order of the reversed arrays with the same live bytes at each step.
     """
     last_op, last_storage = core.n - 1, core.m - 1
     return GraphArrays(
         barrier=last_op - core.barrier,
-        pred_ptr=_turned(core.succ_ptr),
+        pred_ptr=_reversed_ptr(core.succ_ptr),
         pred=(last_op - core.succ)[::-1].copy(),
-        succ_ptr=_turned(core.pred_ptr),
+        succ_ptr=_reversed_ptr(core.pred_ptr),
         succ=(last_op - core.pred)[::-1].copy(),
-        touch_ptr=_turned(core.touch_ptr),
+        touch_ptr=_reversed_ptr(core.touch_ptr),
         touch=(last_storage - core.touch)[::-1].copy(),
-        user_ptr=_turned(core.user_ptr),
+        user_ptr=_reversed_ptr(core.user_ptr),
         user=(last_op - core.user)[::-1].copy(),
         size=core.size[::-1].copy(),
         given=core.kept[::-1].copy(),
         kept=core.given[::-1].copy(),
-        chance_ptr=_turned(core.chance_ptr),
+        chance_ptr=_reversed_ptr(core.chance_ptr),
         host=(last_storage - core.host)[::-1].copy(),
         saved=core.saved[::-1].copy(),
         backwards=not core.backwards,
     )
 
 
-def _turned(ptr: Ints) -> Ints:
-    """Row starts when the last row comes first."""
+def _reversed_ptr(ptr: Ints) -> Ints:
+    """The row starts for the rows in reverse order."""
     return np.ascontiguousarray((ptr[-1] - ptr)[::-1])
 
 
 def step_bytes(core: GraphArrays, order: Ints) -> Ints:
-    """Bytes alive while each step of `order` runs."""
+    """Bytes that are alive at each step of `order`."""
     if not core.m:
         return np.zeros(core.n, np.int64)
     position = np.empty(core.n, np.int64)

@@ -1,11 +1,11 @@
-"""Lower bounds of max live over every legal order of a graph's ops.
+"""Lower bounds of max live over all legal orders of a graph's ops, by minimum cuts.
 
-The *cut* at an op v (FINDINGS 7). Whatever the order, the ops that ran before v are an ideal I: with each
-op it holds all that must run before it. What v touches is alive while v runs, and so is every storage whose
-producer is in I and whose last user is not; the sum is submodular in I, and its least value over all ideals
-that v allows is one minimum cut. No order can do with less at v. A result of v that may take the bytes of
-an input is alive beside it only if something else touches that input later, which is one storage more in the
-network; with several such inputs, one cut for each, and the least of them.
+In every order, the ops that ran before an op v are an ideal I: with each op, I contains all its predecessors. While v
+runs, the storages that v touches are alive, and so is every storage whose producer is in I and whose last user is not.
+The sum of their sizes is submodular in I. Its minimum over all ideals that v allows is one minimum cut, the *cut* at v,
+and no order needs fewer bytes at v. A result of v that may take the bytes of an input adds its size only if another op
+touches that input later: the network has one more storage for this. With several such inputs there is one cut for each,
+and the smallest counts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints
 
 
-_INTERPRETED = 5000  # ops: one cut alone is sooner found than numba imported
+_INTERPRETED = 5000  # ops: up to here a single cut takes less time than importing numba
 
 
 def cut_bound(graph: Graph, op: int | None) -> int:
-    """Bytes that any legal order needs while `op` (an index into the graph's ops) runs; None: after the forward."""
+    """The bytes that every legal order needs while `op` (an index into the graph's ops) runs.
+
+    If `op` is None: the bytes that every order needs between forward and backward.
+    """
     from memplan.schedule.arrays.graph_arrays import make_core
 
     core = make_core(graph)
@@ -36,8 +39,11 @@ def cut_bound(graph: Graph, op: int | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The least cut at `op`: with `ideal` (True for what runs before) and no other ideal does it need less
-    than `bytes`; of several the smallest. `work` is what it took, in arcs looked at."""
+    """The minimum cut at `op`: no ideal before it needs fewer than `bytes`.
+
+    `ideal` is the smallest ideal that needs `bytes` (True for the ops that run before `op`). `work` is the number of
+    arcs visited.
+    """
 
     op: int
     bytes: int
@@ -46,9 +52,10 @@ class Cut:
 
 
 def cut(core: GraphArrays, op: int, *, before: int = -1, after: int = -1, interpreted: bool = False) -> Cut:
-    """The least bytes alive while `op` (of the core) runs, over all ideals before it.
+    """The minimum cut at `op` (a number of the arrays): the fewest bytes alive while it runs, over all ideals.
 
-    With `before` (`after`), an op that may run on either side: over those ideals in which it has run (has not).
+    `before` and `after` are ops that may run on either side of `op`, or -1: only ideals with `before` and without
+    `after` count.
     """
     from memplan.schedule.bounds.cut_kernel import AFTER, sides_of
 
@@ -58,7 +65,7 @@ def cut(core: GraphArrays, op: int, *, before: int = -1, after: int = -1, interp
     for chance in range(c.chance_ptr[op], c.chance_ptr[op + 1]):
         host = c.host[chance]
         users = c.user[c.user_ptr[host] : c.user_ptr[host + 1]]
-        if not (side[users[users != op]] == AFTER).any():  # else the input outlives the op
+        if not (side[users[users != op]] == AFTER).any():  # otherwise the input is still alive after the op
             found = _least(core, op, side, (int(host), int(c.saved[chance])), ops)
             work += found.work
             best = found if best is None or found.bytes < best.bytes else best
@@ -68,7 +75,8 @@ def cut(core: GraphArrays, op: int, *, before: int = -1, after: int = -1, interp
 
 
 def _least(core: GraphArrays, op: int, side: Ints, chance: tuple[int, int], ops: int) -> Cut:
-    """The least cut at `op` with one chance: a storage (-1: none), and the bytes saved where the op is its last."""
+    """The minimum cut at `op` with one in-place candidate: its storage (-1 for none), and the bytes that it saves if
+    `op` is the last to touch that storage."""
     from memplan.schedule.bounds.cut_kernel import BEFORE, network
     from memplan.schedule.bounds.flow_kernel import max_flow
 

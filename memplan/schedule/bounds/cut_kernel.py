@@ -1,4 +1,4 @@
-"""The flow network whose least cut is the least that any order needs while one given op runs."""
+"""Builds the flow network whose minimum cut is the fewest bytes that any order needs while a given op runs."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
@@ -14,7 +14,8 @@ BEFORE, FREE, AFTER = 1, 0, -1
 def sides_of(v, before, after, pred_ptr, pred, succ_ptr, succ):
     """For each op: BEFORE if it must run before `v`, AFTER if it is `v` or must run after it, else FREE.
 
-    `before` and `after` are ops that are taken to run before and after `v`, with all that must; -1: none.
+    `before` and `after` are ops (-1 for none) that are assumed to run before and after `v`, with their predecessors and
+    successors.
     """
     n = pred_ptr.shape[0] - 1
     side = np.zeros(n, np.int64)
@@ -51,13 +52,14 @@ def sides_of(v, before, after, pred_ptr, pred, succ_ptr, succ):
 
 @CompiledKernel
 def network(v, side, host, saved, pred_ptr, pred, touch_ptr, touch, user_ptr, user, size, kept):
-    """(nodes, tails, heads, capacities, bytes alive in any case, node of each op or storage).
+    """The network: (nodes, tails, heads, capacities, bytes alive in any case, node of each op or storage).
 
-    Node 0 stands for all that runs before `v`, node 1 for `v` and all that runs after it; free ops and
-    storages whose last use is open have nodes of their own. An op on the source's side runs before `v`, so
-    its predecessors do; a storage whose producer does and whose last user does not is alive: its bytes are
-    the arc from the producer, and no cut may leave a user behind the storage. If `v` is the last to touch
-    `host` (-1: none), `saved` bytes less are alive: as if a storage of that size lived until all others had.
+    Node 0, the source, is all ops that run before `v`; node 1, the sink, is `v` and all ops after it. FREE ops, and
+    storages whose last use may be on either side, have nodes of their own. An op on the source's side runs before `v`,
+    and so do its predecessors. A storage is alive if its producer is on the source's side and its last user is not: its
+    bytes are the capacity of the arc from the producer, and arcs of infinite capacity keep all users on the storage's
+    side. If `v` is the last to touch `host` (-1 for none), `saved` bytes less are alive; this is modelled as a storage
+    of that size that is alive until all other users of `host` have run.
     """
     n, m = side.shape[0], size.shape[0]
     infinite = size.sum() + 1

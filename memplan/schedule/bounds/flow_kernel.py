@@ -1,4 +1,4 @@
-"""Maximum flow, and the minimum cut that proves it (Dinic 1970: shortest augmenting paths in phases)."""
+"""Computes a maximum flow and its minimum cut (Dinic 1970: shortest augmenting paths in phases)."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
@@ -10,10 +10,10 @@ from memplan.schedule.arrays.compiled import CompiledKernel
 
 @CompiledKernel
 def max_flow(nodes, tail, head, capacity):
-    """The greatest flow from node 0 to node 1, the nodes on the source's side of the least cut that is
-    nearest to the source, and the work done (arcs looked at).
+    """The maximum flow from node 0 to node 1, the source's side of the minimum cut, and the number of arcs visited.
 
-    Arc i goes from `tail[i]` to `head[i]`. Residual arcs 2 i and 2 i + 1 are each other's reverse.
+    Of several minimum cuts it is the one nearest to the source. Arc i goes from `tail[i]` to `head[i]`. Residual arcs
+    2 i and 2 i + 1 are each other's reverse.
     """
     arcs = tail.shape[0]
     start = np.zeros(nodes + 1, np.int64)

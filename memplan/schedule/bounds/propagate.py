@@ -1,8 +1,9 @@
-"""Edges that every order within a target keeps: found by two cuts per pair of ops, and added to the core.
+"""Finds edges that hold in every order within a target, by two cuts per pair of ops (edge finding, as in
+constraint-based scheduling).
 
-If with u before v one of the two needs more than the target whatever else happens, then v comes before u in all
-orders that are wanted. Each edge makes the cuts after it stronger and the search smaller; when neither u nor v
-may come first, no order keeps within the target. (Edge finding, as in constraint-based scheduling.)
+If every order with u before v needs more than the target at u or at v, then v runs before u in all orders within the
+target. Each new edge makes later cuts stronger and the search smaller. If neither u nor v may run first, no order is
+within the target.
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ import numpy as np
 from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, step_bytes, with_edge
 from memplan.schedule.bounds.cut import cut
 
-_LARGEST = 32  # ops that touch the most: others hardly matter to each other
-_MISPLACED = 4  # ops on the other side of a cut that are looked at
-_NEAR = 32  # steps before and after a peak step whose ops might as well be on the other side of it
+_LARGEST = 32  # the ops with the largest working sets: pairs of other ops rarely give an edge
+_MISPLACED = 4  # ops on the other side of a cut that are tried
+_NEAR = 32  # steps before and after a peak step whose ops are tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Propagated:
-    """`core` with the edges that were found; None when no order keeps within the target."""
+    """The result of a propagation: `core` has the edges that were found, and is None if no order is within the target.
+
+    `left` is the work that is left, in arcs.
+    """
 
     core: GraphArrays | None
     left: int
 
 
 def propagate(core: GraphArrays, order: Ints, target: int, work: int) -> Propagated:
-    """Add the edges that every order of at most `target` bytes keeps, as far as `work` (arcs looked at) lasts.
+    """Add edges that hold in every order of at most `target` bytes, until `work` (arcs visited) is spent.
 
-    `order` is the best one known: first come the ops at which it needs more than the target.
+    `order` is the best order known: the ops at which it needs more than the target are tried first.
     """
     changed = True
     while changed and work > 0:
@@ -55,7 +59,7 @@ def propagate(core: GraphArrays, order: Ints, target: int, work: int) -> Propaga
 
 
 def _excluded(core: GraphArrays, first: int, then: int, target: int, work: int) -> tuple[bool, int]:
-    """Whether every order with `first` before `then` needs more than `target`; False too if they have no choice."""
+    """Whether every order with `first` before `then` is proven to need more than `target`, and the work left."""
     for op, before, after in ((then, first, -1), (first, -1, then)):
         found = cut(core, op, before=before, after=after)
         work -= found.work
@@ -65,8 +69,8 @@ def _excluded(core: GraphArrays, first: int, then: int, target: int, work: int) 
 
 
 def _pairs(core: GraphArrays, order: Ints, target: int) -> Iterator[tuple[int, int]]:
-    """Pairs that might run either way: an op at the peak with those that its cut would have on the other side, with
-    those around it and with large ones; two large ones."""
+    """Pairs of ops to try: an op at the peak with ops that its cut has on the other side, with ops near it and with
+    large ops; and two large ops."""
     large = np.argsort(-core.working_set, kind="stable")[:_LARGEST].tolist()
     seen: set[tuple[int, int]] = set()
     near = np.flatnonzero(step_bytes(core, order) > target)[:_LARGEST]
@@ -82,7 +86,7 @@ def _pairs(core: GraphArrays, order: Ints, target: int) -> Iterator[tuple[int, i
 
 
 def _misplaced(core: GraphArrays, order: Ints, at: int) -> list[int]:
-    """Ops that run before step `at` and had better run after it, and the other way round; the largest of them."""
+    """The largest ops that `order` has on the other side of step `at` than the minimum cut there has."""
     ran = np.zeros(core.n, np.bool_)
     ran[order[:at]] = True
     other = np.flatnonzero(cut(core, int(order[at])).ideal != ran)

@@ -1,4 +1,4 @@
-"""What is proven about a core so far: the highest lower bound, how it was found, and every cut, once."""
+"""Keeps the proofs about one graph: the highest lower bound, its evidence, and every cut that was computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memplan.schedule.bounds.cut import Cut, cut
 
 
 class Prover:
-    """Cuts under a work limit (in arcs looked at, so that the outcome depends on the graph alone)."""
+    """Computes cuts up to a work limit, in arcs visited, so that the result depends on the graph alone."""
 
     def __init__(self, core: GraphArrays, work: int) -> None:
         self.core = core
@@ -20,7 +20,7 @@ class Prover:
         self._cuts: dict[int, Cut] = {}
 
     def cut_at(self, op: int) -> Cut | None:
-        """The least cut at `op`, or None when there is no work left to find it."""
+        """The minimum cut at `op`, or None if the work limit is reached."""
         if op in self._cuts:
             return self._cuts[op]
         if self.work <= 0:
@@ -34,14 +34,14 @@ class Prover:
         return found
 
     def searched(self, bound: int, evidence: Evidence = Evidence.SEARCH) -> None:
-        """Take note that a search excluded everything below `bound`."""
+        """Record that a search excluded all orders below `bound` bytes."""
         if bound > self.bound:
             self.bound, self.evidence = bound, evidence
 
     def raise_bound(self, order: Ints) -> None:
-        """Cut where `order` needs the most, while a cut there could still raise the bound.
+        """Compute cuts at the steps where `order` needs the most bytes, as long as they could raise the bound.
 
-        A cut is at most what its op needs in any order, so that no other op can do more than those.
+        The cut at an op is at most the bytes that `order` needs there, so cuts at other steps cannot raise it.
         """
         steps = step_bytes(self.core, order)
         for step in (-steps).argsort(kind="stable"):
@@ -49,7 +49,7 @@ class Prover:
                 return
 
     def schedule(self, graph: Graph, order: Ints, policy: str) -> Schedule:
-        """The order with what is proven about all."""
+        """The schedule of `order`, with the bound proven over all orders."""
         at_an_op = self.evidence in (Evidence.CUT, Evidence.WORKING_SET) and graph.ops
         proof = graph.ops[self.core.graph_op(self.op)].name if at_an_op else ""
         return Schedule(

@@ -1,4 +1,4 @@
-"""Cut repair: where an order needs the most, run first what the least cut there says should have run before."""
+"""Cut repair: improves an order at its peak by running first the ops that the minimum cut there has before it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, step_bytes
 from memplan.schedule.bounds.cut import Cut
 
 _ROUNDS = 200
-_TRIED = 8  # peak steps looked at in one round; an order can have thousands
+_TRIED = 8  # peak steps tried in one round; an order can have thousands
 
 
 def repair(core: GraphArrays, order: Ints, cut_at: Callable[[int], Cut | None]) -> Ints:
-    """The order, mended at its peak steps as long as that lowers (max live, number of steps that reach it).
+    """The order, repaired at its peak steps as long as (max live, number of steps that reach it) becomes smaller.
 
-    At a peak step v with a least cut below the peak: the cut's ideal, v, the rest, each in their old order.
-    Stops when a peak step's cut equals the peak (no order is better), or `cut_at` says None (no work left).
+    For a peak at op v whose minimum cut is below the peak, the new order is: the cut's ideal, v, the rest, each in the
+    old order. Repair stops when the cut equals the peak (no order is better) or `cut_at` returns None (no work left).
     """
     steps = step_bytes(core, order)
     for _ in range(_ROUNDS):
-        better = _mended(core, order, steps, cut_at)
+        better = _repaired(core, order, steps, cut_at)
         if better is None:
             return order
         order = better
@@ -29,7 +29,7 @@ def repair(core: GraphArrays, order: Ints, cut_at: Callable[[int], Cut | None]) 
     return order
 
 
-def _mended(core: GraphArrays, order: Ints, steps: Ints, cut_at: Callable[[int], Cut | None]) -> Ints | None:
+def _repaired(core: GraphArrays, order: Ints, steps: Ints, cut_at: Callable[[int], Cut | None]) -> Ints | None:
     peak = steps.max(initial=0)
     at_peak = np.flatnonzero(steps == peak)
     for step in at_peak[:_TRIED]:

@@ -1,4 +1,4 @@
-"""`early_free`: the traced order, but whatever frees at least what it allocates runs as soon as it can."""
+"""`early_free`: the traced order, except that an op that frees at least as much as it allocates runs early."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from memplan.schedule.policies.orders import listed, scheduled
 
 
 def early_free(graph: Graph) -> Schedule:
-    """Pull forward what frees: in a whole step, each update to its gradient."""
+    """Schedule ops that free at least as much as they allocate as early as possible: each update after its gradient."""
     return scheduled(graph, "early_free", EARLY_FREE)
 
 
 def late_alloc(graph: Graph) -> Schedule:
-    """The same backwards in time: whatever allocates at least what it frees runs as late as it can."""
+    """Schedule ops that allocate at least as much as they free as late as possible: `early_free` with time reversed."""
     return scheduled(graph, "late_alloc", EARLY_FREE, backwards=True)
 
 
 def early_free_order(core: GraphArrays) -> Ints:
-    """`early_free` of a core."""
+    """The order of `early_free` for the arrays of a graph."""
     return listed(core, EARLY_FREE)
 
 
 def late_alloc_order(core: GraphArrays) -> Ints:
-    """`late_alloc` of a core."""
+    """The order of `late_alloc` for the arrays of a graph."""
     return listed(core, EARLY_FREE, backwards=True)

@@ -1,4 +1,4 @@
-"""`greedy`: of all that may run, what leaves the fewest bytes alive."""
+"""`greedy`: runs the ready op that leaves the fewest bytes alive."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memplan.schedule.policies.orders import listed, scheduled
 
 
 def greedy(graph: Graph) -> Schedule:
-    """Ties go to what allocates less, then to the traced order."""
+    """Schedule the ready op that leaves the fewest bytes alive; ties: smaller allocation, then traced order."""
     return scheduled(graph, "greedy", GREEDY)
 
 
 def greedy_order(core: GraphArrays) -> Ints:
-    """`greedy` of a core."""
+    """The order of `greedy` for the arrays of a graph."""
     return listed(core, GREEDY)

@@ -1,4 +1,4 @@
-"""List scheduling: of the ops that may run now, the one that a rule likes best, until all have run."""
+"""List scheduling: of the ready ops, the one with the best key of a rule runs next, until all have run."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
@@ -15,10 +15,10 @@ def list_order(
     rule, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr, user, size, given, kept,
     backwards, chance_ptr, host, saved,
 ):  # fmt: skip
-    """An order by `rule`. Ties go to the lowest key, then to the traced order.
+    """The order by `rule`. Ties go to the lower second key, then to the traced order.
 
-    `alloc` and `freed` of an op are kept up to date as storages are born and near their last use, so that a
-    run takes O(edges + touches + ops x ready ops), and a choice only compares numbers.
+    The bytes that each op would allocate and free are updated when a storage becomes alive or has one use left. So a
+    run takes O(edges + touches + ops x ready ops).
     """
     n, m = touch_ptr.shape[0] - 1, size.shape[0]
     waiting = pred_ptr[1:] - pred_ptr[:-1]

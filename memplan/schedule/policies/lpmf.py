@@ -10,10 +10,11 @@ from memplan.schedule.policies.orders import listed, scheduled
 
 
 def lpmf(graph: Graph) -> Schedule:
-    """Of the ops that fit under the peak so far the one that leaves least alive, else the one that allocates least."""
+    """Schedule the ready op that fits under the peak so far and leaves the fewest bytes alive; if none fits, the one
+    that allocates the fewest."""
     return scheduled(graph, "lpmf", LPMF)
 
 
 def lpmf_order(core: GraphArrays) -> Ints:
-    """`lpmf` of a core."""
+    """The order of `lpmf` for the arrays of a graph."""
     return listed(core, LPMF)

@@ -1,4 +1,4 @@
-"""List-scheduled orders of a core, forwards and backwards in time."""
+"""Computes list-scheduled orders, forwards and backwards in time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memplan.schedule.policies.list_kernel import list_order
 
 
 def listed(core: GraphArrays, rule: int, *, backwards: bool = False) -> Ints:
-    """The order by a rule of `list_kernel`; backwards, the last op is chosen first."""
+    """The list-scheduled order by `rule`. With `backwards`, the last op is chosen first."""
     c = reverse(core) if backwards else core
     order: Ints = list_order(
         *(c.n, rule, c.pred_ptr, c.succ_ptr, c.succ, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size),
@@ -19,6 +19,6 @@ def listed(core: GraphArrays, rule: int, *, backwards: bool = False) -> Ints:
 
 
 def scheduled(graph: Graph, policy: str, rule: int, *, backwards: bool = False) -> Schedule:
-    """The same as a schedule of `graph`."""
+    """The list-scheduled order by `rule`, as a schedule of `graph`."""
     core = make_core(graph)
     return make_schedule(graph, core.graph_order(listed(core, rule, backwards=backwards)), policy)

@@ -1,4 +1,4 @@
-"""`reverse_greedy`: `greedy` backwards in time, so that the last op is chosen first."""
+"""`reverse_greedy`: `greedy` with time reversed, so that the last op is chosen first."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memplan.schedule.policies.orders import listed, scheduled
 
 
 def reverse_greedy(graph: Graph) -> Schedule:
-    """Good where an order must keep large things short rather than free early."""
+    """Schedule by `greedy` from the last op backwards; good if large storages should be made late."""
     return scheduled(graph, "reverse_greedy", GREEDY, backwards=True)
 
 
 def reverse_greedy_order(core: GraphArrays) -> Ints:
-    """`reverse_greedy` of a core."""
+    """The order of `reverse_greedy` for the arrays of a graph."""
     return listed(core, GREEDY, backwards=True)

@@ -7,5 +7,5 @@ from memplan.core.schedule import Schedule, make_schedule
 
 
 def traced(graph: Graph) -> Schedule:
-    """Keep the traced order."""
+    """Schedule the ops in traced order."""
     return make_schedule(graph, tuple(range(len(graph.ops))), "traced")

@@ -1,4 +1,4 @@
-"""Searches for an order that needs less: `ideals.py` level by level over ideals, `cpsat.py` by constraint programming.
+"""Searches for an order with a smaller max live: `ideals.py` over ideals, `cpsat.py` by constraint programming.
 
-`beam.py` keeps the best states of each level, `exact.py` drops only what cannot be better.
+`beam.py` keeps the best states of each level; `exact.py` drops only states that cannot be better.
 """

@@ -12,7 +12,7 @@ WIDTH = 64
 
 
 def beam(graph: Graph, *, width: int = WIDTH, work: int = 10**9) -> Schedule:
-    """The best order that searches of this width find, from the traced one down; `work` limits them."""
+    """Schedule `graph` by searches that keep `width` states, starting from the traced order, up to `work` units."""
     core = make_core(graph)
     prover = Prover(core, 0)
     found = narrow(core, unsearched(core, core.traced, prover.bound, work), width=width)

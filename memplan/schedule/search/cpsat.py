@@ -1,7 +1,7 @@
-"""`cpsat`: the ordering as a constraint program for OR-Tools, which shares nothing with the other policies.
+"""`cpsat`: the order as a constraint program for OR-Tools, which shares no code with the other policies.
 
-A cross-check for graphs of some tens of ops: positions are a permutation that keeps to the graph's edges,
-storages are intervals over positions, and their cumulative load is minimised.
+It is a cross-check for graphs of some tens of ops. Positions are a permutation that keeps the graph's edges, storages
+are intervals over positions, and their largest cumulative size is minimized.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memplan.errors import UnsupportedGraph
 
 
 def cpsat(graph: Graph, *, work: float = 60.0) -> Schedule:
-    """The best order, certified unless OR-Tools' deterministic time `work` runs out. Imports OR-Tools."""
+    """Schedule `graph` by CP-SAT. The result is certified unless the deterministic time limit `work` is reached."""
     from ortools.sat.python import cp_model
 
     count, model = len(graph.ops), cp_model.CpModel()
@@ -63,8 +63,8 @@ def cpsat(graph: Graph, *, work: float = 60.0) -> Schedule:
 
 
 def _inplace_candidates(graph: Graph, model: Any, position: Sequence[Any]) -> dict[tuple[int, int], list[Any]]:
-    """(op, storage) -> variables that are true where a result of the op takes the storage's bytes: it ends a step
-    earlier. One at most for each op, and only after all others that touch the storage."""
+    """(op, storage) -> variables that are true if a result of the op takes the storage's bytes, which then end one step
+    earlier. At most one per op is true, and only if all other users of the storage run before the op."""
     taken: dict[tuple[int, int], list[Any]] = {}
     for index, op in enumerate(graph.ops):
         chosen = [model.new_bool_var("") for _ in op.inplace_candidates]

@@ -1,6 +1,6 @@
-"""`exact`: the best of all orders, by a search over ideals that drops nothing but what cannot be better.
+"""`exact`: the best of all orders, by a search over ideals that drops only states that cannot be better.
 
-For graphs of some tens of ops, and for larger ones whose ops can hardly change places.
+It is for graphs of some tens of ops, and for larger ones that have few legal orders.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from memplan.schedule.search.ideals import narrow, unsearched, widest
 
 
 def exact(graph: Graph, *, work: int = 10**9) -> Schedule:
-    """An order that is certified, unless the states outgrow 64 MiB or the work its limit."""
+    """Schedule `graph` by an exhaustive search; certified unless its memory limit or its limit of `work` is reached."""
     core = make_core(graph)
     prover = Prover(core, 0)
     found = narrow(core, unsearched(core, core.traced, prover.bound, work), width=widest(core))

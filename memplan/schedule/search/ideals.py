@@ -1,4 +1,4 @@
-"""Searching for an order within a target, forwards and backwards in time: `beam` and `exact` are its two uses."""
+"""Searches for an order within a target, forwards and backwards in time. `beam` and `exact` use it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, reverse, step_bytes
 from memplan.schedule.search.search_kernel import EXHAUSTED, FOUND, levels
 
-_USUAL = 64  # states: a search of this width costs the interpreter about as much as the other kernels
+_USUAL = 64  # states: interpreted, a search of this width takes about as long as the other kernels
 
 
 class SearchOutcome(enum.Enum):
-    """What is known after a search."""
+    """The outcome of a search for an order within a target."""
 
     FOUND = "an order within the target"
     EXHAUSTED = "no order keeps within the target: all were tried, but for those that cannot be better"
@@ -24,8 +24,10 @@ class SearchOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """`order` is of the core's ops, and within the target when FOUND; `work` is in units of the kernel, `dropped`
-    the states that were too many for the width."""
+    """The result of a search: `order` is within the target if the outcome is FOUND.
+
+    `work` is in units of the kernel; `dropped` is the number of states dropped because of the width.
+    """
 
     outcome: SearchOutcome
     order: Ints
@@ -59,18 +61,20 @@ def widest(core: GraphArrays, memory: int = 2**27) -> int:
 
 
 def _numbers(core: GraphArrays) -> np.dtype[np.signedinteger[Any]]:
-    """Of what the tables are: ops by number, and counts of them."""
+    """The smallest integer type that holds op numbers and counts of ops, for the search's tables."""
     return np.dtype(np.int16 if core.n < 2**15 - 1 else np.int32)
 
 
 _NARROW = 64  # states
-_FAR = 4  # times more states dropped in one direction of time than in the other: not worth a search
+_FAR = 4  # a direction of time that dropped this many times more states than the other is not searched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Narrowed:
-    """The best order found, its max live, a bound of all orders, and the work that is left; `dropped` are the
-    states that the last search dropped, forwards and backwards in time."""
+    """The best order so far, its max live and a lower bound over all orders, in bytes, and the work that is left.
+
+    `dropped` are the numbers of states that the last searches dropped, forwards and backwards in time.
+    """
 
     order: Ints
     max_live: int
@@ -80,17 +84,17 @@ class Narrowed:
 
 
 def unsearched(core: GraphArrays, order: Ints, bound: int, work: int) -> Narrowed:
-    """Where a search begins."""
+    """The state before the first search, with `order` as the best order so far."""
     peak = int(step_bytes(core, order).max(initial=0))
     return Narrowed(order=order, max_live=peak, bound=min(bound, peak), left=work)
 
 
 def narrow(core: GraphArrays, best: Narrowed, *, width: int) -> Narrowed:
-    """Search for ever better orders between the bound and the best, until they meet or the work is spent.
+    """Search for better orders between the bound and the best order, until they meet or the work is spent.
 
-    One byte below the best as long as that succeeds, which ends it if all orders are excluded, and at the bound,
-    which ends it if it succeeds: first where the search is narrow, as a wide one is likely to exclude all. A
-    narrow one goes to the middle too: a lower target leaves fewer states to drop.
+    The targets are one byte below the best order, as long as that succeeds, and the bound itself: first for a narrow
+    search, last for a wide one, which more likely excludes all orders. A narrow search ends with a target in the middle
+    instead, because a lower target leaves fewer states to drop.
     """
     is_narrow = width <= _NARROW
     if is_narrow:
@@ -103,7 +107,10 @@ def narrow(core: GraphArrays, best: Narrowed, *, width: int) -> Narrowed:
 
 
 def _attempt(core: GraphArrays, best: Narrowed, target: int, width: int) -> Narrowed:
-    """Search for `target` in both directions of time, first in the one that dropped less before; if there is need."""
+    """Search for an order within `target`, in both directions of time, first in the one that dropped fewer states.
+
+    Returns `best` itself if the target is not between bound and best order, or no work is left.
+    """
     if not best.bound <= target < best.max_live or best.left <= 0:
         return best
     left, dropped = best.left, list(best.dropped)

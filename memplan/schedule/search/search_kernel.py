@@ -1,15 +1,15 @@
-"""Is there an order that never needs more than a target? Level by level over ideals, compiled by numba.
+"""Searches for an order that needs at most a target, level by level over ideals, compiled by numba.
 
 A state is an ideal: the set of ops that have run; level k holds ideals of k ops, each reached without ever
-exceeding the target. Live bytes are submodular in the ideal, and what an op needs beside them only falls as the
-ideal grows (in-place reuse too, as ever more inputs have had their other uses). That gives two moves that lose nothing:
-- an op that frees at least what it allocates, and fits, may run at once: the state gets no other child; likewise two
-  ops, the second of which waits for the first alone, that do so together but not the first by itself;
-- when a state J has no such op and needs no more than the root I from which the search began, then J is the
-  new root and all other states are dropped: whatever order continues from I can run J first, and what is
-  left of it after, with no more at any step. (That holds when no ideal between I and J needs less than J;
-  the smallest such ideal, closed under free moves, would have been found before J, as levels come by size.)
-Only the width loses something: above it, the states with the fewest live bytes stay.
+exceeding the target. Live bytes are submodular in the ideal, and the bytes that an op needs in addition only fall as
+the ideal grows (with in-place reuse too, as more inputs have had their other uses). This allows two exact reductions:
+- an op that frees at least as much as it allocates, and fits, may run at once: the state gets no other child. The same
+  holds for two ops, the second of which only waits for the first, that do so together but not the first alone;
+- if a state J has no such op and needs no more than the root I of the search, then J becomes the new root and all other
+  states are dropped: every order that continues from I can run the ops of J first and its other ops afterwards, and
+  needs no more at any step. (This holds if no ideal between I and J needs less than J. The smallest such ideal, closed
+  under the first reduction, would have been found before J, as levels are in order of size.)
+Only the width makes the search inexact: of more states than that, those with the fewest live bytes are kept.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
@@ -27,9 +27,11 @@ def levels(
     target, width, limit, keys, waiting, left, ready, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr,
     size, given, kept, backwards, chance_ptr, host, saved,
 ):  # fmt: skip
-    """(outcome, order, work, states dropped): FOUND an order within `target` bytes; EXHAUSTED: there is
-    none; GAVE_UP after `limit` units of work, or because `width` dropped states. `keys`: a random number per op
-    (Zobrist's hash). `waiting`, `left`, `ready`: tables of 2 `width` rows, of predecessors, of uses, of ready ops.
+    """Search for an order within `target` bytes; returns (outcome, order, work, states dropped).
+
+    The outcome is FOUND, EXHAUSTED if there is no such order, or GAVE_UP after `limit` units of work or if `width`
+    dropped states. `keys` has a random number per op (Zobrist hashing). `waiting`, `left` and `ready` are tables of
+    2 `width` rows: open predecessors of ops, open uses of storages, ready ops.
     """
     n, m = touch_ptr.shape[0] - 1, size.shape[0]
     uses = user_ptr[1:] - user_ptr[:-1] + kept
@@ -44,7 +46,7 @@ def levels(
             count[0] += 1
     for s in range(m):
         live[0] += size[s] * given[s]
-    spare, spares = np.arange(2 * width - 1, -1, -1), 2 * width - 1  # rows that no state holds, row 1 on top
+    spare, spares = np.arange(2 * width - 1, -1, -1), 2 * width - 1  # rows that no state uses, row 1 on top
     order = np.empty(n, np.int64)
     states, root, dropped, work = 1, live[0], 0, 0
     room = 4 * width + n
@@ -71,7 +73,7 @@ def levels(
                 work += 1 + touch_ptr[v + 1] - touch_ptr[v]
                 if live[i] + alloc - less > target:
                     continue
-                free = 2 if alloc <= freed else 0  # 1: with the next one
+                free = 2 if alloc <= freed else 0  # 1: together with the next op
                 if free == 0 and safe < 2:
                     for k in range(succ_ptr[v], succ_ptr[v + 1]):
                         w = succ[k]
