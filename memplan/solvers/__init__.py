@@ -1,12 +1,12 @@
-"""Offset assignment: `Problem` in, `Solution` out. One solver per file behind the protocol in `base.py`.
+"""Assigns offsets: `Problem` in, `Solution` out. One solver per file behind the protocol in `base.py`.
 
     from memplan import Buffer, Interval, solve
     plan = solve([Buffer(id="a", size=4096, live=Interval(0, 3)), Buffer(id="b", size=512, live=Interval(2, 9))])
     plan.offsets["b"], plan.arena_size, plan.status
 
-Start at `portfolio.py`, the default: a valid placement at once, then `search/` for max live or a proof. `baselines/` are
-single-pass heuristics. `arrays/` holds problems as arrays. `select.py` is the one door: every solution is validated
-there. Nothing here imports torch or shares code with the validator.
+Start at `portfolio.py`, the default: a valid placement at once, then `search/` for a smaller arena or a proof.
+`baselines/` holds heuristics of one rule each, `arrays/` problems as arrays. `select.py` has `solve`, which validates
+every solution. Nothing here imports torch or shares code with the validator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`refusal`: what the validator says of a heuristic's answer, before the portfolio keeps it.
+"""`refusal`: checks the placement of a heuristic with the validator, before the portfolio keeps it.
 
-An answer that is refused is a bug of memplan, and must not cost the user the plan: it is dropped with a
-`SolverFault`, a warning that asks for a report, and the portfolio goes on with what it has.
+A placement that is refused is a bug of memplan, but the user must still get a plan: the placement is dropped with a
+`SolverFault`, a warning that asks for a report, and the portfolio goes on with the other placements.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from memplan.errors import InvalidSolution, SolverFault
 
 
 def refusal(problem: Problem, offsets: Mapping[str, int]) -> str | None:
-    """Why `offsets` (bytes) are no valid placement, whatever the capacity; None if they are one."""
+    """The reason that `offsets` (bytes) are not a valid placement, or None if they are. The capacity is ignored."""
     end = max((offsets[b.id] + b.size for b in problem.buffers), default=0)
-    # UNKNOWN claims nothing about the capacity, which the best answer so far may well exceed.
+    # UNKNOWN claims nothing about the capacity, which the best placement so far may exceed.
     answer = Solution(offsets=offsets, arena_size=end, status=Status.UNKNOWN, bound=problem.max_live, solver="")
     try:
         validate(problem, answer)
@@ -27,7 +27,7 @@ def refusal(problem: Problem, offsets: Mapping[str, int]) -> str | None:
 
 
 def warn_of_fault(what: str) -> None:
-    """Warn that a part of the solver is wrong, and ask for a report."""
+    """Warn that a part of the solver has a bug, and ask for a report."""
     warnings.warn(
         f"{what}; this was dropped, and what is returned does not rest on it. It is a bug in memplan: please report "
         "it, if you can with the buffers (sizes, lifetimes, gaps, alignments, pins)",

@@ -1,4 +1,4 @@
-"""`Answers`: the best valid placement that the portfolio has so far."""
+"""`Answers`: keeps the best valid placement that the portfolio has so far."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memplan.solvers.baselines.naive import Naive
 
 
 class Answers:
-    """Keeps the smallest placement that the validator accepts, and drops what it refuses."""
+    """Keeps the smallest placement that the validator accepts, and drops those that it refuses."""
 
     def __init__(self, problem: Problem, core: ProblemArrays) -> None:
         self._problem, self._core = problem, core
@@ -25,9 +25,9 @@ class Answers:
         self.arena: int | None = None  # bytes
 
     def offer(self, offsets: Ints, source: str) -> bool:
-        """Keep `offsets` (units) if they are valid and smaller than all before; returns whether they were kept.
+        """Keep `offsets` (units) if they are valid and the arena is smaller than before; returns whether it kept them.
 
-        `source` says who made them; the first time that one is refused, the user is warned.
+        `source` names the heuristic. The first time that a placement of it is refused, the user is warned.
         """
         arena = int((offsets * self._core.unit + self._core.raw).max())
         if self.arena is not None and arena >= self.arena:
@@ -42,7 +42,7 @@ class Answers:
         return True
 
     def simple(self) -> Iterator[tuple[str, Ints]]:
-        """The simplest placements (units) and who made them, the smallest first: for when every heuristic failed."""
+        """Yield the simplest placements (units) with their source, the smallest first, if all heuristics failed."""
         problem = self._problem
         yield "greedy", self._in_units(in_order(problem, by_size(problem)))
         if len(problem.buffers) <= thresholds.PLAIN:
@@ -55,7 +55,7 @@ class Answers:
         return np.array(values, np.int64) // self._core.unit
 
     def named(self, offsets: Ints) -> dict[str, int]:
-        """`offsets` (units) in bytes and by id, with the buffers that hold no bytes."""
+        """`offsets` (units) as id -> offset in bytes, with the buffers of size 0."""
         buffers = self._problem.buffers
         found = {b.id: b.pinned_offset or 0 for b in buffers}
         values = (offsets * self._core.unit).tolist()

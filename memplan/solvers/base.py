@@ -1,4 +1,4 @@
-"""What every solver is, and the two steps that all share: start from a problem, end with a solution."""
+"""The protocol of solvers, and the functions that all of them share."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from memplan.solvers.limits import SolverLimits
 
 @runtime_checkable
 class Solver(Protocol):
-    """One way to assign offsets. Deterministic: ties break by definition order."""
+    """A method of assigning offsets. It is deterministic: ties are broken by definition order."""
 
     @property
     def name(self) -> str:
-        """The word for it on the command line and in plans."""
+        """The solver's name on the command line and in plans."""
         ...
 
     def refuses(self, problem: Problem) -> str | None:
-        """Why this solver does not take `problem` (pinned offsets, gaps, ...), or None when it does."""
+        """The reason that this solver cannot solve `problem` (pinned offsets, ...), or None if it can."""
         ...
 
     def solve(self, problem: Problem, *, limits: SolverLimits = ..., seed: int = ...) -> Solution:
-        """Place every buffer. A heuristic that needs no limits ignores them; `seed` is for random choices."""
+        """Place every buffer. A heuristic that needs no limits ignores them; `seed` is that of random choices."""
         ...
 
 
@@ -31,10 +31,10 @@ NO_LIMITS = SolverLimits()
 
 
 def finish(problem: Problem, offsets: Mapping[str, int], *, solver: str, seconds: float, bound: int = 0) -> Solution:
-    """A solution from offsets: the arena is measured, the status follows from it, the capacity and the bound.
+    """Make a solution from offsets (bytes): it computes the arena size, and the status from the capacity and the bound.
 
-    `bound` is a proven lower bound in bytes if the solver knows a better one than max live. Above the
-    capacity, a bound makes the problem INFEASIBLE, and max live names the step and the buffers.
+    `bound` is a proven lower bound of the arena, bytes, if the solver knows a better one than max live. If the bound is
+    above the capacity, the status is INFEASIBLE; if max live is, the proof names the step and the buffers.
     """
     bound = max(bound, problem.max_live)
     arena = max((offsets[b.id] + b.size for b in problem.buffers), default=0)
@@ -53,7 +53,7 @@ def finish(problem: Problem, offsets: Mapping[str, int], *, solver: str, seconds
 
 
 def infeasible_step(problem: Problem) -> Infeasibility | None:
-    """The step, and the buffers alive there, that need more than the capacity; None when max live fits."""
+    """The step and the buffers alive there that need more than the capacity; None if max live fits."""
     if problem.capacity is None or problem.max_live <= problem.capacity:
         return None
     alive = tuple(b.id for b in problem.alive_at(problem.peak_step) if b.size)
@@ -61,5 +61,5 @@ def infeasible_step(problem: Problem) -> Infeasibility | None:
 
 
 def align_up(offset: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` that is not below `offset`, bytes."""
+    """`offset` rounded up to a multiple of `alignment`, bytes."""
     return -(-offset // alignment) * alignment

@@ -1,8 +1,8 @@
-"""Lower bounds of any arena.
+"""Lower bounds of the arena size.
 
-Besides max live: with alignment, buffers that are alive together lie at aligned offsets, so all but the
-topmost of them take their rounded-up size; and no arena ends below a pinned buffer. The search raises the
-bound further when it exhausts a capacity (`search.py`).
+There are two besides max live. With alignment, buffers that are alive together are at aligned offsets, so all but the
+topmost of them take their rounded-up size. And no arena ends below a pinned buffer. The search raises the bound further
+when it exhausts a capacity.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memplan.solvers.arrays.problem_arrays import ProblemArrays, load_of
 
 
 def lower_bound(core: ProblemArrays) -> int:
-    """A proven lower bound of the arena, bytes; at least max live. n log n."""
+    """A proven lower bound of the arena size, bytes; at least max live. n log n."""
     if not core.n:
         return 0
     load = load_of(core) * core.unit
@@ -29,10 +29,10 @@ def lower_bound(core: ProblemArrays) -> int:
 def _largest(
     core: ProblemArrays, value: np.ndarray[tuple[int], np.dtype[np.int64]]
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The largest `value` among the buffers of each section: painted in ascending order, last one wins."""
+    """The largest `value` among the buffers of each section: written in ascending order, the last one remains."""
     segment_of = np.repeat(np.arange(core.n), np.diff(core.seg_ptr))
     top = np.zeros(core.sections, np.int64)
-    if core.n > thresholds.PAINTED:  # painting could take n x sections; the largest of all is weaker, and valid
+    if core.n > thresholds.PAINTED:  # writing could take n x sections; the largest of all is weaker, but valid
         top[:] = value.max()
         return top
     for k in np.argsort(value[segment_of], kind="stable"):

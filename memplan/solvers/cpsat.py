@@ -1,4 +1,4 @@
-"""`cpsat`: the exact solver, on Google OR-tools' CP-SAT. For small problems; the oracle of our tests."""
+"""`cpsat`: the exact solver, on CP-SAT of Google OR-Tools. It is for small problems, and the reference in tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplan.solvers.limits import Budget, SolverLimits
 
 
 class CPSAT:
-    """Minimises the arena; proves it when the limits allow."""
+    """Minimizes the arena, and proves it optimal if the limits suffice."""
 
     name = "cpsat"
 

@@ -1,7 +1,7 @@
-"""How long a solver may go on, and what it says on the way.
+"""The limits of a solver in time and work, and its progress reports.
 
-Work is counted in *units* that do not depend on the machine: one node of the search on up to 200 buffers (a
-node of a larger piece counts in proportion). A run that is limited by work alone is reproduced exactly.
+Work is counted in *units* that do not depend on the machine: a unit is one node of the search on up to 200 buffers, and
+a node on more buffers counts in proportion. A run that is limited by work alone is exactly reproducible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ DEFAULT_WORK = 1_000_000  # units when neither time nor work is limited: about f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The best arena so far (bytes; None before the first), a proven bound, and the seconds since the start."""
+    """The state of a solver: the best arena so far and a proven bound, bytes, and the seconds since the start.
+
+    `incumbent` is None before the first placement.
+    """
 
     incumbent: int | None
     bound: int
@@ -25,9 +28,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverLimits:
-    """`seconds` of wall time, `work` in units; None for both means `DEFAULT_WORK`. Zero: heuristics only.
+    """The limits of a solver: `seconds` of wall time and `work` in units; None for both means `DEFAULT_WORK` units.
 
-    With `minimize` off, a solver stops at the first placement within the problem's capacity.
+    With a limit of zero, only heuristics run. Without `minimize`, a solver stops at the first placement within the
+    problem's capacity. `on_progress` is called with every better arena or bound.
     """
 
     seconds: float | None = None
@@ -37,7 +41,7 @@ class SolverLimits:
 
 
 class Budget:
-    """Counts work and seconds down. `share` opens an inner budget over part of what is left."""
+    """Counts work and time against the limits. `share` and `slice` make a budget over a part of the rest."""
 
     def __init__(self, limits: SolverLimits) -> None:
         self.began = time.perf_counter()
@@ -49,11 +53,12 @@ class Budget:
 
     @property
     def seconds(self) -> float:
-        """Wall time since the start."""
+        """Wall time since the start, seconds."""
         return time.perf_counter() - self.began
 
     @property
     def is_over(self) -> bool:
+        """Whether the work or the time is spent, here or in an enclosing budget."""
         if self._work is not None and self.spent >= self._work:
             return True
         if self._deadline is not None and time.perf_counter() >= self._deadline:
@@ -61,15 +66,15 @@ class Budget:
         return self._parent is not None and self._parent.is_over
 
     def remaining_seconds(self) -> float | None:
-        """Wall time that is left; None when only work is limited."""
+        """Wall time that is left, seconds; None if only work is limited."""
         return None if self._deadline is None else max(0.0, self._deadline - time.perf_counter())
 
     def remaining_work(self) -> int | None:
-        """Units that are left; None when only time is limited."""
+        """Units of work that are left; None if only time is limited."""
         return None if self._work is None else max(0, self._work - self.spent)
 
     def nodes(self, wanted: int, buffers: int) -> int:
-        """How many of `wanted` search nodes on a piece of `buffers` may run before asking again."""
+        """The number of `wanted` search nodes, on a piece of `buffers`, that may run before the next call."""
         cost = max(1.0, buffers / NODE_BUFFERS)
         if self._timed:
             wanted = min(wanted, int(20_000 / cost) + 1)
@@ -81,7 +86,7 @@ class Budget:
         return max(1, wanted)
 
     def spend(self, nodes: int, buffers: int) -> None:
-        """Count `nodes` of the search on a piece of `buffers`."""
+        """Count the work of `nodes` search nodes on a piece of `buffers`."""
         units = int(nodes * max(1.0, buffers / NODE_BUFFERS)) + 1
         budget: Budget | None = self
         while budget is not None:
@@ -89,13 +94,13 @@ class Budget:
             budget = budget._parent
 
     def slice(self, work: int) -> Budget:
-        """A budget over `work` units, or what is left here if that is less; what it spends is spent here too."""
+        """A budget of `work` units, or of the rest if that is less; work spent in it is also spent here."""
         inner = self.share(1.0)
         inner._work = work if inner._work is None else min(work, inner._work)
         return inner
 
     def share(self, part: float) -> Budget:
-        """A budget over `part` (0 to 1) of what is left here; what it spends is spent here too."""
+        """A budget of the share `part` (0 to 1) of the rest; work spent in it is also spent here."""
         inner = object.__new__(Budget)
         now = time.perf_counter()
         inner.began, inner.spent, inner._parent, inner._timed = now, 0, self, self._timed

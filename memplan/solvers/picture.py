@@ -1,4 +1,4 @@
-"""A placement drawn as SVG: steps to the right, offsets upwards, one rectangle per live interval."""
+"""Draws a placement as SVG: steps to the right, offsets upwards, one rectangle per live interval."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _COLOURS = ("#4e79a7", "#f28e2b", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#
 
 
 def to_svg(problem: Problem, solution: Solution, *, width: int = 1000, height: int = 500) -> str:
-    """The picture of a complete placement, `width` x `height` pixels; hovering names a buffer.
+    """The SVG of a complete placement, `width` x `height` pixels. Hovering over a rectangle shows its buffer.
 
-    A dashed line marks the capacity, when there is one, and a dotted line the bound.
+    A dashed line marks the capacity, if there is one, and a dotted line the bound.
     """
     steps = [step for step, _ in problem.live_profile]
     first, last = min(steps, default=0), max(steps, default=1)

@@ -1,9 +1,9 @@
 """`portfolio`, the default: a valid placement at once, then the smallest arena that the limits allow.
 
-Heuristics first; if the arena meets the lower bound, that is the proof. Otherwise the search tries the bound
-itself as the capacity, then smaller and smaller capacities below the best arena. A capacity that the search
-exhausts raises the bound. What is still open goes to CP-SAT when it is small enough (`cpsat.py`). Every answer is
-shown to the validator before it is kept (`accept.py`): a heuristic that is wrong costs its answer, not the plan.
+Heuristics run first. If the arena equals the lower bound, it is proven optimal. Otherwise the search tries the bound
+itself as the capacity, then smaller and smaller capacities below the best arena. A capacity that the search exhausts
+raises the bound. A small problem that is still open goes to CP-SAT. The validator checks every placement before it is
+kept: a bug in a heuristic loses its placement, not the plan.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memplan.solvers.limits import Budget, Progress, SolverLimits
 
 
 class Portfolio:
-    """Takes every problem."""
+    """Solves every problem by heuristics, search and CP-SAT, within the limits."""
 
     name = "portfolio"
 
@@ -44,10 +44,10 @@ class Portfolio:
 
         core = core_of(problem)
         answers = Answers(problem, core)
-        race = CapacitySearch(core, answers, problem, budget, limits)
-        race.run(seed)
+        search = CapacitySearch(core, answers, problem, budget, limits)
+        search.run(seed)
         offsets = answers.named(answers.offsets)
-        return finish(problem, offsets, solver=self.name, seconds=budget.seconds, bound=race.bound)
+        return finish(problem, offsets, solver=self.name, seconds=budget.seconds, bound=search.bound)
 
 
 def _is_enough(problem: Problem, arena: int, limits: SolverLimits) -> bool:

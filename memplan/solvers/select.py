@@ -1,4 +1,4 @@
-"""Which solver runs, and the one door through which every solution leaves: solved, validated."""
+"""Selects a solver and runs it. `solve` validates every solution before it returns it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _MOST = 1 << 60  # bytes, steps: sums of a few of them must stay within 64 bits
 
 
 def select_solver(problem: Problem, solver: str | Solver = "auto") -> Solver:
-    """The solver that would run on `problem`.
+    """The solver that `solve` would run on `problem`.
 
-    Raises `UnsupportedProblem` when the name is unknown or the solver does not take the problem.
+    Raises `UnsupportedProblem` if the name is unknown or the solver cannot solve the problem.
     """
     if isinstance(solver, str):
         name = DEFAULT if solver == "auto" else solver
@@ -71,15 +71,38 @@ def solve(
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Assign an offset (bytes) to every buffer; the result has passed the independent validator.
+    """Assign an offset to every buffer, and check the result with the independent validator.
 
-    `problem` is a `Problem` or buffers; `capacity` (bytes) overrides the problem's. `time_limit` is in
-    seconds, `work_limit` in machine-independent units (see `budget.py`: with it, or with neither, the same
-    input and seed give the same plan byte for byte). With a capacity the first placement that fits is
-    returned, unless `minimize` asks for the smallest arena. `on_progress` hears of every better arena or
-    bound. Raises `UnsupportedProblem` for a solver that is unknown or does not take the problem,
-    `InvalidProblem` when two pinned buffers collide or a limit is negative or not a number, and
-    `InvalidSolution` if a solver returned nonsense (a bug; never silently accepted).
+    Without a time limit, equal input and seed give an equal solution, byte for byte.
+
+    Args:
+        problem: a `Problem`, or its buffers; sizes in bytes, live intervals in steps.
+        capacity: the most bytes that the arena may have; it replaces that of the problem. None keeps that.
+        time_limit: seconds of wall time; None for no limit.
+        work_limit: units of work, independent of the machine; None for no limit, or for the default limit if
+            `time_limit` is None too.
+        minimize: whether to look for the smallest arena. If False, the first placement within the capacity is
+            returned. None means True without a capacity, and False with one.
+        solver: "auto", the name of a solver (a key of `memplan.solvers.SOLVERS`), or an object with the methods of one.
+        seed: the seed of random choices.
+        on_progress: called with every better arena or bound.
+
+    Returns:
+        Offsets and arena size in bytes, with the status and the proven lower bound. If no placement within the capacity
+        was found, the status is INFEASIBLE or UNKNOWN.
+
+    Raises:
+        UnsupportedProblem: the solver is unknown or cannot solve the problem.
+        InvalidProblem: two pinned buffers overlap, or a limit is negative or not a number, or sizes are too large.
+        InvalidSolution: the solver returned an invalid solution (a bug of the solver).
+
+    Example:
+        >>> buffers = [
+        ...     Buffer(id="a", size=4096, live=Interval(0, 3)),
+        ...     Buffer(id="b", size=512, live=Interval(2, 9)),
+        ... ]
+        >>> memplan.solve(buffers).arena_size
+        4608
     """
     if not isinstance(problem, Problem):
         problem = Problem(buffers=tuple(problem), capacity=capacity)
@@ -96,7 +119,7 @@ def solve(
 
 
 def check_numbers(problem: Problem, time_limit: float | None, work_limit: int | None) -> None:
-    """Raise `InvalidProblem` for limits that are none, and for bytes that 64-bit arithmetic cannot count."""
+    """Raise `InvalidProblem` for invalid limits, and for sizes and steps that are too large for 64-bit arithmetic."""
     for where, limit in (("time_limit", time_limit), ("work_limit", work_limit)):
         if limit is not None and not (isinstance(limit, (int, float)) and limit >= 0):
             raise InvalidProblem(f"{limit} is not a number from 0 upwards", where=where, hint="leave it out")
@@ -115,7 +138,7 @@ def check_numbers(problem: Problem, time_limit: float | None, work_limit: int | 
 
 
 def check_pins(problem: Problem) -> None:
-    """Raise `InvalidProblem` naming two pinned buffers that are alive together on the same bytes."""
+    """Raise `InvalidProblem` naming two pinned buffers that are alive together and overlap."""
     pinned = [(b.pinned_offset, b) for b in problem.buffers if b.pinned_offset is not None and b.size]
     pinned.sort(key=lambda entry: entry[0])
     for place, (low, one) in enumerate(pinned):

@@ -1,5 +1,5 @@
-"""A problem as arrays, and placing buffers one after another on them.
+"""Represents a problem as arrays, and places buffers one after another on them.
 
-Start at `problem_arrays.py` (normalised sizes and times), then `heuristics.py` (first answers) and `instance.py` (a piece
-made ready to be searched).
+Start at `problem_arrays.py` (normalized sizes and times), then `heuristics.py` (first placements) and `instance.py` (a
+piece prepared for the search).
 """

@@ -1,8 +1,8 @@
-"""Placing buffers one by one, compiled by numba: each at the first (or best) offset free during its lifetime.
+"""Places buffers one by one, compiled by numba: each at the first (or best) offset that is free in its live interval.
 
-Which placed buffers a buffer meets is asked of a segment tree over the sections: every placed lifetime hangs
-at the O(log sections) nodes that cover it, so memory stays linear however long buffers live. Few buffers are
-looked through one after another, in the order of their offsets: that needs no sorting. Both place alike.
+A segment tree over the sections finds the placed buffers that are alive together with a buffer: every live interval is
+stored at the O(log sections) nodes that cover it, so memory is about linear for any lengths. For few buffers, a
+linear scan in the order of offsets is faster. Both give the same placement.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -16,7 +16,7 @@ FIRST, BEST = 0, 1
 
 @njit(cache=True)
 def _hang(b, lo, hi, base, head, link, owner, used):
-    """Hang lifetime [lo, hi) of `b` at the nodes that cover it; returns the new number of entries."""
+    """Store the interval [lo, hi) of `b` at the tree nodes that cover it; returns the new number of entries."""
     left, right = lo + base, hi + base
     while left < right:
         if left & 1:
@@ -29,7 +29,7 @@ def _hang(b, lo, hi, base, head, link, owner, used):
             used += 1
         left >>= 1
         right >>= 1
-    # Ancestors learn that something hangs below them.
+    # Mark the ancestors: an entry is stored below them.
     for leaf in (lo + base, hi - 1 + base):
         node = leaf
         while node >= 1:
@@ -55,7 +55,7 @@ def _take(node, head, link, owner, stamp, mark, met, count):
 def _meet(lo, hi, base, head, link, owner, stamp, mark, met, count, stack):
     """Append to `met` the placed buffers alive somewhere in [lo, hi); returns their number."""
     left, right = lo + base, hi + base
-    for side in (left, right - 1):  # what hangs above the covered range
+    for side in (left, right - 1):  # entries at the ancestors of the range
         node = side >> 1
         while node >= 1:
             count = _take(node, head, link, owner, stamp, mark, met, count)
@@ -87,7 +87,7 @@ def _meet(lo, hi, base, head, link, owner, stamp, mark, met, count, stack):
 
 @njit(cache=True)
 def _hole(size, align, low, policy, bottoms, order, tops):
-    """Lowest (FIRST) or tightest (BEST) aligned offset between the ranges [bottoms, tops), sorted by `order`."""
+    """The lowest (FIRST) or tightest (BEST) aligned offset between the ranges [bottoms, tops), sorted by `order`."""
     at = -(-low // align) * align
     best, best_room = -1, 0
     for k in range(order.shape[0]):
@@ -105,12 +105,12 @@ def _hole(size, align, low, policy, bottoms, order, tops):
 
 @njit(cache=True, nogil=True)
 def fit(order, policy, size, align, low, seg_ptr, seg_lo, seg_hi, sections, offsets):
-    """Place the buffers of `order`, in that order, among those whose offset in `offsets` is not negative."""
+    """Place the buffers of `order`, in that order, into `offsets`. Buffers with an offset of 0 or more are placed."""
     n = size.shape[0]
     base = 1
     while base < sections:
         base *= 2
-    head = np.full(4 * base, -1, np.int64)  # second half: does anything hang at or below the node?
+    head = np.full(4 * base, -1, np.int64)  # second half: is an entry stored at or below the node?
     room = 16
     for b in range(n):
         for k in range(seg_ptr[b], seg_ptr[b + 1]):
@@ -143,7 +143,7 @@ def fit(order, policy, size, align, low, seg_ptr, seg_lo, seg_hi, sections, offs
 
 @njit(cache=True)
 def _insert(b, birth, death, offsets, size, who, births, deaths, bottoms, tops, count):
-    """Put `b` behind all placed buffers that lie as low."""
+    """Insert `b` into the lists sorted by bottom, after all buffers with the same bottom."""
     bottom = offsets[b]
     at = count
     while at > 0 and bottoms[at - 1] > bottom:
@@ -155,7 +155,7 @@ def _insert(b, birth, death, offsets, size, who, births, deaths, bottoms, tops, 
 
 @njit(cache=True)
 def _meets(b, c, seg_ptr, seg_lo, seg_hi):
-    """Whether two buffers whose hulls meet are alive together."""
+    """Whether two buffers whose hulls overlap are alive together."""
     if seg_ptr[b + 1] - seg_ptr[b] == 1 and seg_ptr[c + 1] - seg_ptr[c] == 1:
         return True
     for k in range(seg_ptr[b], seg_ptr[b + 1]):
@@ -167,7 +167,7 @@ def _meets(b, c, seg_ptr, seg_lo, seg_hi):
 
 @njit(cache=True, nogil=True)
 def fit_few(order, policy, size, align, low, seg_ptr, seg_lo, seg_hi, offsets):
-    """What `fit` does, in time quadratic in the buffers."""
+    """Place buffers as `fit` does, by linear scans: quadratic in the number of buffers."""
     n = size.shape[0]
     who, births, deaths = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
     bottoms, tops = np.empty(n, np.int64), np.empty(n, np.int64)
@@ -199,7 +199,7 @@ def fit_few(order, policy, size, align, low, seg_ptr, seg_lo, seg_hi, offsets):
 
 @njit(cache=True, nogil=True)
 def neighbours(n, seg_ptr, seg_lo, seg_hi, lo, hi, by_start):
-    """Who is alive together with whom: (pointers, neighbours ascending in start). `by_start` sorts by `lo`."""
+    """The buffers alive together with each buffer: (pointers, neighbours by start). `by_start` sorts by `lo`."""
     degree = np.zeros(n + 1, np.int64)
     ptr = degree
     for sweep in range(2):
@@ -226,7 +226,7 @@ def neighbours(n, seg_ptr, seg_lo, seg_hi, lo, hi, by_start):
 
 @njit(cache=True, nogil=True)
 def members(sections, seg_ptr, seg_lo, seg_hi):
-    """The buffers alive in each section: (pointers, buffers)."""
+    """The buffers that are alive in each section: (pointers, buffers)."""
     ptr = np.zeros(sections + 1, np.int64)
     for k in range(seg_lo.shape[0]):
         for s in range(seg_lo[k], seg_hi[k]):

@@ -1,4 +1,4 @@
-"""Heuristics over arrays: the first answers of the portfolio, and the filling-in after a search."""
+"""Heuristics over arrays: the first placements of the portfolio, and the completion of a placement after a search."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from memplan.solvers import thresholds
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 from memplan.solvers.limits import Budget
 
-PAIRS_PER_UNIT = 16  # pairs met while fitting, for one unit of work
+PAIRS_PER_UNIT = 16  # pairs of buffers visited by first-fit, for one unit of work
 
 
 def unplaced(core: ProblemArrays) -> Ints:
-    """Offsets (units) with only the pinned buffers in place; -1 elsewhere."""
+    """Offsets (units) with only the pinned buffers placed; -1 for all others."""
     return np.where(core.pinned, core.low, -1)
 
 
 def pairs_alive_together(core: ProblemArrays) -> int:
-    """How many pairs of lifetimes (hulls) meet. Linear: sections are small integers."""
+    """The number of pairs of buffers whose hulls overlap. Linear: sections are small integers."""
     born = np.cumsum(np.bincount(core.lo, minlength=core.sections + 1))
     died = np.cumsum(np.bincount(core.hi, minlength=core.sections + 1))
     return int((born[core.hi - 1] - died[core.lo] - 1).sum()) // 2
 
 
 def first_fit(core: ProblemArrays, order: Ints, offsets: Ints, *, best: bool = False) -> None:
-    """Place `order` one by one, each at its lowest (`best`: tightest) free offset, into `offsets`."""
+    """Place the buffers of `order` one by one into `offsets`, each at the lowest (or with `best` tightest) offset."""
     from memplan.solvers.arrays import fit_kernel
 
     policy = fit_kernel.BEST if best else fit_kernel.FIRST
@@ -41,7 +41,7 @@ def first_fit(core: ProblemArrays, order: Ints, offsets: Ints, *, best: bool = F
 
 
 def on_skyline(core: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints) -> bool:
-    """Put `order` on top of what is placed, where it ends in time; returns whether all of it did. n log n."""
+    """Place the buffers of `order` on top of the placed ones, up to `max_offset`; returns whether all fit. n log n."""
     from memplan.solvers.arrays import skyline_kernel
 
     refused = skyline_kernel.on_skyline(
@@ -52,14 +52,14 @@ def on_skyline(core: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints
 
 
 def online(core: ProblemArrays, *policies: bool) -> Iterator[Ints]:
-    """Offsets (units) as an allocator hands them out in order of time, for each policy (best-fit if true).
+    """Yield the offsets (units) that an allocator gives in order of time, for each policy (True: best-fit).
 
-    Not for pinned buffers.
+    It does not support pinned buffers.
     """
     from memplan.solvers.arrays import skyline_kernel
 
     births = np.lexsort((-core.size, core.start))
-    deaths = np.argsort(core.hi)  # the order of equal ones does not matter: all are freed before the next birth
+    deaths = np.argsort(core.hi)  # the order of equal deaths does not matter: all are freed before the next birth
     for best in policies:
         offsets = np.full(core.n, -1, np.int64)
         skyline_kernel.online(births, deaths, core.lo, core.hi, core.size, core.align, core.low, best, offsets)
@@ -67,7 +67,7 @@ def online(core: ProblemArrays, *policies: bool) -> Iterator[Ints]:
 
 
 def first_answers(core: ProblemArrays) -> Iterator[Ints]:
-    """Complete placements (offsets in units), quick ones first, each valid."""
+    """Yield complete, valid placements (offsets in units), the fastest to compute first."""
     free = np.flatnonzero(~core.pinned)
     if pairs_alive_together(core) <= thresholds.PAIRS or core.pinned.any():
         life = core.hi - core.lo
@@ -81,9 +81,9 @@ def first_answers(core: ProblemArrays) -> Iterator[Ints]:
 
 
 def fill(core: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints, budget: Budget | None = None) -> Ints:
-    """Complete `offsets` with the buffers of `order`; returns those that end too high (none, after peeling).
+    """Complete `offsets` with the buffers of `order`; returns those above `max_offset` (none for peeled buffers).
 
-    On the skyline if possible, else one by one, which is work for `budget` in proportion to the pairs met.
+    The skyline is tried first, then first-fit, whose work is spent from `budget` in proportion to the pairs visited.
     """
     on_top = offsets.copy()
     on_skyline(core, order, max_offset, on_top)
@@ -95,7 +95,7 @@ def fill(core: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints, budg
     if (on_top <= max_offset).all():
         offsets[:] = on_top
         return refused[:0]
-    if pairs > 10 * thresholds.PAIRS:  # fitting all of them one by one would take seconds
+    if pairs > 10 * thresholds.PAIRS:  # first-fit for all of them would take seconds
         offsets[:] = on_top
         return np.flatnonzero(offsets > max_offset)
     first_fit(core, order, offsets)

@@ -1,4 +1,4 @@
-"""A piece made ready to be searched: who meets whom, and who is alive when. And what a search says of it."""
+"""A piece prepared for the search, with the pairs of buffers alive together, and the outcomes of a search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 
 
 class PieceOutcome(enum.Enum):
-    """What a search says about a capacity."""
+    """The outcome of a search for a placement of a piece under a capacity."""
 
     SOLVED = enum.auto()
     EXHAUSTED = enum.auto()  # no placement exists
@@ -21,7 +21,11 @@ class PieceOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """Buffers with their highest offsets (units), who meets whom, and who is alive in each section."""
+    """A piece: its buffers, and the highest offset of each in units.
+
+    `adj_ptr` and `adj` list the buffers that are alive together with each buffer, `mem_ptr` and `mem` the buffers that
+    are alive in each section.
+    """
 
     core: ProblemArrays
     max_offset: Ints
@@ -32,7 +36,7 @@ class Instance:
 
 
 def instance_of(core: ProblemArrays, max_offset: Ints) -> Instance:
-    """`core` ready to be searched. Time and memory in proportion to the pairs that are alive together."""
+    """Prepare `core` for the search. Time and memory are proportional to the pairs of buffers alive together."""
     from memplan.solvers.arrays import fit_kernel
 
     by_start = np.argsort(core.lo, kind="stable")

@@ -1,8 +1,8 @@
-"""A problem as arrays: what every compiled solver works on. Step 0 of the portfolio, "normalise".
+"""A problem as arrays, the input of every compiled solver. Step 0 of the portfolio: normalize.
 
-Three reductions lose nothing: buffers without bytes are set aside; sizes, rounded up to the alignment that
-all offsets share, are counted in *units* (their greatest common divisor); and steps become *sections*, the
-maximal sets of buffers that are alive together (a new section begins at a death that follows a birth).
+Three reductions are exact. Buffers of size 0 are left out. Sizes, rounded up to the alignment that all offsets share,
+are counted in *units*, their greatest common divisor. Steps become *sections*, one for each maximal set of buffers
+alive together: a new section begins at a death that follows a birth.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemArrays:
-    """Buffers 0..n-1 (those with bytes, in definition order) in units and sections.
+    """Buffers 0..n-1 of a problem (those with a size above 0, in definition order), in units and sections.
 
-    Buffer b is alive in the sections [seg_lo[k], seg_hi[k]) for k in seg_ptr[b]..seg_ptr[b+1]-1; [lo, hi) is
-    their hull. It may lie at `low[b]` units or above, at a multiple of `align[b]` (pinned: at `low[b]` only).
+    Buffer b is alive in the sections [seg_lo[k], seg_hi[k]) for k in seg_ptr[b]..seg_ptr[b+1]-1; [lo, hi) is their
+    hull. Its offset is a multiple of `align[b]` and at least `low[b]`, both in units; if pinned, it is `low[b]`.
     """
 
     unit: int  # bytes
@@ -42,30 +42,32 @@ class ProblemArrays:
     hi: Ints
     steps: Ints  # a step of each section at which all of its buffers are alive
     start: Ints  # the first step of each buffer
-    source: Ints  # the place of each buffer in Problem.buffers
+    source: Ints  # the index of each buffer in Problem.buffers
 
     @property
     def n(self) -> int:
+        """The number of buffers."""
         return int(self.size.shape[0])
 
     @property
     def sections(self) -> int:
+        """The number of sections."""
         return int(self.steps.shape[0])
 
     @property
     def content(self) -> bytes:
-        """Everything that decides a placement: equal for repeated layers, wherever they lie in time."""
+        """Everything that a placement depends on, as bytes: equal for repeated layers, at any time."""
         columns = (self.size, self.raw, self.align, self.low, self.pinned, self.seg_ptr, self.seg_lo, self.seg_hi)
         return b"".join(column.tobytes() for column in columns)
 
     def max_offset(self, capacity: int) -> Ints:
-        """Highest offset (units) at which each buffer ends within `capacity` bytes; negative if it cannot."""
+        """The highest offset (units) at which each buffer ends within `capacity` bytes; negative if there is none."""
         highest = (capacity - self.raw) // self.unit
         highest = highest // self.align * self.align
         return np.where(self.pinned, np.where(highest >= self.low, self.low, -1), highest)
 
     def ceiling(self, capacity: int) -> int:
-        """`capacity` bytes in units: the highest rounded-up end that any buffer may have."""
+        """The highest rounded-up end, in units, that any buffer may have within `capacity` bytes."""
         return int((self.max_offset(capacity) + self.size).max(initial=0))
 
 
@@ -91,7 +93,7 @@ def core_of(problem: Problem) -> ProblemArrays:
 
 
 def subset(core: ProblemArrays, ids: Ints, base: int = 0) -> ProblemArrays:
-    """The buffers `ids` alone, in sections of their own, at `base` units or above; `source` is `ids`."""
+    """The arrays of the buffers `ids` alone, in sections of their own, at `base` units or above; `source` is `ids`."""
     counts = np.diff(core.seg_ptr)[ids]
     seg_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
     segments = np.repeat(core.seg_ptr[ids] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])
@@ -110,7 +112,7 @@ def _column(rows: Sequence[object], name: str) -> Ints:
 
 
 def _units(raw: Ints, align: Ints, low: Ints) -> tuple[int, Ints, Ints]:
-    """Unit in bytes, sizes and alignments in units. Offsets are sums of sizes, pins and alignment steps."""
+    """The unit in bytes, and the sizes and alignments in units. Offsets are sums of sizes, pins and alignments."""
     if not raw.shape[0]:
         return 1, raw, align
     shared = int(np.gcd.reduce(align))
@@ -123,7 +125,7 @@ def _units(raw: Ints, align: Ints, low: Ints) -> tuple[int, Ints, Ints]:
 
 
 def _segments(buffers: tuple[Buffer, ...]) -> tuple[Ints, Ints, Ints]:
-    """First steps and last steps (exclusive) of all segments, and where each buffer's begin."""
+    """For all buffers, the pointers to their segments, and the first and last (exclusive) steps of the segments."""
     n = len(buffers)
     if not any(b.gaps for b in buffers):
         return np.arange(n + 1), _column(buffers, "live.start"), _column(buffers, "live.end")
@@ -134,7 +136,7 @@ def _segments(buffers: tuple[Buffer, ...]) -> tuple[Ints, Ints, Ints]:
 
 
 def sections_of(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-    """Section of every start and end, and the first step of every section."""
+    """The section of every start and end, and for each section a step at which all of its buffers are alive."""
     if not start.shape[0]:
         return start, end, start
     steps, born, died = _places(start, end)
@@ -154,7 +156,7 @@ def sections_of(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _places(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-    """Steps, ascending, and the place of every start and end among them."""
+    """The steps, ascending, and the index of every start and end among them."""
     first, last = int(start.min()), int(end.max())
     if last - first < thresholds.STEPS_EACH * start.shape[0]:
         return np.arange(first, last + 1), start - first, end - first
@@ -163,7 +165,7 @@ def _places(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def load_of(core: ProblemArrays) -> Ints:
-    """Units that are alive in each section (rounded-up sizes)."""
+    """The live units (rounded-up sizes) of each section."""
     change = np.zeros(core.sections + 1, np.int64)
     sizes = np.repeat(core.size, np.diff(core.seg_ptr))
     np.add.at(change, core.seg_lo, sizes)

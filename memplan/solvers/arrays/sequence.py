@@ -1,4 +1,4 @@
-"""Placing buffers one by one in a given order: what most heuristics of the field come down to."""
+"""Places buffers one by one in a given order, the core of most heuristics of the field."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from memplan.solvers.base import align_up
 def in_order(
     problem: Problem, order: Sequence[Buffer], *, best: bool = False, compiled: bool | None = None
 ) -> dict[str, int]:
-    """Offsets (bytes) when each buffer of `order` takes the first (`best`: tightest) offset that is free.
+    """Offsets (bytes) if each buffer of `order` takes the first (with `best`: tightest) free offset.
 
-    Free means: during its whole lifetime, among the pinned buffers and those before it in `order`. At equal
-    room the lower offset wins. `order` must hold every buffer that is not pinned. `compiled` says by which
-    code; without it, by the compiled one where there are many buffers.
+    An offset is free if the buffer overlaps no pinned buffer and no buffer before it in `order` during its whole live
+    interval. Ties go to the lower offset. `order` must hold every buffer that is not pinned. `compiled` selects the
+    compiled or the plain Python code; None selects by the number of buffers. Both give the same offsets.
     """
     if len(problem.buffers) > thresholds.COMPILED if compiled is None else compiled:
         return _compiled(problem, order, best=best)
@@ -36,7 +36,7 @@ def in_order(
 
 
 def _free_offset(buffer: Buffer, placed: list[tuple[int, int, Buffer]], *, best: bool) -> int:
-    """Lowest or tightest aligned offset at which `buffer` meets none of `placed` (sorted by offset)."""
+    """The lowest or tightest aligned offset at which `buffer` overlaps none of `placed` (sorted by offset)."""
     at, chosen, least_room = 0, -1, sys.maxsize
     for low, _, other in placed:
         if not _alive_together(buffer, other):

@@ -1,4 +1,4 @@
-"""n log n placements, compiled by numba: on the skyline (fill), and as an allocator would, in order of time."""
+"""Places buffers in n log n, compiled by numba: on the skyline, and as an allocator would, in order of time."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 from __future__ import annotations
@@ -9,7 +9,7 @@ from numba import njit
 
 @njit(cache=True)
 def _top(lo, hi, base, highest, whole):
-    """Highest top over the sections [lo, hi). `whole[v]` covers all of node v, `highest[v]` some of it."""
+    """The highest top over the sections [lo, hi). `whole[v]` holds for all of node v, `highest[v]` for a part of it."""
     left, right = lo + base, hi + base
     best = 0
     for side in (left, right - 1):
@@ -52,9 +52,9 @@ def _raise(lo, hi, top, base, highest, whole):
 
 @njit(cache=True, nogil=True)
 def on_skyline(order, size, align, low, max_offset, seg_ptr, seg_lo, seg_hi, sections, offsets):
-    """Put each buffer of `order` on top of all that is placed in its lifetime, if it ends in time.
+    """Place each buffer of `order` on top of all placed buffers in its live interval, if `max_offset` allows it.
 
-    Buffers whose offset in `offsets` is not negative are placed already. Returns how many found no room.
+    Buffers whose offset in `offsets` is not negative are placed already. Returns the number of buffers not placed.
     """
     base = 1
     while base < sections:
@@ -83,7 +83,10 @@ def on_skyline(order, size, align, low, max_offset, seg_ptr, seg_lo, seg_hi, sec
 
 @njit(cache=True, nogil=True)
 def online(births, deaths, lo, hi, size, align, low, best_fit, offsets):
-    """Allocate at birth (at `low` or above), free at death, never look ahead; two orders of the buffers by time."""
+    """Place buffers as an allocator does: allocate at birth, at `low` or above, and free at death.
+
+    `births` and `deaths` are the buffers in order of birth and of death.
+    """
     n = size.shape[0]
     hole_at = np.empty(n + 2, np.int64)
     hole_end = np.empty(n + 2, np.int64)
@@ -123,7 +126,7 @@ def online(births, deaths, lo, hi, size, align, low, best_fit, offsets):
 
 @njit(cache=True)
 def _free(at, size, hole_at, hole_end, holes):
-    """Give [at, at + size) back, joined with the holes that it touches; returns the number of holes."""
+    """Free [at, at + size) and merge it with adjacent holes; returns the number of holes."""
     k = np.searchsorted(hole_at[:holes], at)
     joins_low = k > 0 and hole_end[k - 1] == at
     joins_high = k < holes and hole_at[k] == at + size

@@ -1,1 +1,1 @@
-"""Placements by one rule: what the portfolio starts from (`greedy.py`), what users may choose, what it is compared with."""
+"""Solvers of one rule each. The portfolio starts from `greedy.py`; users may select any; benchmarks compare them."""

@@ -1,8 +1,8 @@
-"""`greedy` and `greedy-best`: by descending size, first-fit or best-fit; the field's baselines.
+"""`greedy` and `greedy-best`: place buffers by descending size, first-fit or best-fit. `portfolio` starts from it.
 
-Largest buffer first, each at the lowest (the tightest) offset that is free during its whole lifetime
-(Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020; first-fit is TFLite
-Micro's `GreedyMemoryPlanner`, best-fit TFLite's arena). Within 1 % of max live on most graphs.
+The largest buffer comes first, each at the lowest (the tightest) offset that is free during its whole live interval
+(Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020; first-fit is TFLite Micro's
+`GreedyMemoryPlanner`, best-fit TFLite's arena). It is within 1 % of max live on most graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memplan.solvers.limits import SolverLimits
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """By descending size; ties by birth, then by definition order. Pinned buffers come first."""
+    """Places buffers by descending size; ties go by start, then by definition order. Pinned buffers come first."""
 
     best_fit: bool = False
 
@@ -36,5 +36,5 @@ class Greedy:
 
 
 def by_size(problem: Problem) -> list[Buffer]:
-    """The buffers of `problem`, largest first; ties by birth, then by definition order."""
+    """The buffers of `problem`, largest first; ties go by start, then by definition order."""
     return sorted(problem.buffers, key=lambda b: (-b.size, b.live.start))

@@ -1,8 +1,8 @@
 """`hill-climb`: TVM's unified static memory planner (USMP), its hill-climbing algorithm.
 
-Start from first-fit by descending size; then, over and over, take a buffer at the top of the arena and swap
-its place in the order with a buffer that lives with it, or with one that lives with such a one; keep what is
-not worse, and now and then what is (tvm `src/tir/usmp/algo/hill_climb.cc`: 500 attempts, chance falling).
+It starts from first-fit by descending size. Then it repeatedly exchanges, in the order, a buffer at the top of the
+arena with one that is alive together with it, or with a neighbour of such a buffer. It keeps an order that is not
+worse, and with falling probability one that is (tvm `src/tir/usmp/algo/hill_climb.cc`: 500 attempts).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ATTEMPTS = 500
 
 
 class HillClimb:
-    """Deterministic for a seed unless the time limit cuts it short."""
+    """Places buffers by hill climbing. It is deterministic for a seed unless the time limit ends it."""
 
     name = "hill-climb"
 

@@ -1,4 +1,4 @@
-"""`naive`: every buffer has its own bytes. The arena that a planner must beat."""
+"""`naive`: gives every buffer bytes of its own, which is the largest arena that a planner is compared with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memplan.solvers.limits import SolverLimits
 
 
 class Naive:
-    """Buffers one after another, none shared; pinned buffers stay, the others go above them."""
+    """Places buffers one after another without sharing bytes; pinned buffers come first, the others above them."""
 
     name = "naive"
 

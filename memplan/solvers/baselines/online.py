@@ -1,6 +1,6 @@
-"""`online-first` and `online-best`: an allocator that never looks ahead. What planning is compared with.
+"""`online-first` and `online-best`: simulate an allocator, which does not know the future, as a comparison.
 
-Memory is taken at birth and given back at death, in order of time, from a list of coalesced holes.
+Memory is allocated at birth and freed at death, in order of time, from a list of coalesced holes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from memplan.solvers.limits import SolverLimits
 
 @dataclass(frozen=True, slots=True)
 class Online:
-    """First-fit or best-fit; buffers born together are taken in order of size. Gaps are not given back."""
+    """Allocates first-fit or best-fit. Buffers that start together go by descending size. Gaps are not freed."""
 
     best_fit: bool
 

@@ -1,8 +1,9 @@
 """`partition`: tract's greedy partitioning (sonos/tract, gpu/src/memory/schema.rs).
 
-Buffers by descending size, each into the compatible partition (no lifetime meets) with the largest total
-bytes, else into a new one; a partition is as large as its largest buffer, and partitions lie one after
-another. Worse than first-fit, but its table of steps x partitions can be read, and it works symbolically.
+By descending size, each buffer goes into the compatible partition (no live intervals overlap) with the largest total
+bytes, or else into a new one. A partition is as large as its largest buffer, and partitions are placed one after
+another. The arena is larger than by first-fit, but the table of steps x partitions is readable, and the method also
+works for symbolic sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from memplan.solvers.limits import SolverLimits
 
 
 class Partition:
-    """Disjoint lifetimes share a partition; arena = sum of the partitions' maxima."""
+    """Places buffers with disjoint live intervals in a common partition; the arena is the sum of all partitions."""
 
     name = "partition"
 
@@ -36,7 +37,7 @@ class Partition:
 
 
 def partitions(problem: Problem) -> tuple[tuple[Buffer, ...], ...]:
-    """The partitions, in the order in which they were opened; each holds buffers with disjoint lifetimes."""
+    """The partitions, in the order in which they were opened; each holds buffers with disjoint live intervals."""
     found: list[list[Buffer]] = []
     totals: list[int] = []
     for buffer in sorted(problem.buffers, key=lambda b: (-b.size, b.live.start)):

@@ -1,9 +1,9 @@
-"""`shared`: greedy by size into shared objects, as ExecuTorch plans by default (and TFLite on GPUs).
+"""`shared`: greedy by size into shared objects, the default of ExecuTorch (and of TFLite on GPUs).
 
-Largest buffer first, into the smallest shared object whose tenants are all dead while it lives; failing
-that, above its living tenants in the first object that still has the room (ExecuTorch's overlapping
-allocations); failing that, a new object of its size. Objects lie one after another (executorch
-`exir/memory_planning.py`; Pisarchyk and Lee 2020, "shared objects").
+The largest buffer comes first. Each goes into the smallest shared object none of whose buffers is alive together with
+it; otherwise above those that are, in the first object with enough bytes (ExecuTorch's overlapping allocations);
+otherwise into a new object of its size. Objects are placed one after another (executorch `exir/memory_planning.py`;
+Pisarchyk and Lee 2020, "shared objects").
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class _Object:
     tenants: list[tuple[int, Buffer]] = field(default_factory=list)  # (offset in the object, buffer)
 
     def top_during(self, buffer: Buffer) -> int:
-        """Where the tenants end that live while `buffer` does; 0 when none does."""
+        """The highest end, in the object, of its buffers that are alive together with `buffer`; 0 if there are none."""
         return max((at + b.size for at, b in self.tenants if not b.live.is_disjoint(buffer.live)), default=0)
 
 
 class Shared:
-    """Lifetimes are taken as hulls: ExecuTorch's specs have one interval."""
+    """Places buffers in shared objects. Gaps are ignored: a tensor of ExecuTorch has a single interval."""
 
     name = "shared"
 

@@ -1,8 +1,8 @@
-"""`tlsf`: two-level segregated fit, the allocator of many embedded systems, run over the lifetimes.
+"""`tlsf`: simulates two-level segregated fit, the allocator of many embedded systems, as a comparison.
 
-Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", 2004. Free blocks are kept by
-size class (powers of two, each in 32 parts); a request is rounded up to the next class, so that any block
-found there fits; blocks are split on allocation and coalesced on release. Here the pool grows when needed.
+Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", 2004. Free blocks are kept by size class
+(powers of two, each in 32 parts). A request is rounded up to the next class, so that every block of that class fits.
+Blocks are split on allocation and coalesced on release. Here the pool grows when needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PARTS = 5  # log2 of the parts of each power of two
 
 
 def size_class(size: int) -> int:
-    """The number of the class that holds free blocks of `size` bytes; grows with the size."""
+    """The number of the size class of free blocks of `size` bytes. Larger sizes have higher or equal numbers."""
     if size < 1 << _PARTS:
         return size
     shift = size.bit_length() - 1 - _PARTS
@@ -26,14 +26,14 @@ def size_class(size: int) -> int:
 
 
 def class_of_request(size: int) -> int:
-    """The lowest class all of whose blocks hold `size` bytes."""
+    """The lowest size class all of whose blocks have at least `size` bytes."""
     if size < 1 << _PARTS:
         return size
     return size_class(size + (1 << (size.bit_length() - 1 - _PARTS)) - 1)
 
 
 class TLSF:
-    """Requests in order of time, those born together in definition order. Gaps are not given back."""
+    """Allocates in order of time; buffers that start together go in definition order. Gaps are not freed."""
 
     name = "tlsf"
 
@@ -54,7 +54,7 @@ class TLSF:
             if not buffer.size:
                 offsets[buffer.id] = 0
             elif is_birth:
-                # Room for the worst misalignment, as TLSF's aligned allocation asks for it.
+                # With bytes for the worst misalignment, as TLSF's aligned allocation requests them.
                 blocks[i] = pool.take(buffer.size + buffer.alignment - 1)
                 offsets[buffer.id] = align_up(blocks[i][0], buffer.alignment)
             else:
@@ -71,7 +71,7 @@ class _Pool:
         self.classes: list[int] = []  # the classes whose lists are not empty, ascending
 
     def take(self, size: int) -> tuple[int, int]:
-        """A range [low, high) of at least `size` bytes."""
+        """Allocate a range [low, high) of at least `size` bytes."""
         place = bisect_left(self.classes, class_of_request(size))
         if place < len(self.classes):
             low = self.lists[self.classes[place]][-1]
@@ -88,7 +88,7 @@ class _Pool:
         return low, low + size
 
     def give(self, low: int, high: int) -> None:
-        """Back into the pool, joined with its free neighbours."""
+        """Free the range [low, high) and merge it with adjacent free blocks."""
         if high in self.starts:
             joined = self.starts[high]
             self._remove(high, joined)

@@ -1,7 +1,7 @@
-"""`tstack`: the layout of the ext-tstack note. What is released later lies lower.
+"""`tstack`: the layout of the ext-tstack note, in which buffers that are released later have lower offsets.
 
-First-fit by descending release step: a buffer that will be released lies after the result that is computed
-from it, so releasing it leaves one contiguous hole at the top, which the next load or result takes.
+It is first-fit by descending release step. A buffer is above the result that is computed from it, so its release leaves
+one contiguous hole at the top, which the next load or result takes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from memplan.solvers.limits import SolverLimits
 
 
 class TStack:
-    """By descending end of life; ties by birth, then by definition order. Pinned buffers come first."""
+    """Places buffers by descending end; ties go by start, then by definition order. Pinned buffers come first."""
 
     name = "tstack"
 

@@ -1,10 +1,9 @@
-"""Which decision the search takes next, compiled by numba: a section first, then a buffer in it.
+"""Selects the next decision of the tree search, compiled by numba: first a section, then a buffer in it.
 
-The branching rule is what makes the search fast. The section is one with few buffers that can still lie at
-its bottom ("fewest candidates first"), the more so the more often it proved a dead end; where none is
-short of candidates, the one with the most bytes unplaced. The buffer is the lowest one there; among equals,
-one that fits into its corner. (numba's cache of `search_kernel.py` does not see changes in this file: touch
-that one too.)
+The speed of the search depends on this branching rule. It selects a section in which few buffers can still be at the
+bottom ("fewest candidates first"), weighted by how often the section proved a dead end; if no section has few
+candidates, the one with the most unplaced bytes. In it, the rule selects the lowest buffer; among equals, one that fits
+into its corner. (numba's cache of `search_kernel.py` does not detect changes in this file: touch that file too.)
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
@@ -16,21 +15,21 @@ from numba import njit
 
 @njit(cache=True, inline="always")
 def can_block(y, c, hole_c, allowed, size, maxoff):
-    """Can unplaced `y` still take some of the bytes that `c` would have taken at its hole?"""
+    """Whether the unplaced buffer `y` can still take some of the bytes that `c` would have taken at its hole."""
     return allowed[y] < hole_c + size[c] and maxoff[y] + size[y] > hole_c and allowed[y] + size[y] <= maxoff[c]
 
 
 @njit(cache=True)
 def pick_section(few, lo, hi, capacity, reach, unplaced, weight, placed, mem_ptr, mem):
-    """The section of [lo, hi) in which to decide next; -1 if none holds an unplaced buffer.
+    """The section of [lo, hi) for the next decision; -1 if none has an unplaced buffer.
 
-    A section is short of candidates if fewer than `few` can lie at its bottom; with `few` = 1, none ever is.
+    A section has few candidates if fewer than `few` buffers can be at its bottom; with `few` = 1, no section has.
     """
     best, best_key, best_tie = -1, 0, 0
     for s in range(lo, hi):
         if unplaced[s] == 0:
             continue
-        highest = capacity - unplaced[s]  # some unplaced buffer must lie that low
+        highest = capacity - unplaced[s]  # some unplaced buffer must be at or below this offset
         count = 0
         for k in range(mem_ptr[s], mem_ptr[s + 1]):
             if reach[mem[k]] <= highest and not placed[mem[k]]:
@@ -45,8 +44,10 @@ def pick_section(few, lo, hi, capacity, reach, unplaced, weight, placed, mem_ptr
 
 @njit(cache=True)
 def _descend(b, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj):
-    """From `b` to the buffer that must be decided before it: one that fits wholly under it, or, when it is
-    skipped where it stands, one that can block it there. Returns -1 when the chain finds no end."""
+    """The buffer that must be decided before `b`, or `b` itself; -1 if there is no end to the chain.
+
+    That is a buffer that fits wholly below it, or, if it is skipped at its lowest offset, one that can block it there.
+    """
     for _ in range(2 * size.shape[0]):
         stale = hole[b] == allowed[b]
         best = -1
@@ -69,7 +70,7 @@ def _descend(b, reach, allowed, hole, size, maxoff, rank, placed, adj_ptr, adj):
 
 @njit(cache=True, inline="always")
 def _fit(b, allowed, size, floor, buf_lo, buf_hi):
-    """How well `b` fits into the corner at its lowest offset: walls at its sides, steps at its top."""
+    """A score of how well `b` fits into the corner at its lowest offset: higher floors at its sides, equal tops."""
     score = 0
     at, top = allowed[b], allowed[b] + size[b]
     lo, hi = buf_lo[b], buf_hi[b]
@@ -89,8 +90,8 @@ def pick_buffer(
     section, corners, lo, hi, reach, allowed, hole, size, maxoff, rank, placed, floor, adj_ptr, adj, mem_ptr, mem,
     buf_lo, buf_hi,
 ):  # fmt: skip
-    """The buffer to decide next, or -1 when every unplaced buffer of the piece is skipped where it stands."""
-    best, score = np.int64(-1), 0  # a literal would compile `_descend` twice
+    """The buffer of the next decision, or -1 if every unplaced buffer of the piece is skipped at its lowest offset."""
+    best, score = np.int64(-1), 0  # a literal would make numba compile `_descend` twice
     for k in range(mem_ptr[section], mem_ptr[section + 1]):
         b = mem[k]
         if placed[b]:

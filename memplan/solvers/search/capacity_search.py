@@ -1,4 +1,4 @@
-"""The race of the portfolio: the best arena so far and the proven bound, brought together."""
+"""Narrows the gap between the best arena and the proven bound, by searching at capacities between them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from memplan.solvers.search import squeaky_wheel
 from memplan.solvers.search.eject import Learnt
 from memplan.solvers.search.solve_at_capacity import attempt
 
-# Of the budget: on the capacity if that is enough, else on the bound itself (of large problems).
+# Shares of the budget: for the capacity if a placement within it is enough, else for the bound (on large problems).
 _FIT_SHARE, _FIRST_SHARE, _LARGE_SHARE = 0.95, 0.1, 0.6
-_PROMOTE_SHARE = 0.7  # of what is left then, on large problems
+_PROMOTE_SHARE = 0.7  # share of the rest for squeaky-wheel optimization, on large problems
 _STEPS = (0.85, 0.7, 0.5, 0.25, 0.0)  # the next capacity, between the bound (0) and the best arena (1)
-_SEARCH_SHARE = 0.7  # of the budget before CP-SAT
+_SEARCH_SHARE = 0.7  # share of the rest for the search, before CP-SAT
 
 
 class CapacitySearch:
-    """The best placement so far and the bound, which `run` brings together as far as the budget goes."""
+    """Keeps the best placement and the proven bound; `run` narrows the gap until the budget is spent."""
 
     def __init__(
         self, core: ProblemArrays, answers: Answers, problem: Problem, budget: Budget, limits: SolverLimits
@@ -34,11 +34,11 @@ class CapacitySearch:
 
     @property
     def arena(self) -> int | None:
-        """Of the best valid placement so far, bytes."""
+        """The arena size of the best valid placement so far, bytes; None before the first."""
         return self.answers.arena
 
     def run(self, seed: int) -> None:
-        """Heuristics, then capacities from the bound upwards."""
+        """Run the heuristics, then the search at capacities from the bound upwards, then CP-SAT on small problems."""
         if not self.core.n:
             return
         for offsets in first_answers(self.core):
@@ -63,14 +63,14 @@ class CapacitySearch:
             self._close()
 
     def _fall_back(self) -> bool:
-        """Answer by the simplest means, for when every heuristic was refused."""
+        """Offer the simplest placements, after all heuristics were refused; returns whether one was valid."""
         return any(self._offer(offsets, source) for source, offsets in self.answers.simple())
 
     def _is_small(self) -> bool:
         return self.core.n <= thresholds.EXACT
 
     def _close(self) -> None:
-        """Hand what is open to CP-SAT: is there anything below the best arena?"""
+        """Let CP-SAT find a placement below the best arena, or prove that there is none."""
         while not self._is_done() and not self.budget.is_over:
             assert self.arena is not None
             outcome = self._try(self.arena - 1, self.budget, 0, hint=self.answers.offsets)
@@ -85,9 +85,9 @@ class CapacitySearch:
                 return
 
     def _descend(self, budget: Budget, seed: int) -> None:
-        """Capacities between the bound and the best arena. Small steps first, larger ones after success.
+        """Search at capacities between the bound and the best arena: small steps first, larger ones after success.
 
-        Small steps under little effort soon reach the region where the effort must be doubled again and again.
+        Small steps with little effort soon reach the capacities for which the effort must be doubled repeatedly.
         """
         effort, step = thresholds.EFFORT, 0
         memory: dict[bytes, Learnt] = {}
@@ -113,7 +113,7 @@ class CapacitySearch:
     ) -> PieceOutcome:
         outcome, offsets = attempt(self.core, self.core.max_offset(capacity), budget, seed, hint=hint, memory=memory)
         if outcome is PieceOutcome.SOLVED and not self._offer(offsets, "attempt.attempt"):
-            if memory is not None:  # it may be wrong too
+            if memory is not None:  # it may be invalid too
                 memory.clear()
             return PieceOutcome.LIMIT
         if outcome is PieceOutcome.EXHAUSTED:

@@ -1,7 +1,7 @@
-"""The offset problem as a CP-SAT model (Google OR-tools): to minimise an arena, or to decide a capacity.
+"""Solves the offset-assignment problem with CP-SAT (Google OR-Tools): minimizes the arena, or decides a capacity.
 
-Every lifetime segment is an interval in time, every buffer one in offsets; no two rectangles overlap. One
-worker and a limit in deterministic time, so that the answer is the same on every run.
+Every segment of a live interval is an interval in time, every buffer an interval in offsets, and no two of the
+rectangles overlap. There is one worker and a limit in deterministic time, so that every run has the same result.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from memplan.solvers.limits import Budget
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-_UNITS_PER_SECOND = 200_000  # of work, for one second of CP-SAT's deterministic time
-_LEAST_SECONDS = 0.05  # a model this small is not worth starting for less
+_UNITS_PER_SECOND = 200_000  # units of work for one second of CP-SAT's deterministic time
+_LEAST_SECONDS = 0.05  # the shortest time limit that is worth a start
 
 
 def minimise(core: ProblemArrays, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints, int]:
-    """The smallest arena for `core`, starting from the valid offsets `hint` (units); and a bound, bytes."""
+    """Minimize the arena of `core`, starting from the valid offsets `hint` (units).
+
+    Returns the outcome, the offsets (units) and a lower bound of the arena in bytes.
+    """
     arena = int((hint * core.unit + core.raw).max())
     model, offsets = _model(core, core.max_offset(arena), hint)
     bound = lower_bound(core)
@@ -37,7 +40,7 @@ def minimise(core: ProblemArrays, hint: Ints, budget: Budget) -> tuple[PieceOutc
 
 
 def decide(core: ProblemArrays, max_offset: Ints, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints]:
-    """Place `core` (offsets in units, at `max_offset` at most), or prove that it cannot be done."""
+    """Place `core` (offsets in units, at most `max_offset`), or prove that no placement exists."""
     model, offsets = _model(core, max_offset, np.minimum(hint, max_offset))
     outcome, found, _ = _run(model, offsets, budget)
     return outcome, found

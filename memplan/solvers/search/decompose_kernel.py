@@ -1,8 +1,8 @@
-"""What the search splits into, and what it remembers of it, compiled by numba.
+"""Splits the tree search into independent components and stores failed states, compiled by numba.
 
-Cells are the parts of a piece, by time, between which nothing unplaced is alive: they are decided one after the
-other. The table remembers states of cells that failed. (numba's cache of `search_kernel.py` does not see
-changes in this file: touch that one too.)
+A component (called cell in the code) is a part of a piece, by time. No unplaced buffer is alive in two components, so
+they are decided one after the other. The table stores states of components that failed. (numba's cache of
+`search_kernel.py` does not detect changes in this file: touch that file too.)
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -23,7 +23,7 @@ def mix(b, allowed, hole):
 
 @njit(cache=True, inline="always")
 def slot(table, key):
-    """Where `key` is, or would go, in the open-addressing table (four probes; then the first is replaced)."""
+    """The index of `key` in the open-addressing table, or the index to store it at (four probes, then the first)."""
     mask = table.shape[0] - 1
     first = key & mask
     for probe in range(4):
@@ -35,7 +35,7 @@ def slot(table, key):
 
 @njit(cache=True)
 def key_of(lo, hi, salt, buf_lo, placed, allowed, hole):
-    """The table's key of a piece: the sum over its unplaced buffers."""
+    """The table's key of the component [lo, hi): the sum over its unplaced buffers."""
     key = np.int64(salt)
     for b in range(buf_lo.shape[0]):
         if not placed[b] and lo <= buf_lo[b] < hi:
@@ -45,9 +45,10 @@ def key_of(lo, hi, salt, buf_lo, placed, allowed, hole):
 
 @njit(cache=True)
 def split(old, cells, owner, cross, placed, buf_lo, c_lo, c_hi, c_next, c_owner, c_count):
-    """Cut cell `old` where nothing unplaced crosses; the parts, smallest first, take its place in the agenda.
+    """Split component `old` at boundaries that no unplaced buffer crosses; the parts replace it, smallest first.
 
-    Returns the new number of cells; unchanged when nothing comes apart. `owner` is the decision that split it.
+    Returns the new number of components, unchanged if there is no such boundary. `owner` is the decision that caused
+    the split.
     """
     begin, end = cells, cells
     start = c_lo[old]

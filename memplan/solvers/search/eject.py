@@ -1,11 +1,12 @@
-"""Ejection search on one piece: what cannot be placed pushes out what is cheapest to push out.
+"""Ejection search on one piece: a buffer that does not fit ejects those that are cheapest to eject.
 
-Everything placed is valid; the rest waits. A waiting buffer goes to the offset at which the buffers in its way
-weigh least; they wait in turn. Whoever had to push becomes dearer to push out, so that the hard ones settle and
-the easy ones move; then some neighbours move to other free places, which brings scattered room together. After
-Nagata and Braysy, "A powerful route minimization heuristic for the vehicle routing problem with time windows"
-(2009), with offsets in place of routes. It proves nothing, and finds arenas a little above max live, where many
-placements exist, far sooner than the tree search does.
+The placed buffers are always a valid placement; the others are in a list of unplaced buffers. An unplaced buffer goes
+to the offset at which the overlapping buffers have the smallest total penalty; these are ejected and become unplaced.
+The penalty of a buffer that ejected others rises, so that buffers that are hard to place stay and easy ones move. Then
+some neighbours move to other free offsets, which merges small holes. The method is that of Nagata and Braysy, "A
+powerful route minimization heuristic for the vehicle routing problem with time windows" (2009), with offsets in place
+of routes. It proves nothing. It finds arenas a little above max live, where many placements exist, much faster than the
+tree search does.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from memplan.solvers.arrays.instance import Instance
 from memplan.solvers.arrays.problem_arrays import Ints
 from memplan.solvers.limits import Budget
 
-_MOVES = 4  # of neighbours, after each ejection
+_MOVES = 4  # moves of neighbours after each ejection
 _BASE, _POWER = 1_000, 0.5  # a buffer's first penalty: its area to this power; the mean one's is _BASE
-TURN_NODES = 1  # nodes of the tree search that take as long as a turn
+TURN_NODES = 1  # nodes of the tree search that take as long as one insertion
 
 
 @dataclass(slots=True)
 class Learnt:
-    """What the next ejection search on the same buffers, under another capacity, goes on from."""
+    """The start of the next ejection search on the same buffers, under another capacity: offsets and penalties."""
 
-    offsets: Ints  # units; -1: waits
+    offsets: Ints  # units; -1: unplaced
     penalty: Ints | None = None
 
 
 class Ejection:
-    """A partial placement of `piece`, which `run` goes on with."""
+    """A partial placement of `piece`, which `run` extends."""
 
     def __init__(self, piece: Instance, seed: int, learnt: Learnt | None = None) -> None:
         core = piece.core
@@ -49,7 +50,7 @@ class Ejection:
         self._state = np.array([seed], np.int64)
 
     def run(self, turns: int, budget: Budget) -> bool:
-        """Go on for `turns`; whether everything is placed (`offsets`, units)."""
+        """Continue for `turns` insertions; returns whether all buffers are placed (`offsets`, units)."""
         from memplan.solvers.search import eject_kernel
 
         core, piece = self.piece.core, self.piece

@@ -1,7 +1,7 @@
-"""Ejection search, compiled by numba: a partial placement that grows by pushing out what stands in the way.
+"""Ejection search, compiled by numba: extends a partial placement by ejecting the buffers that overlap a new one.
 
-All that is placed is valid at all times. `eject.py` says what this is for and where it comes from. Offsets and
-sizes are in units.
+The placed buffers are a valid placement at all times. `eject.py` describes the method and its source. Offsets and sizes
+are in units.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -15,14 +15,14 @@ _NEVER = np.int64(1) << 62
 
 @njit(cache=True, inline="always")
 def _draw(state, below):
-    """A number in [0, below), from a 64-bit linear congruential generator (Knuth's MMIX)."""
+    """A random number in [0, below), from a 64-bit linear congruential generator (Knuth's MMIX)."""
     state[0] = state[0] * 6364136223846793005 + 1442695040888963407
     return ((state[0] >> 33) & 0x7FFFFFFF) % below
 
 
 @njit(cache=True, inline="always")
 def _first(end, count, order, key):
-    """Where the keys from `end` upwards begin among the first `count` entries of `order`, sorted by `key`."""
+    """The index of the first key that is at least `end`, in the first `count` entries of `order`, sorted by `key`."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -53,7 +53,7 @@ def _put_in(b, end, count, order, key):
 
 @njit(cache=True, inline="always")
 def _one_more(chosen, seen, first, last, state):
-    """`chosen` of `seen` places, all equally likely, with one or two more to choose from: the ends of a range."""
+    """One step of reservoir sampling: `chosen` of `seen` offsets, after adding one or both ends of a range."""
     seen += 1
     if _draw(state, seen) == 0:
         chosen = first
@@ -66,7 +66,7 @@ def _one_more(chosen, seen, first, last, state):
 
 @njit(cache=True)
 def _free_place(b, size, align, low, maxoff, meets, by_bottom, count, bottom, top, state):
-    """An offset at which `b` touches nothing placed: an end of a free range, drawn at random; -1 if none is."""
+    """An offset at which `b` overlaps no placed buffer: a random end of a free range; -1 if there is none."""
     chosen, seen, at, step = -1, 0, low[b], align[b]
     for k in range(count + 1):
         y = by_bottom[k] if k < count else -1
@@ -86,18 +86,19 @@ def _free_place(b, size, align, low, maxoff, meets, by_bottom, count, bottom, to
 
 @njit(cache=True)
 def _cheapest_place(b, size, align, low, maxoff, meets, penalty, by_bottom, by_top, count, bottom, top, state):
-    """The offset at which the buffers in the way of `b` weigh least, drawn among equals; (-1, never) if none.
+    """The offset at which the buffers that overlap `b` have the smallest total penalty, random among equals, and that
+    penalty; -1 and a very large one if there is none.
 
-    The weight changes where b's top passes a bottom and where its bottom passes a top: both are in order.
+    The penalty changes where the top of `b` passes a bottom and where its bottom passes a top; both are sorted.
     """
     best, chosen, seen, step = _NEVER, np.int64(-1), 0, align[b]
     weight, at, i, j = np.int64(0), low[b], 0, 0
     while at <= maxoff[b]:
-        while i < count and bottom[by_bottom[i]] - size[b] < at:  # these are reached by b's top
+        while i < count and bottom[by_bottom[i]] - size[b] < at:  # the top of b reaches these
             if meets[b, by_bottom[i]]:
                 weight += penalty[by_bottom[i]]
             i += 1
-        while j < count and top[by_top[j]] <= at:  # these are passed by b's bottom
+        while j < count and top[by_top[j]] <= at:  # the bottom of b has passed these
             if meets[b, by_top[j]]:
                 weight -= penalty[by_top[j]]
             j += 1
@@ -127,10 +128,10 @@ def _cheapest_place(b, size, align, low, maxoff, meets, penalty, by_bottom, by_t
 def eject(
     size, align, low, maxoff, adj_ptr, adj, area, turns, moves, penalty, offsets, state,
 ):  # fmt: skip
-    """Place everything, or give up after `turns` insertions; returns the turns taken and the area still unplaced.
+    """Place all buffers, or give up after `turns` insertions; returns the insertions and the smallest unplaced area.
 
-    `offsets` holds what is placed (-1 elsewhere) before and after, `penalty` how dearly each buffer is pushed
-    out, `state` the random generator's; with all three a call goes on where the last one ended.
+    `offsets` (-1 for unplaced), `penalty` (the cost of ejecting each buffer) and `state` (of the random generator) are
+    updated in place, so that the next call continues where this one ends.
     """
     n = size.shape[0]
     meets = np.zeros((n, n), np.bool_)
@@ -151,7 +152,7 @@ def eject(
     for turn in range(turns):
         if waits == 0:
             return turn, 0
-        # The newest one as a rule (it is the hardest), any now and then.
+        # Usually the newest one, which is the hardest to place; with probability 1/4 any one.
         k = waits - 1 if _draw(state, 4) else _draw(state, waits)
         b = waiting[k]
         waits -= 1
@@ -180,7 +181,7 @@ def eject(
         least = min(least, left)
         if weight == 0:
             continue
-        for _ in range(moves):  # neighbours move about, so that room comes together
+        for _ in range(moves):  # moving neighbours merges small holes
             y = np.int64(adj[adj_ptr[b] + _draw(state, adj_ptr[b + 1] - adj_ptr[b])])
             if bottom[y] < 0:
                 continue

@@ -1,14 +1,15 @@
-"""Buffers that take each other's place, joined to one before a piece is searched.
+"""Joins buffers that likely share an offset or are adjacent into one buffer, before a piece is searched.
 
-Where something dies when something of its size is born, the newborn likely takes its place; and buffers that are
-born together and die together likely lie side by side. Joined, they are one buffer. That shrinks a piece to half
-and less, and a placement of what is left is found in a tenth to a hundredth of the time, if there is one: most joins
-are guesses, so that such a piece proves nothing, and others are tried by turns, each join made or not by chance.
+If one buffer ends at the step at which another of the same size starts, the second likely takes the offset of the
+first. Buffers that start together and end together are likely adjacent. Joined buffers are searched as one. That
+reduces a piece to half its buffers or fewer, and a placement of it, if there is one, is found in a tenth to a hundredth
+of the time. Most joins are guesses, so an exhausted search with them proves nothing; variants are tried in turn, with
+each likely join made at random.
 
-Some joins are certain, and a piece is searched with these in any case. At a boundary between two sections that
-both fill the capacity, what is born takes exactly the bytes of what dies. So one that dies alone and one that is
-born alone lie at one offset. And if the sizes of no part of those that die add up to those of a part of the born,
-what dies lies without a gap, and so does what is born: of these, all that share both ends may lie in any order.
+Some joins are certain, and are always made. At a boundary between two sections that both fill the capacity, the buffers
+that start take exactly the bytes of those that end. So if one buffer ends there and one starts there, they have equal
+offsets. And if no proper subset of those that end has the same total size as one of those that start, then the buffers
+that end are contiguous, and so are those that start; those of them that share both ends may be in any order.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A piece with fewer buffers. Buffer b of the original lies in its `group[b]`, `above[b]` its bottom (units)."""
+    """A piece with joined buffers. Buffer b of the original is in buffer `group[b]`, `above[b]` units above its bottom."""
 
     piece: Instance
     group: Ints
     above: Ints
 
     def expand(self, offsets: Ints) -> Ints:
-        """Offsets of the original from those of `piece` (units)."""
+        """The offsets of the original buffers for the offsets of `piece` (units)."""
         return np.asarray(offsets[self.group] + self.above)
 
 
 def unjoined(piece: Instance) -> Joined:
-    """The piece as it is."""
+    """`piece` without any join."""
     return Joined(piece=piece, group=np.arange(piece.core.n), above=np.zeros(piece.core.n, np.int64))
 
 
 def joined(piece: Instance, *, chance: float = 0.0, seed: int = 0) -> Joined:
-    """`piece` with the certain joins made, and each likely one with `chance` (0 to 1). n log n, about."""
+    """`piece` with all certain joins, and with each likely one at the probability `chance` (0 to 1). About n log n."""
     from memplan.solvers.search import join_kernel as kernel
 
     core = piece.core
@@ -63,7 +64,7 @@ def joined(piece: Instance, *, chance: float = 0.0, seed: int = 0) -> Joined:
 
 
 def _roots(up: Ints, above: Ints) -> tuple[Ints, Ints]:
-    """Of each buffer the one that it lies in in the end, and how far above that one's bottom."""
+    """For each buffer, the remaining buffer that contains it, and how far above that one's bottom it is."""
     root, total = np.arange(len(up)), np.zeros(len(up), np.int64)
     while (inside := up[root] >= 0).any():
         total += np.where(inside, above[root], 0)
@@ -72,7 +73,7 @@ def _roots(up: Ints, above: Ints) -> tuple[Ints, Ints]:
 
 
 def _kept(core: ProblemArrays, kept: Ints, lo: Ints, hi: Ints, size: Ints) -> ProblemArrays:
-    """The buffers `kept`, with new hulls and sizes, which are full units. Those in segments keep them."""
+    """The arrays of the buffers `kept`, with new hulls, and sizes in full units. Buffers with gaps keep their gaps."""
     counts = np.diff(core.seg_ptr)[kept]
     seg_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
     segments = np.repeat(core.seg_ptr[kept] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])

@@ -1,7 +1,7 @@
-"""Which buffers are joined to one, compiled by numba. `join.py` says why; read that first.
+"""Joins buffers into one, compiled by numba. `join.py` gives the reasons; read it first.
 
-What dies and what is born at each boundary between sections is kept in linked lists, which joins change.
-(numba's cache does not see changes in `decompose_kernel.py`: touch this file too.)
+Linked lists hold the buffers that end and that start at each boundary between sections; joins update them. (numba's
+cache does not detect changes in `decompose_kernel.py`: touch this file too.)
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -12,12 +12,12 @@ from numba import njit
 
 from memplan.solvers.search.decompose_kernel import mix
 
-CERTAIN = 1024  # a chance
+CERTAIN = 1024  # the probability 1
 
 
 @njit(cache=True)
 def _remove(first, following, k, b):
-    """Take `b` out of the list that begins at first[k]."""
+    """Remove `b` from the list that begins at first[k]."""
     if first[k] == b:
         first[k] = following[b]
         return
@@ -29,7 +29,10 @@ def _remove(first, following, k, b):
 
 @njit(cache=True)
 def _sums(first, following, size, sums):
-    """The bytes of every part of a list, the whole one last; returns how many, 0 if the list is too long."""
+    """Store the total size of every subset of a list in `sums`, the whole list last.
+
+    Returns the number of subsets, or 0 if the list is too long.
+    """
     sums[0], count, b = 0, 1, first
     while b >= 0:
         if 2 * count > sums.shape[0]:
@@ -42,7 +45,7 @@ def _sums(first, following, size, sums):
 
 @njit(cache=True)
 def _is_block(k, dying, dying_next, born, born_next, size, most):
-    """Does no part of what dies at `k` need the very bytes of a part of what is born there?"""
+    """Whether no proper subset of the buffers that end at `k` has the total size of one of those that start there."""
     one, two = np.empty(1 << most, np.int64), np.empty(1 << most, np.int64)
     parts = _sums(dying[k], dying_next, size, one)
     others = _sums(born[k], born_next, size, two)
@@ -55,7 +58,7 @@ def _is_block(k, dying, dying_next, born, born_next, size, most):
 
 @njit(cache=True)
 def _partner(a, k, dying, dying_next, born, born_next, size, low):
-    """The only one born at `k` that has the size of `a`, which alone has it of those that die there; or -1."""
+    """The only buffer that starts at `k` with the size of `a`, if `a` is the only one of that size to end there; or -1."""
     found, b = np.int64(-1), dying[k]
     while b >= 0:
         if size[b] == size[a] and b != a:
@@ -75,7 +78,7 @@ def _partner(a, k, dying, dying_next, born, born_next, size, low):
 def _one_after_the_other(
     k, exact, chance, seed, dying, dying_next, born, born_next, size, hi, low, ceiling, up
 ):  # fmt: skip
-    """Join what dies at `k` with what is born there in its size; returns whether anything was."""
+    """Join buffers that end at `k` with buffers of the same size that start there; returns whether any were joined."""
     alone = dying_next[dying[k]] < 0 and born_next[born[k]] < 0
     moved, a = False, dying[k]
     while a >= 0:
@@ -95,7 +98,7 @@ def _one_after_the_other(
 
 @njit(cache=True)
 def _side_by_side(k, exact, chance, seed, first, following, other, other_next, end, size, low, ceiling, up, above):
-    """Join all of a list if they share their other `end` too; returns whether they were."""
+    """Join all buffers of a list if they also share their other `end`; returns whether they were joined."""
     a = first[k]
     b = following[a]
     if b < 0:
@@ -118,19 +121,19 @@ def _side_by_side(k, exact, chance, seed, first, following, other, other_next, e
 
 @njit(cache=True)
 def join(size, lo, hi, seg_ptr, seg_lo, seg_hi, free, low, ceiling, load, capacity, loose, chance, seed, most):
-    """Join buffers; returns (up, above, lo, hi, size, ceiling): of each the one that it lies in (-1: none), how
-    far above that one's bottom, and what those that lie in none have become.
+    """Join buffers; returns (up, above, lo, hi, size, ceiling).
 
-    Only those that are `free` are joined. Without `loose`, only where it is certain that a placement of all in
-    `capacity` (above `low`) leaves no choice; else also where it is likely, each with `chance` of CERTAIN. A block
-    has `most` buffers at most.
+    `up` is the buffer that contains each buffer (-1 for none) and `above` its distance above that one's bottom; the
+    others are the new values of the buffers that no other contains. Only `free` buffers are joined. Without `loose`,
+    only certain joins are made, which every placement in `capacity` (above `low`) must have; with it, likely ones too,
+    each with a probability of `chance` / CERTAIN. A block has at most `most` buffers.
     """
     n, sections = size.shape[0], load.shape[0]
     lo, hi, size, ceiling = lo.copy(), hi.copy(), size.copy(), ceiling.copy()
     up, above = np.full(n, -1, np.int64), np.zeros(n, np.int64)
     born, dying = np.full(sections + 1, -1, np.int64), np.full(sections + 1, -1, np.int64)
     born_next, dying_next = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
-    fixed = np.zeros(sections + 1, np.bool_)  # what is not free ends or begins there
+    fixed = np.zeros(sections + 1, np.bool_)  # a buffer that is not free ends or starts there
     for b in range(n - 1, -1, -1):
         if free[b]:
             born_next[b], born[lo[b]] = born[lo[b]], b

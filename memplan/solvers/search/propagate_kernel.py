@@ -1,19 +1,19 @@
-"""What follows from a decision of the search, compiled by numba: where the buffers that are left can still lie.
+"""Propagates the decisions of the tree search to the possible offsets of unplaced buffers, compiled by numba.
 
-For every unplaced buffer two bounds are kept, `reach` (the lowest offset it can end up at) and `latest` (the
-highest). They hold under the decisions taken and are taken back with them. What they follow from:
+Every unplaced buffer has two bounds, `reach` (its lowest possible offset) and `latest` (its highest). They hold under
+the decisions taken, and are undone with them. There are four rules:
 
-- a skipped buffer ends on top of one that can still block its hole;
-- in a section, with U bytes unplaced under capacity C, some buffer must lie at C - U or below. If one alone
-  can, it does, and the others lie above it;
-- no buffer of the section begins where all that can end under it leaves more than the section's slack unfilled:
-  at no offset t with t - (bytes that can end at t or below) > C - U;
-- of two buffers that meet, one is above the other; where only one order is left, it is kept.
+- a skipped buffer ends up on top of one that can still block its hole;
+- in a section with U units unplaced under capacity C, some buffer must be at C - U or below. If only one can be, it
+  is, and the others are above it;
+- no buffer of the section starts at an offset t below which too much would stay unfilled: t - (units that can end at t
+  or below) > C - U;
+- of two buffers that are alive together, one is above the other; if only one order is possible, it is enforced.
 
-The first and "some buffer must" are cheap and always drawn; with all of them the search needs about a third of
-the nodes, and up to four times as long for each. The third is the "not first" rule of disjunctive scheduling
-(Carlier, Pinson: "An algorithm for solving the job-shop problem", 1989), for every place in the order. (numba's
-cache of `search_kernel.py` does not see changes in this file: touch that one too.)
+The first rule and "some buffer must" are cheap and always applied. With all rules, the search needs about a third of
+the nodes, each of which takes up to four times as long. The third is the "not first" rule of disjunctive scheduling
+(Carlier, Pinson: "An algorithm for solving the job-shop problem", 1989), for every place in the order. (numba's cache
+of `search_kernel.py` does not detect changes in this file: touch that file too.)
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
@@ -25,7 +25,7 @@ from numba import njit
 from memplan.solvers.search.branch_kernel import can_block
 
 REACH, LATEST = 4, 5  # kinds of trail entries
-FEW, ALL = 1, 2  # what to look at again in a section: who can be lowest; every start
+FEW, ALL = 1, 2  # what to check again in a section: the lowest buffers; all offsets
 
 
 @njit(cache=True, inline="always")
@@ -39,7 +39,7 @@ def _raise(b, value, reach, changed, buf_lo, buf_hi, trail, tp):
 
 @njit(cache=True)
 def _lower(b, value, reach, latest, size, placed, adj_ptr, adj, changed, buf_lo, buf_hi, trail, tp, queue):
-    """Lower `latest[b]` to `value` and keep the orders that this leaves; returns (consistent, tp)."""
+    """Lower `latest[b]` to `value` and enforce the orders of pairs that follow; returns (consistent, tp)."""
     trail[tp, 0], trail[tp, 1], trail[tp, 2] = LATEST, b, latest[b]
     tp += 1
     latest[b] = value
@@ -72,10 +72,10 @@ def _lower(b, value, reach, latest, size, placed, adj_ptr, adj, changed, buf_lo,
 
 @njit(cache=True)
 def _forbid(s, highest, reach, latest, size, placed, mem_ptr, mem, changed, buf_lo, buf_hi, trail, tp, ends):
-    """Raise the buffers of section `s` that begin where too much would stay empty under them.
+    """Raise the buffers of section `s` that start at offsets below which too much would stay unfilled.
 
-    Only in front of the `ends` lowest ends; further up nearly every offset is possible. Returns (consistent,
-    something was raised, tp).
+    Only offsets below the `ends` lowest ends are checked; above, nearly every offset is possible. Returns (consistent,
+    whether a buffer was raised, tp).
     """
     last, moved = np.int64(-1), False
     for _ in range(ends):
@@ -107,7 +107,7 @@ def _forbid(s, highest, reach, latest, size, placed, mem_ptr, mem, changed, buf_
 def _skipped(
     capacity, hole, reach, latest, size, placed, adj_ptr, adj, buf_lo, buf_hi, weight, changed, trail, tp, rounds
 ):  # fmt: skip
-    """Every skipped buffer ends on top of one that can block its hole; returns (consistent, tp)."""
+    """Raise every skipped buffer to the top of one that can block its hole; returns (consistent, tp)."""
     for _ in range(rounds):
         moved = False
         for b in range(size.shape[0]):
@@ -135,7 +135,7 @@ def _sections(
     thorough, capacity, unplaced, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi, weight,
     changed, trail, tp, queue, ends, rounds,
 ):  # fmt: skip
-    """Look at every section that changed, alone; returns (consistent, tp)."""
+    """Apply the rules of sections to every section that changed; returns (consistent, tp)."""
     for _ in range(rounds):
         moved = False
         for s in range(unplaced.shape[0]):
@@ -183,11 +183,10 @@ def tighten(
     thorough, capacity, unplaced, hole, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi,
     weight, changed, trail, tp, queue, ends, rounds,
 ):  # fmt: skip
-    """Draw conclusions from what changed; returns (consistent, tp). All of them if `thorough`, else the cheap ones.
+    """Apply all rules (if `thorough`) or the cheap ones to everything that changed; returns (consistent, tp).
 
-    `changed` says what to look at again in each section (0, FEW or ALL) and is all 0 afterwards; the sections
-    that prove a dead end gain `weight`. `queue` is scratch for one number per buffer;
-    `ends` and `rounds` are limits (`thresholds.py`).
+    `changed` says what to check again in each section (0, FEW or ALL) and is all 0 afterwards. A section that proves a
+    dead end gains `weight`. `queue` is scratch space of one number per buffer; `ends` and `rounds` are limits.
     """
     consistent, tp = _skipped(
         capacity, hole, reach, latest, size, placed, adj_ptr, adj, buf_lo, buf_hi, weight, changed, trail, tp, rounds

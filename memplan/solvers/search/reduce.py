@@ -1,11 +1,11 @@
-"""Step 1 of the portfolio: what need not be searched when everything must end below `capacity`.
+"""Step 1 of the portfolio: removes buffers that need no search under a capacity, and splits the rest into pieces.
 
-Three exact reductions, repeated on every piece until nothing changes:
+Three exact reductions are repeated on every piece until nothing changes:
 
-- peel: a buffer that finds room whatever the others do is placed last. Each buffer c that it meets rules out
-  at most size_c + size_b - 1 of its offsets, so it is enough that fewer than all offsets are ruled out;
-- bottom: a buffer that meets every other one of its piece lies at the piece's bottom;
-- split: pieces between which nothing is alive are searched apart.
+- peel: a buffer b that always finds a free offset is placed last. Each buffer c that is alive together with b rules out
+  at most size_c + size_b - 1 of its offsets, so it is enough if fewer than all offsets are ruled out;
+- bottom: a buffer that is alive together with every other one of its piece is placed at the piece's bottom;
+- split: parts of a piece that share no live interval become pieces of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Buffers (places in the core, ascending) that must be searched together, at `base` units or above."""
+    """Buffers (ascending indices) that must be searched together, at `base` units or above."""
 
     ids: Ints
     base: int
@@ -27,7 +27,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """Pieces to search; buffers that were put at a bottom; the rest in the order in which it is filled in."""
+    """The pieces to search, the buffers placed at a bottom with their offsets (units), and the peeled buffers in the
+    order in which they are placed afterwards."""
 
     pieces: tuple[Piece, ...]
     bottom: Ints
@@ -56,7 +57,7 @@ def reduce(core: ProblemArrays, max_offset: Ints) -> Reduced:
 
 
 def _peel(core: ProblemArrays, piece: Piece, max_offset: Ints, peeled: list[Ints]) -> Ints:
-    """The buffers of `piece` that are left; the peeled ones are appended, larger ones first within a round."""
+    """The buffers of `piece` that are left; the peeled ones are appended to `peeled`, larger ones first in a round."""
     ids = piece.ids
     while len(ids):
         free = _always_fits(core, ids, piece.base, max_offset)
@@ -74,7 +75,7 @@ def _always_fits(
     lo, hi, size, align = core.lo[ids], core.hi[ids], core.size[ids], core.align[ids]
     first, width = int(lo.min()), int(hi.max() - lo.min())
     lo, hi = lo - first, hi - first
-    # Those that meet [lo, hi): all, less those that ended before lo, less those that start at hi or later.
+    # The buffers that overlap [lo, hi): all, less those that end before lo, less those that start at hi or later.
     count = _started(lo, hi, np.ones(len(ids), np.int64), width)
     total = _started(lo, hi, size, width) - size
     ruled_out = (total + (count - 1) * (size + align - 2)) // align
@@ -83,7 +84,7 @@ def _always_fits(
 
 
 def _started(lo: Ints, hi: Ints, value: Ints, width: int) -> Ints:
-    """Per interval: the sum of `value` over the intervals that meet it, itself included."""
+    """For each interval, the sum of `value` over the intervals that overlap it, itself included."""
     starts, ends = np.zeros(width + 2, np.int64), np.zeros(width + 2, np.int64)
     np.add.at(starts, lo + 1, value)
     np.add.at(ends, hi + 1, value)
@@ -93,17 +94,20 @@ def _started(lo: Ints, hi: Ints, value: Ints, width: int) -> Ints:
 def _bottom(
     core: ProblemArrays, ids: Ints, base: int, max_offset: Ints, bottoms: list[tuple[int, int]]
 ) -> tuple[Ints, int, bool]:
-    """Stack the buffers that meet all others of the piece on `base`; returns the rest and its base."""
+    """Stack the buffers that are alive together with all others of the piece on `base`.
+
+    Returns the other buffers, their base, and whether any buffer was stacked.
+    """
     if not len(ids) or core.pinned[ids].any() or (core.align[ids] > 1).any():
         return ids, base, False
     whole = (core.lo[ids] < core.hi[ids].min()) & (core.hi[ids] > core.lo[ids].max())
     if core.seg_lo.shape[0] != core.n:
         whole &= np.diff(core.seg_ptr)[ids] == 1
         whole &= (core.lo[ids] <= core.lo[ids].min()) & (core.hi[ids] >= core.hi[ids].max())
-    # Moving b down lifts what was under it: harmless unless b could reach higher than they can (padding on top).
+    # Moving b down lifts the buffers below it: valid unless b may end higher than they may (padding on top).
     ceiling = (max_offset + core.size)[ids]
     whole &= ceiling == ceiling.min()
-    low = core.low[ids]  # above 0 where `core` is itself a piece that lies above others
+    low = core.low[ids]  # above 0 if `core` is itself a piece above others
     if low.min() < low.max():
         return ids, base, False
     base = max(base, int(low[0]))
@@ -114,7 +118,7 @@ def _bottom(
 
 
 def _split(core: ProblemArrays, ids: Ints) -> list[Ints]:
-    """The parts of `ids` that no lifetime (hull) connects, by time."""
+    """The parts of `ids`, by time, that no hull of a live interval connects."""
     if not len(ids):
         return []
     order = ids[np.argsort(core.lo[ids], kind="stable")]

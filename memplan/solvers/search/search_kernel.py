@@ -1,12 +1,12 @@
-"""The place-or-skip search itself, compiled by numba. `search.py` feeds it; read that first.
+"""The place-or-skip tree search, compiled by numba. `search_variant.py` calls it; read that first.
 
-State: for every unplaced buffer the lowest offset still open to it (`allowed`, the highest top of its placed
-neighbours) and the offset at which it was skipped (`hole`). If a placement exists, one exists in which no
-buffer can sink to any lower free offset; so a skipped buffer's hole must end up blocked by a neighbour that
-is still unplaced, and a buffer that nothing can block is never skipped. That makes the search complete with
-two branches per node: place the chosen buffer at `allowed`, or skip it there.
+The state of every unplaced buffer is its lowest open offset (`allowed`, the highest top of its placed neighbours) and
+the offset at which it was skipped (`hole`). If a placement exists, then one exists in which no buffer can move to a
+lower free offset. So the hole of a skipped buffer must be blocked by a neighbour that is still unplaced, and a buffer
+that no other can block is never skipped. The search is therefore complete with two branches per node: place the chosen
+buffer at `allowed`, or skip it there.
 
-All offsets and sizes are in units, all lifetimes in sections (see `core.py`).
+All offsets and sizes are in units, all live intervals in sections (see `problem_arrays.py`).
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -29,7 +29,7 @@ def _undo(
     mark, tp, trail, reach, latest, allowed, hole, floor, placed, unplaced, cross, size, seg_ptr, seg_lo, seg_hi,
     buf_lo, buf_hi,
 ):  # fmt: skip
-    """Take back what the trail holds from `mark` to `tp`, newest first."""
+    """Undo the trail entries from `mark` to `tp`, newest first."""
     while tp > mark:
         tp -= 1
         kind, i, old = trail[tp, 0], trail[tp, 1], trail[tp, 2]
@@ -64,18 +64,17 @@ def search(
     capacity, size, align, low, maxoff, seg_ptr, seg_lo, seg_hi, sections, adj_ptr, adj, mem_ptr, mem, rank, few,
     corners, thorough, node_limit, room, ends, rounds, table, salt, offsets,
 ):  # fmt: skip
-    """Place everything under `capacity`, or prove that it cannot be done, or give up after `node_limit` nodes.
+    """Place all buffers under `capacity`, prove that no placement exists, or give up after `node_limit` nodes.
 
-    Returns (SOLVED | EXHAUSTED | LIMIT, nodes, smallest area that was left unplaced, in units x sections).
-    `few` and `corners` are the branching rule's (`branch_kernel.py`), `rank` breaks its ties; `thorough` asks
-    for all conclusions after each decision (`propagate_kernel.py`); `room`, `ends` and `rounds` limit how many
-    (`thresholds.py`).
-    `offsets` receives the placement; `table` remembers failed states between calls with the same `salt`.
+    Returns (SOLVED | EXHAUSTED | LIMIT, nodes, smallest unplaced area in units x sections). `few` and `corners` are
+    those of the branching rule (`branch_kernel.py`), whose ties `rank` breaks. With `thorough`, all propagation rules
+    are applied after each decision (`propagate_kernel.py`), limited by `room`, `ends` and `rounds`. `offsets` receives
+    the placement; `table` stores failed states between calls with the same `salt`.
     """
     n = size.shape[0]
     allowed = low.copy()
     hole = np.full(n, -1, np.int64)
-    reach = low.copy()  # the lowest offset that each can end up at, and the highest
+    reach = low.copy()  # the lowest possible offset of each buffer; `latest` is the highest
     latest = maxoff.copy()
     changed = np.zeros(sections, np.int8)
     queue = np.empty(n + 1, np.int64)
@@ -130,7 +129,7 @@ def search(
             return EXHAUSTED, 0, area
     nodes = 0
     failed = False
-    apart = True  # look for boundaries that nothing crosses
+    apart = True  # look for boundaries that no unplaced buffer crosses
     while True:
         if not failed:
             if apart:
@@ -210,7 +209,7 @@ def search(
                         trail[tp, 0], trail[tp, 1], trail[tp, 2] = _HOLE, c, hole[c]
                         tp += 1
                         hole[c] = -1
-                    if allowed[c] >= top:  # another neighbour, above the hole, keeps it higher up
+                    if allowed[c] >= top:  # another neighbour, above the hole, keeps it higher
                         key += mix(c, allowed[c], hole[c])
                         continue
                     trail[tp, 0], trail[tp, 1], trail[tp, 2] = _ALLOWED, c, allowed[c]

@@ -1,11 +1,11 @@
-"""Place-or-skip search on one form of a piece, restarted by a bandit.
+"""Place-or-skip tree search on one variant of a piece, with restarts chosen by a multi-armed bandit.
 
-A form is a piece as it is or with buffers joined (`join.py`). An arm is a ranking of its buffers and a rule for
-the section to decide next (`branch_kernel.py`). Every arm is tried briefly; then arms are drawn by how little they
-left unplaced, with perturbed rankings and node limits after Luby et al. ("Optimal speedup of Las Vegas
-algorithms", 1993). Failed states are remembered across restarts. Of the brief tries every second one, after the
-first few, draws all conclusions after a decision (`propagate_kernel.py`): some instances need a tenth of the nodes
-then, others as many, and each takes longer. Where joins were guessed, so does every second one of the others.
+A variant is a piece as it is or with buffers joined (`join.py`). An arm is a ranking of the buffers and a branching
+rule (`branch_kernel.py`). Every arm is first run briefly. Then arms are drawn by the unplaced area that they left, with
+perturbed rankings and with node limits after Luby et al. ("Optimal speedup of Las Vegas algorithms", 1993). Failed
+states are stored across restarts. After the first few, every second brief run applies all propagation rules
+(`propagate_kernel.py`): some instances then need a tenth of the nodes, others as many, and each node takes longer. If
+joins were guessed, every second later run does so too.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from memplan.solvers.search.join import Joined
 
 Floats = npt.NDArray[np.float64]
 
-# Rules for the section: how few candidates make it urgent, and whether buffers that fit a corner come first.
+# Branching rules: the number below which a section has few candidates, and whether buffers that fit a corner go first.
 RULES = ((3, True), (4, True), (5, False), (1, False))
-_NOISES = (0.05, 0.3)  # of the logarithm of a key
-_FIRST_NODES, _SLICE_NODES = 2, 1  # per buffer
-_THOROUGH_NODES = 3  # nodes that take as long as one after which all conclusions are drawn
+_NOISES = (0.05, 0.3)  # standard deviations of the noise on the logarithm of a key
+_FIRST_NODES, _SLICE_NODES = 2, 1  # nodes per buffer
+_THOROUGH_NODES = 3  # nodes that take as long as one with all propagation rules
 
 
 class SearchVariant:
-    """A piece, perhaps with buffers joined, and what is known of the arms on it."""
+    """A variant of a piece, perhaps with joined buffers, and the results of its arms."""
 
     def __init__(self, joined: Joined, table: Ints, salt: int, *, guessed: bool) -> None:
-        """`table` remembers failed states; `salt` tells those of other forms apart."""
+        """Start without results. `table` stores failed states; `salt` separates those of different variants."""
         self.joined, self.runs = joined, 0
         self._table, self._salt, self._guessed = table, salt, guessed
         self._keys = _rankings(joined.piece.core)
@@ -41,13 +41,13 @@ class SearchVariant:
 
     @property
     def size(self) -> int:
-        """How many buffers are left."""
+        """The number of buffers after joining."""
         return self.joined.piece.core.n
 
     def run(self, budget: Budget, random: np.random.Generator) -> tuple[PieceOutcome, Ints]:
-        """The next arm, briefly; after all of them one that left little unplaced, with a perturbed ranking.
+        """Run the next arm briefly; once all were run, an arm that left little unplaced, with a perturbed ranking.
 
-        Returns the outcome for the form and, if SOLVED, the offsets of the buffers of the original piece (units).
+        Returns the outcome for the variant and, if SOLVED, the offsets (units) of the buffers of the original piece.
         """
         run, arms, n = self.runs, len(self._arms), self.size
         self.runs += 1
@@ -84,7 +84,10 @@ def search_once(
     salt: int,
     budget: Budget,
 ) -> tuple[PieceOutcome, int, Ints]:
-    """One run: the outcome, the least area left unplaced (units x sections), and offsets (complete if SOLVED)."""
+    """Run the tree search once, up to `nodes` nodes.
+
+    Returns the outcome, the smallest unplaced area (units x sections), and the offsets, which are complete if SOLVED.
+    """
     from memplan.solvers.search import search_kernel as kernel
 
     core, cost = piece.core, _THOROUGH_NODES if thorough else 1
@@ -105,7 +108,7 @@ def search_once(
 
 
 def _rankings(core: ProblemArrays) -> list[Floats]:
-    """Which buffer first, at equal offsets: long-lived, in busy sections, large in area, large in bytes."""
+    """The keys that rank buffers at equal offsets: live steps, load of their sections, area, size, and a mixed one."""
     load = np.concatenate((np.zeros(1), np.cumsum(load_of(core).astype(np.float64))))
     life = (core.hi - core.lo).astype(np.float64)
     size = core.size.astype(np.float64)
@@ -113,7 +116,7 @@ def _rankings(core: ProblemArrays) -> list[Floats]:
 
 
 def luby(i: int) -> int:
-    """1, 1, 2, 1, 1, 2, 4, ... for i = 1, 2, 3, ..."""
+    """The i-th term of Luby's sequence: 1, 1, 2, 1, 1, 2, 4, ... for i = 1, 2, 3, ..."""
     while True:
         bits = i.bit_length()
         if i == (1 << bits) - 1:

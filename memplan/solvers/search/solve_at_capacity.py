@@ -1,7 +1,7 @@
-"""One attempt: everything below a given capacity, or why not. Steps 1 to 5 of the portfolio, in this order.
+"""Solves a problem at one capacity, or proves that the capacity is too small. Steps 1 to 5 of the portfolio, in order.
 
-Reduce; place every piece that is left by a quick heuristic if that happens to fit, by search otherwise; fill
-in what was peeled. Each step is exact, so a piece that the search exhausts proves the capacity too small.
+It reduces the problem, places every remaining piece by a heuristic if that fits and by search otherwise, and then
+places the peeled buffers. Each step is exact, so a piece that the search exhausts proves the capacity too small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memplan.solvers.search.eject import Learnt
 from memplan.solvers.search.reduce import reduce
 from memplan.solvers.search.tree_search import search
 
-_OVERHEAD = 300  # units of work that an attempt costs besides three per buffer
+_OVERHEAD = 300  # units of work of an attempt, in addition to three per buffer
 
 
 def attempt(
@@ -32,14 +32,14 @@ def attempt(
     hint: Ints | None = None,
     memory: dict[bytes, Learnt] | None = None,
 ) -> tuple[PieceOutcome, Ints]:
-    """Place every buffer of `core` at its `max_offset` (units) or below; offsets are complete if SOLVED.
+    """Place every buffer of `core` at its `max_offset` (units) or below; the offsets are complete if SOLVED.
 
-    With a `hint` (a placement that reaches too high) the pieces go to CP-SAT instead of the search. `memory` is
-    what earlier attempts on the same core learnt, by the buffers of a piece; this one adds to it. With it,
-    ejection search begins at once.
+    With a `hint`, a placement that is too high, CP-SAT solves the pieces instead of the search. `memory` holds the
+    state of the ejection search of earlier attempts on the same problem, by the buffers of a piece, and is updated.
+    With it, ejection search starts at once.
     """
     result = _attempt(core, max_offset, budget, seed, hint=hint, memory=memory)
-    budget.spend(_OVERHEAD + 3 * core.n, 1)  # so that attempts that never reach the search come to an end too
+    budget.spend(_OVERHEAD + 3 * core.n, 1)  # so that attempts without a search also end
     return result
 
 
@@ -97,7 +97,7 @@ def _place(
 def _place_large(
     core: ProblemArrays, max_offset: Ints, budget: Budget, seed: int, known: Ints
 ) -> tuple[PieceOutcome, Ints]:
-    """Search only the buffers alive in some tracked sections, fill in the rest, track where that overflows."""
+    """Search only the buffers alive in tracked sections, place the rest on top, and track sections that overflow."""
     load = load_of(core)
     tracked = np.zeros(core.sections, np.bool_)
     tracked[np.argsort(-load, kind="stable")[: thresholds.TRACKED]] = True
@@ -120,7 +120,7 @@ def _place_large(
 
 
 def _alive_in(core: ProblemArrays, tracked: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
-    """The buffers alive in some tracked section, and the pinned ones."""
+    """The buffers that are alive in a tracked section, and the pinned buffers."""
     before = np.concatenate((np.zeros(1, np.int64), np.cumsum(tracked, dtype=np.int64)))
     touches = np.add.reduceat(before[core.seg_hi] - before[core.seg_lo], core.seg_ptr[:-1]) > 0
     return np.flatnonzero(touches | core.pinned)
@@ -133,7 +133,7 @@ def _track_overflows(
     load: Ints,
     tracked: np.ndarray[tuple[int], np.dtype[np.bool_]],
 ) -> None:
-    """Add the busiest section of each of the buffers that end highest above their limit."""
+    """Track the section of largest load of each of the buffers that are furthest above their limit."""
     over = offsets - max_offset
     added = 0
     for b in np.argsort(-over, kind="stable"):

@@ -1,7 +1,7 @@
-"""First-fit again and again, what ended too high earlier each time: for large problems that nothing splits.
+"""Squeaky-wheel optimization, for large problems that do not split: repeats first-fit with an improved order.
 
-Buffers are placed by size, weighted by how busy the busiest section of their lifetime is; after each round,
-those that end above the goal are promoted (Joslin and Clements, "Squeaky wheel optimization", 1999).
+Buffers are placed by size, weighted by the largest load in their live interval. After each round, buffers above the
+goal are promoted in the order (Joslin and Clements, "Squeaky wheel optimization", 1999).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from memplan.solvers.limits import Budget
 
 _BUSY, _PROMOTION = 8.0, 1.3  # exponent of the load, factor on the key of a buffer that ended too high
 _HIGHEST_KEY = 1e200  # keys grow with every promotion, and would overflow after some thousand rounds
-_PAIRS_PER_SECOND = 5_000_000  # of first-fit: a round that would not end in time is not begun
+_PAIRS_PER_SECOND = 5_000_000  # speed of first-fit: a round that would not end in time is not started
 
 
 def rounds(core: ProblemArrays, goal: Ints, budget: Budget) -> Iterator[Ints]:
-    """Placements (offsets in units), one a round until `budget` is over; `goal` is the highest offset wanted."""
+    """Yield a placement (offsets in units) per round until `budget` is over; `goal` has the highest wanted offsets."""
     pairs = pairs_alive_together(core)
     free = np.flatnonzero(~core.pinned)
     load = load_of(core)
@@ -40,7 +40,7 @@ def rounds(core: ProblemArrays, goal: Ints, budget: Budget) -> Iterator[Ints]:
 
 
 def _highest(value: Ints, lo: Ints, hi: Ints) -> Ints:
-    """max(value[lo:hi]) of every range, from the maxima over powers of two. Sections x log in memory."""
+    """max(value[lo:hi]) for every range, from the maxima over powers of two. Sections x log in memory."""
     width = np.frexp(hi - lo)[1] - 1  # the largest power of two within each range
     highest = np.zeros(lo.shape[0], np.int64)
     level = value

@@ -1,8 +1,8 @@
-"""Steps 2 and 3 of the portfolio: tree search on the forms of one piece, and ejection search beside it.
+"""Steps 2 and 3 of the portfolio: alternates tree search on variants of one piece with ejection search.
 
-The tree search (`search_variant.py`) takes turns between the piece as it is, which alone proves anything, the piece with all
-likely joins made (`join.py`), and forms with most of them. The ejection search (`eject.py`) runs beside it: the
-tree finds tight packings and proves, the other finds loose ones sooner.
+The tree search (`search_variant.py`) alternates between the piece as it is, which is the only variant that proves
+anything, the piece with all likely joins (`join.py`), and variants with most of them. The tree search finds tight
+placements and proofs; the ejection search (`eject.py`) finds loose placements faster.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from memplan.solvers.search.eject import Ejection, Learnt
 from memplan.solvers.search.join import joined
 from memplan.solvers.search.search_variant import RULES, SearchVariant, luby
 
-_ALL, _AS_IT_IS, _SOME = 0, 1, 2  # kinds of forms, by the likely joins that are made
-_CHANCES = (0.95, 0.9, 0.8)  # how many of them where some are
-_BUFFERS_PER_UNIT = 2  # that are looked at while a form is made, for one unit of work
+_ALL, _AS_IT_IS, _SOME = 0, 1, 2  # kinds of variants, by the likely joins that are made
+_CHANCES = (0.95, 0.9, 0.8)  # probabilities of a likely join in variants with some of them
+_BUFFERS_PER_UNIT = 2  # buffers visited while a variant is made, for one unit of work
 
 
 def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = None) -> tuple[PieceOutcome, Ints]:
-    """Place the piece under its capacity, prove that it cannot be done, or give up when `budget` is over.
+    """Place the piece under its capacity, prove that it cannot be placed, or give up when `budget` is over.
 
-    Ejection search (`eject.py`) gets as much work: from the first few runs on if it has `learnt` to go on from,
-    else after a head start, in which the tree finds what it can find.
-    Returns the outcome and, if SOLVED, the offsets (units).
+    Tree search and ejection search get the same work. Ejection search starts after the first few runs if it can
+    continue from `learnt`, and otherwise after a head start of the tree search. Returns the outcome and, if SOLVED, the
+    offsets (units).
     """
     n = piece.core.n
     ejection = Ejection(piece, seed, learnt) if n <= thresholds.EJECTED else None
     runs = _Runs(piece, budget, seed)
-    run, treed = 0, 0  # of the tree search: runs, units of work
+    run, treed = 0, 0  # the tree search's runs and units of work
     ejected = thresholds.HEAD_START if learnt is None else 0  # units of work
     while not budget.is_over:
         before = budget.spent
@@ -50,29 +50,29 @@ def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = N
 
 
 class _Runs:
-    """The runs of the tree search. The three kinds of forms share the work equally.
+    """The runs of the tree search. The three kinds of variants get the same work.
 
-    With all likely joins there is one form, and one with none; of the third kind there are many, one after the
-    other, each for some runs, whose number follows Luby's sequence.
+    There is one variant with all likely joins and one with none. Of the third kind there are many, one after the other,
+    each for a number of runs that follows Luby's sequence.
     """
 
     def __init__(self, piece: Instance, budget: Budget, seed: int) -> None:
         self._piece, self._budget = piece, budget
         self._random = np.random.default_rng(seed)
         self._table = np.zeros(thresholds.TABLE, np.int64)
-        self._made = 0  # forms
+        self._made = 0  # variants
         self._forms = {_AS_IT_IS: self._make(0.0, guessed=False), _ALL: self._make(1.0, guessed=True)}
-        self._spent = {_ALL: 0, _AS_IT_IS: 0, _SOME: 0}  # units of work, of the kinds that are searched
+        self._spent = {_ALL: 0, _AS_IT_IS: 0, _SOME: 0}  # units of work of each kind that is searched
         if self._forms[_ALL].size == self._forms[_AS_IT_IS].size:  # nothing to guess
             self._spent = {_AS_IT_IS: 0}
 
     def next(self) -> tuple[PieceOutcome, Ints]:
-        """One run, on the kind of form that had least work so far."""
+        """Run once on the kind of variant that had the least work so far."""
         kind = min(self._spent, key=lambda kind: self._spent[kind])
         before = self._budget.spent
         outcome, offsets = self._form(kind).run(self._budget, self._random)
         self._spent[kind] += self._budget.spent - before
-        if outcome is PieceOutcome.EXHAUSTED and kind != _AS_IT_IS:  # proves only that some joins were wrong
+        if outcome is PieceOutcome.EXHAUSTED and kind != _AS_IT_IS:  # this only proves that some joins were wrong
             outcome = PieceOutcome.LIMIT
             self._forms.pop(kind)
             if kind == _ALL:
