@@ -25,7 +25,7 @@ from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """A piece with joined buffers. Buffer b of the original is in buffer `group[b]`, `above[b]` units above its bottom."""
+    """A piece with joined buffers: buffer b of the original is in `group[b]`, `above[b]` units above its bottom."""
 
     piece: Instance
     group: Ints

@@ -58,7 +58,7 @@ def _is_block(k, dying, dying_next, born, born_next, size, most):
 
 @njit(cache=True)
 def _partner(a, k, dying, dying_next, born, born_next, size, low):
-    """The only buffer that starts at `k` with the size of `a`, if `a` is the only one of that size to end there; or -1."""
+    """The only buffer of the size of `a` that starts at `k`, if `a` is the only one of its size to end there; or -1."""
     found, b = np.int64(-1), dying[k]
     while b >= 0:
         if size[b] == size[a] and b != a:

@@ -179,7 +179,7 @@ def _sections(
 
 
 @njit(cache=True)
-def tighten(
+def propagate(
     thorough, capacity, unplaced, hole, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo, buf_hi,
     weight, changed, trail, tp, queue, ends, rounds,
 ):  # fmt: skip

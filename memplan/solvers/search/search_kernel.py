@@ -17,7 +17,7 @@ from numba import njit
 
 from memplan.solvers.search.branch_kernel import pick_buffer, pick_section
 from memplan.solvers.search.decompose_kernel import key_of, mix, slot, split
-from memplan.solvers.search.propagate_kernel import ALL, FEW, LATEST, REACH, tighten
+from memplan.solvers.search.propagate_kernel import ALL, FEW, LATEST, REACH, propagate
 
 SOLVED, EXHAUSTED, LIMIT = 0, 1, 2
 
@@ -228,7 +228,7 @@ def search(
             if failed:
                 changed[:] = 0
             else:
-                consistent, tp = tighten(
+                consistent, tp = propagate(
                     thorough, capacity, unplaced, hole, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo,
                     buf_hi, weight, changed, trail, tp, queue, ends, rounds,
                 )  # fmt: skip
@@ -258,7 +258,7 @@ def search(
             root = False
             for s in range(buf_lo[b], buf_hi[b]):
                 changed[s] = ALL
-            consistent, tp = tighten(
+            consistent, tp = propagate(
                 thorough, capacity, unplaced, hole, reach, latest, size, placed, adj_ptr, adj, mem_ptr, mem, buf_lo,
                 buf_hi, weight, changed, trail, tp, queue, ends, rounds,
             )  # fmt: skip

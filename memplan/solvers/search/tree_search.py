@@ -61,29 +61,29 @@ class _Runs:
         self._random = np.random.default_rng(seed)
         self._table = np.zeros(thresholds.TABLE, np.int64)
         self._made = 0  # variants
-        self._forms = {_AS_IT_IS: self._make(0.0, guessed=False), _ALL: self._make(1.0, guessed=True)}
+        self._variants = {_AS_IT_IS: self._make(0.0, guessed=False), _ALL: self._make(1.0, guessed=True)}
         self._spent = {_ALL: 0, _AS_IT_IS: 0, _SOME: 0}  # units of work of each kind that is searched
-        if self._forms[_ALL].size == self._forms[_AS_IT_IS].size:  # nothing to guess
+        if self._variants[_ALL].size == self._variants[_AS_IT_IS].size:  # nothing to guess
             self._spent = {_AS_IT_IS: 0}
 
     def next(self) -> tuple[PieceOutcome, Ints]:
         """Run once on the kind of variant that had the least work so far."""
         kind = min(self._spent, key=lambda kind: self._spent[kind])
         before = self._budget.spent
-        outcome, offsets = self._form(kind).run(self._budget, self._random)
+        outcome, offsets = self._variant(kind).run(self._budget, self._random)
         self._spent[kind] += self._budget.spent - before
         if outcome is PieceOutcome.EXHAUSTED and kind != _AS_IT_IS:  # this only proves that some joins were wrong
             outcome = PieceOutcome.LIMIT
-            self._forms.pop(kind)
+            self._variants.pop(kind)
             if kind == _ALL:
                 self._spent.pop(kind)
         return outcome, offsets
 
-    def _form(self, kind: int) -> SearchVariant:
-        form = self._forms.get(kind)
-        if form is None or (kind == _SOME and form.runs >= thresholds.FORM_RUNS * luby(self._made - 2)):
-            form = self._forms[kind] = self._make(_CHANCES[self._made % len(_CHANCES)], guessed=True)
-        return form
+    def _variant(self, kind: int) -> SearchVariant:
+        variant = self._variants.get(kind)
+        if variant is None or (kind == _SOME and variant.runs >= thresholds.FORM_RUNS * luby(self._made - 2)):
+            variant = self._variants[kind] = self._make(_CHANCES[self._made % len(_CHANCES)], guessed=True)
+        return variant
 
     def _make(self, chance: float, *, guessed: bool) -> SearchVariant:
         self._made += 1
