@@ -158,7 +158,7 @@ def write_solution(path: str | os.PathLike[str], problem: Problem, solution: Sol
                 f"has no offset: {solution.status.value}",
                 violation="missing",
                 where=f"buffer {b.id!r}",
-                hint="write only solutions that place every buffer, of this very problem",
+                hint="write only solutions that place every buffer of this problem",
             )
         rows.writerow((b.id, b.live.start, b.live.end, b.size, solution.offsets[b.id]))
     write_atomic(Path(path), out.getvalue())

@@ -158,6 +158,6 @@ def _check_instances(graph: Graph, plan: EvictionPlan) -> None:
         base, further = (storages[s] for s in pair)
         lives[pair[0]] = lives.get(pair[0], 0) + 1
         if further.name != f"{base.name}@{lives[pair[0]]}" or further.nbytes != base.nbytes:
-            raise InvalidPlan(f"{further.name!r} is not the next life of {base.name!r}", where=where)
+            raise InvalidPlan(f"{further.name!r} is not the next instance of {base.name!r}", where=where)
     if [further for _, further in plan.instances] != sorted(born):
-        raise InvalidPlan("are not the lives that begin with a reload or a repeated op", where="eviction.instances")
+        raise InvalidPlan("are not the storages that begin with a reload or a repeated op", where="eviction.instances")

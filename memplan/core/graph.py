@@ -213,7 +213,7 @@ def check_graph(graph: Graph) -> None:
         if not 0 <= value.storage < len(graph.storages):
             raise InvalidPlan(f"names storage {value.storage}", where=f"graph.values[{i}].storage")
         if len(value.shape) != len(value.strides) or min((*value.shape, *value.strides, value.offset)) < 0:
-            raise InvalidPlan("has no such view: shape, strides and offset disagree", where=f"graph.values[{i}]")
+            raise InvalidPlan("is not a valid view: shape, strides and offset disagree", where=f"graph.values[{i}]")
     references = [
         (f"ops[{i}].{field}", getattr(op, field)) for i, op in enumerate(graph.ops) for field in ("reads", "writes")
     ]
@@ -224,7 +224,7 @@ def check_graph(graph: Graph) -> None:
                 raise InvalidPlan(f"names value {index}", where=f"graph.{where}")
     for i, op in enumerate(graph.ops):
         if op.phase is Phase.FORWARD and i >= graph.forward_ops:
-            raise InvalidPlan("is of the forward, and stands behind the backward", where=f"graph.ops[{i}].phase")
+            raise InvalidPlan("is an op of the forward after an op of the backward", where=f"graph.ops[{i}].phase")
     _check_inplace_candidates(graph)
 
 

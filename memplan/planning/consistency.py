@@ -61,7 +61,7 @@ def check_sections(plan: Plan) -> None:
     for i, section in enumerate(plan.devices):
         where = f"eviction.sections[{i}]"
         if section.start != start or section.device in {s.device for s in plan.devices[:i]}:
-            raise InvalidPlan("does not begin where the one before it ends, or is of the same device", where=where)
+            raise InvalidPlan("does not start where the one before it ends, or is of the same device", where=where)
         start += section.size
         part = lifetimes.device_problem(plan.problem, plan.graph, section.device)
         if section.max_live != part.max_live or (section.size > section.budget and not plan.redzone):

@@ -28,7 +28,7 @@ def require_evidence(graph: Graph, schedule: Schedule) -> None:
         return
     if schedule.evidence is Evidence.BETWEEN:
         if schedule.proof or cut_bound(graph, None) != schedule.bound:
-            raise InvalidPlan(f"says {schedule.bound}, its evidence does not", where="schedule.bound")
+            raise InvalidPlan(f"says {schedule.bound}, its evidence does not prove it", where="schedule.bound")
         return
     index = next((i for i, op in enumerate(graph.ops) if op.name == schedule.proof), None)
     if index is None:

@@ -109,7 +109,7 @@ def _parse(text: str, where: str) -> ast.expr:
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidPlan(f"{clip(ascii(text))} is no expression", where=where) from error
+        raise InvalidPlan(f"{clip(ascii(text))} is not an expression", where=where) from error
 
 
 def _check(node: ast.expr, symbols: frozenset[str], text: str, where: str) -> bool:

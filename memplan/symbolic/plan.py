@@ -204,7 +204,7 @@ def check_symbolic(made: SymbolicPlan) -> None:
         raise InvalidPlan("has evictions, which hold for one size only", where="plan.eviction")
     graph = made.plan.graph
     if always_alike(graph, made.sizes) != graph or as_taken(graph, made.plan.schedule.order) != graph:
-        raise InvalidPlan("has in-place chances that other values do not have", where="plan.graph")
+        raise InvalidPlan("has in-place candidates that other values do not have", where="plan.graph")
     check_sizes(graph, made.sizes, made.symbols, evaluator(made.sizes.expressions, names))
     hints = tuple(s.hint for s in made.symbols)
     if not all(holder(made.conditions, names)(*hints)):

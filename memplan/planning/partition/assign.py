@@ -81,7 +81,7 @@ def assign(
     (seconds, _), ends = _best(m, count, short)
     if seconds == _NONE:
         raise BudgetInfeasible(
-            f"no run of blocks fits: divided best, a device holds {format_bytes(int(least))} at once",
+            f"no assignment of blocks fits: in the best one, a device needs {format_bytes(int(least))} at once",
             op="",
             smallest=int(least),
             where="budget",
