@@ -20,7 +20,7 @@ from memplan.evict.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a heuristic knows of a storage.
+    """The properties of a storage that a heuristic may use.
 
     `size` is in bytes, `seconds` is the time to compute it, `around` that of the dropped storages around it (those that
     it is computed from, and those computed from it), `staleness` the time since its last touch, all in seconds.
@@ -127,7 +127,7 @@ class Neighbourhoods:
 
 
 def candidate(device: DeviceState, around: Neighbourhoods, storage: int) -> Candidate:
-    """Return what is known of `storage` now."""
+    """Return the properties of `storage` at the current op."""
     return Candidate(
         storage=storage,
         size=device.workload.size[storage],

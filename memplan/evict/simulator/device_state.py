@@ -30,7 +30,7 @@ class Location(enum.Enum):
 
 
 class EvictionKind(enum.Enum):
-    """How a storage is evicted."""
+    """The two ways to evict a storage."""
 
     DROP = "compute it again"
     SWAP = "copy it to the host and back"
