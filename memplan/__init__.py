@@ -1,25 +1,25 @@
 """memplan: ahead-of-time static memory planning for PyTorch graphs.
 
-    plan(model, example_inputs)      what a step needs, to the byte, from fake tensors
-    compile(model, example_inputs)   a module that runs it in one preallocated arena
-    compile_step(model, optimizer, loss_fn, batch)   a whole training step, updates included
-    record(step_fn)                  what a run allocates that cannot be traced, placed by plan; install_allocator()
-                                     first, and it can be replayed on CUDA
-    solve(problem)                   offset assignment on its own, for compilers and embedded systems
-    max_batch(make, budget)          the largest batch that fits, without running out of memory once
-    profile(model, example_inputs)   what each op takes on this machine: costs for budgets
-    load(path)                       a saved plan, validated; load_symbolic(path): one for a range of shapes
-    Tracker()                        a hook that counts what lies in the arena and on the host at each step
-    Backend(**options)               torch.compile(model, backend="memplan"), with options
-    explain(plan), diff(one, two)    who is alive at a step and why; what changed between two plans
+    plan(model, example_inputs)      plans a step from fake tensors: the memory that it needs, to the byte
+    compile(model, example_inputs)   returns a module that runs the step in one preallocated arena
+    compile_step(model, optimizer, loss_fn, batch)   compiles a whole training step, optimizer update included
+    record(step_fn)                  records and places the allocations of a step that cannot be traced; after
+                                     install_allocator() it can be replayed on CUDA
+    solve(problem)                   assigns offsets to buffers, for compilers and embedded systems
+    max_batch(make, budget)          finds the largest batch that fits, without running out of memory
+    profile(model, example_inputs)   measures each op on this machine: costs for budgets
+    load(path)                       loads and validates a plan; load_symbolic(path): a plan for a range of shapes
+    Tracker()                        is a hook that counts the bytes in the arena and on the host at each step
+    Backend(**options)               configures torch.compile(model, backend="memplan")
+    explain(plan), diff(one, two)    show the live buffers of a step; the differences between two plans
 
-Importing this package imports no torch and patches nothing: each name is imported on first use.
+Importing this package does not import torch and patches nothing: each name is imported on first use.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from memplan.errors import MemplanError
 from memplan.version import __version__
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from memplan.trace.batches import max_batch
 
     class _Options(TypedDict, total=False):
-        """Options of `plan` on which the type of its result does not depend."""
+        """The options of `plan` that do not change the type of its result."""
 
         train: bool | None
         budget: Budget | Sequence[Budget] | None
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
         costs: CostModel | str | None
         divide: Divide
         compress: str | None
-        gradients: str
+        gradients: Literal["safe", "owned", "arena"]
         schedule: str | Policy
         solver: str | Solver
         layout: str
@@ -131,7 +131,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what people ask for when they first do: the command line starts without any of it."""
+    """Import a public name when it is first used, so that the command line starts without torch."""
     if name == "csvio":
         return import_module("memplan.core.csvio")
     if name not in _HOMES:
@@ -173,7 +173,7 @@ def plan(
     costs: CostModel | str | None = None,
     divide: Divide = None,
     compress: str | None = None,
-    gradients: str = "safe",
+    gradients: Literal["safe", "owned", "arena"] = "safe",
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: str = "auto",
@@ -181,29 +181,50 @@ def plan(
     device: Any = None,
     dynamic_shapes: Any = None,
 ) -> Plan | SymbolicPlan:
-    """Plan one step of `model` from fake tensors: what it needs, to the byte, without computing anything.
+    """Plan the memory of one step of `model` from fake tensors, to the byte, without computing anything.
 
-    `example_inputs` is the tuple of positional arguments (or the only one), `example_kwargs` the others;
-    real, fake and meta tensors will do, and so they will as parameters. `train`: plan forward and backward
-    (None: as `model.training` says) or the forward alone. `budget`: the most that the arena may have, in bytes, as
-    a text ("8GiB"), as a share of its size without a budget (0.5, "50%"), or "min"; what does not fit is evicted
-    by `policy` ("auto": computed again or copied to the host and back, whatever costs least by `costs`, a
-    `CostModel` or the name of a device: "a100", "h100", "h200", "cpu"; "recompute": without copies; or a function
-    of your own, see `memplan.evict.workload.Policy`). `schedule`: which order of the ops to plan, by the name of its
-    policy (`memplan.schedule.POLICIES`): "auto" is never worse than "traced", eager's own. `layout`: "tstack" places
-    what is released later lower, so that a release leaves one hole at the top (the ext-tstack note's diagram, drawn by
-    `plan.to_text()`); "auto" makes the arena smallest. `time_limit` is the solver's, in seconds. `device`: plan to run
-    there while the model and its caller stay on the CPU, as `memplan.compile` does. `dynamic_shapes`: which dimensions
-    of the inputs vary, as `torch.export` takes it; the result is a `SymbolicPlan`, for every shape in range. Raises
-    `UnsupportedGraph` when the model cannot be traced as one graph, `UnsupportedDevice`, and `BudgetInfeasible`, with
-    the smallest budget that can be kept, when `budget` cannot.
+    Args:
+        model: The module whose call is planned. Its parameters may be real, fake or meta tensors.
+        example_inputs: The tuple of positional arguments, or the only one: real, fake or meta tensors of the shapes
+            that the step will see.
+        example_kwargs: The keyword arguments.
+        train: Plan forward and backward (True) or the forward alone (False); None follows `model.training`.
+        budget: The most bytes that the arena may have: a number of bytes, a text ("8GiB"), a share of its size
+            without a budget (0.5, "50%"), or "min". Storages that do not fit are evicted.
+        policy: What decides the evictions: "auto" (recompute or offload, whichever costs less), "recompute"
+            (no copies), another name of `memplan.evict.select.POLICIES`, or a function
+            (`memplan.evict.workload.Policy`).
+        costs: The seconds of ops and copies, for `policy`: a `CostModel`, or the name of a device: "a100", "h100",
+            "h200", "cpu".
+        divide: True allows ops with independent rows (a softmax and its cross-entropy, forward and backward) to run in
+            blocks of rows, with the same bits, where evictions alone do not keep the budget; a number always runs them
+            in that many blocks; a `Division` sets more.
+        compress: "bits" saves masks for the backward with one bit per element; "int8" also saves activations as 8-bit
+            codes, so that gradients are no longer exact.
+        gradients: "arena" plans the parameters' gradients in the arena, for `compile(gradients="arena")`, without a
+            budget; with "safe" and "owned" they belong to the caller.
+        schedule: The policy that orders the ops, a name of `memplan.schedule.POLICIES` or a function. "auto" needs no
+            more memory than "traced", which is eager's order.
+        solver: The solver that assigns offsets, by name or as a function.
+        layout: "auto" makes the arena smallest; "tstack" places buffers that are released later at lower offsets, so
+            that a release leaves one hole at the top (`plan.to_text()` draws it).
+        time_limit: The solver's time limit in seconds.
+        device: The device on which the step runs while the model and its caller stay on the CPU.
+        dynamic_shapes: The dimensions of the inputs that vary, as `torch.export` takes them.
 
-    `divide=True`: where evictions alone find no way, ops whose rows are independent (a softmax and its cross-entropy,
-    forward and backward) run block by block of rows, with the same bits; a number: always, in so many blocks;
-    `memplan.Division` says more. `compress="bits"`: masks wait for the backward with a bit for each element; "int8":
-    activations too, as 8-bit codes, so that gradients are no longer exact (see `memplan/trace/quantize.py`).
-    `gradients="arena"`: parameters' gradients are planned like everything else, for `compile(gradients="arena")`,
-    without a budget; otherwise ("safe", "owned") they are the caller's.
+    Returns:
+        The plan: `.arena_size`, `.max_live` and `.total` in bytes, `.report()`, `.save(path)` and more. With
+        `dynamic_shapes`, a `SymbolicPlan` for every shape in range.
+
+    Raises:
+        UnsupportedGraph: The model cannot be traced as one graph, or holds an op that cannot be planned.
+        UnsupportedDevice: The device is not there, or the model cannot run on it this way.
+        BudgetInfeasible: No plan keeps the budget; the error has the smallest budget that works.
+        InvalidSize: An option has no valid value.
+
+    Example:
+        >>> plan = memplan.plan(model, (torch.empty(8, 1024, device="meta"),), budget="8GiB")
+        >>> print(plan.arena_size, plan.max_live, plan.total)
     """
     from memplan import trace
 

@@ -17,7 +17,7 @@ VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 512, 128, 4, 64, 8
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward net of `hidden` units, each with its residual."""
+    """A transformer layer: attention and a feed-forward net of `hidden` units, each with a residual connection."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens in, the loss of the next ones out."""
+    """A model that takes tokens and returns the loss of predicting the next ones."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class Model(nn.Module):
 
 
 def small() -> tuple[Model, tuple[Tensor]]:
-    """The model as it is."""
+    """Return the model and its example inputs."""
     return _make(4 * WIDTH)
 
 
 def grown() -> tuple[Model, tuple[Tensor]]:
-    """The same after a change that makes its feed-forward nets wider."""
+    """Return the model with wider feed-forward nets, as after a change that needs more memory."""
     return _make(6 * WIDTH)
 
 
@@ -66,7 +66,7 @@ def _make(hidden: int) -> tuple[Model, tuple[Tensor]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Losses of the same steps, run by eager and in the arena; whether losses and gradients are equal bit by bit."""
+    """The losses of the same steps in eager and in the arena, and whether losses and parameters are bitwise equal."""
 
     eager: tuple[float, ...]
     planned: tuple[float, ...]
@@ -75,7 +75,7 @@ class Training:
 
 
 def train(steps: int = 3) -> Training:
-    """Train `small` for a few steps, by eager and in one preallocated arena."""
+    """Train `small` for `steps` steps, in eager and in one preallocated arena, and compare them."""
     import memplan
 
     model, (tokens,) = small()
@@ -92,7 +92,7 @@ def train(steps: int = 3) -> Training:
 
 
 def _step(model: nn.Module, tokens: Tensor) -> float:
-    """One step of gradient descent; the loss before it."""
+    """Run one step of gradient descent and return the loss before it."""
     loss = model(tokens)
     loss.backward()
     with torch.no_grad():

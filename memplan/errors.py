@@ -1,7 +1,7 @@
-"""Every error that memplan raises: what is wrong, where, the limit that was met, and the next step.
+"""The errors that memplan raises; each says what is wrong, where, the limit that was exceeded, and the next step.
 
-All derive from `MemplanError`, so `except memplan.MemplanError` catches everything that memplan says on
-purpose; anything else that escapes is a bug. The command line prints them without a traceback and exits 2.
+All derive from `MemplanError`, so `except memplan.MemplanError` catches every error that memplan raises on purpose; any
+other exception is a bug. The command line prints them without a traceback and exits 2.
 """
 
 from __future__ import annotations
@@ -10,7 +10,19 @@ from typing import Any
 
 
 class MemplanError(Exception):
-    """Base class. `where` is a path into the input ("buffers[3].size"), `hint` the user's next step."""
+    """The base class of all errors of memplan.
+
+    Args:
+        what: What is wrong.
+        where: A path into the input, such as "buffers[3].size", or the op, file or option concerned.
+        hint: The user's next step.
+
+    Example:
+        >>> try:
+        ...     plan = memplan.plan(model, inputs, budget="1GiB")
+        ... except memplan.MemplanError as error:
+        ...     print(error.what, error.where, error.hint)
+    """
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
         self.what = what
@@ -23,21 +35,21 @@ class MemplanError(Exception):
         return f"{text}\n  next step: {self.hint}" if self.hint else text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles, as between processes: subclasses take other arguments than `args`."""
+        """Return what copying and pickling need, since subclasses take other arguments than `args`."""
         return _remade, (type(self), self.args), dict(self.__dict__)
 
 
 def _remade(kind: type[MemplanError], args: tuple[Any, ...]) -> MemplanError:
-    """An error whose attributes are still to be set."""
+    """Return an error whose attributes are set afterwards."""
     return kind.__new__(kind, *args)
 
 
 class InvalidProblem(MemplanError, ValueError):
-    """A buffer or problem that cannot exist: negative size, an empty id, an end before its start."""
+    """A buffer or problem is invalid: it has a negative size, an empty id, or an end before its start."""
 
 
 class InvalidSolution(MemplanError, ValueError):
-    """A solution that the independent validator refuses; `violation` says why (see `validate.Violation`)."""
+    """The independent validator rejects a solution; `violation` says why (see `validate.Violation`)."""
 
     def __init__(self, what: str, *, violation: str, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(what, where=where, hint=hint)
@@ -45,47 +57,50 @@ class InvalidSolution(MemplanError, ValueError):
 
 
 class SolverFault(UserWarning):
-    """A warning: a part of the solver gave a wrong answer, which was dropped. A bug to report; the plan is valid."""
+    """A warning: a part of the solver gave a wrong answer, which was dropped.
+
+    The plan is valid, but this is a bug: please report it.
+    """
 
 
 class UnsupportedProblem(MemplanError, ValueError):
-    """The named solver does not take this problem (pinned offsets, gaps, ...)."""
+    """The named solver does not support this problem (pinned offsets, gaps, ...)."""
 
 
 class UnreadableFile(MemplanError, ValueError):
-    """A file that is not what it should be: a CSV without its header, JSON that does not parse."""
+    """A file cannot be read or written, or is malformed: a CSV without its header, JSON that does not parse."""
 
 
 class InvalidPlan(UnreadableFile):
-    """A plan file whose content contradicts its schema or itself."""
+    """The content of a plan file contradicts its schema or itself."""
 
 
 class InvalidOutput(MemplanError, ValueError):
-    """An output file that would overwrite an input, Python source or another output of the same command."""
+    """An output file would overwrite an input, Python source or another output of the same command."""
 
 
 class InvalidSize(MemplanError, ValueError):
-    """A size, share, step or option that means nothing: no "3GiB", no "2%", no number of blocks."""
+    """A size, share, step or option has no valid value, such as "3GiB", "2%" or a number of blocks."""
 
 
 class InvalidShapes(MemplanError, ValueError):
-    """`dynamic_shapes` that make no sense for the model and its example, or that the model does not allow."""
+    """`dynamic_shapes` do not match the model and its example, or the model does not allow them."""
 
 
 class InvalidModel(MemplanError, ValueError):
-    """A model that cannot be had: no such file or factory, or a factory that failed or does not do what it must."""
+    """A model cannot be loaded: there is no such file or factory, or the factory failed or returned something else."""
 
 
 class PlanMismatch(MemplanError, ValueError):
-    """A plan made for another graph; `where` names the first difference."""
+    """A plan was made for another graph; `where` names the first difference."""
 
 
 class UnknownName(MemplanError, LookupError):
-    """A name that a plan does not have, or that means several things; the hint lists what comes close."""
+    """A plan does not have this name, or the name is ambiguous; the hint lists similar names."""
 
 
 class UnsupportedGraph(MemplanError, ValueError):
-    """A model that cannot be traced as one graph or holds an op that cannot be planned. Nothing was allocated."""
+    """A model cannot be traced as one graph, or holds an op that cannot be planned. Nothing was allocated."""
 
     def __init__(self, node: str, reason: str, hint: str) -> None:
         self.node = node
@@ -94,43 +109,43 @@ class UnsupportedGraph(MemplanError, ValueError):
 
 
 class UnsupportedDevice(MemplanError, ValueError):
-    """A device that is not there, or on which the model cannot run this way."""
+    """A device is not available, or the model cannot run on it this way."""
 
 
 class InputMismatch(MemplanError, ValueError):
-    """A call whose inputs, parameters or mode differ from those that the plan was made for."""
+    """The inputs, parameters or mode of a call differ from those that the plan was made for."""
 
 
 class ShapeOutOfRange(InputMismatch):
-    """A size that a symbolic plan was not made for: outside its range, or under a condition that was traced."""
+    """A size is outside the range of a symbolic plan, or violates a condition that was traced."""
 
 
 class StaleActivationsError(MemplanError, RuntimeError):
-    """A backward whose saved activations are gone, or a forward that would destroy those of a step in flight."""
+    """The saved activations of a backward are gone, or a forward would overwrite those of a step in flight."""
 
 
 class UnsupportedCall(MemplanError, RuntimeError):
-    """A use of autograd that a planned step cannot serve (double backward, a retained graph)."""
+    """A planned step does not support this use of autograd (double backward, a retained graph)."""
 
 
 class ArenaCorruption(MemplanError, RuntimeError):
-    """A guard found bytes changed that nobody may touch: a kernel wrote outside its buffer."""
+    """A sanitizer found changed bytes in a red zone: a kernel wrote outside its buffer."""
 
 
 class LimitExceeded(MemplanError, ValueError):
-    """A limit given by the user that a plan does not keep (raised by the pytest plugin; the CLI exits 1)."""
+    """A plan exceeds a limit that the user gave (raised by the pytest plugin; the command line exits 1)."""
 
 
 class InvalidCosts(MemplanError, ValueError):
-    """A cost model that is not known, or with a rate or a time that cannot be."""
+    """A cost model is unknown, or has an impossible rate or time."""
 
 
 class InvalidEviction(MemplanError, ValueError):
-    """An eviction that would lose or change a number: what it needs is not there, or not what it was."""
+    """An eviction would lose or change results: the bytes that an op needs are not there, or have changed."""
 
 
 class BudgetInfeasible(MemplanError, ValueError):
-    """A budget that no plan keeps. `op` is the op whose working set is the floor, `smallest` the bytes that do."""
+    """No plan keeps the budget. `op` has the largest working set; `smallest` is the smallest budget in bytes."""
 
     def __init__(self, what: str, *, op: str, smallest: int, where: str | None = None, hint: str | None = None) -> None:
         self.op = op

@@ -1,11 +1,11 @@
-"""pytest plugin: a test fails when its model needs more than the marker says.
+"""A pytest plugin that fails a test whose model needs more memory than its marker allows.
 
     @pytest.mark.memplan(arena="12 MiB", fragmentation=0.05)
     def test_memory(memplan):
         memplan.check(Model(), (torch.zeros(8, 128),))
 
-Limits of the marker and of `check` itself hold together; a limit of `check` replaces the marker's of that name.
-Nothing is computed: the model is planned from fake tensors. torch is imported by the first check only.
+The limits of the marker and of `check` both apply; a limit of `check` replaces the marker's of the same name. Nothing
+is computed: the model is planned from fake tensors. torch is imported by the first check only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A marker that no check reads would pass whatever the model needs."""
+    """Fail a test with the marker but without the fixture, since nothing would check its limits."""
     names: Iterable[str] = getattr(item, "fixturenames", ())
     if item.get_closest_marker("memplan") and "memplan" not in names:
         pytest.fail(
@@ -47,7 +47,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def memplan(request: pytest.FixtureRequest) -> Iterator[Checker]:
-    """Checks models against the limits of `@pytest.mark.memplan`."""
+    """Provide a `Checker` with the limits of `@pytest.mark.memplan`."""
     marker = request.node.get_closest_marker("memplan")
     checker = Checker(marker.args if marker else (), marker.kwargs if marker else {})
     yield checker
@@ -56,7 +56,7 @@ def memplan(request: pytest.FixtureRequest) -> Iterator[Checker]:
 
 
 class Checker:
-    """The fixture. `plans` are the plans of all checks of this test so far."""
+    """The value of the fixture `memplan`. `plans` are the plans of all checks of this test so far."""
 
     def __init__(self, rules: Iterable[str] = (), limits: Mapping[str, Limit | None] | None = None) -> None:
         self._rules, self._limits = tuple(rules), dict(limits or {})
@@ -73,10 +73,24 @@ class Checker:
         outside: Limit | None = None,
         train: bool | None = None,
     ) -> Plan:
-        """Plan one step of `model` (or take a `Plan`) and return it.
+        """Plan one step of `model`, check it against the limits, and return the plan.
 
-        Raises `LimitExceeded` that says by how much and shows the largest buffers, `InvalidSize` for a limit
-        that is none, or when there is no limit at all, and `UnsupportedGraph` as `memplan.plan` does.
+        Args:
+            model: The module, or a `Plan` to check.
+            inputs: The tuple of positional arguments, or the only one.
+            kwargs: The keyword arguments.
+            arena: The most bytes of the arena: a number or a text ("12 MiB").
+            fragmentation: The largest share of the arena that may be lost at the peak, between 0 and 1.
+            outside: The most bytes outside the arena.
+            train: Plan forward and backward (True) or the forward alone (False); None follows `model.training`.
+
+        Returns:
+            The plan.
+
+        Raises:
+            LimitExceeded: A limit is exceeded; the error says by how much and lists the largest buffers.
+            InvalidSize: A limit has no valid value, or there is no limit at all.
+            UnsupportedGraph: The model cannot be planned, as in `memplan.plan`.
         """
         __tracebackhide__ = True
         from memplan.check.check import check
@@ -118,7 +132,7 @@ def _rules(texts: Iterable[str], limits: Mapping[str, Limit | None]) -> tuple[Ru
 
 
 def _text(limit: Limit) -> str:
-    """A limit as rules are written; a float never in the form 1e-05."""
+    """Return a limit as text; a float is never written in the form 1e-05."""
     return f"{limit:.19f}".rstrip("0").rstrip(".") if isinstance(limit, float) else str(limit)
 
 

@@ -1,5 +1,5 @@
-"""What a plan says about its memory: who holds it, when it is used, what changed, what would help. `Plan` in, data out.
+"""Analyses of a plan: which buffers are alive, when they are used, what changed, what would save memory.
 
-Start at `holders.py` (who is alive), then `figures.py` (the few numbers that checks compare), `explain.py`, `diff.py`,
-`advice.py` and `forecast.py`. `report/` draws what is computed here.
+In: a `Plan` (`diff.py`: two). Out: frozen dataclasses, which `report/` renders. Start at `holders.py` (live buffers),
+then `figures.py` (the figures that checks compare), `explain.py`, `diff.py`, `advice.py` and `forecast.py`.
 """

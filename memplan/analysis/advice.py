@@ -1,7 +1,7 @@
-"""What would shrink a plan: levers that follow from its own data, each with the most that it can save.
+"""Advice: what would make a plan smaller, derived from its own data, each with the most that it can save.
 
-Nothing here guesses. A lever names buffers of the plan, and `saves` is computed from their lifetimes: the bytes
-by which max live (or the arena, or the total) would fall if nothing else changed.
+Nothing is estimated. A lever names buffers of the plan, and `saves` is computed from their lifetimes: the bytes by
+which max live (or the arena, or the total) would fall if nothing else changed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ _POINTWISE = frozenset(
      "neg", "pow", "reciprocal", "relu", "rsqrt", "rsub", "sigmoid", "sigmoid_backward", "silu", "silu_backward",
      "sqrt", "sub", "tanh", "tanh_backward", "threshold_backward", "where"}
 )  # fmt: skip
-"""Ops of aten that read an element before they write the same one: only these can take their input's place."""
+"""Ops of aten that read an element before they write the one at the same index: only these can run in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
-    """`name` is one of "evict", "in place", "copies", "gradients", "layout", "order"; `saves` is in bytes, at most."""
+    """One way to make a plan smaller; `text` says which, for people.
+
+    `name` is "evict", "in place", "copies", "gradients", "layout" or "order"; `saves` is the most bytes it can save.
+    """
 
     name: str
     saves: int
@@ -40,7 +43,10 @@ class Lever:
 
 
 def levers(plan: Plan, step: int | None = None) -> tuple[Lever, ...]:
-    """What would shrink `plan` at `step` (None: the peak), the most concrete first; empty when nothing is planned."""
+    """Return what would make `plan` smaller at `step` (None: the peak), the most concrete first.
+
+    The result is empty when nothing is planned.
+    """
     if not plan.problem.buffers or not plan.schedule.order:
         return ()
     at = plan.problem.peak_step if step is None else step
@@ -52,13 +58,13 @@ def levers(plan: Plan, step: int | None = None) -> tuple[Lever, ...]:
 
 
 def _evict(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
-    """Forward results that wait for the backward while nobody touches them."""
-    found = list(_waiting(plan, step, {holder.id: holder for holder in alive}))
+    """Yield the eviction of activations that are saved for the backward and idle at `step`."""
+    found = list(_saved_for_backward(plan, step, {holder.id: holder for holder in alive}))
     if not found:
         return
     saves = plan.max_live - _max_live_without(plan, {buffer: gap for _, buffer, gap in found})
     idle = grouped(holder for holder, _, _ in found)
-    rows = [f"{_times(g.count, g.bytes)} of {_made_by(g.op, g.module)}" for g in idle[:SHOWN]]
+    rows = [f"{_counted(g.count, g.bytes)} of {_made_by(g.op, g.module)}" for g in idle[:SHOWN]]
     more = f", and {len(idle) - SHOWN} more rows" if len(idle) > SHOWN else ""
     held = sum(g.bytes for g in idle)
     effect = (
@@ -73,16 +79,20 @@ def _evict(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
     )
 
 
-def _waiting(plan: Plan, step: int, alive: Mapping[str, Holder]) -> Iterator[tuple[Holder, str, tuple[int, int]]]:
-    """(what waits, the buffer that it lies in, the idle steps [start, end)). What the plan's budget has computed again
-    or copied back is not counted once more, nor is what is on its way to the host."""
+def _saved_for_backward(
+    plan: Plan, step: int, alive: Mapping[str, Holder]
+) -> Iterator[tuple[Holder, str, tuple[int, int]]]:
+    """Yield (saved activation, the buffer that holds it, the idle steps [start, end)).
+
+    Storages that the plan already recomputes or offloads are left out, and so are those that are being offloaded.
+    """
     backward = [plan.graph.ops[i].phase is Phase.BACKWARD for i in plan.schedule.order]
     steps, buffers = own_touches(plan), homes(plan)
-    again = {plan.graph.storages[s].name for _, s in plan.eviction.instances} if plan.eviction else set()
+    evicted = {plan.graph.storages[s].name for _, s in plan.eviction.instances} if plan.eviction else set()
     for storage in plan.graph.storages:
         buffer, used = buffers.get(storage.name, ""), steps.get(storage.name, ())
         before, after = last_use(used, step), next_use(used, step)
-        if buffer not in alive or before is None or after is None or step in used or storage.name in again:
+        if buffer not in alive or before is None or after is None or step in used or storage.name in evicted:
             continue
         if backward[before] or not backward[after] or _target(plan, after) == OFFLOAD_WAIT:
             continue
@@ -102,7 +112,7 @@ def _target(plan: Plan, step: int) -> str:
 
 
 def _max_live_without(plan: Plan, gaps: Mapping[str, tuple[int, int]]) -> int:
-    """Max live if the buffers in `gaps` held no bytes during [start, end)."""
+    """Return max live if each buffer in `gaps` held no bytes during its steps [start, end)."""
     change = [0] * (len(plan.schedule.order) + 1)
     for buffer in plan.problem.buffers:
         for segment in buffer.segments:
@@ -119,7 +129,7 @@ def _max_live_without(plan: Plan, gaps: Mapping[str, tuple[int, int]]) -> int:
 
 
 def _in_place(plan: Plan, step: int, alive: Iterable[Holder], steps: Mapping[str, tuple[int, ...]]) -> Iterator[Lever]:
-    """A result that is born where something of its size dies."""
+    """Yield the in-place use of an input whose last use is at `step`, for a result of the same size."""
     op = plan.graph.ops[plan.schedule.order[step]]
     if op.target.removeprefix("aten.").partition(".")[0] not in _POINTWISE:
         return
@@ -138,7 +148,7 @@ def _in_place(plan: Plan, step: int, alive: Iterable[Holder], steps: Mapping[str
 
 
 def _copies(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
-    """Several of the largest buffers with one size, alive together."""
+    """Yield the removal of one of several large buffers of equal size that are alive together."""
     by_size: dict[int, list[Holder]] = {}
     for holder in alive:
         by_size.setdefault(holder.size, []).append(holder)
@@ -155,15 +165,15 @@ def _copies(plan: Plan, step: int, alive: Iterable[Holder]) -> Iterator[Lever]:
     yield Lever(
         name="copies",
         saves=size,
-        text=f"{_times(len(same), size * len(same))} are alive at {at} ({names}): "
+        text=f"{_counted(len(same), size * len(same))} are alive at {at} ({names}): "
         f"each one less can save {format_bytes(size)}",
     )
 
 
 def _gradients(plan: Plan) -> Iterator[Lever]:
-    """Gradients that kernels write directly, beside the arena: in it, they would take what dying activations leave."""
+    """Yield gradients in the arena, where they reuse the bytes of activations, instead of outside of it."""
     graph, order = plan.graph, plan.schedule.order
-    made: dict[int, int] = {}  # storage -> the step that makes it
+    made: dict[int, int] = {}  # storage -> the step that writes it first, -1 if it is not written directly
     outside = {graph.values[v].storage for v in graph.gradients if not graph.storages[graph.values[v].storage].planned}
     for step, index in enumerate(order):
         op = graph.ops[index]
@@ -209,8 +219,8 @@ def _order(plan: Plan) -> Iterator[Lever]:
         )
 
 
-def _times(count: int, total: int) -> str:
-    """ "3 x 412 MiB" for equal parts, "5 buffers of 12 MiB together" otherwise."""
+def _counted(count: int, total: int) -> str:
+    """Return "3 x 412 MiB" for equal parts, "5 with 12 MiB" otherwise."""
     if count == 1:
         return format_bytes(total)
     return f"{count} x {format_bytes(total // count)}" if total % count == 0 else f"{count} with {format_bytes(total)}"

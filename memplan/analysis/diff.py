@@ -1,7 +1,7 @@
-"""What changed between two plans: totals, and buffers that came, went, grew, shrank or moved to the peak.
+"""Compares two plans: their totals, and the buffers that were added, removed, resized or moved to the peak.
 
-Buffers are matched by what they are (module without layer numbers, op, kind), not by name: names shift when
-anything before them changes. Pure, torch-free.
+Buffers are matched by module (without layer numbers), op and kind, not by name: names shift when anything before them
+changes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ Pair = tuple[Holder, Holder]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
-    """From plan `before` to plan `after`; every tuple has the largest change first.
+    """The differences between plan `before` and plan `after`; every tuple has the largest change first.
 
-    `came` and `went` exist in one plan only; `grew` and `shrank` have another size; `to_peak` and `off_peak`
-    are alive at the peak of one plan only. `rows` are the rows of the peak that differ: their deltas add up to
-    the difference of max live. `same_graph`: the plans differ in order and layout only.
+    `came` are buffers of `after` only, `went` of `before` only; `grew` and `shrank` have another size; `to_peak` and
+    `off_peak` are alive at the peak of one plan only. `rows` are the rows of buffers at the peak that differ: their
+    deltas, in bytes, add up to the difference of max live. `same_graph`: the plans differ in order and layout only;
+    otherwise `first_difference` says where the graphs differ first.
     """
 
     before: Figures
@@ -42,13 +43,25 @@ class Diff:
 
     @property
     def same(self) -> bool:
-        """No figure and no buffer differs."""
+        """Whether no figure and no buffer differs."""
         changes = (self.came, self.went, self.grew, self.shrank, self.to_peak, self.off_peak)
         return not any(changes) and self.before == self.after
 
 
 def diff(before: Plan, after: Plan) -> Diff:
-    """Compare two plans, of one model or of two versions of it."""
+    """Compare two plans, of one model or of two versions of it.
+
+    Args:
+        before: The plan to compare with.
+        after: The plan that may have changed.
+
+    Returns:
+        The differences; `.same` is True when there are none. All sizes are bytes.
+
+    Example:
+        >>> changes = memplan.diff(memplan.load("old.json"), memplan.load("plan.json"))
+        >>> grown = changes.after.arena - changes.before.arena  # bytes
+    """
     pairs, went, came = _matched(largest(before), largest(after))
     old, new = figures_of(before), figures_of(after)
     first = _first_difference(before, after)
@@ -82,7 +95,7 @@ def _by_size(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
 
 
 def _first_difference(before: Plan, after: Plan) -> str:
-    """What makes the graphs differ: their budgets, else the first line that only one of them has."""
+    """Return what makes the graphs differ: their budgets, else the first differing line of their signatures."""
     if before.fingerprint == after.fingerprint:
         return ""
     one, two = (_budget(plan) for plan in (before, after))
@@ -104,14 +117,14 @@ def _budget(plan: Plan) -> str:
 def _matched(
     before: Iterable[Holder], after: Iterable[Holder]
 ) -> tuple[list[Pair], tuple[Holder, ...], tuple[Holder, ...]]:
-    """(pairs of the same buffer, those only before, those only after), each in the order that it had."""
+    """Return (pairs of matching buffers, buffers of `before` only, buffers of `after` only)."""
     old, new = _by_key(before), _by_key(after)
     pairs: list[Pair] = []
     went: list[Holder] = []
     came: list[Holder] = []
     for key in {**old, **new}:
         left, right = old.get(key, []), new.get(key, [])
-        # The most alike first: same layer and size, then same size, then whatever is left, in order of birth.
+        # The closest matches first: same layer and size, then same size, then the rest by first step.
         for alike in (lambda h: (h.module, h.size), lambda h: h.size, lambda h: 0):
             left, right = _pair_off(left, right, alike, pairs)
         went += left
@@ -129,13 +142,13 @@ def _by_key(holders: Iterable[Holder]) -> dict[Key, list[Holder]]:
 def _pair_off(
     left: list[Holder], right: list[Holder], alike: Callable[[Holder], object], pairs: list[Pair]
 ) -> tuple[list[Holder], list[Holder]]:
-    """Move those that are `alike` from both lists to `pairs`; what is left of each."""
-    waiting: dict[object, list[Holder]] = {}
+    """Append to `pairs` the buffers of both lists with equal `alike` keys; return the rest of each list."""
+    unmatched: dict[object, list[Holder]] = {}
     for holder in reversed(right):
-        waiting.setdefault(alike(holder), []).append(holder)
+        unmatched.setdefault(alike(holder), []).append(holder)
     rest, taken = [], set[str]()
     for holder in left:
-        same = waiting.get(alike(holder))
+        same = unmatched.get(alike(holder))
         if same:
             pairs.append((holder, same.pop()))
             taken.add(pairs[-1][1].id)

@@ -1,4 +1,4 @@
-"""Who is alive at a step, why, and what would shrink it. Pure, torch-free."""
+"""Explains one step of a plan: which buffers are alive, why, and what would save memory there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memplan.errors import InvalidSize
 
 
 class BufferRole(enum.StrEnum):
-    """What a buffer does at a step."""
+    """The role of a live buffer at a step."""
 
     MADE = "made here"
     USED = "used here"
@@ -25,9 +25,11 @@ class BufferRole(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBuffer:
-    """A buffer that is alive at the step. `holds_until` is the last op that touches it (None: nothing after this
-    step does, the caller has it), `next_use` the next one; `idle` are the steps around this one in which nothing
-    touches it."""
+    """A buffer that is alive at the step.
+
+    `next_use` is the next op that touches it, `holds_until` the last one (None: no later op does, the caller keeps it).
+    `idle` is the number of steps around this one in which nothing touches it.
+    """
 
     holder: Holder
     role: BufferRole
@@ -38,7 +40,7 @@ class HeldBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One step of a plan: `live` bytes are alive, `max_live` at the peak; `held` has the largest first."""
+    """One step of a plan: `live` bytes are alive there, `max_live` at the peak; `held` has the largest buffer first."""
 
     model: str
     at: OpAt
@@ -51,9 +53,22 @@ class Explanation:
 
 
 def explain(plan: Plan, at: int | None = None) -> Explanation:
-    """Explain step `at` of `plan` (None: the first step at the peak).
+    """Explain which buffers are alive at a step of a plan, why, and what would save memory there.
 
-    Raises `InvalidSize` for a step that the plan does not have. Takes milliseconds on thousands of ops.
+    Args:
+        plan: The plan.
+        at: A step of its schedule, from 0; None for the first step at the peak.
+
+    Returns:
+        The live buffers, largest first, with the op that needs each of them next and the ways to save memory. Sizes
+        are bytes. It takes milliseconds on thousands of ops.
+
+    Raises:
+        InvalidSize: The plan has no such step.
+
+    Example:
+        >>> for held in memplan.explain(plan).held[:3]:
+        ...     print(held.holder.size, held.holder.module, held.role)
     """
     step = plan.problem.peak_step if at is None else at
     count = len(plan.schedule.order)

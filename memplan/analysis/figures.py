@@ -1,4 +1,4 @@
-"""The few figures of a plan that checks compare: exact, small, and enough to say what grew."""
+"""The figures of a plan that checks and baselines compare, with the rows of buffers that explain a growth."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from memplan.core.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Sizes in bytes. `outside` is everything that the total adds to the arena, `parts` the same by kind
-    (each at its own highest, so they may add up to more); `peak` holds the rows alive at the peak.
+    """The figures of a plan, in bytes.
+
+    `outside` is everything that the total adds to the arena, `parts` the same by kind (each at its own maximum, so
+    their sum may be larger); `peak` are the rows of buffers alive at the peak.
     """
 
     arena: int
@@ -29,7 +31,7 @@ class Figures:
 
     @property
     def total(self) -> int:
-        """What the device must hold."""
+        """The bytes that the device must hold."""
         return self.arena + self.outside
 
     @property
@@ -39,12 +41,12 @@ class Figures:
 
     @property
     def fragmentation(self) -> Fraction:
-        """1 - max_live / arena, exactly."""
+        """1 - max_live / arena, as an exact fraction."""
         return Fraction(self.lost, self.arena) if self.arena else Fraction(0)
 
 
 def figures_of(plan: Plan) -> Figures:
-    """Read the figures off `plan`."""
+    """Return the figures of `plan`."""
     return Figures(
         arena=plan.arena_size,
         max_live=plan.max_live,

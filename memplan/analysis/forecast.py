@@ -1,4 +1,4 @@
-"""Where a storage will be at each step of a plan, and when it is used: what `Plan.forecast` answers."""
+"""Forecasts where a storage is at each step of a plan, and when it is used: `Plan.forecast`."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ _GIVEN = (
 
 
 class Residence(enum.StrEnum):
-    """Where the bytes of a storage are; the value is the word for people."""
+    """The location of a storage's bytes; the value is the word that is shown."""
 
     ARENA = "arena"
-    RETURNING = "returning"  # its place in the arena is taken, the copy from the host is under way
+    RETURNING = "returning"  # its bytes in the arena are allocated, the copy from the host is under way
     HOST = "host"
-    DROPPED = "dropped"  # given up, and computed again before its next use
+    DROPPED = "dropped"  # evicted without a copy, and recomputed before its next use
     OUTSIDE = "outside"  # memory of the model, the caller or autograd
-    ABSENT = "absent"  # not made yet, or not needed any more
+    ABSENT = "absent"  # not computed yet, or not needed any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoragePlace:
-    """Where a storage is during the steps [start, end). `offset`: bytes from the beginning of the arena (or of the
-    arena on the host); None where there is none."""
+    """The location of a storage during the steps [start, end).
+
+    `offset` is in bytes from the beginning of the arena (or of the arena on the host); None if it has no offset there.
+    """
 
     start: int
     end: int
@@ -50,11 +52,11 @@ class StoragePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A storage of `nbytes` bytes through the `steps` steps of a plan.
+    """The places and uses of a storage of `nbytes` bytes over the `steps` steps of a plan.
 
-    `places` follow one another without a gap from step 0 to the last. `uses` are the steps whose ops read or write
-    it, recomputes included and copies left out, ascending. `lives` are the names under which the plan has it: its own,
-    and one for each time that it is computed or copied back ("gelu@1").
+    `places` follow one another without a gap from step 0 to the last. `uses` are the steps whose ops read or write it,
+    recomputes included and copies left out, ascending. `lives` are its names in the plan: its own, and one for each
+    recompute or reload ("gelu@1").
     """
 
     name: str
@@ -66,7 +68,7 @@ class Forecast:
     lives: tuple[str, ...]
 
     def at(self, step: int) -> StoragePlace:
-        """Where it is while the op of `step` runs. Raises `MemplanError` for a step that is none."""
+        """Return where the storage is while the op of `step` runs. Raises `MemplanError` if there is no such step."""
         if not 0 <= step < self.steps:
             raise MemplanError(
                 f"step {step} is not one of the plan's {self.steps}",
@@ -76,14 +78,16 @@ class Forecast:
         return self.places[bisect_right(self.places, step, key=lambda place: place.start) - 1]
 
     def next_use(self, step: int) -> int | None:
-        """The first use after `step` (-1: the first of all), None when there is none."""
+        """Return the first use after `step` (-1: the first of all), None when there is none."""
         place = bisect_right(self.uses, step)
         return self.uses[place] if place < len(self.uses) else None
 
 
 def forecast(plan: Plan, name: str) -> Forecast:
-    """The storage that `name` names: its own name or that of a further life, of a value that lies in it, or the path
-    of the module that made it, when that made only one. Raises `UnknownName`, with the names that come close.
+    """Return the forecast of the storage that `name` refers to.
+
+    `name` is the storage's own name, that of one of its further lives or of one of its values, or the path of the
+    module that created it, if that created only one. Raises `UnknownName`, whose hint lists similar names.
     """
     hosts = _hosts(plan)
     storage = _find(plan, _bases(plan, hosts), name)
@@ -106,7 +110,10 @@ def forecast(plan: Plan, name: str) -> Forecast:
 
 
 def _hosts(plan: Plan) -> dict[int, int]:
-    """Storage of the arena -> what holds its bytes on the host: a copy or (streamed) the storage it is a life of."""
+    """Return, for storages of the arena, the storage with their bytes on the host.
+
+    That is a copy, or for a host-resident storage the storage itself, of which the one in the arena is a life.
+    """
     graph, found = plan.graph, dict[int, int]()
     for op in graph.ops:
         if op.target in (OFFLOAD, RELOAD):
@@ -117,14 +124,14 @@ def _hosts(plan: Plan) -> dict[int, int]:
 
 
 def _bases(plan: Plan, hosts: Mapping[int, int]) -> dict[int, int]:
-    """Further life, or copy on the host -> the storage that it is of."""
+    """Return, for further lives and copies on the host, the storage that they belong to."""
     found = {life: base for base, life in plan.eviction.instances} if plan.eviction else {}
     copies = {host: found.get(device, device) for device, host in hosts.items()}
     return found | {host: base for host, base in copies.items() if host != base}
 
 
 def _find(plan: Plan, bases: Mapping[int, int], name: str) -> int:
-    """The storage (not one of its further lives) of that name. Raises `UnknownName`."""
+    """Return the storage of that name, never one of its further lives. Raises `UnknownName`."""
     storages = plan.graph.storages
     for table in (
         {s.name: i for i, s in reversed(list(enumerate(storages)))},
@@ -150,7 +157,7 @@ def _find(plan: Plan, bases: Mapping[int, int], name: str) -> int:
 
 
 def _lives(plan: Plan, storage: int) -> list[int]:
-    """`storage` and its further lives that anything reads; the others are memory that a recompute throws away."""
+    """Return `storage` and those of its further lives that are read; a recompute discards the others."""
     graph = plan.graph
     further = [life for base, life in plan.eviction.instances if base == storage] if plan.eviction else []
     read = {graph.values[v].storage for op in graph.ops if op.target != RELOAD_WAIT for v in op.reads}
@@ -158,12 +165,12 @@ def _lives(plan: Plan, storage: int) -> list[int]:
 
 
 def _kept(plan: Plan) -> set[int]:
-    """What the caller keeps, which lives to the end of the step."""
+    """Return the storages that the caller keeps, which are alive to the end of the step."""
     return {plan.graph.values[v].storage for v in (*plan.graph.outputs, *plan.graph.gradients)}
 
 
 def _touches(plan: Plan, storages: list[int]) -> dict[int, list[int]]:
-    """Storage -> the steps of its touches, ascending."""
+    """Return for each storage the steps that read or write it, ascending."""
     found: dict[int, list[int]] = {s: [] for s in storages}
     for step, index in enumerate(plan.schedule.order):
         for s in plan.graph.touched(plan.graph.ops[index]):
@@ -173,13 +180,13 @@ def _touches(plan: Plan, storages: list[int]) -> dict[int, list[int]]:
 
 
 def _stays(plan: Plan, touched: Mapping[int, list[int]]) -> Iterator[StoragePlace]:
-    """Where each life is from its first touch to its last; in the arena that is where its bytes are placed."""
+    """Yield where each life is from its first touch to its last."""
     graph, order = plan.graph, plan.schedule.order
     container = {v.storage: plan.placed.values[i].storage for i, v in enumerate(graph.values)}
     for life, steps in touched.items():
         storage = graph.storages[life]
         if not steps or (not storage.planned and (storage.kind in _GIVEN or len(touched) > 1)):
-            continue  # or made for the caller, who gets it on the host
+            continue  # the model or the caller owns it, or it is a result that the caller gets on the host
         first, end = steps[0], len(order) if life in _kept(plan) else steps[-1] + 1
         if not storage.planned:
             yield StoragePlace(start=first, end=end, where=Residence.OUTSIDE)
@@ -197,7 +204,7 @@ def _stays(plan: Plan, touched: Mapping[int, list[int]]) -> Iterator[StoragePlac
 def _without_gaps(
     plan: Plan, lives: list[int], hosts: Mapping[int, int], touched: Mapping[int, list[int]]
 ) -> Iterator[StoragePlace]:
-    """Where the lives stay, and between them where the storage is while it is not on the device."""
+    """Yield the places of a storage from step 0 to the last: those of its lives, and those between them."""
     base = plan.graph.storages[lives[0]]
     given = not base.planned and base.kind in _GIVEN
     on_host = [hosts[life] for life in lives if life in hosts]

@@ -1,4 +1,4 @@
-"""Buffers that play the same role, taken together: the same op in the same place of every layer, one row.
+"""Groups the buffers of repeated layers into rows: same op, same kind, same module apart from layer numbers.
 
 "h.0.mlp.act" and "h.11.mlp.act" are both "h.*.mlp.act". Two versions of a model, or two of its plans, are
 compared by these rows, because names of single buffers change when anything before them does.
@@ -19,9 +19,10 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """`count` buffers of `bytes` together; `source` is the line of the first one that knows its own.
+    """A row of `count` buffers with `bytes` bytes in total.
 
-    `module` is a path in which every layer number is a star, `op` what made the buffers.
+    `module` is a path in which every layer number is a star, `op` the op that writes the buffers, `source` the first
+    known source line among them.
     """
 
     module: str
@@ -33,13 +34,13 @@ class Group:
 
     @property
     def key(self) -> Key:
-        """What makes it the same row in another plan; lines of source move too easily."""
+        """The fields that identify the row in another plan; source lines change too easily."""
         return self.module, self.op, self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """A row before and after; a side that has no such row counts 0 buffers of 0 bytes."""
+    """A row before and after; where one side has no such row, it counts 0 buffers of 0 bytes."""
 
     module: str
     op: str
@@ -52,22 +53,22 @@ class Growth:
 
     @property
     def delta(self) -> int:
-        """Bytes gained; negative when fewer are needed now."""
+        """Bytes added; negative if the row is smaller now."""
         return self.bytes_after - self.bytes_before
 
 
 def pattern(module: str) -> str:
-    """A module path without its layer numbers: "h.3.attn" is "h.*.attn", "layers[3].norm" is "layers[*].norm"."""
+    """Return a module path without layer numbers: "h.*.attn" for "h.3.attn", "layers[*].norm" for "layers[3].norm"."""
     return _LAYER.sub("*", module)
 
 
 def key_of(holder: Holder) -> Key:
-    """The row that `holder` belongs to."""
+    """Return the key of the row that `holder` belongs to."""
     return pattern(holder.module), holder.op, holder.kind
 
 
 def grouped(holders: Iterable[Holder]) -> tuple[Group, ...]:
-    """Rows with the most bytes first; ties by their names, so that equal plans give equal rows."""
+    """Return the rows of `holders`, most bytes first; ties are ordered by name, so that equal plans give equal rows."""
     rows: dict[Key, list[Holder]] = {}
     for holder in holders:
         rows.setdefault(key_of(holder), []).append(holder)
@@ -86,7 +87,7 @@ def grouped(holders: Iterable[Holder]) -> tuple[Group, ...]:
 
 
 def growths(before: Iterable[Group], after: Iterable[Group]) -> tuple[Growth, ...]:
-    """The rows that differ, the largest gain first, the largest loss last. Their deltas add up to the difference."""
+    """Return the rows that differ, the largest growth first. Their deltas add up to the difference of the totals."""
     old, new = {g.key: g for g in before}, {g.key: g for g in after}
     changed = []
     for key in {**new, **old}:

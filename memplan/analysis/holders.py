@@ -1,4 +1,4 @@
-"""Who holds the bytes: the buffers of a plan with their origin, largest first. For reports and checks."""
+"""The buffers of a plan with their origin, largest first, for reports and checks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Holder:
     """A buffer and where it comes from.
 
     `size` is in bytes, as planned (alignment and red zones included); alive during steps [start, end).
-    `module` is a module path ("h.0.attn"), `source` the user's line ("model.py:12"), `op` what made it
-    ("aten.mm"); any of them is empty when the trace did not know it.
+    `module` is a module path ("h.0.attn"), `source` the user's line ("model.py:12"), `op` the op that writes it first
+    ("aten.mm"); each is empty if the trace does not know it.
     """
 
     id: str
@@ -32,17 +32,17 @@ class Holder:
 
 
 def largest(plan: Plan, count: int | None = None) -> tuple[Holder, ...]:
-    """The `count` largest buffers of `plan` (all when None); ties by definition order."""
+    """Return the `count` largest buffers of `plan` (all when None); ties by definition order."""
     return _holders(plan, plan.problem.buffers, count)
 
 
 def alive_at(plan: Plan, step: int, count: int | None = None) -> tuple[Holder, ...]:
-    """The `count` largest buffers of `plan` that hold bytes at `step`; ties by definition order."""
+    """Return the `count` largest buffers of `plan` that are alive at `step`; ties by definition order."""
     return _holders(plan, plan.problem.alive_at(step), count)
 
 
 def _makers(plan: Plan) -> dict[str, str]:
-    """Storage -> the first op that writes it: for an allocation with `out=`, more telling than the allocation."""
+    """Return for each storage the first op that writes it, which says more than the allocation before an `out=`."""
     graph, makers = plan.placed, dict[str, str]()
     for index in plan.schedule.order:
         for storage in graph.written(graph.ops[index]):

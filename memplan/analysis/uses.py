@@ -1,4 +1,4 @@
-"""When the bytes of a plan are touched, and by which op: what reports say about a buffer beyond its lifetime."""
+"""The steps at which buffers and storages of a plan are read or written, and the ops that do so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OpAt:
 
 
 def op_at(plan: Plan, step: int) -> OpAt:
-    """The op at `step`, which must be one of the schedule's."""
+    """Return the op at `step`, which must be a step of the schedule."""
     op = plan.graph.ops[plan.schedule.order[step]]
     return OpAt(
         step=step,
@@ -36,17 +36,17 @@ def op_at(plan: Plan, step: int) -> OpAt:
 
 
 def touches(plan: Plan) -> Mapping[str, tuple[int, ...]]:
-    """Buffer name -> the steps whose ops read or write it, ascending."""
+    """Return by buffer name the steps whose ops read or write the buffer, ascending."""
     return _touches(plan, plan.placed)
 
 
 def own_touches(plan: Plan) -> Mapping[str, tuple[int, ...]]:
-    """Storage name -> the steps whose ops read or write that storage, and not another that lies in the same bytes."""
+    """Return by storage name the steps whose ops read or write that storage, other storages in its bytes left out."""
     return _touches(plan, plan.graph)
 
 
 def homes(plan: Plan) -> Mapping[str, str]:
-    """Storage name -> the buffer that its bytes lie in: its own, or that of an input whose place it took."""
+    """Return by storage name the buffer that holds its bytes: its own, or that of the input that it reuses in place."""
     names = [s.name for s in plan.graph.storages]
     pairs = zip(plan.graph.values, plan.placed.values, strict=True)
     return {names[own.storage]: names[lies.storage] for own, lies in pairs}
@@ -61,12 +61,12 @@ def _touches(plan: Plan, graph: Graph) -> Mapping[str, tuple[int, ...]]:
 
 
 def next_use(steps: tuple[int, ...], step: int) -> int | None:
-    """The first touch after `step`."""
+    """Return the first touch after `step`, None when there is none."""
     place = bisect_right(steps, step)
     return steps[place] if place < len(steps) else None
 
 
 def last_use(steps: tuple[int, ...], step: int) -> int | None:
-    """The last touch before `step`."""
+    """Return the last touch before `step`, None when there is none."""
     place = bisect_left(steps, step)
     return steps[place - 1] if place else None

@@ -1,4 +1,5 @@
-"""Limits and baselines: `Plan` in, `Verdict` out. What `memplan check` and the pytest plugin run.
+"""Limits and baselines: `memplan check` and the pytest plugin compare plans with them.
 
-Start at `check.py`; `rules.py` reads limits, `baseline.py` the committed figures, `project.py` pyproject.toml.
+In: a `Plan` and rules. Out: a `Verdict`. Start at `check.py`; `rules.py` parses limits, `baseline.py` reads and writes
+the committed figures, `project.py` reads pyproject.toml.
 """

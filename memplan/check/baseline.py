@@ -1,6 +1,6 @@
-"""Baselines: the figures of many plans in one small file that is kept in the repository.
+"""Baselines: the figures of many plans in one small file that is committed to the repository.
 
-One line per row of buffers, keys in the order of the models: a change of the file reads well in a review.
+It has one line per row of buffers, and keys in the order of the models, so that a change is easy to review.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _HINT = "write it anew: memplan check ... --baseline FILE --update-baseline"
 
 
 def read_baseline(path: str | os.PathLike[str]) -> Mapping[str, Figures]:
-    """Figures by model. Raises `UnreadableFile` when there is no such file, `InvalidPlan` naming the first fault."""
+    """Return the figures of a baseline by model.
+
+    Raises `UnreadableFile` for a file that is missing or no JSON, `InvalidPlan`, which names the first fault.
+    """
     where = os.fspath(path)
     try:
         data = json.loads(Path(where).read_bytes())
@@ -57,10 +60,10 @@ def write_baseline(path: str | os.PathLike[str], models: Mapping[str, Figures]) 
 def update_baseline(
     path: str | os.PathLike[str], models: Mapping[str, Figures], *, whole: bool = False
 ) -> Mapping[str, Figures]:
-    """Write `models` beside the others of a baseline, or instead of them (`whole`), and return what it held before.
+    """Add or replace the figures of `models` in a baseline, or write only them (`whole`); return the previous figures.
 
-    Under a lock: of several processes that update it at once, every one's figures are kept. Raises as `read_baseline`
-    and `write_baseline` do.
+    A lock keeps the figures of every process when several update it at once. Raises as `read_baseline` and
+    `write_baseline` do.
     """
     file = Path(path)
     with locked(file):
@@ -70,7 +73,7 @@ def update_baseline(
 
 
 def baseline_text(models: Mapping[str, Figures]) -> str:
-    """The content of a baseline file; equal figures give equal bytes."""
+    """Return the content of a baseline file; equal figures give equal bytes."""
     entries = ",\n".join(f"  {_line(name)}: {_entry(to_json(figures))}" for name, figures in models.items())
     return f'{{\n "format": {_line(FORMAT)},\n "models": {{\n{entries}\n }}\n}}\n'
 

@@ -1,4 +1,4 @@
-"""A plan against limits: which were exceeded, by how much, and which buffers explain it. Pure, torch-free."""
+"""Checks a plan against limits: which are exceeded, by how much, and which buffers explain it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ EXPLAINED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckLimits:
-    """What a plan must keep; None is no limit.
+    """The limits of a plan; None is no limit.
 
     `max_arena` and `max_outside` are bytes (outside: everything that `Plan.total` adds to the arena),
-    `max_fragmentation` is a share between 0 and 1. A figure equal to its limit keeps it.
+    `max_fragmentation` is a share between 0 and 1. A figure that equals its limit is within it.
     """
 
     max_arena: int | None = None
@@ -45,7 +45,7 @@ class CheckLimits:
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The limits as rules, in the order of the fields."""
-        # 0.02 as it was written, not as the nearest binary fraction: 98 of 100 bytes keep a limit of 2 %.
+        # 0.02 as written in decimal, not as the nearest binary fraction: 98 of 100 bytes are within a limit of 2 %.
         share = None if self.max_fragmentation is None else Fraction(repr(float(self.max_fragmentation)))
         given = ((Metric.ARENA, self.max_arena), (Metric.FRAGMENTATION, share), (Metric.OUTSIDE, self.max_outside))
         return tuple(
@@ -57,11 +57,11 @@ class CheckLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One limit and what was measured, exactly. `is_share`: both are shares of one, otherwise bytes.
+    """One limit and the measured figure, as exact fractions: shares of one if `is_share`, otherwise bytes.
 
-    What explains an exceeded limit, largest first: `grown` are the rows that differ from the baseline, which
-    add up to the difference; without a baseline `because` are the buffers alive at the peak, or `parts` the
-    bytes by kind that lie outside. `before` is the baseline's value.
+    These fields explain an exceeded limit, largest first: `grown` are the rows that differ from the baseline, which
+    add up to the difference; without a baseline, `because` are the buffers alive at the peak, or `parts` the bytes
+    outside the arena by kind. `before` is the baseline's value.
     """
 
     name: str
@@ -77,15 +77,15 @@ class Finding:
 
     @property
     def excess(self) -> Fraction:
-        """How much above the limit, in its unit; 0 when the limit is kept."""
+        """The amount above the limit, in the limit's unit; 0 when the limit is kept."""
         return Fraction(0) if self.ok else self.measured - self.limit
 
     def texts(self) -> tuple[str, str, str]:
-        """Measured, limit and excess for reading: exact bytes, shares with the digits that tell them apart."""
+        """Return measured, limit and excess as texts: exact bytes, or shares with enough digits to tell them apart."""
         if self.is_share:
             measured, limit = shares_apart(float(self.measured), float(self.limit))
             return measured, limit, "" if self.ok else format_share(float(self.excess))
-        # Bytes come whole: a limit of 100.5 bytes is one of 100.
+        # Bytes are whole numbers: a limit of 100.5 bytes is a limit of 100.
         figure, most = int(self.measured), int(self.limit)
         if self.ok:
             return *bytes_apart(figure, most), ""
@@ -103,12 +103,12 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Every limit is kept."""
+        """Whether every limit is kept."""
         return all(finding.ok for finding in self.findings)
 
     @property
     def gains(self) -> tuple[tuple[Metric, int, int], ...]:
-        """(figure, bytes in the baseline, fewer bytes now): what the baseline can be lowered to."""
+        """(figure, bytes in the baseline, bytes now) of each figure to which the baseline can be lowered."""
         if self.baseline is None:
             return ()
         pairs = ((m, int(m.of(self.baseline)), int(m.of(self.figures))) for m in (Metric.ARENA, Metric.OUTSIDE))
@@ -116,7 +116,7 @@ class Verdict:
 
 
 def check(plan: Plan, limits: CheckLimits | Iterable[Rule], baseline: Figures | None = None) -> Verdict:
-    """Compare exactly (no float comes between a figure and its limit).
+    """Return the verdict on `plan`: each limit compared exactly, without floats.
 
     Raises `InvalidSize` for a rule that counts from a baseline when none is given.
     """
@@ -159,7 +159,7 @@ def _parts(figures: Figures) -> tuple[tuple[str, int], ...]:
 
 
 def _grown(metric: Metric, before: Figures, after: Figures) -> Iterator[Growth]:
-    """What explains the growth of a figure, largest first."""
+    """Yield the rows that explain the growth of a figure, largest first."""
     rows: list[Growth] = []
     if metric is not Metric.OUTSIDE:
         rows += growths(before.peak, after.peak)
@@ -174,7 +174,7 @@ def _grown(metric: Metric, before: Figures, after: Figures) -> Iterator[Growth]:
 
 
 def _row(kind: str, before: int, after: int) -> Growth:
-    """A row that stands for no buffers of the arena."""
+    """Return a row of bytes that are not buffers of the arena."""
     return Growth(
         module="", op="", kind=kind, source="", count_before=0, count_after=0, bytes_before=before, bytes_after=after
     )

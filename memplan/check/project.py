@@ -1,4 +1,4 @@
-"""`[tool.memplan]` in pyproject.toml: which models of a repository are checked, against what.
+"""Reads `[tool.memplan]` in pyproject.toml: which models of a repository are checked, and against which limits.
 
 [tool.memplan]
 models = ["model.py:gpt2", { target = "model.py:vit", infer = true, fail-over = ["arena:12MiB"] }]
@@ -24,8 +24,11 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A model (or a saved plan) to check. `name` stands in the baseline, `target` is where it is found from
-    the working directory; `rules` are its own, or None for the project's."""
+    """A model (or a saved plan) to check.
+
+    `name` is its key in the baseline, `target` names it from the working directory; `rules` are its own, or None for
+    the project's.
+    """
 
     name: str
     target: str
@@ -35,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Project:
-    """What `[tool.memplan]` says; `rules` is None where it says nothing."""
+    """The content of `[tool.memplan]`; `rules` is None if it gives none."""
 
     file: Path
     entries: tuple[Entry, ...]
@@ -44,9 +47,9 @@ class Project:
 
 
 def find_project(start: Path) -> Project | None:
-    """The project of the nearest pyproject.toml in `start` or above it that has `[tool.memplan]`.
+    """Return the project of the nearest pyproject.toml with `[tool.memplan]` in `start` or above it, None without one.
 
-    Raises `InvalidPlan` naming the first fault.
+    Raises `InvalidPlan`, which names the first fault.
     """
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
@@ -103,7 +106,7 @@ def _entry(file: Path, where: str, data: Any, start: Path) -> Entry:
 
 
 def _from_here(folder: Path, target: str, start: Path) -> str:
-    """A file named relative to the project's folder, as it is named from `start`; modules stay as they are."""
+    """Return a target that is relative to the project's folder as it is named from `start`; modules are unchanged."""
     path = target.rpartition(":")[0] if ".py:" in target else target
     return str(folder / target) if folder != start and path.endswith((".py", ".json")) else target
 

@@ -1,8 +1,8 @@
-"""What `--fail-over` says: "arena:12GiB", "arena:+2%", "fragmentation:5%", "outside:+0".
+"""Parses the limits of `--fail-over`: "arena:12GiB", "arena:+2%", "fragmentation:5%", "outside:+0".
 
-A figure, a colon, and the most that it may be. With a plus sign it is the most that it may grow beyond the
-baseline: by a share of it ("+2%") or by bytes ("+64MiB"). Fragmentation is a share itself: "fragmentation:5%"
-is a limit, "fragmentation:+1%" allows one percent point more than before.
+A rule is a figure, a colon and its limit. With a plus sign the limit is relative to the baseline: a share of it ("+2%")
+or a number of bytes ("+64MiB") that the figure may grow by. Fragmentation is a share itself: "fragmentation:5%" is a
+limit, "fragmentation:+1%" allows one percentage point more than before.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Metric(enum.StrEnum):
 
     @property
     def is_share(self) -> bool:
-        """A share of one instead of bytes."""
+        """Whether the figure is a share of one instead of bytes."""
         return self is Metric.FRAGMENTATION
 
     def of(self, figures: Figures) -> Fraction:
-        """Its value, exactly: bytes or a share."""
+        """Return the figure's exact value: bytes or a share."""
         if self is Metric.FRAGMENTATION:
             return figures.fragmentation
         names = {Metric.ARENA: "arena", Metric.PEAK: "max_live", Metric.OUTSIDE: "outside", Metric.TOTAL: "total"}
@@ -41,7 +41,7 @@ class Metric(enum.StrEnum):
 
 
 class Against(enum.StrEnum):
-    """What a rule's amount counts from."""
+    """The origin that a rule's amount is counted from."""
 
     ZERO = "zero"
     BASELINE = "baseline"
@@ -50,7 +50,7 @@ class Against(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """`amount` is in bytes or a share of one; `text` is how the rule was written."""
+    """A limit on one figure. `amount` is in bytes or a share of one; `text` is the rule as it was written."""
 
     metric: Metric
     against: Against
@@ -62,7 +62,7 @@ class Rule:
         return self.against is not Against.ZERO
 
     def limit(self, baseline: Figures | None) -> Fraction:
-        """The highest value that keeps the rule, exactly. `baseline` may be None unless it is needed."""
+        """Return the highest value within the limit, exactly. `baseline` may be None unless it is needed."""
         if baseline is None or self.against is Against.ZERO:
             return self.amount
         before = self.metric.of(baseline)
@@ -70,7 +70,7 @@ class Rule:
 
 
 def parse_rule(text: str) -> Rule:
-    """A rule from its text. Raises `InvalidSize` that says how rules are written."""
+    """Return the rule that `text` describes. Raises `InvalidSize`, whose hint shows how rules are written."""
     name, colon, amount = text.strip().partition(":")
     try:
         metric = Metric(name.strip())
@@ -93,4 +93,4 @@ def parse_rule(text: str) -> Rule:
 
 
 NOTHING_GROWS = tuple(map(parse_rule, ("arena:+0", "outside:+0")))
-"""What a baseline means when nothing else is said."""
+"""The rules for a baseline when no others are given."""

@@ -1,7 +1,8 @@
-"""The command line: one file per command. Starts without torch; only planning a model imports it.
+"""The command line, one file per command. It starts without torch, which only planning a model imports.
 
-Exit codes: 0 all is well, 1 a limit is not kept or no placement fits, 2 bad input (said on stderr, without
-a traceback), 3 a bug in memplan (with one), 130 interrupted.
+In: arguments. Out: text on stdout, files and an exit code: 0 success, 1 a limit is exceeded or no placement fits, 2 bad
+input (explained on stderr, without a traceback), 3 a bug in memplan (with a traceback), 130 interrupted. Start at
+`main`, then `report.py`; `source.py` turns a model or a file into a plan.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _options(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; `argv` without the program's name."""
+    """Run the command line with `argv` (without the program's name) and return its exit code."""
     tolerate_encodings()
     settings = Settings()
     with Interrupts() as interrupts:
@@ -108,21 +109,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return EXIT_CODE
         except Exception as error:
-            if interrupts.seen:  # what became of it on its way through compiled code or a library
+            if interrupts.seen:  # compiled code or a library turned the KeyboardInterrupt into this error
                 return EXIT_CODE
             return _failed(error, settings)
         return EXIT_CODE if interrupts.seen else 0
 
 
 def _failed(error: Exception, settings: Settings) -> int:
-    """Say what is wrong, and return the exit code that it means."""
+    """Print the error and return its exit code."""
     known = isinstance(error, (MemplanError, OSError))
     if settings.traceback or not known:
         traceback.print_exception(error)
     if isinstance(error, MemplanError):
         show_error(error)
         return 2
-    if known:  # a full disk, a folder that vanished: the machine's fault, not ours
+    if known:  # an OSError, such as a full disk or a missing folder, is no bug of memplan
         show_error(MemplanError(str(error), hint="check that the paths exist and can be written"))
         return 2
     error_console().print("this is a bug in memplan; please report it with the lines above", style="bold red")

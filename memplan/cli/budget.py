@@ -1,4 +1,4 @@
-"""`memplan budget`: what each budget costs in time, and how small it can be."""
+"""`memplan budget`: the predicted time of a step under each budget, and the smallest budget."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def budget(
 
 
 def _torch(target: str, costs: str, alignment: int) -> tuple[Rival, ...]:
-    """torch's points for a model that has a backward."""
+    """Return torch's points of activation_memory_budget; none for a model without a backward."""
     from memplan.cli.source import quiet_stages
     from memplan.errors import UnsupportedGraph
     from memplan.planning.budget import cost_model

@@ -1,4 +1,4 @@
-"""`memplan check`: fail the build that needs more than it may, or more than it did."""
+"""`memplan check`: fails the build if a model needs more memory than its limits or its baseline allow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Format(enum.StrEnum):
-    """How the verdicts are printed."""
+    """The output formats of the verdicts."""
 
     TABLE = "table"
     MARKDOWN = "markdown"
@@ -109,13 +109,13 @@ def check(
     judged = work.judge(before)
     _show(judged, form)
     if listed and not targets:
-        _mention_strangers(before, entries)
+        _mention_unlisted(before, entries)
     if not all(j.ok for j in judged):
         raise typer.Exit(1)
 
 
 def _update(work: Work, *, whole: bool, form: Format) -> None:
-    """Write the figures of now, unless a plan is invalid or over a limit that no baseline moves."""
+    """Write the current figures to the baseline, unless a plan is invalid or exceeds an absolute limit."""
     from memplan.check.baseline import read_baseline, update_baseline
     from memplan.cli.interrupt import stop_if_interrupted
     from memplan.cli.outputs import require_outputs
@@ -152,7 +152,7 @@ def _say_written(file: Path, before: Mapping[str, Figures], now: Mapping[str, Fi
             screen.print(Text(f"  {printable(name)}: {sizes}; {was}"), soft_wrap=True)
 
 
-def _mention_strangers(before: Mapping[str, Figures], entries: tuple[Entry, ...]) -> None:
+def _mention_unlisted(before: Mapping[str, Figures], entries: tuple[Entry, ...]) -> None:
     names = {entry.name for entry in entries}
     for name in before:
         if name not in names:

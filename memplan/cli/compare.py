@@ -1,4 +1,4 @@
-"""`memplan diff` and `memplan explain`: what changed, and who is alive."""
+"""`memplan diff` compares two plans; `memplan explain` shows the live buffers of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGET = "plan.json, FILE.py:FACTORY or package.module:FACTORY."
 
 
 class Format(enum.StrEnum):
-    """How it is printed."""
+    """The output formats of `diff`, `explain` and `budget`."""
 
     TABLE = "table"
     MARKDOWN = "markdown"
@@ -67,7 +67,7 @@ def explain(
 
 
 def print_sections(form: Format, title: str, sections: Iterable[Section], data: Any) -> None:
-    """Sections in the form that was asked for; `data()` gives the JSON."""
+    """Print sections in the chosen format; `data()` returns the content of the JSON."""
     if form is Format.JSON:
         typer.echo(json.dumps(data(), indent=2, allow_nan=False))
     elif form is Format.MARKDOWN:

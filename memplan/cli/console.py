@@ -1,4 +1,4 @@
-"""Where the command line writes: results to stdout, errors and progress to stderr."""
+"""The consoles of the command line: results go to stdout, errors and progress to stderr."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ LOG_WIDTH = 120
 
 @dataclass(slots=True)
 class Settings:
-    """Options that stand before the command."""
+    """The options that come before the command."""
 
     traceback: bool = False
 
 
 def console() -> Console:
-    """Standard output as it is now. Where it is no terminal (a log, a pipe) lines may be `LOG_WIDTH` wide."""
+    """Return a console for the current standard output; without a terminal, lines may be `LOG_WIDTH` wide."""
     return _console(stderr=False)
 
 
 def error_console() -> Console:
-    """Standard error."""
+    """Return a console for the current standard error."""
     return _console(stderr=True)
 
 
@@ -46,7 +46,7 @@ def _console(*, stderr: bool) -> Console:
 
 @contextlib.contextmanager
 def progress(doing: str) -> Iterator[None]:
-    """Shows on a terminal that something is under way; nothing elsewhere."""
+    """Show on a terminal, while the context lasts, that work is under way; print nothing elsewhere."""
     screen = error_console()
     if not screen.is_terminal:
         yield
@@ -58,10 +58,10 @@ def progress(doing: str) -> Iterator[None]:
 
 
 def show_error(error: MemplanError) -> None:
-    """What, where and the next step, on stderr, unbroken so that paths can be copied."""
+    """Print an error to stderr: what, where and the next step, without line breaks so that paths can be copied."""
     from rich.text import Text
 
-    # Whatever a file or a model put into the message, it moves no cursor and changes no colour.
+    # A message may quote a file or a model: escape control characters, so that they do not reach the terminal.
     lines = "\n".join(
         "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in str(error).splitlines()
     )
@@ -69,7 +69,7 @@ def show_error(error: MemplanError) -> None:
 
 
 def tolerate_encodings() -> None:
-    """A character that the terminal's encoding lacks is written as an escape instead of raising."""
+    """Make stdout and stderr escape characters that the terminal's encoding lacks, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

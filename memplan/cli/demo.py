@@ -1,4 +1,4 @@
-"""`memplan demo`: everything once, on a small model."""
+"""`memplan demo`: shows the main features on a small model."""
 
 from __future__ import annotations
 
@@ -50,13 +50,15 @@ def demo(
     _budget(plan, less)
     _heading(5, "What if a change makes it grow?", f"memplan check {AFTER} --baseline ... --fail-over arena:+2%")
     _gate(plan, obtain(AFTER))
-    _say(f"\nDone. Open {page} in a browser; on your own model: memplan report FILE.py:FACTORY --html report.html")
+    _print_line(
+        f"\nDone. Open {page} in a browser; on your own model: memplan report FILE.py:FACTORY --html report.html"
+    )
 
 
 def _require_own(plan_file: Path, *pictures: Path) -> None:
-    """Raise `InvalidOutput` unless all files can be written, and those that are there come from an earlier demo.
+    """Raise `InvalidOutput` unless all files can be written and existing ones come from an earlier demo.
 
-    Whether they do, the plan among them says by the name of its model.
+    The model's name in the plan file tells whether they do.
     """
     from memplan.cli.outputs import refused, require_outputs
 
@@ -64,11 +66,11 @@ def _require_own(plan_file: Path, *pictures: Path) -> None:
     for file in files:
         require_outputs({"--output": file})
     there = next((file for file in files if file.exists()), None)
-    if there is not None and not _of_a_demo(plan_file):
+    if there is not None and not _is_demo_plan(plan_file):
         raise refused(there, "--output", "is not of an earlier demo", "name another folder")
 
 
-def _of_a_demo(plan_file: Path) -> bool:
+def _is_demo_plan(plan_file: Path) -> bool:
     from memplan.planning.planfile import load
 
     try:
@@ -86,7 +88,7 @@ def _heading(number: int, question: str, command: str) -> None:
     screen.print()
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     from rich.text import Text
 
     console().print(Text(text), soft_wrap=True)
@@ -99,13 +101,13 @@ def _report(plan: Plan) -> None:
 
     report = plan.report()
     naive = solve(plan.problem, solver="naive").arena_size
-    _say(title(report))
-    _say(verdict(report))
-    _say(f"arena     {format_exact(plan.arena_size)}, {format_share(plan.fragmentation)} of it lost at the peak")
-    _say(f"one tensor after the other, nothing shared, would need {format_exact(naive)}")
-    _say(f"outside   {format_exact(report.outside_total)}: parameters, gradients, inputs")
+    _print_line(title(report))
+    _print_line(verdict(report))
+    _print_line(f"arena     {format_exact(plan.arena_size)}, {format_share(plan.fragmentation)} of it lost at the peak")
+    _print_line(f"one tensor after the other, nothing shared, would need {format_exact(naive)}")
+    _print_line(f"outside   {format_exact(report.outside_total)}: parameters, gradients, inputs")
     for lever in report.advice[:1]:
-        _say(f"advice    {lever.text}")
+        _print_line(f"advice    {lever.text}")
 
 
 def _pictures(plan: Plan, plan_file: Path, page: Path, still: Path) -> None:
@@ -117,7 +119,7 @@ def _pictures(plan: Plan, plan_file: Path, page: Path, still: Path) -> None:
     write_html(page, picture)
     write_svg(still, picture)
     for file, what in ((plan_file, "the plan, JSON"), (page, "zoom, hover, who is alive"), (still, "a still picture")):
-        _say(f"wrote {file}  ({what})")
+        _print_line(f"wrote {file}  ({what})")
 
 
 def _train() -> None:
@@ -126,8 +128,8 @@ def _train() -> None:
 
         done = train()
     for step, (eager, planned) in enumerate(zip(done.eager, done.planned, strict=True)):
-        _say(f"step {step}: loss {planned:.6f} in the arena, {eager:.6f} by eager")
-    _say(
+        _print_line(f"step {step}: loss {planned:.6f} in the arena, {eager:.6f} by eager")
+    _print_line(
         "losses and parameters are equal bit by bit"
         if done.bitwise
         else "losses or parameters DIFFER: please report it"
@@ -151,11 +153,11 @@ def _budget(plan: Plan, page: Path) -> None:
             versions=plan.versions,
             costs="a100",
         )
-    _say(f"arena     {format_exact(kept.arena_size)} instead of {format_exact(plan.arena_size)}")
+    _print_line(f"arena     {format_exact(kept.arena_size)} instead of {format_exact(plan.arena_size)}")
     for line in budget_lines(kept.report()):
-        _say(line)
+        _print_line(line)
     write_html(page, picture_of_plan(kept))
-    _say(f"wrote {page}  (the same picture, an arrow for everything that leaves and comes back)")
+    _print_line(f"wrote {page}  (the same picture, an arrow for everything that leaves and comes back)")
 
 
 def _gate(before: Plan, after: Plan) -> None:

@@ -1,4 +1,4 @@
-"""`memplan doctor`: what is installed, which devices there are, what is missing for what."""
+"""`memplan doctor`: shows what is installed, which devices there are, and what is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PARTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One thing looked at; `ok` is None where it is merely optional and absent."""
+    """One line of the result; `ok` is None for an optional part that is absent."""
 
     what: str
     found: str
@@ -68,7 +68,7 @@ def _memory() -> str:
 
     try:
         return f", {format_bytes(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
-    except (ValueError, OSError, AttributeError):  # not a system that tells
+    except (ValueError, OSError, AttributeError):  # the system does not report its memory
         return ""
 
 
@@ -93,7 +93,7 @@ def _packages() -> list[Line]:
 
 
 def _devices() -> list[Line]:
-    """Asked of torch in a process of its own: importing it here would take seconds of every later command."""
+    """Return a line for each device of torch, found by another process so that torch is not imported here."""
     import importlib.util
     import subprocess
 
@@ -112,7 +112,7 @@ def _devices() -> list[Line]:
 
 
 def _solves() -> Line:
-    """A small problem, solved and validated."""
+    """Return a line on a small problem that is solved and validated."""
     from memplan.core.problem import Buffer, Interval, Problem
     from memplan.solvers import solve
 

@@ -1,4 +1,4 @@
-"""What `memplan check` checks, against what: the command line's targets and rules, or those of pyproject.toml."""
+"""The work of `memplan check`: the targets and rules of the command line, or those of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to check against what: rules of the command line come before an entry's, those before the project's.
+    """The entries to check and their limits.
 
-    `verify`: prove again what the plans say, each proof within `time_limit` seconds; then no limit is needed.
+    Rules of the command line (`given`) replace an entry's own, which replace the project's. `file` is the baseline.
+    `verify`: prove the claims of the plans again, each within `time_limit` seconds; then no limit is needed.
     """
 
     entries: tuple[Entry, ...]
@@ -47,7 +48,7 @@ class Work:
         return chosen
 
     def judge(self, before: Mapping[str, Figures], *, absolute_only: bool = False) -> list[Judged]:
-        """Plan or load everything, one after the other, and check it."""
+        """Plan or load every entry, one after the other, check it against `before` and return the results."""
         from memplan.check.check import check as check_plan
         from memplan.cli.source import is_model, obtain
         from memplan.planning.consistency import check_consistency
@@ -92,7 +93,7 @@ class Work:
 def given_rules(
     texts: list[str], arena: int | None, fragmentation: float | None, outside: int | None
 ) -> tuple[Rule, ...]:
-    """The rules that the command line's limits mean. Raises `InvalidSize` naming the option."""
+    """Return the rules that the command line's limits describe. Raises `InvalidSize`, which names the option."""
     from memplan.check.check import CheckLimits
     from memplan.check.rules import parse_rule
     from memplan.errors import InvalidSize
@@ -107,7 +108,7 @@ def given_rules(
 
 
 def entries_of(targets: list[str], infer: bool, project: Project | None) -> tuple[tuple[Entry, ...], bool]:
-    """What to check, and whether the project lists it: only then do its baseline and rules count."""
+    """Return the entries to check, and whether the project lists them: only then its baseline and rules apply."""
     from memplan.check.project import Entry
     from memplan.cli.source import is_model
     from memplan.errors import InvalidModel
@@ -116,7 +117,7 @@ def entries_of(targets: list[str], infer: bool, project: Project | None) -> tupl
     if targets and all(target in known for target in targets) and not infer:
         return tuple(known[target] for target in dict.fromkeys(targets)), True
     if targets:
-        # --infer is for the models among the targets; saved plans are what they are.
+        # --infer applies to the models among the targets, not to saved plans.
         return tuple(Entry(name=t, target=t, infer=infer and is_model(t)) for t in dict.fromkeys(targets)), False
     if infer:
         raise InvalidModel(

@@ -1,7 +1,7 @@
-"""What GitHub Actions read: workflow commands on stdout, a job summary in a file, lines of the repository's files.
+"""Output for GitHub Actions: workflow commands on stdout, the job summary, and annotations on the repository's files.
 
-Plans name files without folders ("model.py:12"), so that they hold nothing of the machine that made them; which file
-of the repository that is, is found where the annotation is written.
+Plans name files without folders ("model.py:12"), so that they contain nothing of the machine that made them. The path
+in the repository is looked up when the annotation is written.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _OTHERS = frozenset({"node_modules", "site-packages", "__pycache__"})
 
 
 def notice(title: str, text: str) -> str:
-    """A workflow command that shows `text` on the run's page."""
+    """Return a workflow command that shows `text` on the run's page."""
     return f"::notice title={escape_property(title)}::{escape_message(text)}"
 
 
 def add_summary(markdown: str) -> None:
-    """Append to the job's summary; nothing happens outside of GitHub Actions. Raises `OSError`."""
+    """Append to the job's summary; do nothing outside of GitHub Actions. Raises `OSError`."""
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with open(summary, "a", encoding="utf-8") as file:
             file.write(markdown)
 
 
 class Sources:
-    """The repository's files by their names: to which of them "model.py:12" points."""
+    """The repository's files by name, to find the one that "model.py:12" refers to."""
 
     def __init__(self, root: Path, sources: Iterable[str]) -> None:
         wanted = frozenset(source.rpartition(":")[0] for source in sources)
@@ -42,22 +42,22 @@ class Sources:
 
     @classmethod
     def of(cls, judged: Sequence[Judged]) -> Self:
-        """Those of the repository that we are in."""
+        """Return the sources of the current repository that explain the failed findings."""
         failed = (finding for j in judged for finding in j.verdict.findings if not finding.ok)
         return cls(_repository(), (source for finding in failed for source in sources_of(finding)))
 
     def locate(self, judged: Judged, finding: Finding) -> Location | None:
-        """The line that explains `finding` best, else the file that the model is made from, else nothing."""
+        """Return the line that explains `finding` best, else the file of the model's factory, else None."""
         lines = (self.find(source, judged.file) for source in sources_of(finding))
         known = next((line for line in lines if line), None)
         file = self.relative(judged.file) if judged.file else ""
         return known or ((file, 0) if file else None)
 
     def find(self, source: str, file: str = "") -> Location | None:
-        """The file of the repository and the line that `source` is, or None where that cannot be known.
+        """Return the file of the repository and the line that `source` refers to, or None if that is not certain.
 
-        It is known when `file` (a path from here) has this name, or exactly one file of the repository does; the
-        line must be one of code, or it is another file of the same name, such as a library's.
+        It is certain if `file` (a path from the working directory) has this name, or exactly one file of the repository
+        does, and the line contains code; otherwise a library may have a file of the same name.
         """
         name, _, number = source.rpartition(":")
         found = [Path(file)] if file and Path(file).name == name else self._files.get(name, [])
@@ -67,7 +67,7 @@ class Sources:
         return (path, int(number)) if path else None
 
     def relative(self, file: str | Path) -> str:
-        """`file` as annotations name it: from the repository's root, with slashes; empty outside of it."""
+        """Return `file` relative to the repository's root, with slashes, as annotations name it; "" outside of it."""
         try:
             return Path(file).resolve().relative_to(self._root.resolve()).as_posix()
         except (ValueError, OSError):
@@ -75,7 +75,7 @@ class Sources:
 
 
 def _repository() -> Path:
-    """The root of the repository that we are in: what GitHub says, the nearest folder that git knows, or this one."""
+    """Return the root of the current repository: GitHub's workspace, the nearest folder with `.git`, or this one."""
     here = Path.cwd()
     folders = (here, *here.parents)
     given = os.environ.get("GITHUB_WORKSPACE")
@@ -85,18 +85,18 @@ def _repository() -> Path:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """All files but hidden ones and those of installed packages; links are not followed."""
+    """Yield all files except those in hidden folders and of installed packages; links are not followed."""
     for folder, inner, names in os.walk(root):
-        inner[:] = [n for n in inner if _is_ours(Path(folder, n))]
+        inner[:] = [n for n in inner if _is_searched(Path(folder, n))]
         yield from (Path(folder, name) for name in names)
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_searched(folder: Path) -> bool:
     return not folder.name.startswith(".") and folder.name not in _OTHERS and not (folder / "pyvenv.cfg").exists()
 
 
 def _is_code(file: Path, number: int) -> bool:
-    """Whether `file` has such a line, and something stands there."""
+    """Return whether `file` has that line and it is not empty."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

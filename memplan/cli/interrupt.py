@@ -1,7 +1,7 @@
-"""Ctrl-C: whatever becomes of the exception on its way, the command knows that it was told to stop.
+"""Handles Ctrl-C reliably, even where the `KeyboardInterrupt` is lost.
 
 Compiled kernels and libraries that call back into Python turn a `KeyboardInterrupt` into errors of their own, or drop
-it. So the signal itself is noted, and the exception is only the way to stop early.
+it. Therefore the signal itself is recorded, and the exception only serves to stop early.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 
 
 class Interrupts:
-    """Notes interrupts from `with` on, and passes them on to the handler that was there.
+    """A context that records interrupts and passes them on to the previous handler.
 
-    Does nothing outside of the main thread, or where the process ignores interrupts or leaves them to the system.
+    It does nothing outside of the main thread, or where the process ignores interrupts or leaves them to the system.
     """
 
-    current: Interrupts | None = None  # of the command that runs; a process has one handler of the signal
+    current: Interrupts | None = None  # that of the running command; a process has one handler of the signal
 
     def __init__(self) -> None:
         self.seen = False

@@ -1,4 +1,4 @@
-"""What a solver has so far, while it runs: one line that changes on a terminal, lines in a log."""
+"""Shows the progress of a running solver: one changing line on a terminal, several lines in a log."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from memplan.solvers import Progress
 
-LINE_SECONDS = 1.0  # between two lines in a log, at least
+LINE_SECONDS = 1.0  # the shortest time between two lines in a log
 Listener = Callable[["Progress"], None]
 
 
 @dataclass(slots=True)
-class _Watch:
-    """Keeps the newest news; called from the solver's thread, read from another."""
+class _ProgressLine:
+    """The latest progress; the solver's thread calls it, another thread reads it."""
 
     doing: str
     began: float = field(default_factory=time.perf_counter)
@@ -32,7 +32,7 @@ class _Watch:
         self.latest = news
 
     def line(self) -> str:
-        """Seconds so far, the best arena, the bound and how far they are apart."""
+        """Return the line to show: seconds so far, the best arena, the bound and their gap."""
         from memplan.core.units import format_exact, format_share
 
         text = f"{self.doing} ... {time.perf_counter() - self.began:.1f} s"
@@ -45,18 +45,21 @@ class _Watch:
 
 @contextlib.contextmanager
 def solver_progress(doing: str, *, wanted: bool | None) -> Iterator[Listener | None]:
-    """Yields what a solver should call with its news. `wanted` None: only on a terminal; False: never."""
+    """Yield the function that a solver calls with its progress, or None if nothing is shown.
+
+    `wanted` None: show progress on a terminal only; False: never.
+    """
     screen = error_console()
     if wanted is False or (wanted is None and not screen.is_terminal):
         yield None
         return
-    watch = _Watch(doing)
+    watch = _ProgressLine(doing)
     with _on_terminal(watch, screen) if screen.is_terminal else _in_log(watch, screen):
         yield watch
 
 
 @contextlib.contextmanager
-def _on_terminal(watch: _Watch, screen: Console) -> Iterator[None]:
+def _on_terminal(watch: _ProgressLine, screen: Console) -> Iterator[None]:
     from rich.live import Live
     from rich.spinner import Spinner
     from rich.text import Text
@@ -72,8 +75,8 @@ def _on_terminal(watch: _Watch, screen: Console) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_log(watch: _Watch, screen: Console) -> Iterator[None]:
-    """A line when there is news, at most one every `LINE_SECONDS`; the last news is never lost."""
+def _in_log(watch: _ProgressLine, screen: Console) -> Iterator[None]:
+    """Print a line when there is progress, at most one every `LINE_SECONDS`, and always the last one."""
     shown: list[Progress | None] = [None]
     over = threading.Event()
 

@@ -1,7 +1,7 @@
-"""A model named on a command line: `FILE.py:FACTORY` or `package.module:FACTORY`.
+"""Loads a model named on the command line: `FILE.py:FACTORY` or `package.module:FACTORY`.
 
-The factory takes no arguments and returns `(model, example_inputs)` or `(model, example_inputs,
-example_kwargs)`. Its code is the user's: whatever it raises is shown with the user's own line, not ours.
+The factory takes no arguments and returns `(model, example_inputs)` or `(model, example_inputs, example_kwargs)`. An
+exception in it is shown with the user's own source line, not memplan's.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from memplan.errors import InvalidModel, MemplanError
 
 _FORM = "name it FILE.py:FACTORY or package.module:FACTORY, where FACTORY() returns (model, example_inputs)"
 _LONGEST = 2000
-_OURS = str(Path(__file__).resolve().parent)
+_MEMPLAN = str(Path(__file__).resolve().parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
-    """What a factory returned: `model(*args, **kwargs)` is the call to plan. `file` is where it is defined."""
+    """The result of a factory: `model(*args, **kwargs)` is the call to plan. `file` defines the factory."""
 
     name: str
     file: str
@@ -41,17 +41,17 @@ class NamedModel:
 
 
 def names_model(target: str) -> bool:
-    """Whether `target` has the form of a model's name: something before a colon, and a name after it."""
+    """Return whether `target` has the form of a model's name: a module or file, a colon and an identifier."""
     module, colon, factory = target.rpartition(":")
     return bool(colon and module and factory.isidentifier())
 
 
 def load_model(target: str) -> NamedModel:
-    """Import what `target` names and call the factory. Runs the user's code.
+    """Import the file or module that `target` names, call the factory and return its result. Runs the user's code.
 
-    The folder of FILE.py (or the working directory, for a module) comes first in `sys.path`, as when Python
-    runs it. Raises `InvalidModel`: no such file, module or name, an exception in the user's code, or a
-    factory that returns something else.
+    The folder of FILE.py (or the working directory, for a module) comes first in `sys.path`, as when Python runs it.
+    Raises `InvalidModel` if the file, module or name does not exist, the user's code raises, or the factory returns
+    something else.
     """
     if not names_model(target):
         raise InvalidModel("does not name a model", where=target or "''", hint=_FORM)
@@ -77,7 +77,7 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise InvalidModel("there is no such file", where=str(path), hint=_FORM)
     path = path.resolve()
-    # A name of its own, so that `torch.py` or two files `model.py` do not stand in for each other.
+    # A unique module name, so that a file `torch.py`, or two files `model.py`, are not taken for each other.
     name = f"_memplan_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -108,7 +108,7 @@ def _import_module(name: str) -> ModuleType:
 def _require_no_arguments(factory: Callable[..., Any], name: str, source: str) -> None:
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # a builtin that does not tell; calling it will
+    except (TypeError, ValueError):  # a builtin without a signature; calling it shows whether it needs arguments
         return
     try:
         signature.bind()
@@ -157,10 +157,10 @@ def _kind(value: object) -> str:
 
 
 def blame(error: BaseException, what: str, *, file: str) -> MemplanError:
-    """`error`, raised by the user's code, as one of ours that shows the user's line.
+    """Return an exception of the user's code as a `MemplanError` that shows the user's source line.
 
-    `what` failed; the line is the last one of `file` on the way to the error, or else the last one that is
-    neither in a library nor in memplan. A `MemplanError` is returned as it is.
+    `what` failed. The line is the last one of `file` in the traceback, or else the last one that is neither in a
+    library nor in memplan. A `MemplanError` is returned unchanged.
     """
     if isinstance(error, MemplanError):
         return error
@@ -187,11 +187,11 @@ def _same(one: str, two: str) -> bool:
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith(("<", _OURS, *_LIBRARIES)) or "site-packages" in file
+    return file.startswith(("<", _MEMPLAN, *_LIBRARIES)) or "site-packages" in file
 
 
 def _short(file: str) -> str:
-    """Relative to the working directory when it is below it."""
+    """Return a path relative to the working directory if it is below it, otherwise unchanged."""
     return next(_relative(file), file)
 
 

@@ -1,4 +1,4 @@
-"""Where a command writes, looked at before it computes anything: no file that someone needs is overwritten."""
+"""Checks the output files of a command before it computes anything, so that it overwrites no file that is needed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from memplan.errors import InvalidOutput
 
 
 def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
-    """Raise unless every output (by its option) can be written where it is wanted, and overwrites nothing.
+    """Raise unless every output (by its option) can be written and overwrites no input, source or other output.
 
     `inputs` are what the command reads: paths, or targets (FILE.py:FACTORY too). Raises `InvalidOutput` for an output
-    that is an input, Python source that exists, or another output; `UnreadableFile` where no file can be.
+    that is an input, existing Python source, or another output; `UnreadableFile` where no file can be created.
     """
     read = [path for given in inputs if given is not None for path in _files(str(given))]
     seen: dict[str, Path] = {}
@@ -35,13 +35,13 @@ def require_outputs(outputs: Mapping[str, Path | None], *inputs: str | Path | No
 
 
 def _files(target: str) -> list[Path]:
-    """The files that `target` names: as it stands, or before the colon of a factory's name."""
+    """Return the existing files that `target` names, as a whole or before the colon of a factory's name."""
     names = {target, target.rpartition(":")[0]} - {""}
     return [Path(name) for name in sorted(names) if os.path.isfile(name)]
 
 
 def _same(one: Path, two: Path) -> bool:
-    """Whether both are one file; links count as what they lead to."""
+    """Return whether both paths are the same file; links are followed."""
     try:
         return one.resolve() == two.resolve() or (one.exists() and two.exists() and one.samefile(two))
     except OSError:
@@ -49,5 +49,5 @@ def _same(one: Path, two: Path) -> bool:
 
 
 def refused(path: Path, option: str, what: str, hint: str = "name another file") -> InvalidOutput:
-    """The error for an output that would overwrite `path`, and `what` ("is Python source") is why it must not."""
+    """Return the error for an output that would overwrite `path`; `what` ("is Python source") says why it must not."""
     return InvalidOutput(f"{path} {what}, and would be overwritten", where=option, hint=hint)

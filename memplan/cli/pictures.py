@@ -1,4 +1,4 @@
-"""The files that a picture can be written to."""
+"""Writes a picture to a file, one function for each format."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from memplan.report.picture import Picture
 
 
 def write_html(path: Path, picture: Picture) -> None:
-    """One self-contained page."""
+    """Write a picture as one self-contained HTML page."""
     from memplan.report.html import picture_html
 
     write_atomic(path, picture_html(picture))
 
 
 def write_svg(path: Path, picture: Picture) -> None:
-    """A still picture."""
+    """Write a picture as SVG."""
     from memplan.report.svg import picture_svg
 
     write_atomic(path, picture_svg(picture))
 
 
 def write_trace(path: Path, picture: Picture) -> None:
-    """Chrome trace events."""
+    """Write a picture as Chrome trace events."""
     from memplan.report.trace_events import trace_events
 
     write_atomic(path, json.dumps(trace_events(picture), separators=(",", ":"), allow_nan=False) + "\n")
 
 
 def write_snapshot(path: Path, picture: Picture) -> None:
-    """A pickle for memory_viz."""
+    """Write a picture as a pickle for PyTorch's memory_viz."""
     from memplan.report.snapshot import snapshot_bytes
 
     write_atomic(path, snapshot_bytes(picture))
 
 
 def write_png(path: Path, picture: Picture) -> None:
-    """A still picture in pixels; needs Pillow."""
+    """Write a picture as PNG; needs Pillow."""
     from memplan.report.png import picture_png
 
     write_atomic(path, picture_png(picture))
@@ -50,7 +50,7 @@ WRITERS: dict[str, Callable[[Path, Picture], None]] = {".html": write_html, ".sv
 
 
 def writer_for(option: str, path: Path) -> Callable[[Path, Picture], None]:
-    """Who writes a file of this name. Raises `InvalidSize` for an unknown ending."""
+    """Return the function that writes a file with this suffix. Raises `InvalidSize` for an unknown suffix."""
     try:
         return WRITERS[path.suffix.lower()]
     except KeyError:

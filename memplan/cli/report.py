@@ -1,4 +1,4 @@
-"""`memplan report`: what a model needs, and who holds it."""
+"""`memplan report`: shows the memory that a model needs, and its largest buffers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Format(enum.StrEnum):
-    """How the report is printed."""
+    """The output formats of the report."""
 
     TABLE = "table"
     MARKDOWN = "markdown"
@@ -28,7 +28,7 @@ class Format(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pictures:
-    """The files to draw the arena into."""
+    """The files into which the arena is drawn; None for those that are not wanted."""
 
     html: Path | None = None
     svg: Path | None = None
@@ -112,7 +112,7 @@ def report(
 
 
 def _draw(plan: Plan, wanted: Pictures) -> None:
-    """Write the pictures that are asked for, all from the same `Picture`."""
+    """Write the wanted pictures, all from the same `Picture`."""
     from memplan.cli import pictures
     from memplan.report.picture import picture_of_plan
 

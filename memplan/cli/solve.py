@@ -1,4 +1,4 @@
-"""`memplan solve`: place the buffers of a CSV file. Never imports torch."""
+"""`memplan solve`: places the buffers of a CSV file. It never imports torch."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _figures(problem: Problem, solution: Solution, capacity: int | None) -> dict
 
 
 def _fragmentation(problem: Problem, solution: Solution) -> float | None:
-    """None without a placement."""
+    """Return the fragmentation of a solution, None without a placement."""
     if len(solution.offsets) < len(problem.buffers):
         return None
     return (solution.arena_size - problem.max_live) / solution.arena_size if solution.arena_size else 0.0

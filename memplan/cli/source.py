@@ -1,4 +1,4 @@
-"""From what the user named to a plan: a saved plan is loaded, a model is imported and planned."""
+"""Turns the target that the user named into a plan: loads a saved plan, or imports a model and plans it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_model(target: str) -> bool:
-    """Whether `target` is to be planned; a file that exists is a saved plan, whatever it is called."""
+    """Return whether `target` names a model; an existing file of that name is taken as a saved plan."""
     return names_model(target) and not os.path.isfile(target)
 
 
@@ -36,7 +36,7 @@ def obtain(
     costs: str | None = None,
     gradients: str = "safe",
 ) -> Plan:
-    """The plan of `target`, a plan file or a model's name. torch is imported for a model only."""
+    """Return the plan of `target`, a plan file or a model's name. torch is imported for a model only."""
     if not is_model(target):
         given = (time_limit, budget, costs)
         if infer or (solver, gradients) != ("auto", "safe") or any(option is not None for option in given):
@@ -67,7 +67,7 @@ def _saved(target: str) -> Plan:
 
 @contextlib.contextmanager
 def quiet_stages(target: str) -> Iterator[NamedModel]:
-    """The named model, while something is traced of it and torch is kept quiet."""
+    """Yield the named model, and suppress torch's output while it is traced."""
     with contextlib.redirect_stdout(sys.stderr):
         named = load_model(target)
     with progress(f"Tracing {target}"), _quiet():
@@ -78,7 +78,7 @@ def _planned(target: str, *, infer: bool, **options: Any) -> Plan:
     with progress(f"Importing {target}"), contextlib.redirect_stdout(sys.stderr):
         named = load_model(target)
     with progress(f"Planning {target}"), _quiet():
-        from memplan.trace import plan as plan_model  # the only way from here to torch
+        from memplan.trace import plan as plan_model  # the only import here that imports torch
 
         try:
             plan = plan_model(
@@ -95,9 +95,9 @@ def _planned(target: str, *, infer: bool, **options: Any) -> Plan:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what is printed back: shown on stderr when planning went well, dropped when an error says it all.
+    """Hold back all output: it goes to stderr if planning succeeds, and is dropped if it raises.
 
-    torch logs tracebacks and prints graphs for whatever it could not trace.
+    torch logs tracebacks and prints graphs for what it cannot trace, which the raised error says better.
     """
     before, printed = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.CRITICAL)
@@ -110,7 +110,7 @@ def _quiet() -> Iterator[None]:
 
 
 def size_option(name: str, text: str | None) -> int | None:
-    """Bytes from an option's text. Raises `InvalidSize` naming the option."""
+    """Return the bytes that an option's text describes. Raises `InvalidSize`, which names the option."""
     try:
         return None if text is None else parse_size(text)
     except InvalidSize as error:
@@ -119,7 +119,7 @@ def size_option(name: str, text: str | None) -> int | None:
 
 
 def share_option(name: str, text: str | None) -> float | None:
-    """A share between 0 and 1 from an option's text. Raises `InvalidSize` naming the option."""
+    """Return the share (0 to 1) that an option's text describes. Raises `InvalidSize`, which names the option."""
     try:
         return None if text is None else parse_share(text)
     except InvalidSize as error:
@@ -128,7 +128,7 @@ def share_option(name: str, text: str | None) -> float | None:
 
 
 def seconds_option(name: str, seconds: float | None) -> float | None:
-    """A time limit. Raises `InvalidSize` naming the option unless it is positive and finite."""
+    """Return a time limit in seconds. Raises `InvalidSize`, naming the option, unless it is positive and finite."""
     if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
         raise InvalidSize(f"{seconds} is not a number of seconds above 0", where=name, hint="leave it out for no limit")
     return seconds

@@ -1,8 +1,8 @@
-"""What time costs: seconds of an op and of a copy between device and host, from a roofline or as measured.
+"""Cost models: the seconds of an op, and of a copy between device and host, from a roofline model or measured.
 
-The roofline takes, for each op, the longer of its arithmetic at the device's peak rate and its bytes at the
-memory's bandwidth, and a launch (Williams, Waterman, Patterson 2009). It orders choices well; it is no
-prediction of a kernel. `memplan.profile` measures instead.
+The roofline model takes, for each op, the longer of its arithmetic at the device's peak rate and its bytes at the
+memory's bandwidth, and adds a launch (Williams, Waterman, Patterson 2009). It ranks choices well, but does not predict
+the time of a single kernel. `memplan.profile` measures the ops instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NARROW = frozenset({"bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way for bytes: `bytes_per_second` after `latency` (seconds)."""
+    """A connection for copies: a bandwidth (`bytes_per_second`) and a `latency` in seconds."""
 
     bytes_per_second: float
     latency: float
@@ -43,17 +43,31 @@ class Link:
             )
 
     def seconds(self, nbytes: int) -> float:
-        """Time of one copy."""
+        """Return the seconds that one copy of `nbytes` bytes takes."""
         return self.latency + nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Seconds of ops and copies on one kind of device.
+    """The seconds that ops and copies take on one kind of device.
 
-    `matrix_flops` and `narrow_flops` are floating-point operations per second of matrix products in 32 bits and
-    in 16 or fewer, `bytes_per_second` is the device memory's bandwidth, `launch` the seconds that every op costs.
-    `measured`: seconds by op signature (`signature_of`), which the roofline gives way to.
+    Args:
+        name: The name of the device or of the measurement.
+        matrix_flops: Floating-point operations per second of matrix products in 32 bits.
+        narrow_flops: Floating-point operations per second of matrix products in 16 bits or fewer.
+        bytes_per_second: The bandwidth of the device's memory.
+        launch: Seconds that every op costs in addition.
+        to_host: The link for copies from the device to the host.
+        to_device: The link for copies from the host to the device.
+        measured: Measured seconds by op signature (`signature_of`); these replace the roofline's.
+
+    Raises:
+        InvalidCosts: A rate is not positive, or a time is negative, or either is not finite.
+
+    Example:
+        >>> from memplan.evict.costs import DEVICES
+        >>> costs = dataclasses.replace(DEVICES["a100"], name="a100-sxm", bytes_per_second=2.0e12)
+        >>> plan = memplan.plan(model, inputs, budget="8GiB", costs=costs)
     """
 
     name: str
@@ -79,11 +93,11 @@ class CostModel:
         object.__setattr__(self, "measured", MappingProxyType(dict(self.measured)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles: a read-only mapping has neither."""
+        """Return what copying and pickling need, since a read-only mapping supports neither."""
         return partial(CostModel, **{**vars(self), "measured": dict(self.measured)}), ()
 
     def op_seconds(self, graph: Graph, op: Op) -> float:
-        """Seconds of one op: measured if it was, else the roofline's."""
+        """Return the seconds of one op: the measured ones if there are any, otherwise the roofline's."""
         known = self.measured.get(signature_of(graph, op)) if self.measured else None
         if known is not None:
             return known
@@ -93,17 +107,39 @@ class CostModel:
         return self.launch + max(flops_of(graph, op) / rate, nbytes / self.bytes_per_second)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON to `path`, whole or not at all; `load_costs` reads it. Raises `UnreadableFile`."""
+        """Write the model as JSON, whole or not at all; `load_costs` reads it.
+
+        Args:
+            path: The file to write.
+
+        Raises:
+            UnreadableFile: The file cannot be written.
+        """
         body = {"cost_model": VERSION, **to_json(self)}
         write_atomic(Path(path), json.dumps(body, indent=1, allow_nan=False) + "\n")
 
     def seconds(self, graph: Graph) -> tuple[float, ...]:
-        """Seconds of every op of `graph`, by index."""
+        """Return the seconds of every op of `graph`, by index."""
         return tuple(self.op_seconds(graph, op) for op in graph.ops)
 
 
 def load_costs(path: str | os.PathLike[str]) -> CostModel:
-    """Read a cost model. Raises `UnreadableFile` or `InvalidCosts` naming what in the file cannot be."""
+    """Read a cost model that `CostModel.save` wrote.
+
+    Args:
+        path: The JSON file.
+
+    Returns:
+        The cost model, for the `costs` argument of `memplan.plan` and `memplan.compile`.
+
+    Raises:
+        UnreadableFile: The file cannot be read, or holds no cost model of this version.
+        InvalidCosts: A rate or a time in the file is impossible; the error names it.
+
+    Example:
+        >>> memplan.profile(model, inputs).save("costs.json")
+        >>> plan = memplan.plan(model, inputs, budget="50%", costs=memplan.load_costs("costs.json"))
+    """
     where = os.fspath(path)
     hint = "make it anew: memplan.profile(model, example_inputs).save(path)"
     try:
@@ -123,7 +159,10 @@ def load_costs(path: str | os.PathLike[str]) -> CostModel:
 
 
 def signature_of(graph: Graph, op: Op) -> str:
-    """What decides an op's time: target, shapes, strides and dtypes; the same for equal calls of any model."""
+    """Return a text of what decides an op's time: its target, shapes, strides and dtypes.
+
+    Equal calls have equal signatures, in any model.
+    """
 
     def describe(index: int) -> str:
         v = graph.values[index]
@@ -133,7 +172,7 @@ def signature_of(graph: Graph, op: Op) -> str:
 
 
 def flops_of(graph: Graph, op: Op) -> float:
-    """Floating-point operations of matrix products, convolutions and attention; 0 of what memory bounds."""
+    """Return the floating-point operations of a matrix product, convolution or attention; 0 for memory-bound ops."""
     name = op.target.removeprefix("aten.").split(".")[0]
     reads = [graph.values[v] for v in op.reads]
     writes = [graph.values[v] for v in op.writes]
@@ -148,7 +187,7 @@ def flops_of(graph: Graph, op: Op) -> float:
 
 
 def _convolution_flops(name: str, reads: list[Value], writes: list[Value]) -> float:
-    """Forward: 2 x result x kernel elements per output channel; backward: once per gradient that is made."""
+    """Return 2 x result elements x kernel elements per output channel; in the backward, once per gradient computed."""
     images = [v for v in reads if len(v.shape) >= 3]
     if "backward" not in name:
         return 2.0 * prod(writes[0].shape) * prod(images[-1].shape[1:]) if len(images) > 1 and writes else 0.0
@@ -160,7 +199,7 @@ def _convolution_flops(name: str, reads: list[Value], writes: list[Value]) -> fl
 
 
 def _attention_flops(name: str, reads: list[Value]) -> float:
-    """Two matrix products per head forward, five backward (FlashAttention, Dao 2022)."""
+    """Count two matrix products per head in the forward and five in the backward (FlashAttention, Dao 2022)."""
     heads = [v for v in reads if len(v.shape) == 4]
     if len(heads) < 2:
         return 0.0
@@ -170,7 +209,7 @@ def _attention_flops(name: str, reads: list[Value]) -> float:
 
 
 def _value_bytes(graph: Graph, index: int) -> int:
-    """Bytes that a kernel moves for a value: its elements, or those that its storage has when it is expanded."""
+    """Return the bytes that a kernel moves for a value; of an expanded value, those of its storage."""
     v = graph.values[index]
     elements = prod(n for n, s in zip(v.shape, v.strides, strict=True) if s)
     return min(elements * _ITEMSIZE.get(v.dtype, 4), max(graph.storages[v.storage].nbytes, 1))

@@ -1,6 +1,6 @@
-"""What a measured step changes in the next plan: what copies cost, and when reloads start (Capuchin's feedback).
+"""Feedback from a measured step to the next plan: the cost of copies, and when reloads start.
 
-The measured execution, its guided one and the feedback on late swaps are Capuchin's (Peng et al., ASPLOS 2020).
+Measured execution, guided execution and the feedback on late swaps are Capuchin's (Peng et al., ASPLOS 2020).
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from memplan.evict.judge.arrays import measure
 from memplan.evict.judge.overlap import Leads, come_early
 from memplan.evict.workload import Policy, Workload
 
-_LEAST = 1e-9  # seconds that anything takes
+_LEAST = 1e-9  # seconds: a lower limit for a measured copy
 
 
 class Remembered:
-    """A policy that remembers its last answer; `events` is None while it was not asked: nothing has to be evicted."""
+    """A policy that keeps its last answer in `events`.
+
+    `events` is None until the policy is called, which it is not where nothing has to be evicted.
+    """
 
     def __init__(self, policy: Policy, name: str, quick: Policy | None = None) -> None:
         self.policy = policy
@@ -28,38 +31,42 @@ class Remembered:
         self.events: Events | None = None
 
     def __call__(self, workload: Workload) -> Events:
-        """What the policy says."""
+        """Return the policy's events for `workload`, and keep them."""
         self.events = self.policy(workload)
         return self.events
 
 
 class Guided:
-    """A policy that begins with the events that ran, their reloads `leads` earlier, and takes what is predicted to be
-    fastest of them and what `policies` say.
+    """A policy that improves the events that ran (profile-guided).
+
+    It compares these events, the same with their reloads started earlier by `leads` seconds, and the answers of
+    `policies`, and takes the one with the least predicted time.
     """
 
     def __init__(self, events: Events, leads: Leads, policies: Sequence[Policy] = ()) -> None:
         self._events, self._leads, self._policies = events, leads, policies
 
     def __call__(self, workload: Workload) -> Events:
-        """Raises `BudgetInfeasible` where none of them keeps the budget."""
+        """Return the fastest candidate within the budget. Raises `BudgetInfeasible` if none keeps it."""
         ways = [come_early(workload, self._events, self._leads), self._events]
         ways += [policy(workload) for policy in self._policies]
         figures = [(measure(workload, way), way) for way in ways]
         kept = [(found.seconds, i) for i, (found, _) in enumerate(figures) if found.peak <= workload.budget]
         if not kept:
-            raise BudgetInfeasible("what was measured needs more", op="", smallest=min(f.peak for f, _ in figures))
+            what = "no candidate of the profile-guided policy keeps the budget"
+            raise BudgetInfeasible(what, op="", smallest=min(f.peak for f, _ in figures))
         return ways[min(kept)[1]]
 
 
 def later(leads: Leads, late: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """The leads with the seconds added by which reloads came too late."""
+    """Return `leads` plus the seconds by which each reload was late."""
     return {key: leads.get(key, 0.0) + late.get(key, 0.0) for key in {**leads, **late}}
 
 
 def link_of(samples: Sequence[tuple[int, float]]) -> Link | None:
-    """Latency and bandwidth of a link from (bytes, seconds) of copies: least squares of the relative errors, of the
-    medians by size, neither below 0; None of nothing.
+    """Return the link whose latency and bandwidth fit measured copies, given as (bytes, seconds); None without copies.
+
+    The fit minimizes the squared relative errors of the median times by size; neither parameter is negative.
     """
     by_size: dict[int, list[float]] = {}
     for nbytes, seconds in samples:

@@ -1,4 +1,7 @@
-"""Streamed storages: which they are, and how policies that move none do without moving them."""
+"""Host-resident storages: they belong to the model or the caller, live on the host, and are loaded into the arena.
+
+The code calls them `streamed`. Policies that never move them run through `with_streamed_kept`.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from memplan.evict.workload import Policy, Workload
 
 
 def all_streamed(graph: Graph) -> frozenset[int]:
-    """Every storage that the model or the caller holds: all of them live on the host when the step runs elsewhere."""
+    """Return every storage that the model or the caller owns; all are host-resident when the step runs elsewhere."""
     return frozenset(i for i, s in enumerate(graph.storages) if not s.planned)
 
 
 def with_streamed_kept(workload: Workload, policy: Policy) -> Events:
-    """What `policy` makes of `workload` when the streamed storages stay on the device throughout.
+    """Return the events of `policy` when the host-resident storages stay on the device for the whole step.
 
-    It sees none of them, and a budget of what they leave. Raises what `policy` raises.
+    The policy sees none of them, and its budget is what they leave of the workload's. Raises what `policy` raises.
     """
     if not workload.streamed:
         return policy(workload)

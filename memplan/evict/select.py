@@ -1,4 +1,4 @@
-"""Policies by name, each imported when it is first asked for."""
+"""Eviction policies by name; each is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def policy_name(policy: str | Policy) -> str:
-    """What a plan calls its policy: the name that was given, or that of the function."""
+    """Return the name under which a plan records its policy: the given name, or that of the function."""
     return policy if isinstance(policy, str) else getattr(policy, "__name__", "custom")
 
 
 def fit_policy(policy: str | Policy = "auto") -> Policy:
-    """The policy of that name, or the one that is given. Raises `MemplanError` for a name that is none."""
+    """Return the policy of that name, or the given function itself. Raises `MemplanError` for an unknown name."""
     if callable(policy):
         return policy
     if policy not in POLICIES:

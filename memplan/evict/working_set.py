@@ -1,4 +1,4 @@
-"""The least that any plan needs: the largest working set of one op."""
+"""The floor of a workload: the largest working set of one op, below which no plan exists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from memplan.evict.workload import Workload
 
 
 def floor(workload: Workload) -> tuple[int, int]:
-    """(bytes, op index): what the hungriest op reads and writes, less what it can take over from a dying input.
+    """Return (bytes, op index) of the largest working set: operands and results, less what the op can do in place.
 
     Whatever is recomputed or moved, an op's operands and results are on the device while it runs.
     """
@@ -22,7 +22,7 @@ def floor(workload: Workload) -> tuple[int, int]:
 
 
 def require_floor(workload: Workload) -> None:
-    """Raise `BudgetInfeasible`, naming the op that needs more, when the budget is below the floor."""
+    """Raise `BudgetInfeasible`, naming the op that needs the most, if the budget is below the floor."""
     least, at = floor(workload)
     if least > workload.budget:
         name = workload.graph.ops[at].name
@@ -35,5 +35,5 @@ def require_floor(workload: Workload) -> None:
 
 
 def infeasible(workload: Workload) -> BudgetInfeasible:
-    """No way was found to keep the budget; `fit` says more."""
+    """Return the error of a policy that found no way to keep the budget; the caller adds the details."""
     return BudgetInfeasible(f"no way was found to stay within {workload.budget} bytes", op="", smallest=0)

@@ -1,4 +1,4 @@
-"""The question put to a policy: a scheduled step, what things cost, and how many bytes the arena may have."""
+"""The input of a policy: a scheduled step, the costs of its ops and copies, and the budget of the arena."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _COLLECTIVES = ("_c10d_functional.", "c10d.")
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A step to be fitted. `graph.ops` stand in the order in which they will run.
+    """A scheduled step that has to fit into a budget. `graph.ops` are in the order in which they run.
 
     `sources[i]` is the index of op i in the traced graph. `budget` and all sizes are bytes, sizes rounded up to
-    `alignment`. `streamed`: storages of the model and the caller (parameters, optimizer state, inputs, outputs,
-    gradients) that live on the host and take arena bytes only while they are loaded; `device` is where they are then
-    ("": where they are anyway).
+    `alignment`. `streamed` are the host-resident storages: those of the model and the caller (parameters, optimizer
+    state, inputs, outputs, gradients) that live on the host and take arena bytes only while they are loaded. `device`
+    is the device that they are loaded to ("": each stays on its own).
     """
 
     graph: Graph
@@ -32,14 +32,14 @@ class Workload:
     device: str = ""
 
     def within(self, budget: int) -> Workload:
-        """The same question with another budget. What is known of the step is kept: none of it depends on that."""
+        """Return this workload with another budget. Cached properties are kept, since none depends on the budget."""
         other = replace(self, budget=budget)
         other.__dict__.update({**self.__dict__, "budget": budget})
         return other
 
     @cached_property
     def size(self) -> tuple[int, ...]:
-        """Arena bytes of each storage while it is on the device; 0 for what the arena does not hold."""
+        """For each storage, its arena bytes while it is on the device; 0 if the arena does not hold it."""
         return tuple(
             -(-s.nbytes // self.alignment) * self.alignment if i in self.held else 0
             for i, s in enumerate(self.graph.storages)
@@ -47,18 +47,18 @@ class Workload:
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """Of each op, the storages with arena bytes whose content it needs."""
+        """For each op, the storages with arena bytes whose content it reads."""
         g, held = self.graph, self.held
         return tuple(tuple(dict.fromkeys(s for v in op.reads if (s := g.values[v].storage) in held)) for op in g.ops)
 
     @cached_property
     def writes(self) -> tuple[tuple[int, ...], ...]:
-        """Of each op, the storages with arena bytes that it writes."""
+        """For each op, the storages with arena bytes that it writes."""
         return tuple(tuple(s for s in self.graph.written(op) if s in self.held) for op in self.graph.ops)
 
     @cached_property
     def writers(self) -> tuple[tuple[int, ...], ...]:
-        """Of each storage, the ops that write it, in order."""
+        """For each storage, the ops that write it, in order."""
         found: list[list[int]] = [[] for _ in self.graph.storages]
         for i, op in enumerate(self.graph.ops):
             for s in self.graph.written(op):
@@ -67,7 +67,7 @@ class Workload:
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
-        """Of each storage, the ops that touch it, in order."""
+        """For each storage, the ops that read or write it, in order."""
         found: list[list[int]] = [[] for _ in self.graph.storages]
         for i, op in enumerate(self.graph.ops):
             for s in self.graph.touched(op):
@@ -76,22 +76,22 @@ class Workload:
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """Of each op."""
+        """For each op, its seconds."""
         return self.costs.seconds(self.graph)
 
     @cached_property
     def to_host(self) -> tuple[float, ...]:
-        """Seconds to copy each storage to the host."""
+        """For each storage, the seconds to copy it to the host."""
         return tuple(self.costs.to_host.seconds(s.nbytes) for s in self.graph.storages)
 
     @cached_property
     def to_device(self) -> tuple[float, ...]:
-        """Seconds to copy each storage back."""
+        """For each storage, the seconds to copy it to the device."""
         return tuple(self.costs.to_device.seconds(s.nbytes) for s in self.graph.storages)
 
     @cached_property
     def pairs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Of each op, the (result, input) storages of its in-place chances, in the order in which they are taken."""
+        """For each op, the (result, input) storages that may be in place, in the order in which they are tried."""
         values = self.graph.values
         found = []
         for op in self.graph.ops:
@@ -103,7 +103,7 @@ class Workload:
 
     @cached_property
     def redo_until(self) -> tuple[int, ...]:
-        """Of each storage, the last position before which its writers can run again for its sake; -1: never."""
+        """For each storage, the last position before which its writers can run again to recompute it; -1: never."""
         g, n = self.graph, len(self.graph.ops)
         found = []
         for s, writers in enumerate(self.writers):
@@ -120,18 +120,18 @@ class Workload:
 
     @cached_property
     def recomputable(self) -> tuple[bool, ...]:
-        """Of each storage, whether its bytes can be made again, the same bit by bit, by running its writers."""
+        """For each storage, whether running its writers again gives the same bytes, bit by bit."""
         return tuple(self._recomputable(s) for s in range(len(self.graph.storages)))
 
     @cached_property
     def plain(self) -> Events:
-        """Every op in its turn; streamed storages loaded before the step, written back after it."""
+        """Every op once, in order; host-resident storages are loaded before the step and copied back after it."""
         return self.around(tuple(Event(Kind.RUN, i) for i in range(len(self.graph.ops))))
 
     def around(self, events: Events) -> Events:
-        """`events` that move no streamed storage, and around them the copies with which all of them are there.
+        """Return `events`, which move no host-resident storage, with the copies that keep all of them on the device.
 
-        What the forward changes goes home before the backward begins, and comes back for it.
+        What the forward changes is copied back to the host before the backward begins, and loaded again for it.
         """
         first = self.graph.forward_ops
         border = self.border(events)
@@ -148,7 +148,7 @@ class Workload:
         )
 
     def border(self, events: Events) -> int:
-        """The first position in `events` at which all of the forward has run, and what is due is home."""
+        """Return the first position in `events` at which the forward has run and all of `due` is back on the host."""
         ops, found = self.graph.ops, 0
         left = {i for i, op in enumerate(ops) if op.phase is Phase.FORWARD}
         for position, (kind, index) in enumerate(events):
@@ -163,13 +163,15 @@ class Workload:
 
     @cached_property
     def fresh(self) -> frozenset[int]:
-        """The streamed storages that the step makes for the caller: the host has nothing of them before."""
+        """The host-resident storages that the step creates for the caller: there is nothing to load before."""
         made = (StorageKind.OUTPUT, StorageKind.GRADIENT)
         return frozenset(s for s in self.streamed if self.graph.storages[s].kind in made)
 
     @cached_property
     def due(self) -> frozenset[int]:
-        """The streamed storages that the forward changes: they are home when it returns and a backward follows."""
+        """The host-resident storages that the forward changes: if a backward follows, they must be back on the host
+        when the forward returns.
+        """
         n = self.graph.forward_ops
         if n == len(self.graph.ops):
             return frozenset()
@@ -177,16 +179,19 @@ class Workload:
 
     @cached_property
     def late(self) -> frozenset[int]:
-        """The streamed storages that are given when the backward begins."""
+        """The host-resident storages that exist only when the backward begins: the incoming gradients."""
         return frozenset(s for s in self.streamed if self.graph.storages[s].kind is StorageKind.TANGENT)
 
     @cached_property
     def held(self) -> frozenset[int]:
-        """The storages that take arena bytes while they are on the device."""
+        """The storages that take arena bytes while they are on the device: planned or host-resident."""
         return frozenset(i for i, s in enumerate(self.graph.storages) if s.planned or i in self.streamed)
 
     def _recomputable(self, storage: int) -> bool:
-        """Planned; made by ops that draw no numbers, talk to no one, change nothing else, before anyone reads it."""
+        """Return whether a planned storage is written, before its first reader, only by ops that can run twice.
+
+        Such ops are not random, no collectives, and change nothing else.
+        """
         writers = self.writers[storage]
         if not self.graph.storages[storage].planned or not writers:
             return False
@@ -204,7 +209,7 @@ class Workload:
 
 
 def _copied(start: Kind, storages: Sequence[int]) -> Events:
-    """A copy of each in turn, waited for."""
+    """Return the events that copy each storage in order and wait for each copy."""
     return tuple(Event(kind, s) for s in storages for kind in (start, Kind(start + 1)))
 
 
@@ -212,5 +217,5 @@ Policy = Callable[[Workload], Events]
 
 
 def in_order(graph: Graph, order: tuple[int, ...]) -> Graph:
-    """The graph with its ops in the order in which they will run."""
+    """Return `graph` with its ops in the order in which they will run."""
     return replace(graph, ops=tuple(graph.ops[i] for i in order))

@@ -1,5 +1,6 @@
-"""Recorded allocations, replayed at planned addresses: for programs that no tracer can read. No torch in here.
+"""Records the allocations of a step and replays them at planned addresses, for programs that cannot be traced.
 
-`tape.py` is what a step allocates, in order, and where the plan puts it; `machine_kernel.py` serves a step from the
-tape, or notices that it is another one; `allocator.py` makes C functions of it, which an allocator's hook takes.
+In: the events of a step and a solution. Out: an allocator as two C functions. Start at `tape.py`, the allocations of a
+step and their offsets; `machine_kernel.py` replays a tape and detects a step that differs; `allocator.py` wraps it.
+Nothing here imports torch.
 """

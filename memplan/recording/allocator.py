@@ -1,7 +1,8 @@
-"""The machine as two C functions, `allocate(size, device, stream)` and `release(pointer, size, device, stream)`.
+"""The replay as two C functions, `allocate(size, device, stream)` and `release(pointer, size, device, stream)`.
 
-That is what PyTorch's pluggable allocator takes (docs: notes/cuda, "Using custom memory allocators"). They run without
-the interpreter and its lock, under a lock of their own. Memory that the tape does not plan comes from `Backing`.
+PyTorch's pluggable allocator takes such functions (docs: notes/cuda, "Using custom memory allocators"). They run
+without the Python interpreter and its lock, under a lock of their own. Memory that is not on the tape comes from
+`Backing`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ _Word = ctypes.c_size_t
 
 @dataclass(frozen=True, slots=True)
 class Backing:
-    """Where memory comes from: C functions of integers. `allocate` puts the address where its first argument points
-    (as cudaMalloc) and returns 0, or an error; `release` takes the address.
+    """The allocator of memory that is not planned, as C functions of integers.
+
+    `allocate` writes the address to where its first argument points (as cudaMalloc) and returns 0, or an error;
+    `release` takes the address.
     """
 
     allocate: Callable[[int, int], int]
@@ -28,7 +31,7 @@ class Backing:
 
 
 def host_backing() -> Backing:
-    """The host's own memory, for tests and for looking at a replay without a GPU."""
+    """Return the backing of host memory, for tests and for a replay without a GPU."""
     libc = ctypes.CDLL(None)
     align, free = libc.posix_memalign, libc.free
     align.argtypes, align.restype = (_Word, _Word, _Word), ctypes.c_int
@@ -38,7 +41,7 @@ def host_backing() -> Backing:
 
 
 def cuda_backing(library: ctypes.CDLL) -> Backing:
-    """cudaMalloc and cudaFree of the CUDA runtime that the process has loaded."""
+    """Return cudaMalloc and cudaFree of the CUDA runtime that the process has loaded."""
     allocate, release = library.cudaMalloc, library.cudaFree
     allocate.argtypes, allocate.restype = (_Word, _Word), ctypes.c_int
     release.argtypes, release.restype = (_Word,), ctypes.c_int
@@ -46,7 +49,10 @@ def cuda_backing(library: ctypes.CDLL) -> Backing:
 
 
 class Allocator:
-    """One machine, its two functions and its arena. It must live as long as memory that it gave out: for ever."""
+    """The state of a replay, its two C functions and its arena.
+
+    It must exist as long as any memory that it allocated, which in practice is until the process ends.
+    """
 
     def __init__(self, backing: Backing) -> None:
         from memplan.recording import machine_kernel
@@ -55,11 +61,11 @@ class Allocator:
         self._kernel: Any = machine_kernel
         self._m: Any = self._kernel.new_machine()
         self._backing = backing
-        self._mutex = ctypes.create_string_buffer(64)  # a pthread_mutex_t of zeros is a free one
+        self._mutex = ctypes.create_string_buffer(64)  # a pthread_mutex_t of zeros is unlocked
         self._hooks = make_hooks(self._m.ctypes.data, ctypes.addressof(self._mutex), backing)
         self._arena = 0
         self._loaded: Tape | None = None
-        self.differences = 0  # replayed steps that were not the recorded one, since a tape was loaded
+        self.differences = 0  # steps that differed from the recorded one, since a tape was loaded
 
     @property
     def pointers(self) -> tuple[int, int]:
@@ -67,12 +73,12 @@ class Allocator:
         return self._hooks[0].address, self._hooks[1].address
 
     def start_recording(self) -> None:
-        """Write down all allocations and releases from now on."""
+        """Record all allocations and releases from now on."""
         self._m[self._kernel.EVENTS] = 0
         self._m[self._kernel.MODE] = self._kernel.RECORD
 
     def stop_recording(self) -> list[TapeEvent]:
-        """What was written down. Raises `MemplanError` when it was more than there is room for."""
+        """Stop recording and return the events. Raises `MemplanError` when there were too many to record."""
         k, m = self._kernel, self._m
         m[k.MODE] = k.OFF
         count = int(m[k.EVENTS])
@@ -83,7 +89,7 @@ class Allocator:
         return [TapeEvent(address, nbytes) for address, nbytes in found]
 
     def load(self, tape: Tape) -> None:
-        """Let steps be served from `tape`; its arena is made now. Raises `MemplanError` without room for it."""
+        """Replay `tape` from now on, in an arena that is allocated now. Raises `MemplanError` without room for it."""
         if tape is self._loaded:
             return
         if self._loaded is not None and self._m[self._kernel.LIVE]:
@@ -103,11 +109,11 @@ class Allocator:
         self._m[self._kernel.STEPS] = 0
 
     def begin(self) -> None:
-        """A step to be replayed starts."""
+        """Start a replayed step."""
         self._kernel.begin(self._m)
 
     def end(self) -> str:
-        """It is over: "" if it was the recorded one, else how it differed first."""
+        """End the step, and return "" if it equalled the recorded one, else how it differed first."""
         k, m = self._kernel, self._m
         why = int(k.end(m))
         self.differences += why != k.SAME
@@ -124,15 +130,15 @@ class Allocator:
 
     @property
     def replayed(self) -> int:
-        """Steps that were the recorded one, since a tape was loaded."""
+        """The number of steps that equalled the recorded one, since a tape was loaded."""
         return int(self._m[self._kernel.STEPS])
 
     @property
     def in_arena(self) -> int:
-        """How many allocations the arena holds now."""
+        """The number of allocations that the arena holds now."""
         return int(self._m[self._kernel.LIVE])
 
     @property
     def kept(self) -> int:
-        """Bytes of ordinary memory that were released and are kept for the next that asks."""
+        """The bytes of ordinary memory that were released and are cached for later allocations."""
         return int(self._m[self._kernel.CACHED])

@@ -1,4 +1,4 @@
-"""The two C functions over a machine's array, compiled."""
+"""Compiles the two C functions of a replay over its array of state."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined,call-arg,unreachable"
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memplan.recording.machine_kernel import (
 
 @intrinsic
 def pointer_to(typing_context, address):
-    """The pointer that an integer is."""
+    """Return an integer as a pointer to int64."""
 
     def generate(context, builder, signature, args):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -39,7 +39,7 @@ def _lane(device, stream):
 
 
 def make_hooks(machine: int, mutex: int, backing):
-    """`allocate` and `release` (numba cfuncs, `.address`) over the array at `machine`, under the lock at `mutex`."""
+    """Return `allocate` and `release` (numba cfuncs, `.address`) over the array at `machine`, locked by `mutex`."""
     libc = ctypes.CDLL(None)
     lock, unlock = libc.pthread_mutex_lock, libc.pthread_mutex_unlock
     for function in (lock, unlock):
@@ -67,7 +67,7 @@ def make_hooks(machine: int, mutex: int, backing):
             address = take(m, room, _lane(device, stream))
             if address == 0:
                 address = fresh(m, room)
-            while address == 0:  # out of memory: what is kept goes first
+            while address == 0:  # out of memory: free cached blocks one by one
                 gone = let_go(m)
                 if gone == 0:
                     break

@@ -1,9 +1,9 @@
-"""The replay as a machine over one array of integers, so that an allocator's hook can run it without Python.
+"""The state machine of a replay over one array of integers, so that an allocator's hook can run it without Python.
 
-`serve` answers each allocation of a step from the tape as long as the step is the recorded one: same sizes in the same
-order, and nobody alive whose bytes are given to another. At the first difference the rest of the step gets
-ordinary memory, and what the arena has given out stays where it is. Ordinary memory that is released is kept for the
-next that asks for as much on the same stream. All sizes and addresses are bytes.
+`serve` answers each allocation of a step from the tape as long as the step equals the recorded one: the same sizes in
+the same order, and every allocation released before its bytes are reused. From the first difference on, the rest of the
+step gets ordinary memory, and allocations in the arena stay where they are. Ordinary memory that is released is cached
+for later allocations of the same size on the same stream. All sizes and addresses are bytes.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-# Where things are in the array: a header, then tables of fixed room.
+# The layout of the array: a header, then tables of fixed size.
 MODE, CURSOR, COUNT, ARENA, ARENA_SIZE, LIVE, DIFFERENCE, AT, SIZE, EVENTS, SPARE, CACHED, PLACES, STEPS, SCRATCH = (
     range(15)
 )
@@ -23,27 +23,27 @@ MAX_EVENTS, MAX_COUNT, MAX_BEFORE, MAX_NODES, SLOTS = 1 << 19, 1 << 17, 1 << 19,
 T_EVENTS = HEADER
 T_SIZES = T_EVENTS + 2 * MAX_EVENTS
 T_OFFSETS = T_SIZES + MAX_COUNT
-T_FIRST = T_OFFSETS + MAX_COUNT  # of allocation k, in T_BEFORE
+T_FIRST = T_OFFSETS + MAX_COUNT  # where the entries of allocation k begin in T_BEFORE
 T_BEFORE = T_FIRST + MAX_COUNT + 1
 T_ALIVE = T_BEFORE + MAX_BEFORE
-T_PLACE = T_ALIVE + MAX_COUNT  # of allocation k: which of the distinct offsets it has
+T_PLACE = T_ALIVE + MAX_COUNT  # the index of allocation k's offset in T_PLACES
 T_PLACES = T_PLACE + MAX_COUNT  # the distinct offsets, ascending
-T_OWNER = T_PLACES + MAX_COUNT  # who has the bytes at each of them, plus one
-T_HEADS = T_OWNER + MAX_COUNT  # of lists of memory that is kept, by class
+T_OWNER = T_PLACES + MAX_COUNT  # the allocation that has the bytes at each of them, plus one
+T_HEADS = T_OWNER + MAX_COUNT  # the heads of the lists of cached blocks, by hash of size and stream
 T_NODES = T_HEADS + SLOTS  # (address, size, stream and device, next)
 WORDS = T_NODES + 4 * MAX_NODES
 
 
 @njit(cache=True)
 def rounded(size):
-    """Bytes of ordinary memory for a request: few classes, so that what is kept fits again."""
+    """Return the bytes of ordinary memory for a request, rounded to few sizes so that cached blocks fit again."""
     grain = 512 if size < 1 << 20 else 1 << 21
     return (size + grain - 1) // grain * grain
 
 
 @njit(cache=True)
 def note(m, address, nbytes):
-    """Write an event down: an allocation, or (`nbytes` 0) a release. What has no room is counted all the same."""
+    """Record an event: an allocation, or (`nbytes` 0) a release. Events beyond the table's size are only counted."""
     if m[MODE] == RECORD:
         at = m[EVENTS]
         if at < MAX_EVENTS:
@@ -54,7 +54,7 @@ def note(m, address, nbytes):
 
 @njit(cache=True)
 def differs(m, why, size):
-    """The step is not the recorded one: no more of it is served."""
+    """Note that the step differs from the recorded one, and stop serving it."""
     m[MODE] = OFF
     m[DIFFERENCE] = why
     m[AT] = m[CURSOR]
@@ -63,7 +63,7 @@ def differs(m, why, size):
 
 @njit(cache=True)
 def begin(m):
-    """A step starts. Nothing of the last one may be left in the arena."""
+    """Start a step. It counts as different if the arena still holds allocations of the last one."""
     m[CURSOR] = 0
     m[DIFFERENCE] = SAME
     m[MODE] = REPLAY
@@ -73,7 +73,7 @@ def begin(m):
 
 @njit(cache=True)
 def end(m):
-    """A step is over; what it was, if not the recorded one."""
+    """End a step, and return how it differs from the recorded one (SAME: not at all)."""
     if m[MODE] == REPLAY and m[CURSOR] < m[COUNT]:
         differs(m, FEWER, 0)
     m[MODE] = OFF
@@ -83,7 +83,7 @@ def end(m):
 
 @njit(cache=True)
 def serve(m, size):
-    """The planned address of the next allocation, or 0: it gets ordinary memory."""
+    """Return the planned address of the next allocation, or 0 if it gets ordinary memory."""
     if m[MODE] != REPLAY:
         return 0
     k = m[CURSOR]
@@ -109,7 +109,7 @@ def serve(m, size):
 
 @njit(cache=True)
 def give_back(m, address):
-    """Release what `serve` has given out; False for an address that is not the arena's."""
+    """Release an allocation of `serve`; return False for an address outside the arena."""
     offset = address - m[ARENA]
     if m[ARENA] == 0 or offset < 0 or offset >= max(m[ARENA_SIZE], 1):
         return False
@@ -134,7 +134,7 @@ def _head(size, lane):
 
 @njit(cache=True)
 def take(m, size, lane):
-    """Memory of `size` bytes (rounded) that was kept, last used on the same lane (a stream of a device), or 0."""
+    """Return a cached block of `size` bytes (rounded), last used on the same lane (a stream of a device), or 0."""
     link = _head(size, lane)
     while m[link] != 0:
         node = T_NODES + 4 * (m[link] - 1)
@@ -151,7 +151,7 @@ def take(m, size, lane):
 
 @njit(cache=True)
 def keep(m, address, size, lane):
-    """Keep memory that was released; False when there is no room to remember it."""
+    """Cache a released block; return False when the table of cached blocks is full."""
     number = m[SPARE]
     if number == 0:
         return False
@@ -166,7 +166,7 @@ def keep(m, address, size, lane):
 
 @njit(cache=True)
 def let_go(m):
-    """The address of some memory that was kept and is kept no more, or 0: to be called until nothing is left."""
+    """Remove one block from the cache and return its address, or 0 when the cache is empty."""
     for slot in range(T_HEADS, T_HEADS + SLOTS):
         if m[slot] != 0:
             number = m[slot]
@@ -180,7 +180,7 @@ def let_go(m):
 
 
 def new_machine():
-    """The array, with nothing on its tape and nothing kept."""
+    """Return the array with an empty tape and an empty cache."""
     m = np.zeros(WORDS, np.int64)
     m[T_NODES + 3 :: 4] = np.arange(2, MAX_NODES + 2)
     m[T_NODES + 4 * MAX_NODES - 1] = 0
@@ -189,7 +189,7 @@ def new_machine():
 
 
 def load(m, tape, address):
-    """Put a tape in, whose arena lies at `address`. False when the tables have no room for it."""
+    """Load a tape whose arena is at `address`; return False if the tables are too small or the arena is in use."""
     count, before = len(tape.sizes), sum(map(len, tape.before))
     if count > MAX_COUNT or before > MAX_BEFORE or m[LIVE] > 0:
         return False

@@ -1,4 +1,4 @@
-"""An allocator for pools that hands out one given address once, and ordinary memory otherwise; two C functions."""
+"""Compiles an allocator for pools, as two C functions: it returns a given address once, otherwise ordinary memory."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,attr-defined,call-arg,unreachable"
 from __future__ import annotations
@@ -12,11 +12,11 @@ WORDS = 8
 
 
 def make_place(state: int, backing, exchange):
-    """`allocate` and `release` (numba cfuncs, `.address`) over the words at `state`.
+    """Return `allocate` and `release` (numba cfuncs, `.address`) over the words at `state`.
 
-    A request of exactly NBYTES bytes gets ADDRESS, once. Releases of addresses in [LOW, HIGH) are nobody's business.
-    `exchange` is cudaThreadExchangeStreamCaptureMode: memory may be asked for while a graph is captured only in the
-    mode that the caching allocator uses for it, "relaxed" (2).
+    A request of exactly NBYTES bytes gets ADDRESS, once. Releases of addresses in [LOW, HIGH) are ignored. `exchange`
+    is cudaThreadExchangeStreamCaptureMode: during a graph capture, memory may be allocated only in the mode that the
+    caching allocator uses for it, "relaxed" (2).
     """
     get, put = backing.allocate, backing.release
     scratch, capture = state + 8 * SCRATCH, state + 8 * CAPTURE

@@ -1,8 +1,8 @@
-"""Which fallback results could be made at their planned address, and the allocator that puts them there.
+"""Finds fallback results that can be allocated at their planned address, and the allocator that puts them there.
 
-PyTorch's caching allocator asks a pool's own allocator for segments: above 10 MiB one for each tensor, rounded up to
-2 MiB (c10/cuda/CUDACachingAllocator.cpp, kMinLargeAlloc and kRoundLarge). So what lies behind a result, up to the end
-of its segment, must be free as well, and nothing else that the op returns may ask for a segment of the same size.
+PyTorch's caching allocator requests segments from a pool's own allocator: above 10 MiB one for each tensor, rounded up
+to 2 MiB (c10/cuda/CUDACachingAllocator.cpp, kMinLargeAlloc and kRoundLarge). Therefore the bytes after a result, up to
+the end of its segment, must be free as well, and no other result of the op may need a segment of the same size.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _GRAIN = 2 << 20
 
 
 def segment(nbytes: int) -> int:
-    """Bytes of the segment for a tensor of `nbytes`, which is `LEAST` at least."""
+    """Return the bytes of the segment for a tensor of `nbytes` bytes, which must be at least `LEAST`."""
     return -(-nbytes // _GRAIN) * _GRAIN
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPlace:
-    """Value `value` (an index) of an op's results: `nbytes` bytes at `offset` in the arena."""
+    """The place of one result of an op, value `value` (an index): `nbytes` bytes at `offset` in the arena."""
 
     value: int
     offset: int
@@ -35,7 +35,7 @@ class PlannedPlace:
 
 
 def places(plan: Plan) -> dict[int, PlannedPlace]:
-    """Op (index) -> the result that its kernel could make where it is planned, although it cannot be told to."""
+    """Return by op (index) the result that can be allocated at its planned offset although its kernel has no `out=`."""
     graph, found = plan.placed, {}
     for step, index in enumerate(plan.schedule.order):
         op = graph.ops[index]
@@ -54,7 +54,7 @@ def places(plan: Plan) -> dict[int, PlannedPlace]:
 
 
 def _is_free(plan: Plan, step: int, name: str, size: int) -> bool:
-    """Whether at `step` nothing but `name` is alive in the segment of `size` bytes where `name` is planned."""
+    """Return whether only `name` is alive at `step` in the segment of `size` bytes at its planned offset."""
     start = plan.solution.offsets[name] + plan.redzone
     if start + size > plan.arena_size:
         return False
@@ -64,7 +64,7 @@ def _is_free(plan: Plan, step: int, name: str, size: int) -> bool:
 
 
 class PlaceAllocator:
-    """The allocator of pools whose first tensor is to lie at a given address in [low, high)."""
+    """An allocator for pools whose first tensor is placed at a given address in [low, high)."""
 
     def __init__(self, backing: Backing, exchange: Any, low: int, high: int) -> None:
         import numpy as np
@@ -85,7 +85,7 @@ class PlaceAllocator:
 
     @contextmanager
     def expecting(self, address: int, nbytes: int) -> Iterator[None]:
-        """The first segment for a tensor of `nbytes` lies at `address`."""
+        """Within the context, place the first segment for a tensor of `nbytes` bytes at `address`."""
         k = self._kernel
         self._state[k.ADDRESS], self._state[k.NBYTES] = address, segment(nbytes)
         try:

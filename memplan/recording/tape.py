@@ -1,4 +1,4 @@
-"""A tape: the allocations of one step in their order, and the offset in the arena that each of them gets."""
+"""Tapes: the allocations of one step in order, and the offset of each in the arena."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memplan.core.problem import Interval, Problem
 
-ELSEWHERE = -1  # the offset of what outlives the step: it gets memory as if there were no tape
+ELSEWHERE = -1  # the offset of an allocation that outlives the step: it gets ordinary memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class TapeEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tape:
-    """`sizes[k]` bytes are asked for as the k-th allocation, and get `offsets[k]` (or `ELSEWHERE`).
+    """The allocations of a step: the k-th has `sizes[k]` bytes at `offsets[k]` (or `ELSEWHERE`).
 
-    `before[k]` are the allocations that had bytes of the k-th last: they must have been released when it is made.
+    `before[k]` are the last allocations before the k-th that had some of its bytes: they must be released by then.
     """
 
     sizes: tuple[int, ...]
@@ -33,7 +33,7 @@ class Tape:
 
 
 def lives(events: Sequence[TapeEvent]) -> list[Interval | None]:
-    """For each allocation, in order, from its event to that of its release; None for what is not released."""
+    """Return the live interval of each allocation, in order, in events; None for one that is not released."""
     open_at: dict[int, tuple[int, int]] = {}
     found: list[Interval | None] = []
     for step, event in enumerate(events):
@@ -47,7 +47,7 @@ def lives(events: Sequence[TapeEvent]) -> list[Interval | None]:
 
 
 def make_tape(events: Sequence[TapeEvent], problem: Problem, offsets: Mapping[str, int], arena_size: int) -> Tape:
-    """The tape of a solved recording, whose buffers are the released allocations in their order."""
+    """Return the tape of a recording and its offsets; the buffers are the released allocations in their order."""
     made = [event for event in events if event.nbytes > 0]
     buffers = {b.live.start: b for b in problem.buffers}
     starts = [step for step, event in enumerate(events) if event.nbytes > 0]
@@ -59,7 +59,7 @@ def make_tape(events: Sequence[TapeEvent], problem: Problem, offsets: Mapping[st
 
 
 def _owners(starts: Sequence[int], ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """For each range [start, end) of bytes, in order, those that had some of its bytes last."""
+    """Return for each range [start, end) of bytes, in order, the ranges before it that had some of its bytes last."""
     owned: list[tuple[int, int, int]] = []  # disjoint (start, end, owner)
     found: list[tuple[int, ...]] = []
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):

@@ -1,1 +1,5 @@
-"""What people see of a plan: figures first (`summary.py`), then one file per form that they take."""
+"""Reports: renders plans, analyses and verdicts as text, tables, markdown, JSON, HTML, SVG, PNG and traces.
+
+In: a `Plan`, or the results of `analysis/` and `check/`. Out: texts and files. Start at `summary.py`, the figures of a
+plan; `lines.py` words them; `picture.py` holds what the drawings show; every other file renders one format.
+"""

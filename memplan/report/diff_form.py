@@ -1,4 +1,4 @@
-"""A `Diff` as sections and as JSON."""
+"""Renders a `Diff` as sections and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = 12
 
 
 def diff_title(diff: Diff) -> str:
-    """ "gpt2 -> gpt2: arena 346.8 KiB -> 489.5 KiB (+142.8 KiB)"."""
+    """Return the title, such as "gpt2 -> gpt2: arena 346.8 KiB -> 489.5 KiB (+142.8 KiB)"."""
     before, after = diff.before.arena, diff.after.arena
     names = " -> ".join(name or "plan" for name in dict.fromkeys(diff.names))
     if before == after:
@@ -27,7 +27,7 @@ def diff_title(diff: Diff) -> str:
 
 
 def diff_sections(diff: Diff) -> Iterator[Section]:
-    """Totals first, then what explains the peak, then every buffer that changed."""
+    """Yield the totals, then what changed at the peak, then every buffer that changed."""
     yield Section(lines=(_graphs(diff),), columns=columns("memory before> after> change>"), rows=tuple(_totals(diff)))
     if diff.rows:
         rows = [(signed(g.delta), counts(g), g.kind, place(g)) for g in diff.rows]
@@ -96,7 +96,7 @@ def _where(holder: Holder) -> tuple[str, str, str]:
 
 
 def diff_json(diff: Diff) -> dict[str, Any]:
-    """Plain types; every size exact, in bytes."""
+    """Return the differences as plain types; every size is exact, in bytes."""
     data = to_json(diff)
     for name in ("grew", "shrank", "to_peak", "off_peak"):
         pairs: tuple[Pair, ...] = getattr(diff, name)

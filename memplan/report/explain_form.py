@@ -1,4 +1,4 @@
-"""An `Explanation` as sections and as JSON."""
+"""Renders an `Explanation` as sections and as JSON."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GROUPS = 10
 
 
 def explain_title(explanation: Explanation) -> str:
-    """ "gpt2, step 112 (backward): aten.mm in lm_head, gpt2.py:695"."""
+    """Return the title, such as "gpt2, step 112 (backward): aten.mm in lm_head, gpt2.py:695"."""
     return f"{explanation.model or 'plan'}, {_op(explanation.at)}"
 
 
 def explain_sections(explanation: Explanation) -> Iterator[Section]:
-    """How much is alive, what would shrink it, who it is by rows and one by one."""
+    """Yield the live bytes, what would save memory, and the live buffers in rows and one by one."""
     e = explanation
     share = format_share(e.live / e.max_live) if e.max_live else "0 %"
     at_peak = "the peak" if e.live == e.max_live else f"{share} of the peak, {format_bytes(e.max_live)}"
@@ -60,5 +60,5 @@ def _op(at: OpAt) -> str:
 
 
 def explain_json(explanation: Explanation) -> dict[str, Any]:
-    """Plain types; every size exact, in bytes."""
+    """Return the explanation as plain types; every size is exact, in bytes."""
     return {"format": FORMAT, **to_json(explanation)}

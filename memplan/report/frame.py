@@ -1,4 +1,4 @@
-"""Where things stand in a still picture, in points: shared by SVG and PNG."""
+"""The layout of a still picture, in points; SVG and PNG share it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ INNER = WIDTH - LEFT - RIGHT
 
 
 def x_of(picture: Picture, step: float) -> float:
-    """Where a step begins."""
+    """Return the x coordinate at which a step begins."""
     return LEFT + INNER * step / max(picture.steps, 1)
 
 
 def y_of(picture: Picture, offset: float) -> float:
-    """Where an offset of the arena stands: 0 at the bottom."""
+    """Return the y coordinate of an offset in the arena; offset 0 is at the bottom."""
     return TOP + ARENA * (1 - offset / max(picture.arena, 1))
 
 
 def about(block: PictureBlock) -> str:
-    """What a block is, in lines: name, size and offset, steps, origin."""
+    """Return a description of a block in lines: name, size and offset, steps, origin."""
     h = block.holder
     lines = (
         h.id,
@@ -34,7 +34,7 @@ def about(block: PictureBlock) -> str:
 
 
 def ticks(most: int, count: int, *, binary: bool = False) -> list[int]:
-    """Round numbers from 0 to `most`, about `count` of them; powers of two where they are bytes."""
+    """Return about `count` round numbers from 0 to `most`; with `binary`, multiples of a power of two, for bytes."""
     step = 1
     factors = (2, 2, 2) if binary else (2, 2.5, 2)
     i = 0
@@ -45,5 +45,5 @@ def ticks(most: int, count: int, *, binary: bool = False) -> list[int]:
 
 
 def live_y(picture: Picture, count: int) -> float:
-    """Where so many live bytes stand below the arena."""
+    """Return the y coordinate of a number of live bytes in the profile below the arena."""
     return HEIGHT - 40 - LIVE * count / max(picture.arena, picture.max_live, 1)

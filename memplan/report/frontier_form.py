@@ -1,4 +1,4 @@
-"""A `Frontier` as sections, as JSON and as a picture: what each budget costs, beside torch's own knob."""
+"""Renders a `Frontier` as sections, JSON, SVG and HTML: the time under each budget, next to torch's own option."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _OURS, _TORCH = "#4c82d8", "#c26a1b"
 
 
 def frontier_title(name: str, frontier: Frontier) -> str:
-    """ "gpt2: memory against time, policy 'auto', costs of a100"."""
+    """Return the title, such as "gpt2: memory against time, policy 'auto', costs of a100"."""
     return f"{name}: memory against time, policy {frontier.policy!r}, costs of {frontier.costs}"
 
 
 def frontier_sections(frontier: Frontier, rivals: Sequence[Rival] = ()) -> Iterator[Section]:
-    """One row per budget; then torch's points, which cannot be told what peak to hit."""
+    """Yield a table with a row per budget, then torch's points, whose option does not set a peak."""
     most = frontier.most
     least = next((p for p in reversed(frontier.points) if p.seconds is not None), None)
     lines = [f"without a budget: {format_exact(most)}"]
@@ -66,12 +66,12 @@ def _plus(overhead: float) -> str:
 
 
 def frontier_json(frontier: Frontier, rivals: Sequence[Rival] = ()) -> dict[str, Any]:
-    """Plain types; sizes in bytes, times in seconds."""
+    """Return the frontier as plain types; sizes are in bytes, times in seconds."""
     return {"format": FORMAT, **to_json(frontier), "torch": [to_json(r) for r in rivals]}
 
 
 def frontier_svg(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) -> str:
-    """A whole SVG file: budgets to the right, overhead upwards. Points say on hover what they are."""
+    """Return an SVG file: budgets on the x axis, overhead on the y axis. Points have a description on hover."""
     plot = Plot(frontier, rivals)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
@@ -99,7 +99,7 @@ def frontier_svg(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) ->
 
 
 def frontier_html(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) -> str:
-    """A page that needs nothing else: the picture, and every figure as a table."""
+    """Return a self-contained HTML page: the picture, and every figure in tables."""
     tables = []
     for section in frontier_sections(frontier, rivals):
         head = "".join(f"<th>{escape(c.name)}</th>" for c in section.columns)
@@ -122,28 +122,28 @@ def frontier_html(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) -
 
 
 class Plot:
-    """Where points stand, in points: shared by SVG and PNG."""
+    """The coordinates of the frontier's points in the picture; SVG and PNG share them."""
 
     def __init__(self, frontier: Frontier, rivals: Sequence[Rival]) -> None:
         self.frontier, self.rivals = frontier, rivals
         kept = [frontier.overhead(p) for p in frontier.points if p.seconds is not None]
-        cheap = [r.overhead for r in rivals if r.overhead <= 3 * max([*kept, 0.1])]  # one bad point hides no other
+        cheap = [r.overhead for r in rivals if r.overhead <= 3 * max([*kept, 0.1])]  # outliers do not set the scale
         self.top = max(*kept, *cheap, 0.01) * 1.08
         self.right = max(frontier.most, *(r.max_live for r in rivals), 1) * 1.04
 
     def columns(self) -> list[tuple[float, str]]:
-        """Shares of what is needed without a budget."""
+        """Return (x, label) of the vertical lines: shares of the memory that is needed without a budget."""
         return [(self._x(self.frontier.most * k / 10), f"{k * 10} %") for k in range(1, 11)]
 
     def rows(self) -> list[tuple[float, str]]:
-        """Round percentages of overhead."""
+        """Return (y, label) of the horizontal lines: round percentages of overhead."""
         step = next(
             s for s in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 1e9) if self.top / s <= 8
         )
         return [(self._y(k * step), f"+{k * step * 100:g} %") for k in range(int(self.top / step) + 1)]
 
     def ours(self) -> list[tuple[float, float, str]]:
-        """x, y and what it is, of each budget that can be kept."""
+        """Return (x, y, description) of each budget that can be kept."""
         found = []
         for p in self.frontier.points:
             if p.seconds is not None and p.max_live is not None:
@@ -152,7 +152,7 @@ class Plot:
         return found
 
     def theirs(self) -> list[tuple[float, float, str]]:
-        """The same of torch's points; what is far above the picture stands at its edge."""
+        """Return (x, y, description) of torch's points; those above the picture are drawn at its edge."""
         return [
             (self._x(r.max_live), self._y(min(r.overhead, self.top)), f"{r.name}: {format_bytes(r.max_live)}, "
              f"{_plus(r.overhead)}")

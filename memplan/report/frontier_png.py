@@ -1,4 +1,4 @@
-"""The picture of a `Frontier` as PNG, drawn by Pillow."""
+"""Renders a `Frontier` as PNG, by Pillow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplan.report.png import drawn
 
 
 def frontier_png(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) -> bytes:
-    """A PNG file. Raises `MemplanError` when Pillow is not installed."""
+    """Return a PNG file. Raises `MemplanError` when Pillow is not installed."""
     plot = Plot(frontier, rivals)
     with drawn(WIDTH, HEIGHT) as (canvas, finish):
         canvas.text(LEFT, 34, frontier_title(name, frontier), "#16191d", size=18)

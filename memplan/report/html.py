@@ -1,4 +1,4 @@
-"""The picture of an arena as one HTML file that needs nothing else: no network, no library, any browser."""
+"""Renders the picture of an arena as one self-contained HTML file: no network, no library, any browser."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from memplan.version import __version__
 
 
 def picture_html(picture: Picture) -> str:
-    """A whole page. Its script draws `page_data`; its policy forbids it to load anything."""
+    """Return an HTML page. Its script draws `page_data`; its security policy forbids it to load anything."""
     page = resources.files("memplan.report").joinpath("page.html").read_text(encoding="utf-8")
     text = json.dumps(page_data(picture), separators=(",", ":"), allow_nan=False)
-    # Names in a plan may hold anything: none of them ends the script element.
+    # Names in a plan may contain any character: escape those that could end the script element.
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     return page.replace("__DATA__", text)
 
 
 def page_data(picture: Picture) -> dict[str, Any]:
-    """Plain types. Blocks and ops name their texts by position in `words`, which keeps thousands of them small."""
+    """Return the picture as plain types; texts of blocks and ops are indices into `words`, to keep the page small."""
     words: dict[str, int] = {}
 
     def word(text: str) -> int:

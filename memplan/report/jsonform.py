@@ -1,4 +1,4 @@
-"""The report as plain JSON types: every figure exact, in bytes, under the names of `Report`."""
+"""Renders the report as plain JSON types: every figure exact, in bytes, under the names of `Report`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memplan.report.summary import Report
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """A dictionary of plain types; `format` names its layout, which changes only with that number."""
+    """Return the report as plain types; `format` names and numbers its layout."""
     data = to_json(report)
     data["versions"] = dict(report.versions)
     return {"format": "memplan-report-1", **data}

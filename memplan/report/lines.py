@@ -1,4 +1,4 @@
-"""The lines that every readable form of the report shows, in one order and one wording."""
+"""Words the lines of the report, which every readable format shows in the same order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Line = tuple[str, int | None, str]
 
 
 def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
-    """(label, bytes or None when not measured, remark), in groups whose last line adds up the group."""
+    """Return groups of (label, bytes or None if not measured, remark); the last line of a group is its sum."""
     out = report.outside
     arena = (
         ("peak (max live)", report.max_live, f"at step {report.peak.step}" if report.peak else "nothing is planned"),
@@ -43,7 +43,7 @@ def _total(report: Report) -> str:
 
 
 def title(report: Report) -> str:
-    """What was planned: "gpt2: forward + backward, 812 steps, 530 buffers"."""
+    """Return what was planned, such as "gpt2: forward + backward, 812 steps, 530 buffers"."""
     what = "forward + backward" if report.backward else "forward only"
     return f"{report.model or 'model'}: {what}, {report.steps} steps, {report.buffers} buffers"
 
@@ -52,7 +52,7 @@ _CLAIMED = "claimed by the plan file, and was not proved again here: run memplan
 
 
 def verdict(report: Report) -> str:
-    """The certificate: how good the plan is, and how far that is proven."""
+    """Return a sentence on the quality of the plan, and how far it is proven."""
     by = f"layout by {report.solver!r}, order {report.policy!r}"
     if report.layout_claimed:
         return f"{by}: that no smaller arena than {format_bytes(report.bound)} exists in this order is {_CLAIMED}"
@@ -66,12 +66,12 @@ def verdict(report: Report) -> str:
 
 
 def _but_padding(report: Report) -> str:
-    """The bound of the orders counts bytes without alignment."""
+    """Return the exception for alignment, since the bound over all orders counts bytes without it."""
     return f", alignment ({format_bytes(report.padding)}) apart" if report.padding else ""
 
 
 def certificate(report: Report) -> str:
-    """How good the order is, and what proves it: "optimal: no order of these ops needs less than 826.1 MiB, ..."."""
+    """Return the order's quality and its proof: "optimal: no order of these ops needs less than 826.1 MiB, ..."."""
     by = report.order_evidence.value.format(op=report.order_proof)
     proof = f"proven by {by}"
     needs, least = bytes_apart(report.order_max_live, report.order_bound)
@@ -88,7 +88,7 @@ def certificate(report: Report) -> str:
 
 
 def waiting_lines(report: Report) -> tuple[str, ...]:
-    """What it costs that updates wait: for all gradients, as in clipping, or for several steps."""
+    """Return the memory that it costs if updates wait for all gradients, as in clipping, or for several steps."""
     lines = []
     if report.barrier is not None:
         b = report.barrier
@@ -108,7 +108,7 @@ def waiting_lines(report: Report) -> tuple[str, ...]:
 
 
 def budget_lines(report: Report) -> tuple[str, ...]:
-    """How ops are divided, how a budget is kept, and what that is predicted to cost."""
+    """Return how ops are divided into blocks of rows, how a budget is kept, and its predicted cost in time."""
     k, d = report.kept, report.division
     divided: tuple[str, ...] = ()
     if d is not None:
@@ -141,22 +141,22 @@ def _times(count: int, what: str) -> str:
 
 
 def peak_line(peak: Peak) -> str:
-    """Where the peak is: "step 12 (forward): aten.mm in h.0.attn, model.py:12; 31 buffers alive"."""
+    """Return where the peak is: "step 12 (forward): aten.mm in h.0.attn, model.py:12; 31 buffers alive"."""
     module = f" in {peak.module}" if peak.module else ""
     source = f", {peak.source}" if peak.source else ""
     return f"step {peak.step} ({peak.phase}): {op_name(peak.target)}{module}{source}; {peak.alive} buffers alive"
 
 
 def op_name(target: str) -> str:
-    """An op as people call it: "aten.mm.default" is "aten.mm"; other overloads keep their name."""
+    """Return the short name of an op: "aten.mm" for "aten.mm.default"; other overloads keep their name."""
     return target.removesuffix(".default")
 
 
 def origin(holder: Holder) -> str:
-    """Where a buffer comes from, module path first, then what made it."""
+    """Return the origin of a buffer: its module path, or else the op that writes it, or else its name."""
     return holder.module or op_name(holder.op) or holder.id
 
 
 def printable(text: str) -> str:
-    """`text` on one line, without control characters: names in a plan file may hold anything."""
+    """Return `text` on one line with control characters escaped, since names in a plan file may contain any."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

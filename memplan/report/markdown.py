@@ -1,4 +1,4 @@
-"""The report as GitHub-flavoured markdown, for pull requests and job summaries."""
+"""Renders the report as GitHub-flavoured markdown, for pull requests and job summaries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memplan.report.summary import Report
 
 
 def report_markdown(report: Report) -> str:
-    """Headings and tables; exact bytes stand next to the rounded ones."""
+    """Return the report as headings and tables, with exact bytes next to the rounded sizes."""
     groups = memory_lines(report)
     memory = [
         (label, *_size(size), remark if size is not None else "not measured")

@@ -1,4 +1,4 @@
-"""Steps x partitions as plain text: who sits where, and when (tract's picture of its memory schema)."""
+"""Renders steps x partitions as plain text: which buffer is in which partition (as tract draws its memory schema)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _WIDEST = 24
 
 
 def partition_table(problem: Problem) -> str:
-    """A row per run of steps in which nothing changes, a column per partition; "*" is a free partition.
+    """Return a table with a row per range of steps without a change and a column per partition; "*" is free.
 
-    Below the rows: the bytes of each partition (its largest buffer), their sum, which is the arena of solver
-    `partition`, and max live, below which no arena can be. Ids longer than a column are cut.
+    Below the rows are the bytes of each partition (its largest buffer), their sum, which is the arena of solver
+    `partition`, and max live, the lower bound of any arena. Ids longer than a column are cut.
     """
     columns = partitions(problem)
     edges = sorted({edge for b in problem.buffers for s in b.segments for edge in (s.start, s.end)})
@@ -35,7 +35,7 @@ def partition_table(problem: Problem) -> str:
 
 
 def _column(members: tuple[Buffer, ...], row_of: dict[int, int]) -> list[str]:
-    """Who holds the partition in each row."""
+    """Return the buffer that is in the partition in each row."""
     cells = [_EMPTY] * max(len(row_of) - 1, 0)
     for buffer in members:
         name = printable(buffer.id)

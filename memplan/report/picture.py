@@ -1,6 +1,7 @@
-"""What a picture of an arena shows, before anything is drawn: blocks in steps x offsets, and live bytes by step.
+"""The content of a picture of an arena, before it is drawn: blocks in steps x offsets, and live bytes by step.
 
-`svg.py`, `html.py`, `trace_events.py` draw it. A `Problem` and a `Solution` are enough; a `Plan` knows more.
+`svg.py`, `png.py`, `html.py`, `trace_events.py` and `snapshot.py` draw it. It is made from a `Plan`, or with less
+detail from a `Problem` and a `Solution`.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from memplan.report.summary import Report
 LIGHT: Mapping[str, str] = MappingProxyType(
     {"activation": "#4c82d8", "gradient": "#e0853b", "output": "#3f9d6b", "constant": "#8a8f98", "": "#4c82d8"}
 )
-"""Fill of each kind of buffer; others take the colours of `OTHERS` in the order in which they come."""
+"""The fill colour of each kind of buffer; other kinds take the colours of `OTHERS` in order of appearance."""
 
 OTHERS = ("#a06cc9", "#c9607f", "#3b9fae", "#b09a2f", "#7a6a5c")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureBlock:
-    """A buffer at its place: bytes [offset, offset + size) during each of `segments` (steps); a gap between two
-    segments is an eviction."""
+    """A buffer at its offset: bytes [offset, offset + size) during each of `segments` (steps).
+
+    A gap between two segments is an eviction.
+    """
 
     holder: Holder
     offset: int
@@ -40,9 +43,9 @@ class PictureBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrow:
-    """An eviction: the bytes are given up at step `start` in the block `leaves`, and are had again from step `end` on
-    in the block `returns`, at another offset or the same. Offsets are the middles of the blocks; `about` says what
-    happens.
+    """An eviction: the bytes are freed at step `start` in block `leaves`, and are back from step `end` in `returns`.
+
+    `offset` and `back_offset` are the middles of the two blocks, in bytes; `about` describes the eviction.
     """
 
     leaves: str
@@ -57,7 +60,7 @@ class Arrow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureCopy:
-    """A copy of `nbytes` between device and host, under way from step `start` until step `end` has waited for it."""
+    """A copy of `nbytes` bytes between device and host, from step `start` until the step waited for it, at `end`."""
 
     start: int
     end: int
@@ -69,8 +72,11 @@ class PictureCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """Sizes are bytes. `profile` is (step, live bytes from it on); `ops` the op of each step, or nothing where
-    no graph is known; the backward begins at step `backward_from`. `figures` are (label, size, remark)."""
+    """The content of a picture; sizes are bytes.
+
+    `profile` are pairs of (step, live bytes from it on); `ops` is the op of each step, empty without a graph; the
+    backward begins at step `backward_from`. `figures` are (label, size, remark).
+    """
 
     title: str
     steps: int
@@ -88,7 +94,7 @@ class Picture:
 
 
 def picture_of_plan(plan: Plan) -> Picture:
-    """Everything that `plan` knows. Pure; takes milliseconds on thousands of ops."""
+    """Return the picture of a plan. It takes milliseconds on thousands of ops."""
     report = plan.report()
     holders = {holder.id: holder for holder in largest(plan)}
     backward = (i for i, op in enumerate(plan.schedule.order) if plan.graph.ops[op].phase is Phase.BACKWARD)
@@ -131,7 +137,7 @@ _WORDS = {
 
 
 def _arrows(plan: Plan) -> tuple[Arrow, ...]:
-    """From where each eviction gives the bytes up (a copy to the host ends first) to where they are had again."""
+    """Return an arrow for each eviction, from where its bytes are freed to where they are back in the arena."""
     buffers, lies, used = {b.id: b for b in plan.problem.buffers}, homes(plan), own_touches(plan)
 
     def middle(home: str) -> int:
@@ -141,7 +147,7 @@ def _arrows(plan: Plan) -> tuple[Arrow, ...]:
     found = []
     for e in plan.evictions:
         gone = before.get(e.storage, e.storage)
-        # A buffer may be that of an input whose bytes the storage took.
+        # The buffer may be that of an input whose bytes the storage reuses in place.
         leaves, returns = (lies.get(name, name) for name in (gone, e.instance))
         before[e.storage] = e.instance
         if leaves in buffers and returns in buffers:
@@ -162,7 +168,7 @@ def _arrows(plan: Plan) -> tuple[Arrow, ...]:
 
 
 def _copies(plan: Plan) -> Iterator[PictureCopy]:
-    """Each transfer with its wait: the two ops touch the same storages, one of the device and one of the host."""
+    """Yield each copy, from its start op to its wait, which touch the same two storages on device and host."""
     graph, started = plan.graph, dict[tuple[bool, frozenset[int]], int]()
     for step, index in enumerate(plan.schedule.order):
         op = graph.ops[index]
@@ -184,7 +190,7 @@ def _copies(plan: Plan) -> Iterator[PictureCopy]:
 
 
 def picture_of(problem: Problem, solution: Solution, name: str) -> Picture:
-    """A placed problem. Raises `InvalidSolution` when a buffer has no offset (an infeasible problem)."""
+    """Return the picture of a placed problem. Raises `InvalidSolution` if a buffer has no offset (infeasible)."""
     holders = {
         b.id: Holder(
             id=b.id,
@@ -233,7 +239,7 @@ def _figures(problem: Problem, solution: Solution) -> tuple[tuple[str, str, str]
 
 
 def colours(picture: Picture) -> dict[str, str]:
-    """A colour for each kind of buffer in `picture`, in order of appearance."""
+    """Return a colour for each kind of buffer in `picture`, in order of appearance."""
     kinds = dict.fromkeys(block.holder.kind for block in picture.blocks)
     free = iter(OTHERS * (len(kinds) // len(OTHERS) + 1))
     return {kind: LIGHT.get(kind) or next(free) for kind in kinds}

@@ -1,4 +1,4 @@
-"""The picture of an arena as PNG, drawn by Pillow: the same frame as the SVG, for places that show no SVG."""
+"""Renders the picture of an arena as PNG, by Pillow, in the layout of the SVG; for viewers that do not show SVG."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memplan.report.picture import Picture, colours
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
-SCALE = 2  # pixels for a point: sharp on today's screens
+SCALE = 2  # pixels per point, for high-resolution screens
 _DARK, _TEXT, _DIM, _LINE, _PEAK = "#16191d", "#3a4048", "#5b636d", "#d9dde3", "#c23b3b"
 
 
 def picture_png(picture: Picture) -> bytes:
-    """A PNG file of 2560 x 1640 pixels. Raises `MemplanError` when Pillow is not installed."""
+    """Return a PNG file of 2560 x 1640 pixels. Raises `MemplanError` when Pillow is not installed."""
     with drawn(WIDTH, HEIGHT) as (canvas, finish):
         _header(canvas, picture)
         _arena(canvas, picture)
@@ -32,7 +32,10 @@ def picture_png(picture: Picture) -> bytes:
 
 @contextmanager
 def drawn(width: int, height: int) -> Iterator[tuple[Canvas, Callable[[], bytes]]]:
-    """A white canvas of so many points, and what makes a file of it. Raises `MemplanError` without Pillow."""
+    """Yield a white canvas of `width` x `height` points and a function that returns its PNG file.
+
+    Raises `MemplanError` when Pillow is not installed.
+    """
     try:
         from PIL import Image, ImageDraw
     except ImportError as error:
@@ -48,7 +51,7 @@ def drawn(width: int, height: int) -> Iterator[tuple[Canvas, Callable[[], bytes]
 
 
 class Canvas:
-    """Draws in points."""
+    """An image that is drawn on in points."""
 
     def __init__(self, draw: ImageDraw) -> None:
         self._draw = draw
@@ -63,7 +66,7 @@ class Canvas:
         self._draw.line((x0 * SCALE, y0 * SCALE, x1 * SCALE, y1 * SCALE), fill=fill, width=SCALE)
 
     def box(self, x: float, y: float, wide: float, tall: float, fill: str) -> None:
-        """A filled rectangle with a white edge where it is large enough for one."""
+        """Draw a filled rectangle, with a white edge if it is large enough for one."""
         edge = 1 if tall * SCALE > 5 and wide * SCALE > 3 else 0
         right, low = max((x + wide) * SCALE - 1 - edge, x * SCALE), max((y + tall) * SCALE - 1 - edge, y * SCALE)
         self._draw.rectangle((x * SCALE, y * SCALE, right, low), fill=fill)
@@ -93,7 +96,7 @@ def _arena(canvas: Canvas, picture: Picture) -> None:
     for arrow in picture.arrows:
         x, y = x_of(picture, arrow.end), y_of(picture, arrow.back_offset)
         canvas.line(x_of(picture, arrow.start), y_of(picture, arrow.offset), x, y, _DARK)
-        canvas.box(x - 2, y - 2, 4, 4, _DARK)  # where it is had again
+        canvas.box(x - 2, y - 2, 4, 4, _DARK)  # where the bytes are back in the arena
     if picture.backward_from:
         x = x_of(picture, picture.backward_from)
         canvas.line(x, TOP - 4, x, TOP + ARENA, _DARK)

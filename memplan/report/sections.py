@@ -1,4 +1,4 @@
-"""Headings, sentences and tables, said once and drawn as markdown or for a terminal (`sections_table.py`)."""
+"""Headings, sentences and tables as data, rendered as markdown here and for terminals in `sections_table.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from memplan.report.cells import cell, table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """`numeric` aligns to the right and never breaks; a terminal narrower than `from_width` leaves it out."""
+    """A column of a table.
+
+    A `numeric` column is aligned to the right and never wraps. Terminals narrower than `from_width` leave it out.
+    """
 
     name: str
     numeric: bool = False
@@ -19,7 +22,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading, lines of text, a table; each may be empty."""
+    """A heading, lines of text and a table; each may be empty."""
 
     heading: str = ""
     lines: tuple[str, ...] = ()
@@ -28,9 +31,9 @@ class Section:
 
 
 def columns(text: str) -> tuple[Column, ...]:
-    """Columns from "size> module source op@100": ">" is numeric, "@100" is left out below 100 characters.
+    """Return the columns that a text such as "size> module source op@100" describes.
 
-    An underscore in a name stands for a space.
+    ">" marks a numeric column, "@100" one that is left out below 100 characters. An underscore stands for a space.
     """
     made = []
     for word in text.split():
@@ -46,14 +49,14 @@ def columns(text: str) -> tuple[Column, ...]:
 
 
 def limited(rows: Sequence[tuple[str, ...]], most: int) -> tuple[tuple[str, ...], ...]:
-    """The first `most` rows, and one that says how many are left out."""
+    """Return the first `most` rows, and one that says how many are left out."""
     if len(rows) <= most:
         return tuple(rows)
     return (*rows[:most], (f"+{len(rows) - most} more", *([""] * (len(rows[0]) - 1))))
 
 
 def sections_markdown(title: str, sections: Iterable[Section]) -> str:
-    """GitHub-flavoured markdown; everything that is in a table stays there."""
+    """Return sections as GitHub-flavoured markdown, with cells escaped."""
     parts = [f"## {cell(title)}"]
     for section in sections:
         if section.heading:

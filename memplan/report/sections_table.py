@@ -1,4 +1,4 @@
-"""Sections for terminals of any width."""
+"""Renders sections for terminals of any width."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memplan.report.table import new_table
 
 
 def sections_table(title: str, sections: Iterable[Section], width: int) -> RenderableType:
-    """Title, then every section with an empty line before it."""
+    """Return the title, then every section after an empty line."""
     parts: list[RenderableType] = [_text(title, "bold")]
     for section in sections:
         parts.append(Text())

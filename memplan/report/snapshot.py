@@ -1,7 +1,7 @@
-"""A plan as a snapshot of PyTorch's caching allocator, for https://docs.pytorch.org/memory_viz.
+"""Renders a plan as a snapshot of PyTorch's caching allocator, for https://docs.pytorch.org/memory_viz.
 
-The picture there is of the plan, as if the arena were one segment and every buffer an allocation in it. Pickle is
-the only format that the viewer reads; memplan writes it and never reads it.
+The viewer shows the arena as one segment and every buffer as an allocation in it. Pickle is the only format that it
+reads; memplan writes pickles and never reads one.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 from memplan.report.lines import op_name, origin
 from memplan.report.picture import Picture, PictureBlock
 
-_BASE = 0x7F00_0000_0000  # where the arena stands: any address will do
+_BASE = 0x7F00_0000_0000  # the address of the arena in the viewer, chosen freely
 _STEP_US = 10
 
 
 def snapshot_bytes(picture: Picture) -> bytes:
-    """The pickle, protocol 4, of plain dictionaries, lists, texts and numbers."""
+    """Return the snapshot as a pickle (protocol 4) of plain dictionaries, lists, texts and numbers."""
     return pickle.dumps(snapshot(picture), protocol=4)
 
 
 def snapshot(picture: Picture) -> dict[str, Any]:
-    """`torch.cuda.memory._snapshot()`'s layout: one segment, and an event per birth and death."""
+    """Return the snapshot in the layout of `torch.cuda.memory._snapshot()`: one segment, and its events."""
     return {"segments": [_segment(picture)], "device_traces": [list(_events(picture))], "external_annotations": []}
 
 
 def _segment(picture: Picture) -> dict[str, Any]:
-    """The arena after the step: empty."""
+    """Return the arena as a segment in its state after the step: empty."""
     block = {"address": _BASE, "size": picture.arena, "requested_size": 0, "state": "inactive", "frames": []}
     return {
         "address": _BASE,
@@ -52,7 +52,7 @@ def _events(picture: Picture) -> Iterator[dict[str, Any]]:
     for number, block in enumerate(picture.blocks):
         for segment in block.segments:
             changes.append((segment.start, 1, number, block))
-            changes.append((segment.end, 0, number, block))  # deaths come first within a step
+            changes.append((segment.end, 0, number, block))  # within a step, buffers are freed before others begin
     for step, birth, _, block in sorted(changes, key=lambda change: change[:3]):
         common = {
             "addr": _BASE + block.offset,
@@ -66,7 +66,7 @@ def _events(picture: Picture) -> Iterator[dict[str, Any]]:
 
 
 def _frames(block: PictureBlock) -> list[dict[str, Any]]:
-    """The viewer groups by frames: the op and the module are the inner one, the user's line the outer one."""
+    """Return the stack frames by which the viewer groups: op and module inside, the user's line outside."""
     h = block.holder
     file, _, line = h.source.rpartition(":")
     number = int(line) if file and line.isascii() and line.isdigit() and len(line) < 10 else 0

@@ -1,4 +1,4 @@
-"""Addresses x steps as plain text: the arena as a stack, lowest offset at the bottom (ext-tstack's diagram)."""
+"""Renders addresses x steps as plain text, with the lowest offset at the bottom (ext-tstack's diagram)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _FREE = "."
 
 
 def stack_text(problem: Problem, solution: Solution) -> str:
-    """A row per run of bytes, highest first, a column per run of steps in which nothing changes; "." is free.
+    """Return a table with a row per range of bytes, highest first, and a column per range of steps without a change.
 
-    A cell is the id of the buffer that holds those bytes then. Below the rows: the arena and max live.
+    A cell is the id of the buffer that has those bytes then, "." if they are free. Below are the arena and max live.
     """
     buffers = [b for b in problem.buffers if b.size]
     steps = sorted({edge for b in buffers for s in b.segments for edge in (s.start, s.end)})

@@ -1,4 +1,4 @@
-"""The figures of a plan, and nothing but figures: every form of the report is drawn from a `Report`."""
+"""The figures of a plan: every format of the report is rendered from a `Report`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ LARGEST = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """Bytes outside the arena, by who holds them; what is None has not been measured.
+    """Bytes outside the arena, by kind; a kind that is None has not been measured.
 
-    `outputs` and `gradients` are the caller's, written directly by the last kernel. `fallbacks` are results
-    of ops that cannot write where they are told, `temporaries` what kernels allocate beyond that for
-    themselves: each the most at any one step. `during` is the most that all four hold together at one step,
-    which is less than their sum when their peaks lie apart. `inputs`, `parameters` and `constants` exist
-    before the step.
+    `outputs` and `gradients` belong to the caller, and are written directly by the last kernel. `fallbacks` are results
+    of ops without an `out=` kernel, `temporaries` what kernels allocate internally: each the most at any one step.
+    `during` is the most that these four hold together at one step, which is less than their sum if their peaks are at
+    different steps. `inputs`, `parameters` and `constants` exist before the step.
     """
 
     outputs: int
@@ -42,13 +41,13 @@ class Outside:
 
     @property
     def total(self) -> int:
-        """All bytes outside the arena at their highest: what `Plan.total` adds to the arena."""
+        """The most bytes outside the arena: what `Plan.total` adds to the arena."""
         return self.during + self.inputs + self.tangents + self.optimizer_state + self.parameters + self.constants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The first step at which max live bytes are alive, the op that runs there, and who holds the most."""
+    """The first step at which max live bytes are alive, the op that runs there, and the largest live buffers."""
 
     step: int
     op: str
@@ -62,8 +61,10 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functional:
-    """Ops of one target that return fresh tensors, copied to their place: `bytes` over all its `calls`,
-    and the most of a single call, which is what lies outside the arena at a time."""
+    """The ops of one target that return new tensors, whose results are copied into the arena.
+
+    `bytes` is the sum over all `calls`, `most` that of the largest call: the bytes outside the arena at one time.
+    """
 
     target: str
     calls: int
@@ -73,10 +74,13 @@ class Functional:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """How a budget is kept: bytes that are computed again and that are copied to the host and back in a step (as
-    often as they are), the arena on the host, and the predicted seconds by the costs of `costs`. `device`: where the
-    step runs whose model and caller are on the host, from where everything of theirs is copied; "" when they are at one
-    place. `sections`: the arenas of several devices, `sent`: bytes that are copied between them in a step.
+    """The evictions that keep a budget, and their cost.
+
+    `recomputed` and `offloaded` are the bytes that are recomputed, and copied to the host and back, in a step (counted
+    each time), `host_size` the bytes of the arena on the host. `seconds`, `base_seconds` (without a budget) and `stall`
+    are predicted by the costs of `costs`. `device` is where the step runs if the model and the caller are on the host,
+    "" if all are on the same device. `sections` are the arenas of several devices, `sent` the bytes that are copied
+    between them in a step.
     """
 
     budget: int
@@ -98,19 +102,22 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A plan in figures. Sizes are bytes, steps are positions in the schedule.
+    """The figures of a plan. Sizes are bytes, steps are positions in the schedule.
 
-    `status` is how good the layout is (see `problem.Status`), `bound` the lower bound of any arena in this order:
-    proven, unless `layout_claimed`: then a plan file says so and loading it did not prove it, and `status` is
-    "claimed" instead of "optimal". `order_max_live` and `order_bound` are without alignment: what this order needs,
-    and what every order needs at least, as `order_evidence` proves (at the op `order_proof`, unless that is empty);
-    `order_traced` is what the traced order needs. `order_certified`: they are equal, so that no order needs less;
-    `order_claimed`: what every order needs is what a plan file says, and no more than a claim (then `order_certified`
-    is False). `barrier` is what makes all updates of a whole step wait for all gradients (None: nothing does), with
-    its price; `accumulated` the bytes of gradients that are kept from step to step (a part of the optimizer's state).
-    `kept` is how a budget is kept (None: there is none), by the steps of which the order figures count too,
-    `division` how ops were divided by rows (None: they were not). `peak` is None when nothing is planned. `advice`
-    are levers that follow from the plan, each with the most that it saves.
+    `status` is the quality of the layout (see `problem.Status`), `bound` the lower bound of any arena in this order. It
+    is proven unless `layout_claimed`: then it is read from a plan file and was not proven when that was loaded, and
+    `status` is "claimed" instead of "optimal".
+
+    `order_max_live` is what this order needs, `order_traced` what the traced order needs, and `order_bound` the least
+    that any order needs, all without alignment. `order_evidence` proves the bound (at the op `order_proof`, unless that
+    is empty). `order_certified`: this order needs no more than the bound. `order_claimed`: the bound is read from a
+    plan file and was not proven again (then `order_certified` is False).
+
+    `barrier` is the op that makes all updates of a whole step wait for all gradients, with its cost (None: there is
+    none); `accumulated` the bytes of gradients that are kept from step to step (part of the optimizer's state). `kept`
+    is how a budget is kept (None: there is none), whose recomputes and copies the order's figures include. `division`
+    is how ops were divided by rows (None: they were not). `peak` is None when nothing is planned. `advice` are ways to
+    save memory, each with the most that it saves.
     """
 
     model: str
@@ -150,8 +157,10 @@ class Report:
 
 
 def make_report(plan: Plan) -> Report:
-    """Read every figure off `plan`. Pure; takes milliseconds on thousands of ops, and as long as ordering them
-    again where all updates wait for all gradients."""
+    """Return the report of `plan`.
+
+    It takes milliseconds on thousands of ops; where all updates wait for all gradients, it orders the ops once more.
+    """
     outside = _outside(plan)
     return Report(
         model=plan.model,
@@ -255,7 +264,7 @@ def _peak(plan: Plan) -> Peak | None:
 
 
 def _functional(plan: Plan) -> tuple[Functional, ...]:
-    """By target, the most bytes first; an op whose results the caller keeps copies nothing and does not count."""
+    """Return the ops that run functionally by target, most bytes first; results that the caller keeps do not count."""
     calls: dict[str, list[int]] = {}
     for op in plan.graph.ops:
         if size := plan.graph.functional_bytes(op):

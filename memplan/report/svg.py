@@ -1,4 +1,4 @@
-"""The picture of an arena as SVG, without any library: steps to the right, offsets upwards, live bytes below."""
+"""Renders the picture of an arena as SVG, without a library: steps on the x axis, offsets on y, live bytes below."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STYLE = (
 
 
 def picture_svg(picture: Picture) -> str:
-    """A whole SVG file. Every block carries its origin as a title, which viewers show on hover."""
+    """Return an SVG file. Every block has its origin as a title, which viewers show on hover."""
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label={quoteattr(printable(picture.title))}>'
@@ -59,7 +59,7 @@ def _blocks(picture: Picture) -> Iterator[str]:
             x, width = x_of(picture, segment.start), INNER * len(segment) / max(picture.steps, 1)
             edge = ' class="b"' if height > 3 else ""
             yield f'<rect{edge} x="{x:.2f}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}"/>'
-        for one, two in zip(block.segments, block.segments[1:], strict=False):  # gone, and back at the same offset
+        for one, two in zip(block.segments, block.segments[1:], strict=False):  # evicted, then back at the same offset
             y = top + height / 2
             line = f"M{x_of(picture, one.end):.2f} {y:.2f}H{x_of(picture, two.start):.2f}"
             yield f'<path d="{line}" stroke="{fill}" stroke-dasharray="3 3" fill="none"/>'
@@ -77,7 +77,7 @@ def _blocks(picture: Picture) -> Iterator[str]:
 
 
 def _live(picture: Picture) -> Iterator[str]:
-    """Live bytes by step, with the arena and max live as lines."""
+    """Yield the live bytes by step, with the arena and max live as lines."""
     bottom, most = live_y(picture, 0), max(picture.arena, picture.max_live)
     path, last = [f"M{LEFT} {bottom}"], 0
     for step, live in picture.profile:

@@ -1,4 +1,4 @@
-"""The report as a rich renderable, for terminals of any width."""
+"""Renders the report with rich, for terminals of any width."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NARROW = 60
 
 
 class ReportTable:
-    """Draws `report`; below `WIDE` columns some are left out, below `NARROW` only what matters most stays."""
+    """A renderable of `report`; below `WIDE` characters some columns are left out, below `NARROW` more of them."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -38,7 +38,7 @@ class ReportTable:
 
 
 def render(report: Report, width: int) -> RenderableType:
-    """Title, memory, the peak, the largest buffers, the functional ops: whatever of it there is."""
+    """Return the title, memory, the peak, advice, the largest buffers and the functional ops, as far as they exist."""
     parts: list[RenderableType] = [
         _text(title(report), "bold"),
         _text(verdict(report)),
@@ -58,17 +58,17 @@ def render(report: Report, width: int) -> RenderableType:
 
 
 def new_table() -> Table:
-    """The look of every table here: a rule below the header, no sides."""
+    """Return an empty table in the common style: a rule below the header, no sides."""
     return Table(box=box.SIMPLE, pad_edge=False, show_edge=False)
 
 
 def headed(heading: str, table: Table) -> RenderableType:
-    """A heading, the table, an empty line."""
+    """Return a heading, the table and an empty line."""
     return Group(_text(heading, "bold"), table, Text())
 
 
 def holders_table(heading: str, holders: tuple[Holder, ...], width: int) -> RenderableType:
-    """Buffers with size, bytes, kind, steps and origin; on narrow terminals the size and the origin."""
+    """Return a table of buffers with size, bytes, kind, steps and origin; on narrow terminals only size and origin."""
     table = new_table()
     table.add_column("size", justify="right", no_wrap=True)
     if width >= WIDE:
@@ -129,5 +129,5 @@ def _functional(rows: tuple[Functional, ...], width: int) -> RenderableType:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Literal text: names of modules hold brackets, which are no markup."""
+    """Return literal text, since names of modules contain brackets that rich would read as markup."""
     return Text("\n".join(map(printable, text.split("\n"))), style=style)

@@ -1,6 +1,6 @@
-"""A plan as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Renders a plan as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One step is one microsecond: the plan knows an order, not durations.
+One step is one microsecond, because a plan has an order but no durations.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ _OPS, _BUFFERS, _COPIES = 1, 2, 3
 
 
 def trace_events(picture: Picture) -> dict[str, Any]:
-    """The trace's JSON: ops on one track, live bytes as a counter, every buffer as a slice of its lifetime, and copies
-    between device and host on tracks of their own, from where they start to where the step waits for them."""
+    """Return the content of the trace's JSON.
+
+    Ops are on one track, live bytes are a counter, every buffer is a slice of its lifetime. Copies between device and
+    host have tracks of their own, and last from their start to the end of the step's wait.
+    """
     return {
         "displayTimeUnit": "ns",
         "otherData": {"title": picture.title, "unit": "1 us = 1 step", "arena": picture.arena},
@@ -61,11 +64,11 @@ def _buffers(picture: Picture) -> Iterator[dict[str, Any]]:
 
 
 def _copies(picture: Picture) -> Iterator[dict[str, Any]]:
-    """Slices of one track must not overlap: a copy that starts while others are under way has a track beside theirs."""
+    """Yield the copies on as many tracks as needed, since slices of one track must not overlap."""
     if not picture.copies:
         return
     yield _name("process_name", _COPIES, 0, "copies between device and host")
-    free: list[tuple[bool, int]] = []  # of each track: its direction, and when its last copy has ended
+    free: list[tuple[bool, int]] = []  # for each track: its direction, and the end of its last copy
     for copy in sorted(picture.copies, key=lambda c: (c.start, c.end)):
         track = next((i for i, (way, end) in enumerate(free) if way == copy.to_host and end <= copy.start), len(free))
         if track == len(free):

@@ -1,4 +1,4 @@
-"""Verdicts of `memplan check` for terminals."""
+"""Renders the verdicts of `memplan check` for terminals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memplan.report.verdicts import Judged, change, gain_lines, grown_rows, proo
 
 
 def verdicts_table(judged: Sequence[Judged], width: int) -> RenderableType:
-    """One line per finding, then who holds what exceeds a limit, then what became better."""
+    """Return a line per finding, then the buffers that explain exceeded limits, then improvements and proofs."""
     compared = any(f.before is not None for j in judged for f in j.verdict.findings)
     table = new_table()
     names = ["", "plan", "of", "measured", "limit", "too much", *(["change"] if compared else [])]
@@ -39,7 +39,7 @@ def verdicts_table(judged: Sequence[Judged], width: int) -> RenderableType:
 
 
 def _why(judged: Judged, width: int) -> list[RenderableType]:
-    """Who holds what exceeds the limits of one plan; findings with the same answer share it."""
+    """Return what explains the exceeded limits of one plan, once for findings with the same explanation."""
     parts: list[RenderableType] = []
     shown: list[Finding] = []
     for finding in judged.verdict.findings:
@@ -51,7 +51,7 @@ def _why(judged: Judged, width: int) -> list[RenderableType]:
 
 
 def _explained(name: str, finding: Finding, width: int) -> RenderableType:
-    """What grew, or the buffers or the kinds that hold most of what exceeds the limit."""
+    """Return a table of what explains an exceeded limit: rows that grew, buffers at the peak, or bytes by kind."""
     if finding.grown:
         return _grown(name, finding, width)
     if finding.because:

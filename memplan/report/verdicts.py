@@ -1,4 +1,4 @@
-"""Verdicts of `memplan check`: rows and sentences, then markdown, JSON and GitHub annotations drawn from them."""
+"""Renders the verdicts of `memplan check` as rows and sentences, markdown, JSON and GitHub annotations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A verdict, the name that the user gave to what was judged, and the file that it was made from, if any;
-    `proofs` of what the plan says, where they were asked for."""
+    """A verdict with the name that the user gave to the plan or model.
+
+    `proofs` are those of the plan's claims, if they were requested; `file` is the file of the model, if any.
+    """
 
     name: str
     verdict: Verdict
@@ -30,17 +32,17 @@ class Judged:
 
     @property
     def ok(self) -> bool:
-        """Every limit is kept, and all that was to be proven is."""
+        """Whether every limit is kept and every requested proof succeeded."""
         return self.verdict.ok and all(proof.ok for proof in self.proofs)
 
 
 def signed(count: int) -> str:
-    """A difference of bytes: "+1.50 MiB"."""
+    """Return a difference of bytes with its sign: "+1.50 MiB"."""
     return f"{'+' if count > 0 else ''}{format_bytes(count)}"
 
 
 def change(finding: Finding) -> str:
-    """How far a figure is from the baseline: "+1.50 MiB (+3.10 %)", empty without a baseline, "same"."""
+    """Return the change from the baseline: "+1.50 MiB (+3.10 %)", or "same"; "" without a baseline."""
     if finding.before is None:
         return ""
     delta = finding.measured - finding.before
@@ -53,13 +55,13 @@ def change(finding: Finding) -> str:
 
 
 def place(growth: Growth) -> str:
-    """Where a row's buffers come from: module, what makes them, source line."""
+    """Return the origin of a row's buffers: module, op, source line."""
     known = (growth.module, op_name(growth.op), growth.source)
     return ", ".join(part for part in known if part)
 
 
 def counts(growth: Growth) -> str:
-    """How many buffers a row has: "12 -> 13"; empty for what are no buffers."""
+    """Return the number of buffers of a row before and after: "12 -> 13"; "" for a row without buffers."""
     before, after = growth.count_before, growth.count_after
     if not before and not after:
         return ""
@@ -67,7 +69,7 @@ def counts(growth: Growth) -> str:
 
 
 def grown_rows(finding: Finding) -> tuple[tuple[str, str, str, str], ...]:
-    """(bytes gained, buffers, kind, where) of the rows that changed most; the last row adds up the others."""
+    """Return (bytes added, buffers, kind, where) of the rows that changed most; the last row sums up the others."""
     shown = sorted(finding.grown, key=lambda g: -abs(g.delta))[:SHOWN]
     rows = [(signed(g.delta), counts(g), g.kind, place(g)) for g in sorted(shown, key=lambda g: -g.delta)]
     others = len(finding.grown) - len(shown)
@@ -78,7 +80,7 @@ def grown_rows(finding: Finding) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def sentence(name: str, finding: Finding) -> str:
-    """One failed finding in words: "arena of gpt2 is 12.00 KiB (12,288 B), 1 B more than ..."."""
+    """Return a sentence on one failed finding: "arena of gpt2 is 12.00 KiB (12,288 B): 1 B more than ..."."""
     measured, limit, excess = finding.texts()
     grew = "" if finding.before is None else f"; baseline {_value(finding, finding.before)}, {change(finding)}"
     return f"{finding.name} of {name} is {measured}: {excess} more than {limit} ({finding.rule}){grew}"
@@ -89,7 +91,7 @@ def _value(finding: Finding, value: Any) -> str:
 
 
 def gain_lines(judged: Sequence[Judged]) -> tuple[str, ...]:
-    """What became better than the baseline says."""
+    """Return a line for each figure that is smaller than in the baseline."""
     return tuple(
         f"{j.name}: {metric} {format_exact(before)} -> {format_exact(now)} ({signed(now - before)})"
         for j in judged
@@ -98,12 +100,12 @@ def gain_lines(judged: Sequence[Judged]) -> tuple[str, ...]:
 
 
 def proof_lines(judged: Sequence[Judged]) -> tuple[tuple[bool, str], ...]:
-    """(proven, the sentence that says so or why not) for every proof."""
+    """Return (proven, sentence) for every proof."""
     return tuple((proof.ok, f"{j.name}: {proof.text}") for j in judged for proof in j.proofs)
 
 
 def verdicts_json(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Plain types, every figure exact: bytes as whole numbers, shares as numbers between 0 and 1."""
+    """Return the verdicts as plain types; every figure is exact: whole bytes, or shares between 0 and 1."""
     return {"format": FORMAT, "ok": all(j.ok for j in judged), "checked": [_one_json(j) for j in judged]}
 
 
@@ -140,7 +142,7 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
 
 
 def verdicts_markdown(judged: Sequence[Judged]) -> str:
-    """For a pull request or a job summary: a table, what grew, what became better, what is proven."""
+    """Return the verdicts as markdown for a pull request: a table, what grew, what shrank, what is proven."""
     proofs = proof_lines(judged)
     rows = [
         ("ok" if f.ok else "**FAIL**", cell(j.name), f.name, *map(cell, f.texts()), cell(change(f)))
@@ -181,7 +183,7 @@ def _why_markdown(judged: Judged, finding: Finding) -> Iterator[str]:
 
 
 def sources_of(finding: Finding) -> tuple[str, ...]:
-    """The lines ("model.py:12") that explain a failed finding, those with the most bytes first."""
+    """Return the source lines ("model.py:12") that explain a failed finding, those with the most bytes first."""
     sources = [g.source for g in finding.grown if g.delta > 0] + [h.source for h in finding.because]
     return tuple(dict.fromkeys(source for source in sources if source))
 
@@ -193,8 +195,10 @@ Location = tuple[str, int]
 def github_lines(
     judged: Sequence[Judged], locate: Callable[[Judged, Finding], Location | None] = lambda *_: None
 ) -> Iterator[str]:
-    """GitHub workflow commands, one per failed finding, and a notice when the baseline can shrink. `locate` knows
-    where the annotation of a finding belongs."""
+    """Yield GitHub workflow commands: one per failed finding and proof, and a notice if the baseline can shrink.
+
+    `locate` returns the file and line to which the annotation of a finding belongs.
+    """
     for j in judged:
         for finding in j.verdict.findings:
             if not finding.ok:
@@ -223,11 +227,11 @@ def _place(location: Location | None) -> str:
 
 
 def escape_message(text: str) -> str:
-    """The text of a workflow command."""
+    """Return `text` escaped for the message of a workflow command."""
     lines = "\n".join(map(printable, text.split("\n")))
     return lines.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def escape_property(text: str) -> str:
-    """A property of a workflow command, such as its title."""
+    """Return `text` escaped for a property of a workflow command, such as its title."""
     return escape_message(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,7 +1,7 @@
-"""Proving again what a plan says of all orders and all layouts: `memplan check --verify`.
+"""Verifies the optimality claims of a plan, over all orders and all layouts: `memplan check --verify`.
 
-`cut.py` finds minimum cuts by networkx, with nothing of the code that proved them first; `proofs.py` says which proof
-belongs to which claim and how it ended; `within.py` ends what takes too long.
+In: a `Plan`. Out: a `Proof` for each claim. Start at `proofs.py`, which selects a proof for each claim; `cut.py` finds
+minimum cuts by networkx and shares no code with the prover; `within.py` stops a proof at its time limit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What every order of a graph needs at one point, by networkx: shares no code with the prover in `memplan.schedule`.
+"""Lower bounds over all orders of a graph, by networkx; shares no code with the prover in `memplan.schedule`.
 
-While an op runs, some ops have run and the others have not. Those that have are closed: with each op, all that must
-run before it. A storage is alive if the op touches it, or if one that has run touched it and one that has not will.
-The least sum of live bytes over all closed sets is a minimum cut between a source (has run) and a sink (has not).
+While an op runs, some ops have run and the others have not. The set of those that have run is closed: with each op, it
+contains all that must run before it. A storage is alive if the op touches it, or if an op that has run touched it and
+one that has not run will. The least sum of live bytes over all closed sets is a minimum cut between a source (has run)
+and a sink (has not).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _SOURCE, _SINK = "has run", "has not run"
 
 
 def least_at(graph: Graph, op: int) -> int:
-    """The fewest bytes of planned storages that can be alive while `op` (an index) runs, over all legal orders.
+    """Return the fewest bytes of planned storages that can be alive while `op` (an index) runs, over all legal orders.
 
-    A result of `op` may take the bytes of an input that nothing needs later: one cut for each such chance.
+    A result of `op` may take the bytes of an input that has no later use: each such in-place candidate is one cut.
     """
     node = _sides(graph, op)
     users = _users(graph)
@@ -36,7 +37,7 @@ def least_at(graph: Graph, op: int) -> int:
 
 
 def between_phases(graph: Graph) -> int:
-    """The bytes of planned storages alive between forward and backward: the same in every order."""
+    """Return the bytes of planned storages alive between forward and backward, which are the same in every order."""
     kept = _kept(graph)
     total = 0
     for storage, ops in _users(graph).items():
@@ -47,12 +48,12 @@ def between_phases(graph: Graph) -> int:
 
 
 def _kept(graph: Graph) -> set[int]:
-    """Storages that the caller keeps: alive to the end."""
+    """Return the storages that the caller keeps, which are alive to the end."""
     return {graph.values[value].storage for value in (*graph.outputs, *graph.gradients)}
 
 
 def _users(graph: Graph) -> dict[int, list[int]]:
-    """Planned storage -> the ops that touch it."""
+    """Return for each planned storage the ops that touch it."""
     users: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):
         for storage in graph.touched(op):
@@ -62,7 +63,7 @@ def _users(graph: Graph) -> dict[int, list[int]]:
 
 
 def _sides(graph: Graph, op: int) -> list[Any]:
-    """The node of each op: the source where it must run before `op`, the sink where it cannot, else one of its own."""
+    """Return the node of each op: the source if it must run before `op`, the sink if it cannot, else its own."""
     before = predecessors(graph)
     after: list[list[int]] = [[] for _ in graph.ops]
     for index, needed in enumerate(before):
@@ -77,7 +78,7 @@ def _sides(graph: Graph, op: int) -> list[Any]:
 
 
 def _reached(step: Sequence[Iterable[int]], start: Iterable[int]) -> set[int]:
-    """`start` and all that follows from it by `step`."""
+    """Return `start` and everything that is reachable from it by `step`."""
     found = set(start)
     left = list(found)
     while left:
@@ -92,10 +93,12 @@ def _cut(
     node: Sequence[Any],
     users: Mapping[int, Sequence[int]],
     own: set[int],
-    chance: tuple[Sequence[Any], int] | None = None,
+    in_place: tuple[Sequence[Any], int] | None = None,
 ) -> int:
-    """The least bytes alive of storages that are not in `own`; and of `chance`, (nodes, bytes), those bytes unless all
-    of its nodes have run."""
+    """Return the least live bytes of storages that are not in `own`.
+
+    `in_place`: (nodes, bytes) of an in-place candidate, whose bytes are added unless all of the nodes have run.
+    """
     import networkx
 
     network = networkx.DiGraph()  # an arc without a capacity can never be cut: if its tail has run, so has its head
@@ -112,8 +115,8 @@ def _cut(
             network.add_edge(born, dead, capacity=graph.storages[storage].nbytes)
             if storage in kept:
                 network.add_edge(dead, _SINK)
-    if chance is not None:
-        nodes, saved = chance
+    if in_place is not None:
+        nodes, saved = in_place
         network.add_edges_from(("last", n) for n in nodes)
         network.add_edge(_SOURCE, "last", capacity=saved)
     least, _ = networkx.minimum_cut(network, _SOURCE, _SINK)

@@ -1,4 +1,4 @@
-"""Which proof belongs to which claim of a plan, and how it ended."""
+"""Repeats the proof of each claim of a plan, and reports how it ended."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from memplan.verify.cut import between_phases, least_at
 from memplan.verify.within import within
 
 _SEARCHES = ("exact", "beam", "cpsat")
-_UNLIMITED = 10**15  # work: the time limit comes first
+_UNLIMITED = 10**15  # a work limit that is never reached before the time limit
 
 
 class State(enum.StrEnum):
-    """How a proof ended."""
+    """The result of a proof."""
 
     PROVEN = "proven"
     CLAIMED = "claimed"
@@ -34,9 +34,9 @@ class State(enum.StrEnum):
 class Proof:
     """A claim of a plan, and whether it was proven again.
 
-    `of` is "order" (no order of the ops needs less than `bound` bytes, without alignment) or "layout" (in this order
-    no layout does). `how` says by what it was proven again or refuted, or why neither; `independent`: by code that
-    has no part in how memplan proves it first.
+    `of` is "order" (no order of the ops needs less than `bound` bytes, without alignment) or "layout" (no layout in
+    this order does). `how` names the method that proved or refuted it, or says why neither happened. `independent`:
+    the method shares no code with memplan's first proof.
     """
 
     of: str
@@ -47,12 +47,12 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """It was proven again."""
+        """Whether the claim was proven again."""
         return self.state is State.PROVEN
 
     @property
     def text(self) -> str:
-        """The claim, what became of it, and how, in one line."""
+        """The claim, the result of its proof and the method, in one line."""
         what = "order of its ops" if self.of == "order" else "layout in its order"
         said = f"no {what} needs less than {format_exact(self.bound)}"
         heads = {
@@ -64,9 +64,9 @@ class Proof:
 
 
 def verify(plan: Plan, time_limit: float | None = None) -> tuple[Proof, ...]:
-    """Prove again what `plan` says of all orders and of all layouts, whether it was proven when it was loaded or not.
+    """Prove the claims of `plan` about all orders and all layouts again, even if they were proven when it was loaded.
 
-    Cuts are found by networkx; what a search proved is proven by repeating that search, for at most `time_limit`
+    Cuts are found by networkx. The result of a search is proven by repeating that search, for at most `time_limit`
     seconds each (None: within the search's own limits, which count work).
     """
     return _order(plan, time_limit), _layout(plan, time_limit)
@@ -89,17 +89,17 @@ def _order(plan: Plan, seconds: float | None) -> Proof:
 
 
 def _by_cut(schedule: Schedule, least: int, what: str, by: str) -> Proof:
-    """What the least bytes at one point, found independently, say of the bound."""
+    """Return the proof of the bound by the least bytes at one point, which were found independently."""
     how = f"by {what}: {format_exact(least)}, by {by}, independent of what proved it first"
     state = State.PROVEN if least >= schedule.bound else State.FALSE
     return Proof(of="order", state=state, bound=schedule.bound, how=how, independent=True)
 
 
 def _searched(graph: Graph, schedule: Schedule, seconds: float | None) -> Proof:
-    """What repeating a search says of the bound that it is said to have proven."""
+    """Return the proof of the bound by repeating the search that is said to have proven it."""
     name = "auto" if schedule.evidence is Evidence.SEARCH else _search_of(schedule.policy)
     called = "the portfolio's search" if name == "auto" else f"the long search {name!r}"
-    found = within(seconds, _again, graph, name, seconds is not None)
+    found = within(seconds, _repeat_search, graph, name, seconds is not None)
     state, how = State.CLAIMED, f"{called} did not end within {seconds or 0:g} s"
     if found is not None and found.bound >= schedule.bound:
         state, how = State.PROVEN, f"by repeating {called}, the code that proves it first"
@@ -111,13 +111,13 @@ def _searched(graph: Graph, schedule: Schedule, seconds: float | None) -> Proof:
 
 
 def _search_of(policy: str) -> str:
-    """The long search that a policy's name begins with, or the one that drops nothing."""
+    """Return the long search that a policy's name begins with, otherwise "exact"."""
     name = policy.split(" + ", maxsplit=1)[0]
     return name if name in _SEARCHES else "exact"
 
 
-def _again(graph: Graph, name: str, unlimited: bool) -> Schedule:
-    """The order that a policy finds, with what it proves; a long search is stopped by its caller if `unlimited`."""
+def _repeat_search(graph: Graph, name: str, unlimited: bool) -> Schedule:
+    """Return the schedule and the bound that a policy finds; if `unlimited`, the caller stops a long search."""
     if not unlimited or name == "auto":
         return order(graph, name)
     module, function = POLICIES[name]
@@ -141,7 +141,7 @@ def _layout(plan: Plan, seconds: float | None) -> Proof:
 
 
 def _problems(plan: Plan) -> list[Problem]:
-    """One for each arena."""
+    """Return the placement problem of each arena: one, or one for each device."""
     if not plan.devices:
         return [plan.problem]
     return [lifetimes.device_problem(plan.problem, plan.graph, section.device) for section in plan.devices]

@@ -1,4 +1,4 @@
-"""Running a function for a limited time, in a process of its own: compiled searches cannot be interrupted."""
+"""Runs a function for a limited time, in a process of its own because compiled searches cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 def within(seconds: float | None, function: Callable[..., T], *args: Any) -> T | None:
-    """What `function(*args)` returns, or None when that takes longer than `seconds` (wall time, the start of the
-    process included). None: no limit, and no other process.
+    """Return the result of `function(*args)`, or None when it takes longer than `seconds`.
 
-    Raises what the function raises, and `MemplanError` when its process ends without an answer.
+    `seconds` is wall time, the start of the process included; None means no limit and no other process. Raises what
+    the function raises, and `MemplanError` when its process ends without a result.
     """
     if seconds is None:
         return function(*args)

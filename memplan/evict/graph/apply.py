@@ -1,8 +1,9 @@
-"""From events to a graph: recomputes and copies become ordinary ops, and every life of a storage a storage.
+"""Builds the graph that a sequence of events describes: recomputes and copies become ordinary ops.
 
-The base graph's values and storages keep their indices, so whatever binds to them still does; further lives
-("gelu@1") stand behind them. A copy to the host and back is four ops, `memplan.offload`, `offload_wait`,
-`reload` and `reload_wait`, whose touches hold the bytes for as long as the copy needs them.
+Each time that a storage gets bytes again, by a recompute or a reload, is a further *life* of it, and is a storage of
+its own in the new graph ("gelu@1"). The traced graph's values and storages keep their indices, so that bindings to
+them stay valid; further lives are appended. An offload and its reload are four ops, `memplan.offload`, `offload_wait`,
+`reload` and `reload_wait`; the live interval of the bytes covers the whole copy because these ops touch them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """The graph that runs, ops in order; `sources` and `instances` as in `EvictionPlan`."""
+    """The graph with evictions, its ops in the order in which they run; `sources` and `instances` as in
+    `EvictionPlan`.
+    """
 
     graph: Graph
     sources: tuple[int, ...]
@@ -34,28 +37,30 @@ class Applied:
 
 
 def apply(workload: Workload, events: Iterable[Event]) -> Applied:
-    """The graph of `events`. Raises `InvalidEviction` naming the event that cannot be."""
-    machine = _Machine(workload)
+    """Return the graph of `events`. Raises `InvalidEviction`, which names the first impossible event."""
+    builder = _GraphBuilder(workload)
     for position, event in enumerate(events):
-        machine.take(position, event)
-    return machine.finish()
+        builder.take(position, event)
+    return builder.finish()
 
 
 @dataclass(slots=True)
 class _Life:
-    """The current life of a storage: where it is (indices of the new graph's storages)."""
+    """The current life of a storage: where its bytes are, as indices of the new graph's storages."""
 
     device: int | None = None
     host: int | None = None
-    written: int = 0  # by how many of its writers
+    written: int = 0  # how many of its writers have run
     dropped: bool = False
-    away: bool = False  # on the host, and to come back from there
+    away: bool = False  # offloaded, and to be reloaded
     clean: bool = False  # the host has the same bytes
     copying: Kind | None = None
 
 
 @dataclass(slots=True)
-class _Machine:
+class _GraphBuilder:
+    """Takes one event after the other, checks that it is possible, and appends its op to the new graph."""
+
     workload: Workload
     values: list[Value] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
@@ -65,8 +70,8 @@ class _Machine:
     lives: list[_Life] = field(default_factory=list)
     ran: list[int] = field(default_factory=list)
     moved: dict[tuple[int, int], int] = field(default_factory=dict)
-    copies: dict[int, int] = field(default_factory=dict)  # of the names of a storage
-    due: set[int] = field(default_factory=set)  # what the forward has changed, and is not home yet
+    copies: dict[int, int] = field(default_factory=dict)  # storage -> the number of its further lives
+    due: set[int] = field(default_factory=set)  # storages that the forward changed and that are not back on the host
     forward_left: int = 0
     backward: bool = False
 
@@ -158,7 +163,7 @@ class _Machine:
             random=False,
             origin=base.origin,
         )
-        early = event.kind is Kind.OFFLOAD and not self.backward  # what the forward made may leave before it ends
+        early = event.kind is Kind.OFFLOAD and not self.backward  # the forward's results may be offloaded during it
         self._emit(op, -1, Phase.FORWARD if early else None, where)
         if event.kind is Kind.OFFLOADED:
             self.due.discard(s)
@@ -183,7 +188,7 @@ class _Machine:
         return device
 
     def _writable(self, s: int, index: int, again: bool, where: str) -> int:
-        """The instance that a run writes: the current one, a renewed one, or throw-away memory."""
+        """Return the storage that a run writes: the current life, a new one, or memory that is discarded."""
         life, name = self.lives[s], self.workload.graph.storages[s].name
         if life.copying is not None and not again:
             raise InvalidEviction(f"it writes {name} while that is being copied", where=where)
@@ -207,8 +212,11 @@ class _Machine:
     # -- making things -----------------------------------------------------------------------------------
 
     def _emit(self, op: Op, source: int, phase: Phase | None, where: str) -> None:
-        """`phase` None: the one that the step is in; the backward begins when all ops of the forward have run, and
-        what they changed of the caller's is home."""
+        """Append an op. With `phase` None it belongs to the phase that the step is in.
+
+        The backward begins when all ops of the forward have run and the caller's storages that they changed are back
+        on the host.
+        """
         if phase is None:
             late = self.backward or (self.forward_left == 0 and not self.due and self._has_backward)
             phase = Phase.BACKWARD if late else Phase.FORWARD
@@ -238,7 +246,7 @@ class _Machine:
         return len(self.storages) - 1
 
     def _value(self, v: int, storage: int) -> int:
-        """Value `v` in another life of its storage."""
+        """Return value `v` as a view of another life of its storage."""
         if self.values[v].storage == storage:
             return v
         if (v, storage) not in self.moved:
@@ -249,7 +257,7 @@ class _Machine:
         return self.moved[v, storage]
 
     def _whole(self, storage: int) -> int:
-        """A value of all the bytes of a storage."""
+        """Return a value that covers all bytes of a storage."""
         if (-1, storage) not in self.moved:
             s = self.storages[storage]
             whole = Value(

@@ -1,8 +1,9 @@
-"""The oracle of evictions: both graphs are run on names instead of numbers, and must compute the same.
+"""An independent check of evictions: interprets both graphs symbolically and requires that they compute the same.
 
-It shares no code with what makes the events. The content of a storage is what wrote it from what; an op of the
-evicted graph must find in its operands exactly what the traced op finds, and leave the caller the same. Copies
-take time: what one reads must not change before its wait, what one writes must not be used before it.
+It shares no code with the policies. The symbolic content of a storage is the op that wrote it and that op's operands.
+An op of the evicted graph must find in its operands exactly what the traced op finds, and the caller must be left with
+the same contents. Copies are asynchronous: their source must not change, and their destination must not be used, before
+the wait.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _Content = int
 
 @dataclass(slots=True)
 class _Names:
-    """Numbers for contents: equal descriptions, equal numbers."""
+    """Numbers symbolic contents: equal descriptions get equal numbers."""
 
     known: dict[object, _Content] = field(default_factory=dict)
 
@@ -32,7 +33,7 @@ class _Names:
 
 @dataclass(slots=True)
 class _Run:
-    """A graph that runs on names. `found[source]`: what the traced op finds in its operands."""
+    """A symbolic run of a graph: `content` is what each storage holds, `flying` are the copies under way."""
 
     graph: Graph
     names: _Names
@@ -43,7 +44,7 @@ class _Run:
         return tuple(self._content(self.graph.values[v].storage) for v in op.reads)
 
     def op(self, op: Op, source: int) -> None:
-        """Let a computing op write."""
+        """Run an op that computes: update the contents that it writes."""
         operands = self.operands(op)
         for k, v in enumerate(op.writes):
             value = self.graph.values[v]
@@ -53,13 +54,13 @@ class _Run:
             self.content[value.storage] = self.names("op", source, k, related, before)
 
     def found(self, op: Op, *, again: bool) -> object:
-        """What an op finds in its operands; run again, only in those that all of its results depend on."""
+        """Return what an op finds in its operands; of a recompute, only in those that all its results depend on."""
         immaterial = {r for _, r in op.unrelated} if again else set()
         pairs = zip(op.reads, self.operands(op), strict=True)
         return tuple(-1 if r in immaterial else content for r, content in pairs)
 
     def copy(self, op: Op) -> None:
-        """Start or end a copy."""
+        """Start a copy, or wait for one."""
         starts = op.target in (OFFLOAD, RELOAD, SEND)
         pair = self._ends(op, waits=not starts)
         if starts:
@@ -71,7 +72,7 @@ class _Run:
             self.content[pair[1]] = self._content(pair[0])
 
     def require_idle(self, op: Op) -> None:
-        """No operand of `op` is still being copied into, and nothing that it writes is still being read."""
+        """Raise if a copy still writes an operand of `op`, or still reads what `op` writes."""
         if not self.flying:
             return
         touched, written = self.graph.touched(op), self.graph.written(op)
@@ -82,7 +83,7 @@ class _Run:
                 raise _fault(op, f"changes {self._name(source)} while {name} copies it")
 
     def _ends(self, op: Op, *, waits: bool) -> tuple[int, int]:
-        """From where to where `op` copies: all bytes of a storage to one of the same size, one of them on the host."""
+        """Return the (source, destination) storages of a copy, and check that it copies all bytes of the source."""
         values = self.graph.values
         expected = (*op.reads[:1], *op.writes) if waits else op.reads
         if op.target not in TRANSFERS or len(op.writes) != 1 or len(op.reads) != 1 + waits or op.reads != expected:
@@ -113,10 +114,10 @@ class _Run:
 
 
 def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) -> None:
-    """Raise `InvalidEviction` naming the first op of `evicted` that would compute something else than `traced`.
+    """Raise `InvalidEviction`, naming the first op of `evicted` that would compute something else than in `traced`.
 
-    `sources` maps its ops to the traced ones, -1 for copies. Both graphs have the same values and storages, and
-    `evicted` more behind them.
+    `sources` maps the ops of `evicted` to those of `traced`, -1 for copies. `evicted` has the values and storages of
+    `traced` at the same indices, and more after them.
     """
     names = _Names()
     base = _Run(traced, names)
@@ -147,7 +148,7 @@ def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) ->
 
 
 def _require_once(traced: Graph, times: Sequence[int], randoms: Sequence[int]) -> None:
-    """Every op runs, and once where a second time would show; random ops in their order."""
+    """Raise unless every op runs, ops with visible side effects run once, and random ops keep their order."""
     for op, count in zip(traced.ops, times, strict=True):
         shows = op.only_raises or any(not traced.storages[s].planned for s in traced.written(op))
         if count < 1 or (count > 1 and (shows or op.random)):
@@ -157,7 +158,7 @@ def _require_once(traced: Graph, times: Sequence[int], randoms: Sequence[int]) -
 
 
 def _require_results(traced: Graph, evicted: Graph, base: _Run, run: _Run) -> None:
-    """What the caller and the model hold at the end is the same, and no copy is under way."""
+    """Raise unless the caller and the model hold the same contents at the end and no copy is under way."""
     if run.flying:
         raise InvalidEviction("a copy is still under way at the end", where="evicted graph", hint=_HINT)
     if (traced.outputs, traced.gradients) != (evicted.outputs, evicted.gradients):
@@ -173,13 +174,13 @@ def _layouts(graph: Graph, op: Op) -> tuple[object, ...]:
 
 
 def _whole(graph: Graph, value: Value) -> bool:
-    """Whether the value's elements are all of its storage's bytes; expanded values are not."""
+    """Return whether the value covers all bytes of its storage, which expanded values do not."""
     nbytes = prod(value.shape) * _itemsize(value.dtype)
     return value.offset == 0 and value.dense and nbytes >= graph.storages[value.storage].nbytes
 
 
 def _itemsize(dtype: str) -> int:
-    """Bytes of an element: "bfloat16" has 2, "float8_e4m3fn" 1, "bool" 1."""
+    """Return the bytes of one element: 2 for "bfloat16", 1 for "float8_e4m3fn" and "bool"."""
     bits = re.search(r"\d+", dtype)
     return int(bits.group()) // 8 if bits else 1
 

@@ -1,1 +1,5 @@
-"""What a sequence of events needs and takes: bytes by step, seconds, stalls. Compiled, since policies ask it thousands of times."""
+"""Measures a sequence of events exactly: bytes by step, seconds, stalls.
+
+In: a `Workload` and events. Out: `MeasuredEvents`, or events with their copies moved (`overlap.py`). Start at
+`arrays.py`; `measure_kernel.py` is compiled because policies call it thousands of times.
+"""

@@ -1,4 +1,4 @@
-"""A workload as flat arrays, for the kernels: what runs thousands of times while a policy searches."""
+"""A workload as flat arrays, for the compiled kernels that run thousands of times while a policy searches."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredEvents:
-    """What a sequence of events needs and takes: bytes and seconds.
+    """The measured cost of a sequence of events: bytes and seconds.
 
-    `live[k]` are the arena bytes at the k-th event that is an op (DROP is none); `area` the sum over steps of the
-    bytes above the budget; `stall` the seconds that the step waits for copies.
+    `live[k]` are the arena bytes at the k-th event that becomes an op (every kind but DROP); `area` is the sum over
+    steps of the bytes above the budget; `stall` the seconds that the step waits for copies.
     """
 
     peak: int
@@ -34,7 +34,7 @@ class MeasuredEvents:
 
 
 class WorkloadArrays:
-    """The tables of a workload. Lists of lists are a pointer and a flat array (`ptr[i]:ptr[i + 1]`)."""
+    """The arrays of a workload. Lists of lists are a pointer array and a flat array (`ptr[i]:ptr[i + 1]`)."""
 
     def __init__(self, workload: Workload) -> None:
         w = self.workload = workload
@@ -53,14 +53,14 @@ class WorkloadArrays:
 
     @cached_property
     def tables(self) -> tuple[npt.NDArray[Any], ...]:
-        """What `measure_kernel.measure` takes, in its order."""
+        """The arguments of `measure_kernel.measure`, in its order."""
         return (
             *(self.read_ptr, self.read, self.write_ptr, self.write, self.writer_ptr, self.writer, self.size),
             *(self.pair_ptr, self.pair, self.streamed, self.seconds, self.to_host, self.to_device),
         )
 
     def measure(self, kinds: Ints, indices: Ints) -> MeasuredEvents | None:
-        """What these events need and take; None when one of them cannot be."""
+        """Return the cost of these events; None when one of them is impossible."""
         from memplan.evict.judge.measure_kernel import measure
 
         code, peak, seconds, stall, area, live = measure(kinds, indices, self.workload.budget, *self.tables)
@@ -70,26 +70,26 @@ class WorkloadArrays:
 
 
 def to_arrays(events: Sequence[Event]) -> tuple[Ints, Ints]:
-    """Kinds and indices. Raises `InvalidEviction` for what a policy returned that is no sequence of events."""
+    """Return the kinds and indices of `events`. Raises `InvalidEviction` if they are not a sequence of events."""
     try:
         pairs = np.array(events, np.int64).reshape(-1, 2)
     except (TypeError, ValueError, OverflowError) as error:
-        what = "what the policy returned is no sequence of events"
+        what = "the policy did not return a sequence of events"
         raise InvalidEviction(what, where="events", hint="return (kind, index) pairs") from error
     return np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
 
 
 def to_events(kinds: Ints, indices: Ints) -> Events:
-    """The other way round."""
+    """Return the events of `kinds` and `indices`; the inverse of `to_arrays`."""
     return tuple(Event(Kind(k), i) for k, i in zip(kinds.tolist(), indices.tolist(), strict=True))
 
 
 def measure(workload: Workload, events: Sequence[Event]) -> MeasuredEvents:
-    """What `events` need and take. Raises `InvalidEviction` when one of them cannot be (`apply` says why)."""
+    """Return the cost of `events`. Raises `InvalidEviction` when one of them is impossible (`apply` says why)."""
     found = WorkloadArrays(workload).measure(*to_arrays(events))
     if found is None:
         raise InvalidEviction(
-            "an event needs what is not there", where="events", hint="apply(workload, events) names it"
+            "an event needs bytes that are not there", where="events", hint="apply(workload, events) names it"
         )
     return found
 

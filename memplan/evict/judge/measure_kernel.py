@@ -1,4 +1,4 @@
-"""The exact cost of a sequence of events: bytes by step, seconds, stalls. The judge of every policy."""
+"""Compiled measurement of a sequence of events: bytes by step, seconds, stalls. All policies are compared by it."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
@@ -16,14 +16,14 @@ def measure(
     read_ptr, read, write_ptr, write, writer_ptr, writer, size,
     pair_ptr, pair, streamed, seconds, to_host, to_device,
 ):  # fmt: skip
-    """(first impossible event or -1, peak bytes, seconds, stall seconds, area above `budget`, live bytes by step).
+    """Return (first impossible event or -1, peak bytes, seconds, stall seconds, area above `budget`, live bytes).
 
     The rules are those of `apply`: a life of a storage lasts from the step that begins it to its last touch, a
-    result may take the bytes of an input that dies at its op, copies in one direction wait for each other.
+    result may take the bytes of an input whose last use is its op, copies in one direction run one after the other.
     """
     n, m, count = read_ptr.shape[0] - 1, size.shape[0], kinds.shape[0]
     state = np.zeros(m, np.int8)
-    written = np.zeros(m, np.int64)  # by how many of its writers the current life was
+    written = np.zeros(m, np.int64)  # how many of its writers have run in the current life
     on_host = streamed.copy()
     current, wrote = np.full(m, -1, np.int64), np.full(m, -1, np.int64)
     ran = np.zeros(n, np.int64)
@@ -72,7 +72,7 @@ def measure(
                     state[s] = HERE
                 elif ran[i] > 0 and (here or moving or state[s] == AWAY):
                     wrote[s] = made
-                    first[made] = last[made] = step  # thrown away
+                    first[made] = last[made] = step  # discarded
                     bytes_of[made] = size[s]
                     made += 1
                 else:

@@ -1,4 +1,4 @@
-"""Copies moved so that they run under the ops: out as soon as the bytes are left alone, back before they are needed."""
+"""Moves copies so that they overlap with ops: offloads start at the last use, reloads before the next one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NONE: Leads = MappingProxyType({})
 
 
 def overlapped(workload: Workload, events: Sequence[Event]) -> Events:
-    """The same ops and evictions with their copies started earlier; never slower, and never above the budget.
+    """Return the same ops and evictions with their copies started earlier; never slower, and never above the budget.
 
     An OFFLOAD moves to the storage's last touch, its OFFLOADED to where the copy is predicted to be complete, at the
-    latest where it was. A RELOAD moves up as far as its copy takes, and as its bytes fit. Events that are above the
-    budget, or that cannot be, come back as they are.
+    latest where it was. A RELOAD moves up by the time that its copy takes, as far as its bytes fit. Events that exceed
+    the budget, or that are impossible, are returned unchanged.
     """
     arrays = WorkloadArrays(workload)
     best, figures = tuple(events), arrays.measure(*to_arrays(events))
@@ -36,7 +36,7 @@ def overlapped(workload: Workload, events: Sequence[Event]) -> Events:
 
 
 def _leave_early(workload: Workload, events: Sequence[Event]) -> Events:
-    """Copies to the host start at the last touch, and give their bytes up when they are complete."""
+    """Start each copy to the host at the last touch, and free its bytes when it is complete."""
     starts = _last_touches(workload, events)
     clock, free = 0.0, 0.0
     leaving: dict[int, float] = {}  # storage -> when its copy is complete; copies end in this order
@@ -66,7 +66,7 @@ def _leave_early(workload: Workload, events: Sequence[Event]) -> Events:
 
 
 def _last_touches(workload: Workload, events: Sequence[Event]) -> dict[int, list[int]]:
-    """Event position -> the storages whose next copy to the host can start right after it."""
+    """Return, by event position, the storages whose next copy to the host can start right after that event."""
     touched: dict[int, int] = {}
     found: dict[int, list[int]] = {}
     for position, (kind, index) in enumerate(events):
@@ -80,19 +80,19 @@ def _last_touches(workload: Workload, events: Sequence[Event]) -> dict[int, list
 
 
 def come_early(workload: Workload, events: Sequence[Event], leads: Leads = _NONE) -> Events:
-    """Copies back start so that each can be complete when it is waited for, in the order in which they start now.
+    """Return the events with reloads started early enough to be complete when they are waited for.
 
-    None starts later than it does now, or earlier than its bytes fit. `leads`: (storage, how many times it came back
-    before) -> seconds by which that copy is to start earlier than the costs say. Events that cannot be come back as
-    they are.
+    Reloads keep their order. None starts later than before, or earlier than its bytes fit. `leads` maps (storage,
+    number of its earlier reloads) to the seconds by which that copy starts earlier than the costs suggest. Impossible
+    events are returned unchanged.
     """
     figures = WorkloadArrays(workload).measure(*to_arrays(events))
     if figures is None:
         return tuple(events)
-    steps = np.cumsum([kind is not Kind.DROP for kind, _ in events]) - 1  # of each event that is one
+    steps = np.cumsum([kind is not Kind.DROP for kind, _ in events]) - 1  # the step of each event; DROP takes none
     live = figures.live.tolist()
     targets = _targets(workload, events, leads)
-    gone: dict[int, int] = {}  # storage -> the event that gave its bytes up
+    gone: dict[int, int] = {}  # storage -> the event that freed its bytes
     earliest, border = 0, workload.border(tuple(events)) if workload.late else 0
     placed: dict[int, list[int]] = {}
     clock = _clock(workload, events)
@@ -121,13 +121,13 @@ def come_early(workload: Workload, events: Sequence[Event], leads: Leads = _NONE
 
 
 def _clock(workload: Workload, events: Sequence[Event]) -> list[float]:
-    """When each event happens if nothing waits for a copy."""
+    """Return the time of each event if nothing waits for a copy, in seconds from the start of the step."""
     took = [workload.seconds[index] if kind is Kind.RUN else 0.0 for kind, index in events]
     return [0.0, *np.cumsum(took).tolist()]
 
 
 def _targets(workload: Workload, events: Sequence[Event], leads: Leads) -> dict[int, float]:
-    """Of each RELOAD (by position), when it should start so that no wait is longer than it must be."""
+    """Return for each RELOAD (by position) the time at which it should start so that no wait is longer than needed."""
     clock = _clock(workload, events)
     left = Counter(s for kind, s in events if kind is Kind.RELOAD)
     found: dict[int, float] = {}

@@ -1,6 +1,7 @@
 """Eviction policies: `Workload` in, events out, one file each.
 
-`auto.py` is the default: it searches decisions (`../search/`) from several starts (`seeds.py`) and judges each exactly.
-`capuchin.py`, `delta.py`, `dtr.py`, `flow.py` and `genoa.py` are published policies, on which `auto` builds as starts and
-with which it is compared; `cpsat.py` is exact for small graphs; `loading.py` serves models that stay on the host.
+`auto.py` is the default: it searches decisions (`../search/`) from several starts (`seeds.py`) and measures each
+exactly. `capuchin.py`, `delta.py`, `dtr.py`, `flow.py` and `genoa.py` are published policies, from whose answers `auto`
+starts and with which it is compared; `cpsat.py` is exact for small graphs; `loading.py` is for models that stay on the
+host.
 """

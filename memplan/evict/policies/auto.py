@@ -1,9 +1,10 @@
-"""The default policy: greedy by bytes won per second, judged exactly; then what is not needed is taken back.
+"""The default policy: a greedy search by bytes saved per second, then reverse-delete and annealing.
 
-Every candidate decision (compute a storage again once, or every time; send it to the host) is judged by running
-the whole step on numbers of bytes, so that no estimate is wrong. What a decision wins is the area of live bytes
-above the budget, not the peak: an area falls even while another step still holds the peak (`descent.py`). Then
-reverse-delete, and annealing over one or two decisions. What published policies decide is a start too (`seeds.py`).
+Every candidate decision (recompute a storage once, or before every use; offload it) is measured exactly by simulating
+the bytes of the whole step, not estimated. The gain of a decision is how much it reduces the area of live bytes above
+the budget, not the peak: the area falls even while another step still holds the peak (`descent.py`). Reverse-delete
+then takes back decisions that are not needed, and annealing varies one or two decisions at a time. The decisions of
+published policies serve as further starts (`seeds.py`).
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from memplan.evict.search.descent import alike, descend, descend_alike, singles,
 from memplan.evict.working_set import infeasible
 from memplan.evict.workload import Workload
 
-_EXPONENTS = (1.0, 0.5)  # of the seconds, by which the bytes won are divided
-_WORK = 4_000_000  # ops judged by annealing, all rounds together
-_TRIMMED = 2  # of the ways found from starts of one kind, so many are looked at closely
-_TIGHT = 0.45  # of the bytes without a budget
-_SOFT = 0.6  # of the rounds of annealing, in which the budget has a price
-_ALIKE_WORK = 2_000_000  # ops judged by annealing over classes of alike storages
+_EXPONENTS = (1.0, 0.5)  # a gain is bytes saved / seconds ** exponent
+_WORK = 4_000_000  # ops measured by annealing, all rounds together
+_TRIMMED = 2  # how many of the best candidates from starts of one kind are trimmed
+_TIGHT = 0.45  # a budget below this share of the bytes without a budget is tight
+_SOFT = 0.6  # the share of annealing rounds in which the budget may be exceeded at a price
+_ALIKE_WORK = 2_000_000  # ops measured by annealing over classes of alike storages
 
 
 def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int = 0) -> Events:
-    """Events that keep the budget at little cost. The same workload and seed, the same events.
+    """Return events that keep the budget at little cost; the same workload and seed give the same events.
 
-    `work` is how long annealing may last, in ops judged; with 0, any way will do. Raises `BudgetInfeasible` when no
-    way is found: with swaps, below the floor only.
+    `work` limits annealing, in ops measured; with 0, the first events that keep the budget are returned. Raises
+    `BudgetInfeasible` when none are found: with swaps, only below the floor.
     """
     if workload.streamed:
         return while_loading(workload, partial(auto, swaps=swaps, work=work, seed=seed), swaps=swaps, search=bool(work))
@@ -57,9 +58,9 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
         for a in _EXPONENTS[: 2 if origin.area else 1]
         if (fitted := descend(search, origin, a))
     ]
-    if found and workload.budget < _TIGHT * start.peak:  # from below there may be a better way
+    if found and workload.budget < _TIGHT * start.peak:  # a start that evicts everything may lead to better events
         found += _from_below(search, (AGAIN, ONCE))
-    if not found and not blocks:  # or one at all, where the smallest storages count too
+    if not found and not blocks:  # try again with the smallest storages too
         search = DecisionSearch(workload, swaps=swaps, least=0.0)
         found += _from_below(search, (SWAP, AGAIN, ONCE))
     improved = [_improved(search, family, work // 2, seed) for family in (found, blocks) if family]
@@ -73,7 +74,7 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
 
 
 def _from_alike(search: DecisionSearch, start: Decisions, *, work: int, seed: int) -> list[Decisions]:
-    """What is left of treating alike storages alike."""
+    """Return the descents from states in which all storages of a class are treated alike."""
     classes = alike(search)
     coarse = [descend_alike(search, start, a, classes) for a in _EXPONENTS]
     if work:
@@ -83,7 +84,7 @@ def _from_alike(search: DecisionSearch, start: Decisions, *, work: int, seed: in
 
 
 def _last_resorts(workload: Workload) -> Iterator[Events]:
-    """Of policies that send away whatever is in the way; flow always finds a way, if there is one."""
+    """Yield events of policies that offload on demand; `flow` finds events within the budget whenever they exist."""
     for policy in (delta, flow):
         with suppress(BudgetInfeasible):
             events = policy(workload)
@@ -92,7 +93,7 @@ def _last_resorts(workload: Workload) -> Iterator[Events]:
 
 
 def _from_below(search: DecisionSearch, wanted: Sequence[int]) -> list[Decisions]:
-    """What is left of treating everything alike."""
+    """Return the descents from states in which every storage is treated alike, in each of the `wanted` ways."""
     return [fitted for low in drastic(search, wanted) if (fitted := descend(search, low, 1.0))]
 
 
@@ -103,12 +104,12 @@ def _improved(search: DecisionSearch, found: list[Decisions], work: int, seed: i
 
 
 def recompute(workload: Workload, *, work: int = _WORK, seed: int = 0) -> Events:
-    """`auto` without copies to the host."""
+    """Return the events of `auto` without copies to the host."""
     return auto(workload, swaps=False, work=work, seed=seed)
 
 
 def drastic(search: DecisionSearch, ways: Sequence[int]) -> Iterator[Decisions]:
-    """Everything that can be is treated alike, in each of these ways."""
+    """Yield, for each of `ways` (decisions), the state in which every storage that allows it is treated that way."""
     for wanted in ways:
         decision, gap = search.nothing()
         for moves in search.moves:
@@ -121,8 +122,10 @@ def drastic(search: DecisionSearch, ways: Sequence[int]) -> Iterator[Decisions]:
 
 
 def trimmed(search: DecisionSearch, state: Decisions) -> Decisions:
-    """Take back, dearest first, every decision without which the step still fits (reverse-delete); hold what would
-    be made again although there is room for it.
+    """Return the state without the decisions that the budget does not need (reverse-delete).
+
+    The most expensive decisions are tried first. Storages that would be recomputed although there is room for them
+    are kept instead.
     """
     for _ in range(3):
         before = state.seconds
@@ -139,7 +142,7 @@ def trimmed(search: DecisionSearch, state: Decisions) -> Decisions:
 
 
 def _saved(search: DecisionSearch, state: Decisions) -> Decisions:
-    """Hold on to each storage of which that makes the step faster within the budget."""
+    """Return the state in which each storage is kept (SAVE) where that makes the step faster within the budget."""
     for moves in search.moves:
         move = moves[-1]
         if move.decision == SAVE and state.decision[move.storage] == KEEP:
@@ -150,6 +153,6 @@ def _saved(search: DecisionSearch, state: Decisions) -> Decisions:
 
 
 def annealed(search: DecisionSearch, state: Decisions, *, work: int, seed: int) -> Decisions:
-    """The best that a random walk over one or two decisions at a time finds within the budget."""
+    """Return the best state within the budget that a random walk over one or two decisions at a time finds."""
     walked = walk(search, state, singles(search), work=work, seed=seed, soft=_SOFT)
     return state if walked.best is None or walked.best is state else trimmed(search, walked.best)

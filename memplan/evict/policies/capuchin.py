@@ -1,9 +1,9 @@
-"""`capuchin`: Capuchin's guided execution (Peng et al. 2020), a baseline that plans are compared with.
+"""`capuchin`: Capuchin's guided execution (Peng et al. 2020), a published policy that `auto` is compared with.
 
-While the step needs more than the budget: of the storages that lie idle over the peak, the one with the most free
+While the step needs more than the budget: of the storages that are idle at the peak, the one with the most free
 time is swapped, as long as the gap hides its copies; after that the one that saves the most bytes per second of
-recompute (MSPS) is computed again, unless a swap would show less. Capuchin estimates what a decision saves; here the
-step is measured after each, which can only help it.
+recompute (MSPS) is recomputed, unless a swap would stall for less. Capuchin estimates what a decision saves; here the
+step is measured after each decision, which can only improve its answer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from memplan.evict.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """A storage idle between two accesses (op positions), and its free time in seconds: how much longer that is than
-    its copies out and back."""
+    """An idle interval of a storage between two accesses (op positions).
+
+    `free_time` is how many seconds longer it lasts than the storage's copies out and back.
+    """
 
     storage: int
     evicted_access: int
@@ -33,8 +35,10 @@ class Gap:
 
 
 def capuchin(workload: Workload) -> Events:
-    """Events within the budget; streamed storages stay on the device. Raises `BudgetInfeasible` when nothing that is
-    idle at the peak is left to be given up."""
+    """Return events within the budget; host-resident storages stay on the device.
+
+    Raises `BudgetInfeasible` when no storage that is idle at the peak is left to evict.
+    """
     return with_streamed_kept(workload, _guided)
 
 
@@ -48,7 +52,7 @@ def _guided(workload: Workload) -> Events:
 
 
 def guided(search: DecisionSearch, *, evaluations: int | None = None) -> Decisions:
-    """Decisions within the budget, or as far as they come: nothing more helps, or `evaluations` states were judged.
+    """Return decisions within the budget, or the last ones when none helps or `evaluations` states were measured.
 
     Swaps nothing where `search` does not.
     """
@@ -69,7 +73,7 @@ def guided(search: DecisionSearch, *, evaluations: int | None = None) -> Decisio
 
 
 def gaps_of(workload: Workload) -> tuple[Gap, ...]:
-    """Every interval in which a finished storage that the arena holds is idle."""
+    """Return every interval in which a completely written storage of the arena is idle."""
     w = workload
     clock = np.concatenate(([0.0], np.cumsum(w.seconds)))
     found = []
@@ -84,8 +88,10 @@ def gaps_of(workload: Workload) -> tuple[Gap, ...]:
 
 
 def recompute_seconds(workload: Workload, storage: int, dropped: frozenset[int], position: int) -> float:
-    """Seconds to make `storage` again at `position` (an op), with every source that is not there then: one that was
-    `dropped`, or has had its last use, counts with its own sources (collective recomputation)."""
+    """Return the seconds to recompute `storage` at `position` (an op), sources included that are not there then.
+
+    A source that was `dropped`, or has had its last use, counts with its own sources (collective recomputation).
+    """
     w, seen, stack, total = workload, {storage}, [storage], 0.0
     while stack:
         top = stack.pop()
@@ -98,8 +104,10 @@ def recompute_seconds(workload: Workload, storage: int, dropped: frozenset[int],
 
 
 def _hidden(search: DecisionSearch, state: Decisions, idle: list[Gap], shown: dict[Gap, float]) -> Decisions | None:
-    """The state after the swap of most free time that nothing waits for. `shown` remembers by how many seconds the
-    others were seen: the link only gets busier."""
+    """Return the state after the swap with the most free time that causes no stall; None when there is none.
+
+    `shown` keeps the stall in seconds of the others, since the link only gets busier.
+    """
     for g in sorted(idle, key=lambda g: -g.free_time):
         if g.free_time < 0:
             shown.setdefault(g, -g.free_time)
@@ -114,7 +122,7 @@ def _hidden(search: DecisionSearch, state: Decisions, idle: list[Gap], shown: di
 
 
 def _cheapest(search: DecisionSearch, state: Decisions, idle: list[Gap], shown: dict[Gap, float]) -> Decisions | None:
-    """The state after the recompute, or the swap that shows, of fewest seconds per byte; None when none helps."""
+    """Return the state after the recompute or stalling swap of the fewest seconds per byte; None when none helps."""
     w = search.workload
     dropped = frozenset(np.flatnonzero(state.decision == ONCE).tolist())
     found = []
@@ -132,7 +140,7 @@ def _cheapest(search: DecisionSearch, state: Decisions, idle: list[Gap], shown: 
 
 
 def _peak_op(search: DecisionSearch, state: Decisions) -> int:
-    """The op of the step (its position) at or before which most bytes are alive."""
+    """Return the position of the op that runs at the peak, or of the last one before it."""
     events = search.events(state)
     figures = search.arrays.measure(*to_arrays(events))
     assert figures is not None

@@ -1,6 +1,6 @@
-"""`cpsat`: what OR-Tools finds by retention intervals (`retention.py`); recompute only.
+"""`cpsat`: an exact policy for graphs of about a hundred ops, by OR-Tools and retention intervals; recompute only.
 
-An exact judge of the greedy policies for graphs of about a hundred ops, and a policy for those.
+It also shows how far the greedy policies are from the optimum on such graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memplan.evict.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
-    """The best events that were found, their seconds, and a bound: no plan of this form takes fewer seconds."""
+    """The best events that were found, their seconds, and a lower bound on the seconds of all plans of this form."""
 
     events: Events
     seconds: float
@@ -28,14 +28,14 @@ class Optimum:
 
     @property
     def proven(self) -> bool:
-        """Nothing of this form is faster (up to the ticks that the solver counts)."""
+        """Whether no plan of this form is faster (up to the ticks that the solver counts)."""
         return self.seconds <= self.bound + len(self.events) / TICKS
 
 
 def cpsat(workload: Workload, *, work: float = 5.0) -> Events:
-    """The faster of `optimum` and the greedy `recompute`; streamed storages stay on the device.
+    """Return the faster events of `optimum` and the greedy `recompute`; host-resident storages stay on the device.
 
-    Raises `BudgetInfeasible` when neither finds a way.
+    Raises `BudgetInfeasible` when neither keeps the budget.
     """
     return with_streamed_kept(workload, lambda inner: _best(inner, work))
 
@@ -58,10 +58,10 @@ def _best(workload: Workload, work: float) -> Events:
 
 
 def optimum(workload: Workload, *, work: float = 5.0, lives: int = 2, hint: Events | None = None) -> Optimum:
-    """The cheapest plan in which every storage has at most `lives` lives, if OR-Tools' deterministic time `work` is
-    enough; else the best found. `hint`: events to start from. `workload` streams nothing.
+    """Return the fastest events in which every storage has at most `lives` lives, or the best found within `work`.
 
-    Raises `BudgetInfeasible` when there is none, or none was found. Imports OR-Tools.
+    `work` is OR-Tools' deterministic time, `hint` are events to start from. `workload` must have no host-resident
+    storages. Raises `BudgetInfeasible` when there are no such events, or none were found. Imports OR-Tools.
     """
     from ortools.sat.python import cp_model
 

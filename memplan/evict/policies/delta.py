@@ -1,7 +1,7 @@
-"""`delta`: DELTA (Tang et al. 2022), a baseline that plans are compared with.
+"""`delta`: DELTA (Tang et al. 2022), a published policy that `auto` is compared with and falls back to.
 
-On demand, like DTR, with two functions: the *filter* says which storage is released, the *director* whether it is
-swapped or computed again. Copies are then moved under the ops, which stands for DELTA's prefetching and overlapping.
+It evicts on demand, like DTR, with two functions: the *filter* selects the storage to release, the *director* decides
+whether it is swapped or recomputed. Copies are then overlapped with ops, in place of DELTA's prefetching.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from memplan.evict.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
-    """A storage that the filter chose, in seconds: to compute it again with what it is made from; until a copy to the
-    host that starts at its last touch is complete; to copy it back, and what is needed before it; until its next use.
+    """The times, in seconds, of a storage that the filter selected.
+
+    `recompute`: to recompute it, dropped sources included. `out`: until a copy to the host that starts at its last
+    touch is complete. `back`: to copy it back, after the reloads that are needed before it. `gap`: until its next use.
     """
 
     recompute: float
@@ -35,25 +37,27 @@ Director = Callable[[Released], EvictionKind]
 
 
 def cheapest(candidate: Candidate) -> float:
-    """DTR's h."""
+    """Return DTR's h for a candidate: the default filter."""
     return h_dtr(candidate)
 
 
 def direct(released: Released) -> EvictionKind:
-    """Swap where what is waited for is less than the recompute: the way out now, and what the gap does not hide of
-    the way back."""
+    """Return SWAP where the stall is shorter than the recompute, else DROP: the default director.
+
+    The stall is the rest of the copy out, and what the gap does not hide of the copy back.
+    """
     visible = released.out + max(0.0, released.back - released.gap)
     return EvictionKind.SWAP if visible < released.recompute else EvictionKind.DROP
 
 
 def delta(workload: Workload, *, filter: Filter = cheapest, director: Director = direct) -> Events:
-    """Events that keep the budget. Raises `BudgetInfeasible` when an op's operands cannot be had."""
-    walk = EvictionSimulator(workload, ByteCounter(workload.budget), _Delta(workload, filter, director))
-    return overlapped(workload, walk.walk())
+    """Return events that keep the budget. Raises `BudgetInfeasible` when an op's operands do not fit."""
+    simulator = EvictionSimulator(workload, ByteCounter(workload.budget), _Delta(workload, filter, director))
+    return overlapped(workload, simulator.walk())
 
 
 class _Delta:
-    """The filter and the director at work."""
+    """The evictor that asks the filter and the director."""
 
     swaps = True
 
@@ -66,7 +70,7 @@ class _Delta:
         self._clock = clock
         self._away: set[int] = set()
         self._copied: set[int] = set(workload.streamed)
-        self._busy = 0.0  # until when copies to the host take the link
+        self._busy = 0.0  # the time until which the link to the host is in use
 
     def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
         return min(candidates, key=lambda s: (self._filter(candidate(device, self._around, s)), s))
@@ -91,5 +95,5 @@ class _Delta:
             self._copied.add(storage)
 
     def _left(self, device: DeviceState, storage: int) -> float:
-        """When its copy to the host is complete, after those before it."""
+        """Return the time at which the storage's copy to the host is complete, after the copies before it."""
         return max(self._busy, device.touched[storage]) + device.workload.to_host[storage]

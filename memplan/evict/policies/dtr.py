@@ -1,9 +1,9 @@
-"""`dtr`: Dynamic Tensor Rematerialization (Kirisame et al. 2021), a baseline that plans are compared with.
+"""`dtr`: Dynamic Tensor Rematerialization (Kirisame et al. 2021), a published policy that `auto` starts from.
 
-It knows nothing of what comes: ops run in order, and when bytes are wanted that are not free, the storage with the
-smallest h is dropped, to be computed again when it is needed. `dtr` counts bytes, as the paper does; `dtr_addresses`
-gives every storage an address, first-fit, so that what is free may be in pieces that nothing fits into. Random numbers
-are not drawn again, so what depends on them is dropped only while they are there; streamed storages stay once loaded.
+It has no knowledge of later ops: ops run in order, and when an allocation does not fit, the storage with the smallest
+h is dropped, to be recomputed when it is needed. `dtr` counts bytes, as the paper does; `dtr_addresses` gives every
+storage an address, first-fit, so that free memory can be fragmented. Random ops are not run again, so what depends on
+their results is dropped only while those are there; host-resident storages stay once they are loaded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from memplan.evict.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a heuristic knows of a storage: bytes, seconds to make it, seconds of the dropped storages around it
-    (which it is made from, and which are made from it), seconds since it was last touched."""
+    """The properties of a storage that a heuristic may use.
+
+    `size` is in bytes, `seconds` is the time to compute it, `around` that of the dropped storages around it (those that
+    it is computed from, and those computed from it), `staleness` the time since its last touch, all in seconds.
+    """
 
     storage: int
     size: int
@@ -34,32 +37,32 @@ Heuristic = Callable[[Candidate], float]  # the storage with the smallest value 
 
 
 def h_dtr(candidate: Candidate) -> float:
-    """cost / (size x staleness), the cost being that of the dropped neighbourhood too: the paper's h."""
+    """Return the paper's h: cost / (size x staleness), where the cost includes the dropped neighbourhood."""
     return _ratio(candidate.seconds + candidate.around, candidate.size * candidate.staleness)
 
 
 def h_local(candidate: Candidate) -> float:
-    """The same without the neighbourhood."""
+    """Return cost / (size x staleness) with the storage's own cost only (the paper's h_DTR-local)."""
     return _ratio(candidate.seconds, candidate.size * candidate.staleness)
 
 
 def h_lru(candidate: Candidate) -> float:
-    """Least recently used."""
+    """Return the negative staleness: the least recently used storage is dropped first."""
     return -candidate.staleness
 
 
 def h_size(candidate: Candidate) -> float:
-    """Largest first."""
+    """Return the negative size: the largest storage is dropped first."""
     return -candidate.size
 
 
 def dtr(workload: Workload, *, heuristic: Heuristic = h_dtr) -> Events:
-    """Events that keep the budget, on-demand. Raises `BudgetInfeasible` when an op's operands cannot be had."""
+    """Return events that keep the budget. Raises `BudgetInfeasible` when an op's operands do not fit."""
     return _run(workload, heuristic, ByteCounter(workload.budget))
 
 
 def dtr_addresses(workload: Workload, *, heuristic: Heuristic = h_dtr) -> Events:
-    """The same in memory that has addresses: drops go on until a hole is large enough."""
+    """Return the events of `dtr` in memory with addresses: it drops storages until a hole is large enough."""
     return _run(workload, heuristic, AddressSpace(workload.budget))
 
 
@@ -68,7 +71,7 @@ def _run(workload: Workload, heuristic: Heuristic, memory: SimulatedMemory) -> E
 
 
 class _Dropper:
-    """Drops the smallest h."""
+    """The evictor that drops the storage with the smallest value of the heuristic."""
 
     swaps = False
 
@@ -87,10 +90,10 @@ class _Dropper:
 
 
 class Neighbourhoods:
-    """Seconds of the dropped storages around each storage, kept until one of them comes or goes.
+    """The seconds of the dropped storages around each storage, cached until one of them changes.
 
-    Those are the dropped storages that it is made from, and those that are made from it and will be used, through
-    others that are dropped too.
+    These are the dropped storages that it is computed from, and those computed from it that have a later use, each
+    directly or through other dropped storages.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -107,7 +110,7 @@ class Neighbourhoods:
         self._known: dict[int, float] = {}
 
     def seconds(self, device: DeviceState, storage: int) -> float:
-        """Of the neighbourhood of `storage`, itself left out."""
+        """Return the seconds of the dropped neighbourhood of `storage`, without the storage itself."""
         if storage not in self._known:
             below, _ = _reach(device, storage, self._made_from, (Location.GONE, Location.DEAD))
             above, _ = _reach(device, storage, self._makes, (Location.GONE,))
@@ -116,7 +119,7 @@ class Neighbourhoods:
         return self._known[storage]
 
     def changed(self, device: DeviceState, storage: int) -> None:
-        """Forget what `storage` is part of."""
+        """Discard the cached neighbourhoods that `storage` belongs to."""
         self._known.pop(storage, None)
         for edges in (self._made_from, self._makes):
             for s in _reach(device, storage, edges, (Location.GONE, Location.DEAD))[1]:
@@ -124,7 +127,7 @@ class Neighbourhoods:
 
 
 def candidate(device: DeviceState, around: Neighbourhoods, storage: int) -> Candidate:
-    """What is known of `storage` now."""
+    """Return the properties of `storage` at the current op."""
     return Candidate(
         storage=storage,
         size=device.workload.size[storage],
@@ -137,7 +140,7 @@ def candidate(device: DeviceState, around: Neighbourhoods, storage: int) -> Cand
 def _reach(
     device: DeviceState, storage: int, edges: Sequence[Sequence[int]], through: Sequence[Location]
 ) -> tuple[list[int], list[int]]:
-    """What is reached from `storage` along `edges`: storages that are as `through` says, and where they end."""
+    """Return the storages reached from `storage` along `edges`: (those in a state of `through`, those that end it)."""
     seen, inside, ends, stack = {storage}, [], [], [storage]
     while stack:
         for s in edges[stack.pop()]:

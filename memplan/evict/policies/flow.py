@@ -1,8 +1,7 @@
-"""`flow`: from the bytes available and every storage's future uses, what stays, what leaves, when it comes back.
+"""`flow`: offloads the storage whose next use is furthest away (Belady 1966), and recomputes nothing.
 
-torch.TensorRef named this policy and never built it. Nothing is computed twice: when bytes are wanted, the storage
-whose next use is furthest goes to the host (Belady 1966, as a page replacement that knows the future), without a copy
-when the host has its bytes already; then copies are moved under the ops.
+torch.TensorRef names this policy without an implementation. When an allocation does not fit, the storage whose next use
+is furthest away is offloaded, without a copy when the host has its bytes already; then copies are overlapped with ops.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from memplan.evict.workload import Workload
 
 
 class _Furthest:
-    """Gives up what is needed last."""
+    """The evictor that offloads the storage whose next use is furthest away."""
 
     swaps = True
 
@@ -38,7 +37,7 @@ class _Furthest:
 
 
 def flow(workload: Workload) -> Events:
-    """Events within the budget, never slower than those of `genoa`, which take over where Belady's leave no room.
+    """Return events within the budget: Belady's or those of `genoa`, whichever are faster or exist at all.
 
     Raises `BudgetInfeasible` below the floor.
     """

@@ -1,7 +1,7 @@
-"""`genoa`: an operand arrives right before its op and leaves right after (torch.TensorRef's policy of that name).
+"""`genoa`: reloads each operand right before its op and offloads it right after (torch.TensorRef's policy).
 
-Slowest, and smallest: no plan needs less than one op's operands and results. A baseline, to compare budgets with;
-`flow` keeps what fits instead.
+It is the slowest policy and has the smallest peak: no plan needs less than one op's operands and results. Budgets are
+compared with it; `flow` keeps what fits instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from memplan.evict.workload import Workload
 
 
 def genoa(workload: Workload) -> Events:
-    """Events whose peak is the floor of `workload`, in bytes. Raises `BudgetInfeasible` below it."""
+    """Return events whose peak is the floor of `workload`. Raises `BudgetInfeasible` for a budget below it."""
     require_floor(workload)
     events: list[Event] = []
     for i in range(len(workload.graph.ops)):

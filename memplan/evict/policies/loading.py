@@ -1,8 +1,8 @@
-"""Policies that decide about what the step makes, for steps whose model and caller are on the host.
+"""Adapts a policy to steps whose model and caller stay on the host.
 
-Several ways are tried and the fastest is taken: `flow` and `delta`, which move what is in the way; everything streamed
-kept on the device throughout, the policy deciding about the rest; and loading as an op of the graph (the ext-tstack
-note's `load`), so that the policy drops a parameter and loads it again as it would an activation that it recomputes.
+Several ways are tried and the fastest is taken: `flow` and `delta`, which offload on demand; all host-resident storages
+kept on the device for the whole step, the policy deciding about the rest; and loading as an op of the graph (the
+ext-tstack note's `load`), so that the policy drops and reloads a parameter as it drops and recomputes an activation.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ LOAD = "memplan.load"
 
 
 def while_loading(workload: Workload, policy: Policy, *, swaps: bool, search: bool = True) -> Events:
-    """The fastest of these ways. `policy` decides about steps in which nothing is streamed; without `search`, or where
-    everything fits, it is not asked. `swaps`: what the step makes may be copied to the host too. Raises
-    `BudgetInfeasible` when no way is found: with swaps, below the floor only."""
+    """Return the fastest events that keep the budget of a workload with host-resident storages.
+
+    `policy` is for workloads without host-resident storages; without `search`, or where everything fits, it is not
+    called. `swaps`: the step's own storages may be offloaded too. Raises `BudgetInfeasible` when no events are found:
+    with swaps, only below the floor.
+    """
     fits = measure(workload, workload.plain).peak <= workload.budget
     ways: list[Policy] = [flow] if swaps or fits else []
     if not fits:
@@ -47,7 +50,7 @@ def while_loading(workload: Workload, policy: Policy, *, swaps: bool, search: bo
 
 
 def _loads_as_ops(workload: Workload, policy: Policy) -> Events:
-    """What `policy` does with a step in which a load is an op, in terms of copies."""
+    """Return the events of `policy` for the step in which loads are ops, with those ops translated to copies."""
     inner, ops = _with_loads(workload)
     translation = _Translation(workload)
     for kind, index in policy(inner):
@@ -61,8 +64,10 @@ def _loads_as_ops(workload: Workload, policy: Policy) -> Events:
 
 
 def _with_loads(workload: Workload) -> tuple[Workload, list[int]]:
-    """The step with a load before the first use of each storage that is given; and of each of its ops, which op of
-    `workload` it is, or ~s where it loads s."""
+    """Return the workload with a load op before the first use of each storage that the caller gives.
+
+    The second result is, for each op, its index in `workload`, or ~s where it loads storage s.
+    """
     g = workload.graph
     first: dict[int, list[int]] = {}
     for s in sorted(workload.streamed - workload.fresh):
@@ -79,7 +84,7 @@ def _with_loads(workload: Workload) -> tuple[Workload, list[int]]:
     storages = tuple(replace(s, planned=s.planned or i in workload.streamed) for i, s in enumerate(g.storages))
     graph = replace(g, ops=tuple(ops), values=tuple(values), storages=storages)
     loads = {signature_of(graph, op): workload.to_device[~i] for op, i in zip(ops, of, strict=True) if i < 0}
-    costs = replace(workload.costs, measured={**workload.costs.measured, **loads})  # what the link takes
+    costs = replace(workload.costs, measured={**workload.costs.measured, **loads})  # a load costs its copy
     return replace(workload, graph=graph, sources=tuple(range(len(ops))), streamed=frozenset(), costs=costs), of
 
 
@@ -103,16 +108,19 @@ def _load(storage: Storage, value: int, phase: Phase) -> Op:
 
 @dataclass(slots=True)
 class _Translation:
-    """Events of a step with loads become copies: loads come from the host; what the host has already is not copied
-    there again; what the step changed goes home after its last writer of each phase, and comes back when it is read."""
+    """Translates the events of a step with load ops into copies.
+
+    A load becomes a reload. What the host has already is not copied there again. What the step changed is offloaded
+    after its last writer of each phase, and reloaded when it is read.
+    """
 
     workload: Workload
     events: list[Event] = field(default_factory=list)
-    here: set[int] = field(default_factory=set)  # streamed storages on the device
-    changed: set[int] = field(default_factory=set)  # of them, those whose bytes the host does not have
+    here: set[int] = field(default_factory=set)  # host-resident storages that are on the device now
+    changed: set[int] = field(default_factory=set)  # those of them whose bytes the host does not have
 
     def run(self, op: int) -> None:
-        """Run `op` of the workload; its operands come, what it was the last to want goes."""
+        """Run `op` of the workload: load its operands before it, free what has its last use there after it."""
         w = self.workload
         written = w.streamed.intersection(w.writes[op])
         touched = sorted(w.streamed.intersection((*w.reads[op], *w.writes[op])))
@@ -127,7 +135,7 @@ class _Translation:
                 self.home(s)
 
     def move(self, kind: Kind, s: int) -> None:
-        """Give up a storage, or have it back."""
+        """Evict a storage, or bring it back."""
         if s not in self.workload.streamed:
             self.events.append(Event(kind, s))
         elif kind is Kind.RELOADED:
@@ -136,13 +144,13 @@ class _Translation:
             self.home(s)
 
     def bring(self, s: int) -> None:
-        """Have it on the device."""
+        """Load a storage unless it is on the device."""
         if s not in self.here:
             self.here.add(s)
             self.events += [Event(Kind.RELOAD, s), Event(Kind.RELOADED, s)]
 
     def home(self, s: int) -> None:
-        """Have it on the host alone."""
+        """Free a storage's bytes on the device, after a copy to the host if it was changed."""
         self.here.discard(s)
         if s in self.changed:
             self.changed.discard(s)
@@ -151,6 +159,6 @@ class _Translation:
             self.events.append(Event(Kind.DROP, s))
 
     def _last_writers(self, s: int) -> tuple[int, int]:
-        """The last op of the forward that writes it (-1: none), and the last of all."""
+        """Return the last op of the forward that writes a storage (-1: none), and the last of the whole step."""
         writers, n = self.workload.writers[s], self.workload.graph.forward_ops
         return max((i for i in writers if i < n), default=-1), writers[-1]

@@ -1,8 +1,8 @@
 """Retention intervals as a constraint program for OR-Tools (Moccasin, Bartan et al. 2023).
 
-Before an op has its turn, earlier ops may run again, in order: turn t is a row of t + 1 slots, one for each op up to t.
-A storage has a few *lives*, each from a run of its writers to an end that the solver chooses; whoever reads it does so
-within one of them, and at every slot the lives fit in the budget.
+Before op t runs for the first time, earlier ops may run again, in order: row t has t + 1 slots, one for each op up to
+t. A storage has a few *lives*, each from a run of its writers to an end that the solver chooses. Every read of the
+storage lies within one of its lives, and at every slot the lives fit in the budget.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from memplan.evict.workload import Workload
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-TICKS = 1e10  # per second: the objective counts whole ones
+TICKS = 1e10  # ticks per second: the objective is a whole number of ticks
 
 
 @dataclass(slots=True)
 class _Life:
-    """Of a storage. `begin`: the first slot of the row in which its writers run, then plus the writer's index."""
+    """One life of a storage. `begin` is the first slot of the row in which its writers run; each runs at `begin` plus
+    its own index.
+    """
 
     present: Any
     begin: Any
     first: int  # index of its first writer
-    ready: int  # and of its last
+    ready: int  # index of its last writer
     end: Any = None
 
     def after(self, slot: Any) -> Any:
-        """It begins after `slot`."""
+        """Return the condition that this life begins after `slot`."""
         return self.begin + self.first > slot
 
 
 class RetentionProgram:
-    """Variables and constraints; `runs[writers]` are the optional further runs: (active, begin)."""
+    """The constraint program of a workload; `runs[writers]` are the optional further runs: (active, begin)."""
 
     def __init__(self, workload: Workload, lives: int) -> None:
         from ortools.sat.python import cp_model
@@ -60,7 +62,7 @@ class RetentionProgram:
         self.model.minimize(sum(cost[u] * active for u, runs in self.runs.items() for active, _ in runs))
 
     def _make_runs(self) -> None:
-        """Each group of writers can run again, together, in some later row."""
+        """Add variables for further runs: each group of writers can run again, together, in a later row."""
         from ortools.sat.python import cp_model
 
         w = self.w
@@ -94,7 +96,7 @@ class RetentionProgram:
             self.lives[s] = found
 
     def _require_reads(self, i: int, slot: Any, active: Any) -> None:
-        """What op i reads at `slot` is alive."""
+        """Require that whatever op i reads at `slot` is alive there."""
         own = self.w.graph.written(self.w.graph.ops[i])
         for s in self.w.reads[i]:
             if s in own or s not in self.lives:
@@ -110,7 +112,7 @@ class RetentionProgram:
             self.model.add_bool_or([*within, *([] if active is True else [active.negated()])])
 
     def _make_room(self) -> None:
-        """At every slot, the lives that hold it fit in the budget; a result in an input's bytes begins a slot later."""
+        """Require that the lives fit in the budget at every slot; an in-place result's life begins one slot later."""
         later = self._takeovers()
         intervals, sizes = [], []
         for s, found in self.lives.items():
@@ -134,7 +136,7 @@ class RetentionProgram:
             self.model.add_bool_or([])
 
     def _takeovers(self) -> dict[tuple[int, int], list[Any]]:
-        """(storage, number of its life) -> variables: it takes the bytes of an input that ends where it begins."""
+        """Return (storage, number of its life) -> variables that say that it takes the bytes of an input in place."""
         found: dict[tuple[int, int], list[Any]] = {}
         for i, pairs in enumerate(self.w.pairs):
             runs = self.runs.get(self.w.writers[pairs[0][0]], ()) if pairs else ()
@@ -154,7 +156,7 @@ class RetentionProgram:
         return found
 
     def _require_over(self, life: _Life, slot: Any, when: Any) -> None:
-        """`life` ends at `slot` at the latest, or begins after it, or is none."""
+        """Require, if `when`, that `life` ends at `slot` or before, begins after it, or is not present."""
         over, late = self.model.new_bool_var(""), self.model.new_bool_var("")
         self.model.add(life.end <= slot).only_enforce_if(over)
         self.model.add(life.after(slot)).only_enforce_if(late)
@@ -162,13 +164,13 @@ class RetentionProgram:
         self.model.add_bool_or([over, late, *absent]).only_enforce_if(when)
 
     def _planned(self, s: int) -> bool:
-        """Whether its bytes are a matter of the program."""
+        """Return whether the program models the storage: it has bytes, and the step writes it."""
         return self.w.size[s] > 0 and bool(self.w.writers[s])
 
     # -- events ------------------------------------------------------------------------------------------
 
     def hint(self, events: Events) -> None:
-        """Start from `events`, as far as they have this form."""
+        """Give the solver `events` to start from, as far as they have this form."""
         rows, lasts = _runs_of(self.w, events)
         for writers, runs in self.runs.items():
             for k, (active, begin) in enumerate(runs):
@@ -182,7 +184,7 @@ class RetentionProgram:
                     self.model.add_hint(life.end, lasts[s][k])
 
     def events(self, solver: cp_model.CpSolver) -> Events:
-        """The solution as events: what no life holds when it is made again was dropped before."""
+        """Return the solution as events; a storage that no life holds is dropped right before its recompute."""
         again: dict[int, list[int]] = {}  # row -> ops that run again in it
         for writers, runs in self.runs.items():
             for active, begin in runs:
@@ -206,12 +208,12 @@ class RetentionProgram:
 
 
 def _slot(row: int, op: int) -> int:
-    """The number of op's slot in a row."""
+    """Return the number of an op's slot in a row."""
     return row * (row + 1) // 2 + op
 
 
 def _runs_of(workload: Workload, events: Events) -> tuple[Mapping[int, list[int]], Mapping[int, list[int]]]:
-    """Of each op the rows in which it runs again; of each storage the last slot of each of its lives."""
+    """Return the rows in which each op runs again, and the last slot of each life of each storage."""
     rows: dict[int, list[int]] = {}
     lasts: dict[int, list[int]] = {}
     ran: set[int] = set()

@@ -1,7 +1,7 @@
-"""Where the default policy starts, besides at nothing: what published policies decide on the same step.
+"""Start states of the default policy, from the decisions of published policies on the same step.
 
-A greedy descent is only as good as its start: where a plan must give up most of the step, one that computes whole
-chains again on demand is far from what single decisions lead to, and better.
+The result of a greedy descent depends on its start: under a tight budget, a plan that recomputes whole chains on demand
+is better than what single decisions lead to from a step that keeps everything.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from memplan.evict.policies.capuchin import guided
 from memplan.evict.policies.dtr import dtr
 from memplan.evict.search.decisions import AGAIN, ONCE, SWAP, Decisions, DecisionSearch
 
-_WORK = 4_000_000  # ops judged for Capuchin's decisions: enough for all of them below some thousand ops
+_WORK = 4_000_000  # ops measured for Capuchin's decisions: enough for all of them on graphs of some thousand ops
 
 
 def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[Events | None, tuple[Decisions, ...]]:
-    """(DTR's events, where they keep the budget; states to start from, which need not keep it).
+    """Return (DTR's events if they keep the budget, else None; start states, which may exceed it).
 
-    `quick`: without Capuchin's, which take longer than DTR's.
+    `quick`: leave out Capuchin's decisions, which take longer than DTR's.
     """
     workload = search.workload
     try:
@@ -38,12 +38,12 @@ def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[Events | Non
         events = events if figures is not None and figures.peak <= workload.budget else None
     if not quick:
         state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
-        states += [state, decisions_of(search, search.events(state))]  # as it is, and with what runs often AGAIN
+        states += [state, decisions_of(search, search.events(state))]  # the second: AGAIN for what runs repeatedly
     return events, tuple(state for state in states if np.isfinite(state.area))
 
 
 def decisions_of(search: DecisionSearch, events: Events) -> Decisions:
-    """What `events` do as decisions: swapped after a use; computed again once, after a use, or again and again."""
+    """Return decisions that describe `events`: SWAP after a use, ONCE for one recompute, AGAIN for several."""
     w = search.workload
     decision, gap = search.nothing()
     times: dict[int, int] = {}
@@ -73,5 +73,5 @@ def decisions_of(search: DecisionSearch, events: Events) -> Decisions:
 
 
 def _use(uses: Sequence[int], position: int) -> int:
-    """The last use at or before a position."""
+    """Return the last use at or before a position."""
     return uses[max(bisect_right(uses, position) - 1, 0)]

@@ -1,4 +1,4 @@
-"""Decisions per storage, and what they cost: the state that the default policy searches in."""
+"""The state of the default policy's search: one decision per storage, and the cost of all of them together."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memplan.evict.search.prefetch_kernel import prefetch
 from memplan.evict.search.search_kernel import judge
 from memplan.evict.workload import Workload
 
-__all__ = ["AGAIN", "KEEP", "ONCE", "SAVE", "SWAP", "Decisions", "Move", "Search"]
+__all__ = ["AGAIN", "KEEP", "ONCE", "SAVE", "SWAP", "DecisionSearch", "Decisions", "Move"]
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Let `storage` be treated as `decision` says, at the use `gap` (an op index; -1 where it has none)."""
+    """A change of one decision: that of `storage`, at the use `gap` (an op index; -1 for decisions without one)."""
 
     storage: int
     decision: int
@@ -30,7 +30,10 @@ class Move:
 
 @dataclass(slots=True)
 class Decisions:
-    """One decision per storage, with what all of them together need and take."""
+    """One decision per storage, and their common cost.
+
+    `area` is the sum over steps of the bytes above the budget, `seconds` the time of the step, `peak` its bytes.
+    """
 
     decision: Ints
     gap: Ints
@@ -40,10 +43,10 @@ class Decisions:
 
 
 class DecisionSearch:
-    """Judges decisions on a workload; `swaps`: copies to the host are allowed.
+    """Measures decisions on a workload; `swaps`: copies to the host are allowed.
 
-    What could win less than `least` of the bytes above the budget is left out. `extra` is what `expand` takes beyond
-    the tables.
+    Moves that could save less than the share `least` of the area above the budget are left out. `extra` are the
+    arguments of `expand` besides the tables.
     """
 
     def __init__(self, workload: Workload, *, swaps: bool = True, least: float = 1e-5) -> None:
@@ -59,47 +62,47 @@ class DecisionSearch:
 
     @property
     def tables(self) -> tuple[Any, ...]:
-        """What the kernels take."""
+        """The arrays that the kernels take."""
         return self.arrays.tables
 
     def nothing(self) -> tuple[Ints, Ints]:
-        """The decisions and gaps of a step in which everything is kept."""
+        """Return the decisions and gaps of a step in which everything is kept."""
         return np.full_like(self.arrays.size, KEEP), np.full_like(self.arrays.size, -1)
 
     def start(self) -> Decisions:
-        """Everything is kept."""
+        """Return the state in which everything is kept."""
         return self.judged(*self.nothing())
 
     def judged(self, decision: Ints, gap: Ints) -> Decisions:
-        """Decisions with their price; `area` is infinite when they cannot be."""
+        """Return decisions with their cost; `area` is infinite when they are impossible."""
         self.evaluations += 1
         budget, room = self.workload.budget, (self.kinds, self.indices)
         area, seconds, peak = judge(decision, gap, budget, *room, self.extra, self.tables)
         return Decisions(decision, gap, float(area), float(seconds), int(peak))
 
     def after(self, state: Decisions, *moves: Move) -> Decisions:
-        """The state after some more moves."""
+        """Return the state after further moves."""
         decision, gap = state.decision.copy(), state.gap.copy()
         for move in moves:
             decision[move.storage], gap[move.storage] = move.decision, move.gap
         return self.judged(decision, gap)
 
     def events(self, state: Decisions) -> Events:
-        """What the step does under these decisions. Raises `InvalidEviction` when they cannot be."""
+        """Return the events of the step under these decisions. Raises `InvalidEviction` if they are impossible."""
         run: Any = expand
         count = run(state.decision, state.gap, self.kinds, self.indices, *self.tables[:6], *self.extra)
         if count < 0:
-            raise InvalidEviction("an op cannot have what it needs under these decisions", where="decisions")
+            raise InvalidEviction("an op's operands are not available under these decisions", where="decisions")
         kinds, indices = self.kinds[:count].copy(), self.indices[:count].copy()
         return to_events(*prefetch(kinds, indices, self.workload.budget, self.tables))
 
     def _moves(self, *, swaps: bool, least: float) -> tuple[tuple[Move, ...], ...]:
-        """What could be done with each storage that is idle for a while, at its longest idle interval."""
+        """Return the possible moves of each storage with an idle interval, at its longest one."""
         w, redo = self.workload, self.workload.redo_until
         clock = np.concatenate(([0.0], np.cumsum(w.seconds)))
         plain = self.arrays.measure(*to_arrays(w.plain))
         assert plain is not None
-        live = plain.live  # no streamed storages: a step for each op
+        live = plain.live  # one step for each op, since no storage is host-resident
         over = np.concatenate(([0], np.cumsum(live > w.budget)))
         least *= float(np.maximum(live - w.budget, 0).sum())
         found = []

@@ -1,7 +1,8 @@
-"""Greedy ways down to the budget, by bytes won per second: a storage at a time, or all alike storages together.
+"""Greedy descent to the budget, by bytes saved per second: one storage at a time, or all alike storages together.
 
-A model repeats its blocks, and what pays in one pays in all: descents over classes of alike storages take a hundredth
-of the judgements, and end better on deep models, where a descent over single storages treats equal blocks unequally.
+A model repeats its blocks, and a decision that helps in one helps in all: descents over classes of alike storages need
+a hundredth of the measurements, and end better on deep models, where a descent over single storages treats equal blocks
+unequally.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import numpy as np
 from memplan.evict.search.decisions import Decisions, DecisionSearch, Move
 from memplan.evict.search.expand_kernel import SAVE
 
-Option = tuple[Move, ...]  # of different storages, taken together
+Option = tuple[Move, ...]  # moves of different storages that are made together
 
-_CHEAPEST = 1e-9  # seconds: what costs nothing is compared by bytes
+_CHEAPEST = 1e-9  # seconds: options that cost no time are compared by bytes
 _HEAT = 0.1  # the first temperature, in mean costs of one decision
 
 
 def singles(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
-    """What can be done with each storage."""
+    """Return the options of each storage, one move each."""
     return tuple(tuple((move,) for move in moves) for moves in search.moves)
 
 
 def alike(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
-    """What can be done with each class of storages of one size that the same chain of kernels uses."""
+    """Return the options of each class of storages: equal in size, and used by the same sequence of kernels."""
     graph = search.workload.graph
     classes: dict[tuple[object, ...], dict[int, list[Move]]] = {}
     for moves in search.moves:
@@ -40,7 +41,7 @@ def alike(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
 
 
 def descend(search: DecisionSearch, state: Decisions, exponent: float) -> Decisions | None:
-    """Take the best move until nothing is above the budget; None when no move helps any more."""
+    """Return the state after taking the best move until the budget is kept; None when no move helps any more."""
     options = [option for choices in singles(search) for option in choices if option[0].decision != SAVE]
     for after in _steps(search, state, options, exponent):
         state = after
@@ -50,7 +51,10 @@ def descend(search: DecisionSearch, state: Decisions, exponent: float) -> Decisi
 def descend_alike(
     search: DecisionSearch, state: Decisions, exponent: float, classes: Sequence[Sequence[Option]]
 ) -> Decisions:
-    """Take the best of `classes` (see `alike`), as long as not all of it can be taken without need."""
+    """Return the last state above the budget on a descent over `classes` (see `alike`).
+
+    The option that would reach the budget is not taken, since not all of its moves may be needed.
+    """
     for after in _steps(search, state, [option for choices in classes for option in choices], exponent):
         if after.area == 0:
             break
@@ -59,9 +63,9 @@ def descend_alike(
 
 
 def _steps(search: DecisionSearch, state: Decisions, options: Sequence[Option], exponent: float) -> Iterator[Decisions]:
-    """The states on the way down, after one option each, until nothing is above the budget or no option helps.
+    """Yield the states of a descent, after one option each, until the budget is kept or no option helps.
 
-    Lazy: an option's price is looked at again only when it comes first; prices rarely fall.
+    The evaluation is lazy: an option's gain is measured again only when it is first in the queue; gains rarely rise.
     """
     queue: list[tuple[float, int]] = []
     fresh = False
@@ -86,7 +90,7 @@ def _steps(search: DecisionSearch, state: Decisions, options: Sequence[Option], 
 def _priced(
     search: DecisionSearch, state: Decisions, options: Iterable[Option], exponent: float
 ) -> list[tuple[float, int]]:
-    """A heap of the options that win something now, best first; ties by definition order."""
+    """Return a heap of the options with a gain now, best first; ties by definition order."""
     queue = []
     for index, option in enumerate(options):
         if all(state.decision[move.storage] == move.decision for move in option):
@@ -107,7 +111,7 @@ def _gain(before: Decisions, after: Decisions, exponent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Descended:
-    """Where a random walk has been: its best state that keeps the budget, if any, and the last that need not."""
+    """The result of a random walk: its best state within the budget, if any, and its last state."""
 
     best: Decisions | None
     last: Decisions
@@ -116,7 +120,7 @@ class Descended:
 def walk(
     search: DecisionSearch, state: Decisions, choices: Sequence[Sequence[Option]], *, work: int, seed: int, soft: float
 ) -> Descended:
-    """Anneal over one or two options at a time, for `work` ops judged; see `search_kernel.anneal` for `soft`."""
+    """Anneal over one or two options at a time, for `work` measured ops; `soft` is that of `search_kernel.anneal`."""
     from memplan.evict.search.search_kernel import anneal
 
     plain = sum(search.workload.seconds)

@@ -1,4 +1,4 @@
-"""From one decision per storage to the events of the whole step: what is absent is had again when it is needed."""
+"""Compiled expansion of one decision per storage into the events of the step: absent operands come back on use."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
@@ -9,12 +9,12 @@ from numba import njit
 from memplan.evict.judge.measure_kernel import AWAY, DROP, GONE, HERE, NEVER, OFFLOAD, RELOADED, RUN
 
 KEEP, ONCE, AGAIN, SWAP, SAVE = range(5)
-SOON = 6  # ops: what is used again that soon is not given up in between
+SOON = 6  # ops: a storage whose next use is at most so far away is not evicted before it
 
 
 @njit(cache=True)
 def _stale(s, i, decision, near, remade, last_use, redo_until):
-    """Whether the bytes of `s` went with its last use, some time ago: it is made again rather than held until now."""
+    """Return whether `s` had its last use some time ago, so that it is recomputed now instead of kept until now."""
     if last_use[s] >= i or decision[s] == SAVE or redo_until[s] < i or i - near[s] <= SOON:
         return False
     return decision[s] == AGAIN or not remade[s]
@@ -25,13 +25,12 @@ def expand(
     decision, gap, kinds, indices,
     read_ptr, read, write_ptr, write, writer_ptr, writer, use_ptr, use, redo_until, last_use,
 ):  # fmt: skip
-    """Fill `kinds` and `indices`; the number of events, or -1 when an op could not find what it needs.
+    """Fill `kinds` and `indices`, and return the number of events, or -1 when an op's operands are not available.
 
-    `redo_until[s]` is the last position before which the writers of `s` can run again (-1: never), `last_use[s]`
-    that of its last use. `decision[s]`, with `gap[s]` the position of the use after which it acts: KEEP to the last
-    use (made again if a recompute asks for it long after), ONCE: given up after `gap[s]`, made again for the next
-    use; AGAIN: given up after every use that no other follows soon; SWAP: to the host after `gap[s]`; SAVE: never
-    given up.
+    `redo_until[s]` is the last position before which the writers of `s` can run again (-1: never), `last_use[s]` the
+    position of its last use, `gap[s]` that of the use after which `decision[s]` takes effect. KEEP: kept until the last
+    use (and recomputed if a recompute reads it long after). ONCE: dropped after `gap[s]`, recomputed for the next use.
+    AGAIN: dropped after every use that no other follows soon. SWAP: offloaded after `gap[s]`. SAVE: never evicted.
     """
     n, m = read_ptr.shape[0] - 1, decision.shape[0]
     state = np.zeros(m, np.int8)

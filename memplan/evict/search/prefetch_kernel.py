@@ -1,4 +1,4 @@
-"""When copies start and end: out as soon as possible, back just in time and only into bytes that are free."""
+"""Compiled placement of copies: offloads start as early as possible, reloads just in time and into free bytes."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
@@ -11,10 +11,10 @@ from memplan.evict.judge.measure_kernel import DROP, OFFLOAD, OFFLOADED, RELOAD,
 
 @njit(cache=True)
 def prefetch(kinds, indices, budget, tables):
-    """Events in which each OFFLOAD has its OFFLOADED and each RELOADED its RELOAD, placed by the copies' times.
+    """Return the events with an OFFLOADED for each OFFLOAD and a RELOAD for each RELOADED, placed by copy times.
 
-    Bytes leave when the copy is predicted to be complete, or when they are needed; a reload starts as late as
-    it can, after those that are needed before it, as far ahead as its bytes fit under `budget`.
+    The bytes of an offload are freed when its copy is predicted to be complete, or when they are needed. A reload
+    starts as late as it can, after those that are needed before it, and no earlier than its bytes fit under `budget`.
     """
     seconds, to_host, to_device = tables[10], tables[11], tables[12]
     size = tables[6]
@@ -52,7 +52,7 @@ def prefetch(kinds, indices, budget, tables):
         live = measure(first, firsts, budget, *tables)[5]
         if live.shape[0] < step_of[count - 1]:
             return first, firsts
-        for e in range(count):  # where bytes are short, the step waits for what leaves
+        for e in range(count):  # above the budget, the step waits for the offloads under way
             if kinds[e] != OFFLOAD:
                 continue
             at = e + 1
@@ -85,7 +85,7 @@ def prefetch(kinds, indices, budget, tables):
 
 @njit(cache=True)
 def _assemble(kinds, indices, out_at, in_at):
-    """The events with OFFLOADED and RELOAD put in; and the step of each old event."""
+    """Return the events with OFFLOADED and RELOAD inserted, and the step of each old event."""
     count = kinds.shape[0]
     extra = 0
     outs, ins = np.full(count + 1, -1, np.int64), np.full(count + 1, -1, np.int64)  # lists by position

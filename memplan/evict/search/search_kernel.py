@@ -1,4 +1,4 @@
-"""Decisions judged and improved in compiled code: expand, place copies, measure; and annealing over that."""
+"""Compiled search over decisions: `judge` expands them, places copies and measures; `anneal` is a random walk."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
@@ -13,9 +13,9 @@ from memplan.evict.search.prefetch_kernel import prefetch
 
 @njit(cache=True)
 def judge(decision, gap, budget, kinds, indices, extra, tables):
-    """(area above `budget`, seconds, peak) of these decisions; the area is infinite when they cannot be.
+    """Return (area above `budget`, seconds, peak) of these decisions; the area is infinite if they are impossible.
 
-    `kinds` and `indices` are room for events; `extra` holds `use_ptr, use, redo_until, last_use` (see `expand`).
+    `kinds` and `indices` are buffers for events; `extra` holds `use_ptr, use, redo_until, last_use` (see `expand`).
     """
     count = expand(decision, gap, kinds, indices, *tables[:6], *extra)
     if count < 0:
@@ -31,14 +31,14 @@ def judge(decision, gap, budget, kinds, indices, extra, tables):
 def anneal(
     decision, gap, budget, seconds, area, choices, rounds, soft, heat, price, seed, kinds, indices, extra, tables
 ):
-    """Metropolis over options; the best decisions that keep `budget`, and their seconds (infinite: none did).
+    """Anneal over options (Metropolis); return the best decisions within `budget`, their gaps and their seconds.
 
-    For the first `soft` of the rounds, bytes above the budget may be had for `price` (seconds per byte and step), at
-    first for a fifth of it and more and more: a better way often leads through states that do not fit. The rest is
-    strict, from the best; `decision` and `gap` end as the walk does. `choices` is `(ptr, member_ptr, wanted, storage,
-    at)`: choice c has the options `ptr[c]:ptr[c + 1]`, option o the members `member_ptr[o]:member_ptr[o + 1]`, each
-    of them a decision for a storage, with its gap. `heat` is the first temperature in seconds. The same seed and
-    rounds give the same decisions.
+    The seconds are infinite if no state kept the budget. For the share `soft` of the rounds, bytes above the budget
+    cost `price` (seconds per byte and step), at first a fifth of it and rising, because the way to a better state often
+    leads through states that do not fit. The other rounds are strict, and begin at the best state so far. `decision`
+    and `gap` end as the walk's last state. `choices` is `(ptr, member_ptr, wanted, storage, at)`: choice c has the
+    options `ptr[c]:ptr[c + 1]`, option o the members `member_ptr[o]:member_ptr[o + 1]`, each of them a decision for a
+    storage, with its gap. `heat` is the first temperature in seconds. The same seed and rounds give the same decisions.
     """
     np.random.seed(seed)
     ptr, members, wanted, storage, at = choices

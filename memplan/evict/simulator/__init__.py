@@ -1,4 +1,5 @@
-"""An evicting runtime, simulated op by op, for policies that decide on demand (DTR, DELTA, flow).
+"""A simulator of a runtime that evicts on demand, op by op, for the policies DTR, DELTA and flow.
 
-Start at `eviction_simulator.py`; `device_state.py` knows where every storage is, `memory.py` counts bytes or addresses.
+In: a `Workload`, a memory and an `Evictor`. Out: events. Start at `eviction_simulator.py`; `device_state.py` tracks
+where every storage is, `memory.py` counts bytes or assigns addresses.
 """

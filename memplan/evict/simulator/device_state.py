@@ -1,7 +1,7 @@
-"""The device that an evicting runtime sees: where every storage is, and whose bytes make room for others.
+"""The simulated device: where every storage is, and which one is evicted to make room for another.
 
-What is here is known at every moment. When bytes are wanted that are not free, the policy names a storage to give up
-and says how. Everything that happens is an event.
+When an allocation does not fit, the evictor selects a storage and whether it is dropped or swapped. Every change is
+recorded as an event.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memplan.evict.workload import Workload
 
 
 class Location(enum.Enum):
-    """Where a storage is."""
+    """The state of a storage's bytes."""
 
     NEVER = "not yet made"
     HERE = "on the device"
@@ -30,33 +30,35 @@ class Location(enum.Enum):
 
 
 class EvictionKind(enum.Enum):
-    """How bytes are given up."""
+    """The two ways to evict a storage."""
 
     DROP = "compute it again"
     SWAP = "copy it to the host and back"
 
 
 class Evictor(Protocol):
-    """A policy on demand."""
+    """The part of an on-demand policy that selects what to evict, and how."""
 
     swaps: bool
 
     def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
-        """The storage to give up next, one of `candidates` (never empty)."""
+        """Return the storage to evict next, one of `candidates` (never empty)."""
         ...
 
     def way(self, device: DeviceState, storage: int) -> EvictionKind:
-        """How; asked only where both are possible."""
+        """Return how to evict `storage`; called only where both kinds are possible."""
         ...
 
     def changed(self, device: DeviceState, storage: int) -> None:
-        """Told whenever a storage comes or goes."""
+        """Take note that the location of `storage` has changed."""
         ...
 
 
 class DeviceState:
-    """Its state. `position` is the op whose turn it is, `clock` the seconds of the ops that ran, `given` storages are
-    the caller's; those that are held are not given up.
+    """The state of the simulated device.
+
+    `position` is the op that runs now or next, `clock` the seconds of the ops that ran. `given` are the caller's
+    storages. Storages that are held (`hold`) are not evicted.
     """
 
     def __init__(self, workload: Workload, memory: SimulatedMemory, evictor: Evictor) -> None:
@@ -75,39 +77,39 @@ class DeviceState:
         self._here: dict[int, None] = {}
 
     def next_use(self, storage: int) -> int:
-        """The next op that uses it, after the current one; the number of ops where there is none."""
+        """Return the next op after the current one that uses the storage; the number of ops if there is none."""
         uses = self.workload.uses[storage]
         at = bisect_right(uses, self.position)
         return uses[at] if at < len(uses) else len(self.workload.graph.ops)
 
     def clean(self, storage: int) -> bool:
-        """Whether the host has the same bytes."""
+        """Return whether the host has the same bytes."""
         return self._clean[storage]
 
     def seconds(self, storage: int) -> float:
-        """Of the ops that make it."""
+        """Return the seconds of the ops that write the storage."""
         return sum(self.workload.seconds[i] for i in self.workload.writers[storage])
 
     def held_once(self, s: int) -> bool:
-        """Whether one holds it, which is the op that runs."""
+        """Return whether only the running op holds the storage."""
         return self._locks[s] == 1
 
     def touch(self, i: int, *, again: bool) -> None:
-        """Op i has run: what it used is used now, and what it wrote is no longer what the host has."""
+        """Record that op i has run: its storages were touched now, and the host's copies of its results are stale."""
         for s in (*self.workload.reads[i], *self.workload.writes[i]):
             self.touched[s] = self.clock
         for s in self.workload.writes[i]:
             self._clean[s] = self._clean[s] and again
 
     def appear(self, s: int) -> None:
-        """It has been made."""
+        """Record that a storage is on the device now."""
         self._here[s] = None
         self._move(s, Location.HERE)
 
     # -- bytes -------------------------------------------------------------------------------------------
 
     def take(self, key: int, size: int) -> None:
-        """Bytes for `key`, whatever must go for them."""
+        """Allocate `size` bytes for `key`, and evict storages until they fit."""
         while size and not self.memory.take(key, size):
             candidates = [s for s in self._here if not self._locks[s] and self.workload.size[s] and self._ways(s)]
             if not candidates:
@@ -121,19 +123,19 @@ class DeviceState:
                 self.swap_out(s)
 
     def _ways(self, s: int) -> tuple[EvictionKind, ...]:
-        """How it can be given up now."""
+        """Return the ways in which a storage can be evicted now."""
         made = self.workload.writers[s] and self.workload.writers[s][-1] <= self.position
         ways = [EvictionKind.DROP] if made and self.limit[s] >= max(self.last[s], self.position) else []
         free = s in self.workload.streamed and self.last[s] <= self.position
         return (*ways, EvictionKind.SWAP) if self.evictor.swaps or free else tuple(ways)
 
     def give(self, key: int, size: int) -> None:
-        """What `take` took."""
+        """Free what `take` allocated."""
         if size:
             self.memory.give(key)
 
     def release(self, s: int) -> None:
-        """After its last use."""
+        """Free a storage after its last use."""
         if s in self.workload.streamed:
             self.swap_out(s)
             return
@@ -142,7 +144,7 @@ class DeviceState:
         self._move(s, Location.DEAD)
 
     def hand_over(self, host: int, result: int) -> None:
-        """After the op ran in place: the input is no longer there."""
+        """Move the bytes of input `host` to `result`, after an op that ran in place."""
         self.memory.hand_over(host, result)
         self._here.pop(host)
         if self.next_use(host) < len(self.workload.graph.ops):
@@ -152,7 +154,7 @@ class DeviceState:
             self._move(host, Location.DEAD)
 
     def drop(self, s: int) -> None:
-        """Forget it: it can be made again."""
+        """Drop a storage, which can be recomputed."""
         if self.where[s] is Location.GONE:
             return
         self.emit(Kind.DROP, s)
@@ -162,7 +164,7 @@ class DeviceState:
         self._move(s, Location.GONE)
 
     def swap_out(self, s: int) -> None:
-        """To the host, without a copy where that has the same bytes."""
+        """Offload a storage, without a copy where the host has the same bytes."""
         if self._clean[s]:
             self.emit(Kind.DROP, s)
         else:
@@ -174,35 +176,35 @@ class DeviceState:
         self._move(s, Location.AWAY)
 
     def load(self, s: int) -> None:
-        """Back from the host."""
+        """Reload a storage from the host."""
         self.take(s, self.workload.size[s])
         self.emit(Kind.RELOAD, s)
         self.emit(Kind.RELOADED, s)
         self.touched[s] = self.clock
         self.appear(s)
 
-    # -- small things ------------------------------------------------------------------------------------
+    # -- locks and events --------------------------------------------------------------------------------
 
     def _move(self, s: int, where: Location) -> None:
         self.where[s] = where
         self.evictor.changed(self, s)
 
     def hold(self, storages: Sequence[int]) -> None:
-        """Give none of them up until `let_go`."""
+        """Keep these storages from being evicted until `let_go`."""
         for s in storages:
             self._locks[s] += 1
 
     def let_go(self, storages: Sequence[int]) -> None:
-        """The end of one `hold`."""
+        """Undo one `hold`."""
         for s in storages:
             self._locks[s] -= 1
 
     def emit(self, kind: Kind, index: int) -> None:
-        """The next event."""
+        """Append an event."""
         self.events.append(Event(kind, index))
 
     def infeasible(self, why: str) -> BudgetInfeasible:
-        """What to raise where the op whose turn it is cannot be run."""
+        """Return the error for an op that cannot run within the budget."""
         least, at = floor(self.workload)
         ops = self.workload.graph.ops
         return BudgetInfeasible(

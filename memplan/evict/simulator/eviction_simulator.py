@@ -1,7 +1,7 @@
-"""A step walked op by op under a budget: the runtime that policies which evict on demand simulate.
+"""Simulates a step op by op under a budget, as a runtime that evicts on demand would run it.
 
-What is absent when an op needs it is computed again, recursively, or reloaded. A storage is released at its last use,
-as a program would, and may be computed again after that for another's sake.
+An operand that is absent is recomputed, recursively, or reloaded. A storage is released after its last use, and may be
+recomputed after that as the source of another recompute.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from memplan.evict.simulator.device_state import DeviceState, Evictor, Location
 from memplan.evict.simulator.memory import SimulatedMemory
 from memplan.evict.workload import Workload
 
-_PATIENCE = 40  # runs per op, on average, before a policy is said to go round in circles
+_MAX_RUNS_PER_OP = 40  # on average; a policy that exceeds it is taken to recompute without end
 
 
 class EvictionSimulator:
-    """Ops and their operands on a device; `walk()` goes through the step once."""
+    """A simulated run of a workload on a device; `walk()` runs the step once."""
 
     def __init__(self, workload: Workload, memory: SimulatedMemory, evictor: Evictor) -> None:
         self.workload = workload
@@ -26,38 +26,39 @@ class EvictionSimulator:
         self._runs = 0
 
     def walk(self) -> Events:
-        """The events of the step. Raises `BudgetInfeasible` when an op's operands cannot be had."""
+        """Return the events of the step. Raises `BudgetInfeasible` when an op's operands do not fit."""
         for i in range(len(self.workload.graph.ops)):
             self.device.position = i
             if i == self.workload.graph.forward_ops:
-                self._deliver()
-            self._turn(i)
+                self._offload_due()
+            self._run_op(i)
         return tuple(self.device.events)
 
     # -- ops ---------------------------------------------------------------------------------------------
 
-    def _turn(self, i: int) -> None:
+    def _run_op(self, i: int) -> None:
+        """Run op i for the first time: bring its operands to the device, then release what had its last use."""
         w, d = self.workload, self.device
         fresh = {s for s in w.writes[i] if s not in d.given and w.writers[s][0] == i}
         operands = [s for s in dict.fromkeys((*w.reads[i], *w.writes[i])) if s not in fresh]
         d.hold(operands)
         for s in operands:
-            self._have(s)
+            self._bring(s)
         self._execute(i, again=False)
         d.let_go(operands)
         for s in (*operands, *fresh):
             if d.last[s] == i and d.where[s] is Location.HERE:
                 d.release(s)
 
-    def _deliver(self) -> None:
-        """The forward is over: what it changed of the caller's goes home."""
+    def _offload_due(self) -> None:
+        """Copy the caller's storages that the forward changed back to the host, at its end."""
         d = self.device
         for s in sorted(self.workload.due):
             if d.where[s] is Location.HERE and not d.clean(s):
                 d.swap_out(s)
 
-    def _have(self, storage: int) -> None:
-        """Bring a storage to the device, and before it what it is made from."""
+    def _bring(self, storage: int) -> None:
+        """Reload or recompute a storage, and before it the storages that it is computed from."""
         d = self.device
         stack = [storage]
         held: dict[int, tuple[int, ...]] = {}
@@ -84,11 +85,11 @@ class EvictionSimulator:
                 self._execute(i, again=True)
 
     def _execute(self, i: int, *, again: bool) -> None:
-        """Run op i, whose operands are here, in bytes that are found for its results."""
+        """Allocate bytes for the results of op i, whose operands are on the device, and run it."""
         w, d = self.workload, self.device
         first = [s for s in w.writes[i] if s not in d.given and w.writers[s][0] == i]
         new = [s for s in first if (self._is_wanted(s) if again else d.where[s] is Location.NEVER)]
-        lost = [s for s in first if s not in new]  # written once more, to be thrown away
+        lost = [s for s in first if s not in new]  # written once more, and discarded
         whole = not again or all(len(w.writers[s]) == 1 for s in new)  # no later writer wants the same inputs
         host, result = self._takeover(i, new) if whole else (-1, -1)
         for s in new:
@@ -104,8 +105,8 @@ class EvictionSimulator:
         d.hold(new)
         d.emit(Kind.RUN, i)
         self._runs += 1
-        if self._runs > _PATIENCE * len(w.graph.ops) + 1000:
-            raise d.infeasible(f"it runs {_PATIENCE} ops for each one of the step, and would for ever")
+        if self._runs > _MAX_RUNS_PER_OP * len(w.graph.ops) + 1000:
+            raise d.infeasible(f"it recomputes without end: over {_MAX_RUNS_PER_OP} runs for each op of the step")
         d.clock += w.seconds[i]
         if result >= 0:
             d.hand_over(host, result)
@@ -117,11 +118,11 @@ class EvictionSimulator:
             d.appear(s)
 
     def _is_wanted(self, s: int) -> bool:
-        """Whether what is made again takes the place of what was dropped."""
+        """Return whether a recompute of `s` restores a storage that was dropped."""
         return self.device.where[s] is Location.GONE and self.device.position <= self.device.limit[s]
 
     def _takeover(self, i: int, new: Sequence[int]) -> tuple[int, int]:
-        """(input, result): the result that takes the bytes of an input that no one needs any more; -1, -1: none."""
+        """Return (input, result) where the result can take the bytes of an input without a later use; -1, -1: none."""
         d = self.device
         for result, host in self.workload.pairs[i]:
             free = d.held_once(host) and d.where[host] is Location.HERE
@@ -130,7 +131,10 @@ class EvictionSimulator:
         return -1, -1
 
     def _room_for(self, i: int, s: int, host: int, result: int) -> tuple[int, int]:
-        """Bytes for a new `s`; in those of an input that goes to the host, where there is no other way."""
+        """Allocate bytes for a new `s`, or else take those of an input in place after a copy of it to the host.
+
+        Returns the (input, result) that run in place, as given if `s` got bytes of its own.
+        """
         d = self.device
         try:
             d.take(s, self.workload.size[s])

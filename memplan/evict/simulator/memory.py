@@ -1,4 +1,4 @@
-"""Device memory as an evicting runtime sees it: a number of bytes, or addresses that can be fragmented."""
+"""Simulated device memory: a number of bytes, or addresses that can be fragmented."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Protocol
 
 
 class SimulatedMemory(Protocol):
-    """Who holds how many bytes. Keys are any integers; a key holds one block at a time."""
+    """An allocator. Keys are any integers; a key holds one block at a time."""
 
     def take(self, key: int, size: int) -> bool:
-        """Give `key` so many bytes (more than none); False when they cannot be had, and nothing has changed."""
+        """Allocate `size` bytes (at least 1) for `key`; return False, and change nothing, if they do not fit."""
         ...
 
     def give(self, key: int) -> None:
-        """Take the bytes of `key` back."""
+        """Free the block of `key`."""
         ...
 
     def hand_over(self, key: int, to: int) -> None:
-        """Let `to` have the block of `key`."""
+        """Give the block of `key` to `to`."""
         ...
 
 
 class ByteCounter:
-    """`capacity` bytes that fit whatever their sum allows: memory as most papers count it."""
+    """`capacity` bytes without addresses: an allocation fits if the sum does, as most papers count memory."""
 
     def __init__(self, capacity: int) -> None:
         self.free = capacity
@@ -52,7 +52,7 @@ class AddressSpace:
 
     @property
     def offsets(self) -> dict[int, int]:
-        """Where each key's block begins."""
+        """The offset of each key's block."""
         return {key: offset for offset, _, key in self._blocks}
 
     def take(self, key: int, size: int) -> bool:
