@@ -1,9 +1,9 @@
 """Which ops treat the rows of a tensor independently.
 
-A tensor of `n` rows is any tensor whose elements, in order, fall into `n` equal runs: the row is what an op keeps to.
-Listed are ops whose kernels give a row the same bits whatever other rows they are given. Pointwise kernels of
-transcendental functions do not: the last elements of a call go through scalar code. Matrix products do not either:
-they are divided only on demand (`sums`).
+A tensor of `n` rows is any tensor whose elements, in order, fall into `n` equal runs: a row is what an op does not
+cross. The ops listed here have kernels that give a row the same bits whatever other rows they process. Pointwise
+kernels of transcendental functions do not: the last elements of a call go through scalar code. Matrix products do not
+either: they are divided only on request (`sums`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SUM = aten.sum.dim_IntList
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of one op: which operands come by rows, and whether its result does."""
+    """How one op takes part in a chain: which operands come by rows, and whether its result does."""
 
     rows: tuple[fx.Node, ...]
     result: bool = True
 
 
 def block_shape(shape: torch.Size, n: int, rows: int) -> list[int]:
-    """The shape of `rows` of the `n` rows of a tensor: leading dimensions merged until they hold them."""
+    """Return the shape of `rows` of the `n` rows of a tensor: leading dimensions are merged until they hold them."""
     for d in range(1, len(shape) + 1):
         if prod(shape[:d]) % n == 0:
             return [prod(shape[:d]) // n * rows, *shape[d:]]
@@ -51,7 +51,7 @@ def block_shape(shape: torch.Size, n: int, rows: int) -> list[int]:
 
 
 def parts(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
-    """How `node` takes part in a chain of `n` rows; None: it does not."""
+    """Return how `node` takes part in a chain of `n` rows; None if it does not."""
     if node.op != "call_function" or not _plain(node):
         return None
     args, target = node.args, node.target
@@ -73,7 +73,7 @@ def parts(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
 
 
 def _loss(node: fx.Node, n: int) -> Parts | None:
-    """Without weights, over rows of classes."""
+    """Return the parts of a cross-entropy without weights, over rows of classes."""
     shift = 0 if node.target is NLL else 1
     x, target, weight, reduction = node.args[shift : shift + 4]
     fits = weight is None and reduction in (1, 2) and value(x).dim() == 2  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def _loss(node: fx.Node, n: int) -> Parts | None:
 
 
 def _at_the_end(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
-    """What cuts rows off and pads them again; with `sums`, products and sums over rows."""
+    """Return the parts of an op that cuts rows off or pads them; with `sums`, also of products and sums over rows."""
     args, target = node.args, node.target
     if target is SLICE_BACKWARD:
         grad, sizes, dim, _, _, step = args
@@ -109,9 +109,9 @@ def _at_the_end(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
 
 
 def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Parts | None:
-    """Operands of the result's shape come by rows; numbers come whole."""
+    """Return the parts of a pointwise op: operands of the result's shape come by rows, numbers come whole."""
     if (len(node.args) > 2 and node.target in (aten.add.Tensor, aten.sub.Tensor)) or node.kwargs:
-        return None  # alpha: a product and a sum, which vector code may round once
+        return None  # alpha: vector code may round the product and the sum once
     rows = tuple(t for t in tensors if value(t).shape == value(node).shape)
     others = [t for t in tensors if t not in rows]
     fits = rows and all(value(t).dim() == 0 for t in others)
@@ -119,11 +119,12 @@ def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Parts | N
 
 
 def _if(holds: Any, rows: tuple[fx.Node, ...], *, result: bool = True) -> Parts | None:
+    """Return the parts if the condition holds, else None."""
     return Parts(rows, result) if holds else None
 
 
 def _plain(node: fx.Node) -> bool:
-    """Whether everything that it takes and gives is a dense tensor, or no tensor."""
+    """Return whether everything that a node takes and makes is a dense tensor or no tensor."""
     given = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     flat = [t for v in given for t in (v if isinstance(v, (tuple, list)) else (v,))]
     return all(t is None or isinstance(t, (torch.Tensor, int, float)) for t in flat) and all(
@@ -132,13 +133,16 @@ def _plain(node: fx.Node) -> bool:
 
 
 def _by_rows(node: fx.Node, n: int) -> bool:
+    """Return whether a node is contiguous and falls into `n` rows."""
     return isinstance(node, fx.Node) and bool(value(node).is_contiguous() and value(node).numel() % n == 0)
 
 
 def has_rows(node: fx.Node, n: int) -> bool:
+    """Return whether a node falls into `n` rows, or has `n` as its first dimension."""
     return _by_rows(node, n) or value(node).shape[:1] == (n,)
 
 
 def _has_lead(node: fx.Node, n: int) -> bool:
+    """Return whether the first dimension, or the first two together, are `n` rows."""
     shape: torch.Size = value(node).shape
     return len(shape) >= 2 and (shape[0] == n or shape[:2].numel() == n)
