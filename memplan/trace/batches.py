@@ -106,7 +106,7 @@ def max_batch(
             need = search.need(guess)
         except UnsupportedGraph as error:
             hint = (
-                f"{fits} fits; where the model takes no batch of {guess}, pass highest= what it takes; or {error.hint}"
+                f"{fits} fits; if the model takes no batch of {guess}, set highest= to what it takes; or {error.hint}"
             )
             raise UnsupportedGraph(error.node, error.reason, hint) from error
         fits, fails = (fits, guess) if need > limit else (guess, fails)

@@ -47,9 +47,7 @@ class TorchPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchPartition:
-    """The forward and backward graph for one value of the knob; `captured` is the joint graph after the partitioner's
-    clean-up.
-    """
+    """The forward and backward graph for one value of the knob, and the joint graph as the partitioner cleaned it."""
 
     asked: float
     captured: Captured

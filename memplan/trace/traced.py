@@ -52,7 +52,7 @@ class Live:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """The kernel call of an op of the graph.
+    """What an op of the graph calls: a kernel and its arguments.
 
     `outs`: the values of its results (None where it returns none); empty for an op that only changes its arguments.
     `several`: it returns a sequence, even if of one result. `opaque_results`: (position, number) of each opaque result

@@ -87,6 +87,7 @@ def _divisible(
 
     @lru_cache(maxsize=2)
     def make(division: Division | None, compress: str) -> TracedGraph:
+        """Trace a copy of the captured graph, divided and compressed."""
         copied = fx.GraphModule(captured.graph_module, copy_of(captured.graph_module.graph))
         whole = replace(captured, graph_module=copied)
         host_resident = target is not None

@@ -97,7 +97,7 @@ class _Resolver:
     def _placeholder(self, node: fx.Node) -> None:
         """Make an incoming gradient an ordinary tensor; the lazy tensor becomes a view that undoes the bits."""
         if not node.meta["desc"].is_tangent():
-            hint = "pass x.resolve_conj().resolve_neg(), which has numbers of its own"
+            hint = "pass x.resolve_conj().resolve_neg(), which is an ordinary tensor"
             raise UnsupportedGraph(node.name, "an input that is conjugated or negated by a bit of the tensor", hint)
         old = value(node)
         with self.mode:
@@ -140,9 +140,11 @@ def _refuse_lazy_results(graph: fx.Graph) -> None:
 
 
 def _is_lazy(node: fx.Node) -> bool:
+    """Return whether a node makes a conjugated or negated view."""
     return any(t.is_conj() or t.is_neg() for t in _tensors(node))
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """Return the fake tensors that a node makes."""
     val = node.meta.get("val")
     return [t for t in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(t, torch.Tensor)]

@@ -43,7 +43,7 @@ def settle_side_effects(
     if "side effects happened" not in message:
         return []
     sources: list[str] = ast.literal_eval(message[message.index("check:") + len("check:") :].strip())
-    changed = [source for source in sources if not _is_librarys(model, source)]
+    changed = [source for source in sources if not _is_library_state(model, source)]
     if not changed:
         return []
     modules = dict(model.named_modules())
@@ -68,7 +68,7 @@ def _is_held(path: str, modules: Container[str]) -> bool:
     return path in modules or path.rpartition(".")[0] in modules
 
 
-def _is_librarys(model: nn.Module, source: str) -> bool:
+def _is_library_state(model: nn.Module, source: str) -> bool:
     """Return whether `source` is a global of torch's own modules (a cache of `parametrize`) or of transformers'
     tracing.
     """
@@ -116,7 +116,7 @@ def refuse_random(model: nn.Module, graph: fx.Graph) -> None:
 def _draws(model: nn.Module, which: str) -> UnsupportedGraph:
     """Return the error for random numbers that forward draws outside of torch's kernels."""
     reason = f"forward changes the state of {which}, which a compiled step would leave unchanged"
-    hint = "draw random numbers by torch, and seed outside the model, or pass what is drawn as an input"
+    hint = "draw random numbers with torch, and seed outside the model, or pass the numbers as an input"
     return UnsupportedGraph(type(model).__name__, reason, hint)
 
 

@@ -34,7 +34,7 @@ from memplan.trace.passes.overlapping_strides import overlapping_tangents
 from memplan.trace.passes.own_outputs import tag_backward
 from memplan.trace.passes.rewrite import separate_tangents
 
-_LOST = ("fork_rng", "rng_state", "manual_seed")  # dynamo refuses these; export would leave them out
+_LOST_BY_EXPORT = ("fork_rng", "rng_state", "manual_seed")  # dynamo refuses these; export would leave them out
 READINGS = "memplan's readings"  # key of a graph's Python values in its metadata
 _IGNORED = "ignore_logging_functions"  # torch's option
 _LOGS = ("debug", "info", "warning", "error", "critical", "exception", "log", "info_once", "warning_once")
@@ -92,7 +92,7 @@ def capture(
         inputs = flat if device is None else inputs
     with contextlib.ExitStack() as stack:
         prepare(stack, traced, train=train)
-        front_ends = (_as_it_is,) if by_dynamo else (_export,) if _is_patched(traced) else (dynamo, _export)
+        front_ends = (_identity,) if by_dynamo else (_export,) if _is_patched(traced) else (dynamo, _export)
         joint = _capture_joint(stack, traced, args, kwargs, front_ends)
     return captured(model, joint, in_spec, inputs, train=train and not by_dynamo)
 
@@ -104,7 +104,7 @@ def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> No
     # Torch marks tracing by flags of the process, which two threads would leave set forever. Dynamo holds this very
     # lock when it calls a backend: a lock of our own could cause a deadlock with it.
     stack.enter_context(compile_lock)
-    stack.enter_context(_as_it_was(model))
+    stack.enter_context(_restoring(model))
     stack.enter_context(quiet())
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.set_grad_enabled(train))
@@ -175,7 +175,7 @@ def _without_cudnn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def _restoring(model: nn.Module) -> Iterator[None]:
     """Restore parameters and buffers: AOTAutograd leaves its fake ones in a submodule that has two names."""
     held: list[tuple[Any, Any]] = [(own, dict(own)) for m in model.modules() for own in (m._parameters, m._buffers)]
     try:
@@ -207,7 +207,7 @@ def _capture_joint(
             raise
         except Exception as error:  # whatever a front end raises, the next one may succeed
             complaints.append(error)
-            if any(word in str(error) for word in _LOST):
+            if any(word in str(error) for word in _LOST_BY_EXPORT):
                 break
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
     clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
@@ -237,7 +237,7 @@ def _is_patched(model: nn.Module) -> bool:
     return forward is not None and getattr(forward, "__self__", None) is not model
 
 
-def _as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+def _identity(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     """Return the model: the front end for dynamo's own graphs."""
     return model
 
@@ -310,14 +310,14 @@ def _take_real_tensors(module: nn.Module) -> None:
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     """Return `torch.export`'s graph of the model as a module: the front end that runs forward as Python."""
-    with exporting(model, args, kwargs), RecurrentAsEager(), _unprinted():
+    with exporting(model, args, kwargs), RecurrentAsEager(), _without_prints():
         module: nn.Module = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
     _meta_of(module)[READINGS] = tuple(options_of_layers(model))
     return module
 
 
 @contextlib.contextmanager
-def _unprinted() -> Iterator[None]:
+def _without_prints() -> Iterator[None]:
     """Suppress export's print of the graph so far, to stderr, of what it cannot trace; other prints of the process
     remain.
     """
@@ -337,6 +337,7 @@ def _any_meta(model: nn.Module, flat: list[Any]) -> bool:
 
 
 def _is_tangent(node: fx.Node) -> bool:
+    """Return whether a placeholder is a gradient that comes in."""
     return bool(node.meta["desc"].is_tangent())
 
 

@@ -139,7 +139,7 @@ def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: 
     first = node.slice.value if isinstance(node.slice, ast.Constant) else None
     if node.value.id == "L":
         code = forward.__code__
-        if first in code.co_freevars:  # of a class in a function
+        if first in code.co_freevars:  # the class is defined in a function
             cell = (forward.__closure__ or ())[code.co_freevars.index(first)]
             return Reading(root=cell, path=(Access("cell_contents", attribute=True), *path), length=length)
         whole = code.co_argcount == 0 and code.co_flags & inspect.CO_VARARGS  # a wrapper's `*args`

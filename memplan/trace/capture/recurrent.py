@@ -44,12 +44,12 @@ class RecurrentAsEager(TorchFunctionMode):
         if x.device.type != "cpu":
             _require_dropout_kept(func.__name__, *args[4:7])
             return func(*args, **(kwargs or {}))
-        if func is torch.lstm and self._onednn and _is_onednns(x, *state, *weights):
-            return _onednns_lstm(*args)
+        if func is torch.lstm and self._onednn and _runs_by_onednn(x, *state, *weights):
+            return _onednn_lstm(*args)
         return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 
 
-def _onednns_lstm(  # noqa: PLR0917  (the op's own signature)
+def _onednn_lstm(  # noqa: PLR0917  (the op's own signature)
     x: torch.Tensor,
     state: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
@@ -116,7 +116,7 @@ def _workspace_bytes(
         return int(aten.mkldnn_rnn_layer.default(*given, *how)[_WORKSPACE].numel())
 
 
-def _is_onednns(*tensors: torch.Tensor) -> bool:
+def _runs_by_onednn(*tensors: torch.Tensor) -> bool:
     """Return whether oneDNN runs eager's LSTM: `use_mkldnn` in native/RNN.cpp, which checks the type of the first
     tensor.
     """

@@ -13,7 +13,7 @@ from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.trace.capture.origins import place_of
 from memplan.trace.passes.rewrite import aten
 
-_BACKEND = 'or use torch.compile(model, backend="memplan"), which plans what lies between such places'
+_BACKEND = 'or use torch.compile(model, backend="memplan"), which plans the graphs between such places'
 _DATA_DEPENDENT = (
     *("data-dependent", "unbacked", "guardondatadependent", "dynamicoutputshape", "datadependentoutput", ".item()"),
     "dynamic shape operator",
@@ -106,7 +106,7 @@ def keywords_of(example_kwargs: Any) -> dict[str, Any]:
     if example_kwargs is None:
         return {}
     if not isinstance(example_kwargs, dict):
-        what = f"is a {type(example_kwargs).__name__}, no dict of keywords"
+        what = f"is a {type(example_kwargs).__name__}, not a dict of keywords"
         hint = "pass several example inputs as a tuple: (model, (first, second))"
         raise MemplanError(what, where="example_kwargs", hint=hint)
     return example_kwargs

@@ -29,7 +29,7 @@ def divide(graph: fx.Graph, division: Division) -> Division:
     Chains whose order allows no division are left as they are. Raises `InvalidSize` without a number of blocks.
     """
     if division.blocks is None:
-        raise InvalidSize("no number of blocks was settled on", where="divide", hint="pass one")
+        raise InvalidSize("no number of blocks was chosen", where="divide", hint="pass one")
     written = written_in(graph)
     found = chains(graph, lambda chain: _can_move(chain, written) is not None, sums=division.sums)
     over = division.over

@@ -26,6 +26,7 @@ class _Writer(Rewriter):
     ours: set[fx.Node]
 
     def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node and record it."""
         node = super()._node(*args, **kwargs)
         self.ours.add(node)
         return node

@@ -60,7 +60,7 @@ def _whole(traced: TracedGraph, attempt: _Attempt, budget: Budget | None, alignm
 
 
 def _fewest(traced: TracedGraph, allowed: Division, attempt: _Attempt, budget: int, alignment: int) -> Plan:
-    """Return the first plan that succeeds, of the steps whose floor is not above the budget; else raise the last error."""
+    """Return the first plan that succeeds, of the steps whose floor is within the budget; else raise the last error."""
     last, failed = traced, None
     for last in (traced, *_divisions(traced, allowed, alignment)):
         if _floor(last, alignment) <= budget:

@@ -1,4 +1,4 @@
-"""Find the tensor whose bytes a chain's result may take: logits for their gradient, if nothing else reads the logits."""
+"""Find the tensor whose bytes a chain's result may take: logits for their gradient, if only the chain reads them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _only_read_by(readers: set[fx.Node], tensor: fx.Node) -> bool:
 
 
 def _laid_out_alike(sink: fx.Node, x: fx.Node) -> fx.Node | None:
-    """Return the tensor that the sink can overwrite: `x`, or what `x` was cut from by the slice that the sink undoes."""
+    """Return the tensor that the sink can overwrite: `x`, or what `x` was sliced from if the sink undoes that slice."""
     result = value(sink)
     if sink.target is SLICE_BACKWARD:
         padding = list(sink.args[2:])

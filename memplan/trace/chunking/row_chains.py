@@ -65,7 +65,7 @@ def chains(graph: fx.Graph, fits: Callable[[Chain], bool], *, sums: bool) -> lis
     place = {node: i for i, node in enumerate(graph.nodes)}
     for seed in graph.nodes:
         if seed.target in SOFTMAX | SOFTMAX_BACKWARD and seed not in taken:
-            tried = (_grown(seed, place, sums=True), _grown(seed, place, sums=False))[not sums :]
+            tried = (_largest_chain(seed, place, sums=True), _largest_chain(seed, place, sums=False))[not sums :]
             new = (c for c in tried if c is not None and c.n > 1 and not taken & set(c.nodes))
             chain = next(filter(fits, new), None)
             if chain is not None:
@@ -75,7 +75,7 @@ def chains(graph: fx.Graph, fits: Callable[[Chain], bool], *, sums: bool) -> lis
 
 
 def boxes(chain: Chain, blocks: int) -> list[Box]:
-    """Return near-equal ranges of rows, each a box of `chain.lead`: whole outer dimensions, or a part of one of them."""
+    """Return near-equal ranges of rows, each a box of `chain.lead`: whole outer dimensions, or a part of one."""
     outer, inner = chain.lead[0], prod(chain.lead[1:])
     if blocks <= outer:
         return [(a * inner, b * inner) for a, b in _ranges(outer, blocks)]
@@ -89,7 +89,7 @@ def _ranges(n: int, blocks: int) -> list[Box]:
     return list(pairwise(cuts))
 
 
-def _grown(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> Chain | None:
+def _largest_chain(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> Chain | None:
     """Return the largest chain around a softmax, or None."""
     n = value(seed).shape[:-1].numel()
     nodes = _trimmed(_reach(seed, n, sums=sums), place)
@@ -105,7 +105,7 @@ def _grown(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> Chain | N
             nodes = _trimmed(_reach(seed, n, sums=True), place)
     if seed not in nodes:
         return None
-    lead = {lead for node in nodes for lead in _leads(node, n, nodes, sums=sums)}
+    lead = {lead for node in nodes for lead in _required_boxes(node, n, nodes, sums=sums)}
     if len(lead) > 1:
         return None
     ordered = tuple(sorted(nodes, key=place.__getitem__))
@@ -122,7 +122,7 @@ def _reach(seed: fx.Node, n: int, *, sums: bool) -> set[fx.Node]:
         own = parts(node, n, sums=sums)
         assert own is not None
         makers = () if node.target in PRODUCTS else [x for x in own.rows if value(x).numel() > n]
-        for near in (*makers, *_takers(node, own)):
+        for near in (*makers, *_row_users(node, own)):
             found = parts(near, n, sums=sums)
             joined = found and ((near in own.rows and found.result) or node in found.rows)
             if joined and near not in nodes:
@@ -142,13 +142,13 @@ def _trimmed(nodes: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
         out = {x for x in nodes if x.target in VIEWS | {SLICE, TRANSPOSE} and set(x.users) - nodes}
         out |= {user for x in out if x.target is TRANSPOSE for user in x.users}
         for backward in (False, True):
-            out |= _detours({n for n in nodes if is_backward(n) is backward}, place)
+            out |= _indirect_dependents({n for n in nodes if is_backward(n) is backward}, place)
         if not out & nodes:
             return nodes
         nodes = nodes - out
 
 
-def _detours(part: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
+def _indirect_dependents(part: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
     """Return the nodes of `part` that depend on another node of `part` through a node that is not in it."""
     found: set[fx.Node] = set()
     others: set[fx.Node] = set()
@@ -164,13 +164,13 @@ def _detours(part: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
     return found
 
 
-def _takers(node: fx.Node, own: Parts) -> Iterator[fx.Node]:
+def _row_users(node: fx.Node, own: Parts) -> Iterator[fx.Node]:
     """Yield the users that take a node's result by rows."""
     if own.result or node.target is TRANSPOSE:
         yield from node.users
 
 
-def _leads(node: fx.Node, n: int, nodes: set[fx.Node], *, sums: bool) -> Iterator[tuple[int, ...]]:
+def _required_boxes(node: fx.Node, n: int, nodes: set[fx.Node], *, sums: bool) -> Iterator[tuple[int, ...]]:
     """Yield the dimensions that a block of a node must be a box of: where it reads what is not contiguous, or pads
     rows.
     """

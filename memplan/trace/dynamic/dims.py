@@ -116,7 +116,7 @@ class _Reader:
             return
         if isinstance(numbers, int):
             if not isinstance(self.flat[numbers], torch.Tensor):
-                raise InvalidShapes("is said of something that is no tensor", where=path, hint="use None for it")
+                raise InvalidShapes("is given for something that is no tensor", where=path, hint="use None for it")
             self._tensor(path, part, numbers)
             return
         children = list(numbers.items()) if isinstance(numbers, Mapping) else list(enumerate(numbers))

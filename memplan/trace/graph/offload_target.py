@@ -47,7 +47,7 @@ def target_of(device: Any) -> Target:
     if twice is not None:
         raise UnsupportedDevice(f"names {twice} twice", where="device", hint="give each device once")
     if len({one.device.type for one in found}) > 1:
-        raise UnsupportedDevice("names devices of two kinds", where="device", hint="their kernels round otherwise")
+        raise UnsupportedDevice("names devices of two kinds", where="device", hint="their kernels round differently")
     return Target(names=names, device=found[0].device)
 
 

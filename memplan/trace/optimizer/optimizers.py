@@ -62,11 +62,11 @@ def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.T
     missing = next((key for key in keys if key not in state), None)
     if missing is not None:
         what = f"the optimizer's state of it has no {missing!r}, which group {group} needs"
-        raise UnsupportedGraph(name, what, "load a checkpoint made with the same options, or make the optimizer anew")
+        raise UnsupportedGraph(name, what, "load a checkpoint made with the same options, or create a new optimizer")
     for key in keys:
         if key != STEP and _places(state[key]) != _places(parameter):
             what = f"has strides {parameter.stride()}, the optimizer's {key!r} of it {state[key].stride()}"
-            raise UnsupportedGraph(name, what, "lay out that state like the parameter, or make the optimizer anew")
+            raise UnsupportedGraph(name, what, "lay out that state like the parameter, or create a new optimizer")
     if (
         STEP in keys and place.type == "cuda" and state[STEP].device != place
     ):  # an optimizer without fused=True keeps it on the CPU

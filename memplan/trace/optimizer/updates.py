@@ -84,7 +84,9 @@ def append_updates(
             gradients[of.target] = node
     if not gradients:
         name = type(optimizer).__name__
-        raise UnsupportedGraph(name, "the loss depends on none of its parameters", "give it those of this very model")
+        raise UnsupportedGraph(
+            name, "the loss depends on none of its parameters", "give it the parameters of this model"
+        )
     kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
     output.args = (tuple(n for n, _ in kept),)
     output.meta["desc"] = [d for _, d in kept]
@@ -110,6 +112,7 @@ class _InBackward(Rewriter):
     """A rewriter whose nodes belong to the backward, whatever node they are made for."""
 
     def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node of the backward."""
         node = super()._node(*args, **kwargs)
         node.meta["partitioner_tag"] = "is_backward"
         return node

@@ -62,7 +62,7 @@ def _constants(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Return whether a node is an ATen op with one result that its arguments determine, and none of them is a symbol."""
+    """Return whether a node is an ATen op with one result that its arguments determine, none of which is a symbol."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or has_effects(node):
         return False
     val = node.meta.get("val")
@@ -98,7 +98,7 @@ def _kept(constant: list[fx.Node]) -> set[fx.Node]:
 
 
 def _numbers(module: fx.GraphModule, constant: list[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, torch.Tensor]:
-    """Return the results of `kept`, laid out as traced; those that come from a tensor without numbers are left out."""
+    """Return the results of `kept`, laid out as traced, without those that come from a tensor without numbers."""
     needed = set(kept)
     for node in reversed(constant):
         if node in needed:

@@ -31,14 +31,14 @@ def own_outputs(graph: fx.Graph) -> None:
     """Insert copies so that what is returned shares no bytes with anything else that outlives the step.
 
     A gradient is copied if it aliases an input, an output or another gradient, or if it was made in the forward; an
-    output with a tangent is copied as `_outputs_apart` says.
+    output with a tangent is copied as `_with_separate_outputs` says.
     """
-    _write_the_empty(graph)
+    _zero_unwritten(graph)
     output, results, descs = returned_by(graph)
     mode = fake_mode_of(graph)
     tangents = {n.meta["desc"].output for n in graph.nodes if n.op == "placeholder" and n.meta["desc"].is_tangent()}
     boundary = _first_backward(graph) or output
-    results = _outputs_apart(graph, results, [desc in tangents for desc in descs], boundary)
+    results = _with_separate_outputs(graph, results, [desc in tangents for desc in descs], boundary)
     lasting = [n for n in graph.nodes if _is_tensor(n) and (n.op != "call_function" or not is_backward(n))]
     taken = {storage_key(value(n)) for n in lasting}
     for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
@@ -49,7 +49,7 @@ def own_outputs(graph: fx.Graph) -> None:
     output.args = (tuple(results),)
 
 
-def _outputs_apart(
+def _with_separate_outputs(
     graph: fx.Graph, results: Sequence[Any], with_tangent: Sequence[bool], boundary: fx.Node
 ) -> list[Any]:
     """Return `results` with copies of those outputs with a tangent that share bytes with an input or with one another.
@@ -100,7 +100,7 @@ def _are_pieces(one: fx.Node, two: fx.Node) -> bool:
     return whole is two.args[0] and isinstance(whole, fx.Node) and whole.target in _PIECES
 
 
-def _write_the_empty(graph: fx.Graph) -> None:
+def _zero_unwritten(graph: fx.Graph) -> None:
     """Fill returned memory that nothing writes (`torch.empty`) with zeros, so that an op makes it."""
     returned = keys_of([n for n in returned_by(graph)[1] if isinstance(n, fx.Node)])
     bare = returned - written_in(graph)
@@ -165,10 +165,10 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None]) -> Non
         rewriter = Rewriter(graph, fake_mode_of(graph), new, before=boundary)
         write = rewriter.call(aten.copy_.default, target, new)
         write.meta["partitioner_tag"] = "is_forward"
-    _return_the_inputs(graph, [target for target, _ in mutations], alias_of)
+    _return_inputs(graph, [target for target, _ in mutations], alias_of)
 
 
-def _return_the_inputs(graph: fx.Graph, mutated: Sequence[fx.Node], alias_of: Sequence[int | None]) -> None:
+def _return_inputs(graph: fx.Graph, mutated: Sequence[fx.Node], alias_of: Sequence[int | None]) -> None:
     """Return mutated inputs, and views of them, as what they are instead of as their new values."""
     output, results, descs = returned_by(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
