@@ -134,7 +134,7 @@ def _plan_whole(
         prices = costs or device_costs(traced.device)
         make = partial(plan_within, budget, costs=prices, policy=policy, room=room, device="".join(traced.runs_on))
     elif policy != "auto" or costs is not None:
-        from memplan.planning.budget import require_known  # a misspelt name is an error, needed or not
+        from memplan.planning.budget import require_known  # a misspelt name is an error even where it is not used
 
         require_known(policy, costs)
     order, alignment = order_of(traced.graph, schedule), alignment_of(traced.device)

@@ -85,7 +85,7 @@ def exporting(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     Raises `UnsupportedGraph` for attributes that do not settle, and for random numbers that no kernel draws.
     """
     seen: list[_Attributes] = []
-    hook = model.register_forward_hook(lambda *_: seen.append(_attributes(model)))  # export puts them back
+    hook = model.register_forward_hook(lambda *_: seen.append(_attributes(model)))  # export restores them afterwards
     before, drawn = _attributes(model), _generators()
     try:
         yield
@@ -107,7 +107,7 @@ def refuse_random(model: nn.Module, graph: fx.Graph) -> None:
     """Raise `UnsupportedGraph` if Python's `random` draws (dynamo adds an input to its graph for that), or numpy's."""
     if any(str(node.target).startswith("random_value_") for node in graph.find_nodes(op="placeholder")):
         raise _draws(model, "Python's random numbers")
-    # dynamo runs numpy by torch, whose generator would be another one than numpy's
+    # dynamo runs numpy's functions in torch, which has a generator of its own
     functions = (getattr(node.target, "f", node.target) for node in graph.nodes if node.op == "call_function")
     if any(str(getattr(f, "__module__", "")).startswith("torch._numpy.random") for f in functions):
         raise _draws(model, "numpy's random numbers")

@@ -39,7 +39,7 @@ class RecurrentAsEager(TorchFunctionMode):
     ) -> Any:
         op = _LAYERS.get(func)
         if op is None or len(args) != len(op._schema.arguments) or not isinstance(args[3], bool):
-            return func(*args, **(kwargs or {}))  # also packed sequences
+            return func(*args, **(kwargs or {}))  # such as a call on packed sequences
         x, state, weights = args[:3]
         if x.device.type != "cpu":
             _require_dropout_kept(func.__name__, *args[4:7])

@@ -93,7 +93,7 @@ def _largest_chain(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> C
     """Return the largest chain around a softmax, or None."""
     n = value(seed).shape[:-1].numel()
     nodes = _trimmed(_reach(seed, n, sums=sums), place)
-    if sums:  # a sequence that loses its last token on the way is divided by sequences
+    if sums:  # a chain that slices off the last token is divided by sequences
         shorter = [
             value(x).shape[0]
             for node in nodes
