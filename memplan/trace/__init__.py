@@ -1,7 +1,8 @@
-"""Tracing: `nn.Module` and example inputs in, `TracedGraph` out. The only room that knows dynamo, AOTAutograd and fx.
+"""Trace an `nn.Module` on example inputs into a `TracedGraph`. Only this package knows dynamo, AOTAutograd and fx.
 
-Start at `tracing.py`, which runs `capture/` (one joint graph on fake tensors), the passes over it (`passes/`, `lowering/`,
-`chunking/`, `compression/`, `optimizer/`) and `graph/` (fx graph -> `traced.py`). `planning.py` plans what it made.
+Start at `tracing.py`. It runs `capture/` (one joint graph on fake tensors), then the passes over that graph (`passes/`,
+`lowering/`, `chunking/`, `compression/`, `optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`).
+`planning.py` plans the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`memplan.max_batch`: the largest batch that fits, from fake tensors, without running out of memory once."""
+"""`memplan.max_batch`: find the largest batch size that fits, from fake tensors, without running out of memory."""
 
 from __future__ import annotations
 
@@ -38,16 +38,45 @@ def max_batch(
     solver: str | Solver = "auto",
     gradients: str = "safe",
 ) -> int:
-    """The largest batch size from `lowest` to `highest` whose step fits `budget` (bytes, or a text such as "8GiB").
+    """Return the largest batch size from `lowest` to `highest` whose step fits `budget`.
 
-    `make(batch)` returns `(model, example_inputs)`; it is called on fake tensors, which take no memory, so it must not
-    look at a tensor's numbers. `budget` bounds the arena, evictions by `policy` included (None: nothing is evicted);
-    with `total=True` it bounds everything together: arena, parameters, gradients, inputs, outputs (`Plan.total`).
-    `gradients`: as in `memplan.compile`; "arena" makes them part of the arena, in bytes that dying activations leave:
-    more fits where `total=True`, and nothing is evicted (`policy` stays "auto", or None). A larger batch is taken to
-    need no less memory. Raises `BudgetInfeasible` when not even `lowest` fits, `InvalidSize` for a budget or bounds
-    that make no sense, `InvalidModel` for a `make` that ignores its batch, `UnsupportedCall` for a policy that evicts
-    beside gradients in the arena, and `UnsupportedGraph`.
+    Everything is planned on fake tensors: nothing runs and no memory of the model's size is allocated. A larger batch
+    is assumed to need no less memory.
+
+    Args:
+        make: a function from a batch size to `(model, example_inputs)`. It is called on fake tensors, so it must not
+            read a tensor's numbers.
+        budget: bytes, or a text such as "8GiB". It bounds the arena, or everything together where `total` is True.
+        lowest: the smallest batch size to consider, at least 1.
+        highest: the largest batch size to consider.
+        train: plan forward and backward (True) or the forward alone (False); None follows `model.training`.
+        total: let `budget` bound arena, parameters, gradients, inputs and outputs together (`Plan.total`).
+        policy: what decides the evictions, as in `memplan.plan`; None: nothing is evicted.
+        costs: the cost model for evictions, its name ("a100", "h100", "h200", "cpu") or a .json file; None: the one
+            nearest to the model's device.
+        solver: the solver that places the buffers, or its name.
+        gradients: "safe", "owned" or "arena", as in `memplan.compile`. "arena" plans parameters' gradients in the
+            arena, in bytes that activations no longer need: larger batches fit where `total` is True. Nothing is
+            evicted then, and `policy` has to be "auto" or None.
+
+    Returns:
+        The batch size.
+
+    Raises:
+        BudgetInfeasible: `lowest` does not fit; the error's `smallest` is the number of bytes that it needs.
+        InvalidSize: the budget or the bounds make no sense.
+        InvalidModel: `make` ignores its batch size.
+        UnsupportedCall: `policy` is given together with `gradients="arena"`.
+        UnsupportedGraph: `make` fails on fake tensors, or the model cannot be traced.
+
+    Example:
+        ```python
+        def make(batch):
+            model = torch.nn.Linear(64, 10)
+            return model, (torch.randn(batch, 64),)
+
+        batch = memplan.max_batch(make, "1MiB")
+        ```
     """
     limit = parse_size(budget) if isinstance(budget, str) else budget
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (limit, lowest, highest))
@@ -77,7 +106,7 @@ def max_batch(
             need = search.need(guess)
         except UnsupportedGraph as error:
             hint = (
-                f"{fits} fits; where the model takes no batch of {guess}, pass highest= what it takes; or {error.hint}"
+                f"{fits} fits; if the model takes no batch of {guess}, set highest= to what it takes; or {error.hint}"
             )
             raise UnsupportedGraph(error.node, error.reason, hint) from error
         fits, fails = (fits, guess) if need > limit else (guess, fails)
@@ -87,13 +116,13 @@ def max_batch(
             where="max_batch",
             hint="build the inputs from the batch: lambda batch: (model, (torch.randn(batch, 64),))",
         )
-    while fits > lowest and not search.placed(fits):  # nearly always placed at once
+    while fits > lowest and not search.placed(fits):  # the first is nearly always placed
         fits -= 1
     return fits
 
 
 class _Search:
-    """What single batch sizes need."""
+    """Plan single batch sizes and remember what they need."""
 
     def __init__(self, make: Make, limit: int, **options: Any) -> None:
         self.make = make
@@ -103,7 +132,7 @@ class _Search:
         self._inputs: dict[int, tuple[Any, ...]] = {}
 
     def need(self, batch: int) -> int:
-        """The least bytes that count against the budget in which this batch size can run."""
+        """Return the fewest bytes, of those that count against the budget, in which this batch size can run."""
         if batch not in self._needs:
             plain, costs, outside = self._plain(batch)
             least = plain.arena_size
@@ -114,7 +143,7 @@ class _Search:
         return self._needs[batch]
 
     def guess(self, fits: int, fails: int) -> int:
-        """Where the need should meet the limit: needs are all but affine in the batch size."""
+        """Return the batch size whose need should meet the limit: needs are nearly affine in the batch size."""
         known = sorted(self._needs)
         if len(known) == 1:
             return fits * max(self.limit // max(self._needs[fits], 1), 2)
@@ -125,11 +154,11 @@ class _Search:
         return one + int((self.limit - self._needs[one]) / slope) if slope > 0 else 2 * two
 
     def alike(self, one: int, two: int) -> bool:
-        """Whether two batch sizes make inputs of the same sizes, and need the same."""
+        """Return whether two batch sizes make inputs of the same sizes and need the same memory."""
         return self._inputs[one] == self._inputs[two] and self._needs[one] == self._needs[two]
 
     def placed(self, batch: int) -> bool:
-        """Whether a plan of this batch size keeps the budget, places included."""
+        """Return whether a plan of this batch size keeps the budget, placement included."""
         plain, costs, outside = self._plain(batch)
         if plain.arena_size + outside <= self.limit:
             return True
@@ -152,7 +181,7 @@ class _Search:
         return True
 
     def _plain(self, batch: int) -> tuple[Plan, CostModel, int]:
-        """The plan without evictions, the costs on its device, and the bytes outside the arena that count."""
+        """Return the plan without evictions, the costs on its device, and the bytes outside the arena that count."""
         model, inputs = self._example(batch)
         self._inputs[batch] = tuple(
             tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in tree_leaves(inputs)
@@ -163,7 +192,7 @@ class _Search:
         return plan, cost_model(self.options["costs"] or device_costs(traced.device)), outside
 
     def _example(self, batch: int) -> tuple[nn.Module, Any]:
-        """The model and inputs of a batch size, on fake tensors."""
+        """Return the model and the inputs of a batch size, on fake tensors."""
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
                 model, inputs = self.make(batch)

@@ -1,4 +1,4 @@
-"""From a trace to a plan: divided where the budget asks for it, ordered, evicted from, and placed."""
+"""Plan a traced step: divide it where the budget asks for that, order its ops, evict, and place its storages."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ def plan(
     gradients: str = "safe",
     **options: Any,
 ) -> Plan:
-    """`memplan.plan`; the other options are those of `plan_traced`."""
+    """Return the plan of one step of `model`; see `memplan.plan`. `options` are those of `plan_traced`."""
     resident = stay_in_arena(gradients, device=device, budget=options.get("budget"))
     traced = trace(model, example_inputs, example_kwargs, train=train, device=device, resident=resident)
     return plan_traced(traced, **options)
 
 
 def stay_in_arena(gradients: str, *, device: Any = None, budget: Any = None, **others: Any) -> bool:
-    """Whether parameters' gradients are planned. Raises `UnsupportedCall` for options that do not go with that, and
-    `MemplanError` for a choice that there is not."""
+    """Return whether parameters' gradients are planned, that is, whether `gradients` is "arena".
+
+    Raises `UnsupportedCall` for an option that cannot be combined with that, and `MemplanError` for an unknown choice.
+    """
     if gradients not in GRADIENTS:
         hint = f"choose one of: {', '.join(map(repr, GRADIENTS))}"
         raise MemplanError(f"gradients={gradients!r}", hint=hint)
@@ -82,13 +84,14 @@ def plan_traced(
     compress: str | None = None,
     room: int = 0,
 ) -> Plan:
-    """Divide a traced step as `divide` allows, order it, evict what does not fit `budget`, and place its storages.
+    """Return the plan of a traced step: divided as `divide` allows, ordered, evicted to fit `budget`, and placed.
 
-    `redzone` is in bytes (see `lifetimes.problem`), and so is `room` (see `budget.plan_within`); the rest as in
-    `memplan.plan`. The plan is of `traced.rewritten(plan.division, plan.compress)`.
+    `redzone` is in bytes (see `lifetimes.problem`), and so is `room` (see `budget.plan_within`); the other options are
+    those of `memplan.plan`. The plan is of `traced.rewritten(plan.division, plan.compress)`.
     """
 
     def attempt(step: TracedGraph, limit: Budget | None) -> Plan:
+        """Return the plan of `step` within `limit`."""
         made = _plan_whole(
             step,
             schedule=schedule,
@@ -118,7 +121,7 @@ def _plan_whole(
     costs: CostModel | str | None,
     room: int,
 ) -> Plan:
-    """The plan of a step as it was traced."""
+    """Return the plan of a step as it was traced, without dividing it further."""
     make = make_plan
     if len(traced.runs_on) > 1:
         from memplan.planning.multi_device import plan_several
@@ -126,12 +129,12 @@ def _plan_whole(
         prices = costs or device_costs(traced.device)
         make = partial(plan_several, budget, costs=prices, policy=policy, devices=traced.runs_on)
     elif budget is not None or traced.runs_on:
-        from memplan.planning.budget import plan_within  # with the search and its compiler
+        from memplan.planning.budget import plan_within  # imports the search and its compiler
 
         prices = costs or device_costs(traced.device)
         make = partial(plan_within, budget, costs=prices, policy=policy, room=room, device="".join(traced.runs_on))
     elif policy != "auto" or costs is not None:
-        from memplan.planning.budget import require_known  # a misspelt name is an error, needed or not
+        from memplan.planning.budget import require_known  # a misspelt name is an error even where it is not used
 
         require_known(policy, costs)
     order, alignment = order_of(traced.graph, schedule), alignment_of(traced.device)
@@ -146,23 +149,28 @@ def _plan_whole(
         time_limit=time_limit,
     )
     if make is make_plan and schedule == "auto":
-        return _gathered(traced, order, alignment, plan_of)
+        return _with_grouped_updates(traced, order, alignment, plan_of)
     return plan_of(schedule=order)
 
 
-def _gathered(traced: TracedGraph, order: Schedule, alignment: int, plan_of: Callable[..., Plan]) -> Plan:
-    """The plan in which small updates run together, unless its arena is larger than without: max live is not, so that
-    an arena of max live bytes is none that the other could undercut."""
-    together = gather(traced.graph, order, small_updates(traced), alignment)
-    plan = plan_of(schedule=together)
-    if together is order or (plan.arena_size == plan.max_live and not plan.redzone):
+def _with_grouped_updates(traced: TracedGraph, order: Schedule, alignment: int, plan_of: Callable[..., Plan]) -> Plan:
+    """Return the plan in which small updates run together, or the plan without that where its arena is smaller.
+
+    Grouping never raises max live, so an arena of exactly max live bytes needs no comparison.
+    """
+    grouped = gather(traced.graph, order, small_updates(traced), alignment)
+    plan = plan_of(schedule=grouped)
+    if grouped is order or (plan.arena_size == plan.max_live and not plan.redzone):
         return plan
-    apart = plan_of(schedule=order)
-    return plan if plan.arena_size <= apart.arena_size else apart
+    ungrouped = plan_of(schedule=order)
+    return plan if plan.arena_size <= ungrouped.arena_size else ungrouped
 
 
 def layout_solver(layout: str, solver: str | Solver) -> str | Solver:
-    """The solver that makes a layout. Raises `UnsupportedProblem` for a layout that is unknown, or another solver's."""
+    """Return the solver that makes a layout.
+
+    Raises `UnsupportedProblem` for an unknown layout, or a layout that another solver makes.
+    """
     if layout not in LAYOUTS:
         raise UnsupportedProblem(f"there is no layout {layout!r}", hint=f"choose one of: {', '.join(LAYOUTS)}")
     if layout == "auto":
@@ -174,7 +182,7 @@ def layout_solver(layout: str, solver: str | Solver) -> str | Solver:
 
 
 def device_costs(device: torch.device) -> str:
-    """The cost model (by name) that is nearest to a device."""
+    """Return the name of the cost model that is nearest to a device."""
     if device.type != "cuda":
         return "cpu"
     name = torch.cuda.get_device_name(device).lower() if torch.cuda.is_available() else ""
@@ -182,5 +190,5 @@ def device_costs(device: torch.device) -> str:
 
 
 def alignment_of(device: torch.device) -> int:
-    """Bytes: a cache line, or what CUDA's own allocator rounds to."""
+    """Return the alignment of buffers on a device, in bytes: a cache line, or what CUDA's own allocator rounds to."""
     return 512 if device.type == "cuda" else 64

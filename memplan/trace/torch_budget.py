@@ -1,9 +1,8 @@
-"""What torch's own `activation_memory_budget` makes of a model: real peaks and seconds, to compare plans with.
+"""Measure torch's own `activation_memory_budget` on a model: real peaks and seconds, to compare plans with.
 
-The knob is a share of the activations that the min-cut partitioner would save, not a peak, and neither peak nor
-seconds are monotone in it. Here the partitioner runs on the captured graph, and the two graphs that it makes, forward
-and backward with what the backward computes again, are judged as one sequence of events, by the same rules and costs
-as every plan.
+The knob is a share of the activations that the min-cut partitioner would save, not a peak, and neither peak nor seconds
+are monotone in it. Here the partitioner runs on the captured graph. The forward and backward graphs that it makes,
+recomputes included, are then simulated as one sequence of events, by the same rules and costs as every plan.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
 from memplan.trace.capture.front_ends import Captured, capture, quiet
 from memplan.trace.graph.build import build
-from memplan.trace.passes.own_outputs import own_the_results, returned_by, tangents_needed, write_back_mutations
+from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import fake_mode_of
 
 BUDGETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -34,10 +33,10 @@ BUDGETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchPoint:
-    """One value of the knob (`asked`), the bytes that the step really needs at its worst moment, and its seconds.
+    """One value of the knob (`asked`), the peak of the step in bytes, and its seconds.
 
-    `overhead` is against the same step with nothing computed again. Even 1.0 computes some ops again: those that the
-    partitioner expects its compiler to fuse away; they are charged as the kernels that they are here.
+    `overhead` is relative to the same step without recomputes. Even 1.0 recomputes some ops: those that the partitioner
+    expects its compiler to fuse. They are charged as the separate kernels that they are here.
     """
 
     asked: float
@@ -48,7 +47,7 @@ class TorchPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchPartition:
-    """The forward and backward graph for one value of the knob; `captured`: the joint graph, as it was cleaned."""
+    """The forward and backward graph for one value of the knob, and the joint graph as the partitioner cleaned it."""
 
     asked: float
     captured: Captured
@@ -64,7 +63,7 @@ def torch_points(
     *,
     budgets: Sequence[float] = BUDGETS,
 ) -> tuple[TorchPoint, ...]:
-    """A point for each of `budgets`, in their order; peaks count sizes rounded up to `alignment` bytes.
+    """Return a point for each of `budgets`, in their order; peaks count sizes rounded up to `alignment` bytes.
 
     Raises `UnsupportedGraph` as tracing does.
     """
@@ -72,7 +71,7 @@ def torch_points(
 
 
 def partitions(captured: Captured, budgets: Sequence[float] = BUDGETS) -> tuple[TorchPartition, ...]:
-    """What the partitioner makes of a captured model with a backward, which is left as it is."""
+    """Return the partitioner's graphs for each of `budgets`. `captured` has a backward, and is left as it is."""
     found = []
     for asked in budgets:
         joint = _copied(captured.graph_module)
@@ -86,7 +85,7 @@ def partitions(captured: Captured, budgets: Sequence[float] = BUDGETS) -> tuple[
 def points_of(
     found: Sequence[TorchPartition], costs: CostModel, alignment: int, *, in_place: bool = False
 ) -> tuple[TorchPoint, ...]:
-    """The point of each partition. `in_place`: let results take the bytes of dying inputs, as memplan does."""
+    """Return the point of each partition. `in_place`: let results take the bytes of dying inputs, as memplan does."""
     points = []
     for one, workload, events in events_of(found, costs, alignment, in_place=in_place):
         figures, plain = measure(workload, events), sum(workload.seconds)
@@ -98,10 +97,10 @@ def points_of(
 def events_of(
     found: Sequence[TorchPartition], costs: CostModel, alignment: int, *, in_place: bool = False
 ) -> Iterator[tuple[TorchPartition, Workload, Events]]:
-    """Each partition, the step as a workload (one for all), and what torch does in it."""
+    """Yield each partition, the step as a workload (the same for all), and the events of torch's step."""
     workload: Workload | None = None
     for one in found:
-        if workload is None:  # of a graph as the partitioner cleaned it, so that names are the same
+        if workload is None:  # the partitioner cleaned this graph: names match
             graph = _functional(replace(one.captured, graph_module=_copied(one.captured.graph_module)))
             graph = with_inplace_candidates(graph) if in_place else graph
             workload = make_workload(graph, tuple(range(len(graph.ops))), costs, alignment)
@@ -109,22 +108,22 @@ def events_of(
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph in new nodes; fake values are shared."""
+    """Return the same graph in new nodes; fake values are shared."""
     with quiet():
         return fx.GraphModule(module, copy.deepcopy(module.graph))
 
 
 def _functional(captured: Captured) -> Any:
-    """The graph of ops without our lowering: torch runs the ops as they are."""
+    """Return the graph of ops without our lowering: torch runs the ops as they are."""
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     write_back_mutations(graph, captured.alias_of)
-    own_the_results(graph)
+    own_outputs(graph)
     return build(captured, "", needs).graph
 
 
 def _partitioned(joint: fx.GraphModule, asked: float) -> tuple[fx.Graph, fx.Graph]:
-    """Forward and backward as torch.compile would make them; `joint` is cleaned on the way."""
+    """Return forward and backward as torch.compile would make them; the partitioner cleans `joint` on the way."""
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -140,23 +139,24 @@ def _partitioned(joint: fx.GraphModule, asked: float) -> tuple[fx.Graph, fx.Grap
 
 
 def _events(workload: Workload, forward: fx.Graph, backward: fx.Graph) -> Events:
-    """What both graphs run, in their order. What the backward makes again was dropped, but for what it was handed."""
+    """Return what both graphs run, in order. What the backward recomputes was dropped, unless the forward saved it."""
     g, w = workload.graph, workload
     index = {op.name: i for i, op in enumerate(g.ops)}
     storage = {value.name: value.storage for value in g.values}
-    handed = {storage[node.name] for node in backward.nodes if node.op == "placeholder" and node.name in storage}
+    saved = {storage[node.name] for node in backward.nodes if node.op == "placeholder" and node.name in storage}
     events: list[Event] = []
     ran: set[int] = set()
 
     def run(ops: Sequence[int]) -> None:
+        """Append the events of `ops`; the storages of an op that runs again are dropped first, unless saved."""
         for i in ops:
             if i in ran:
-                events.extend(Event(Kind.DROP, s) for s in w.writes[i] if s not in handed)
+                events.extend(Event(Kind.DROP, s) for s in w.writes[i] if s not in saved)
             events.append(Event(Kind.RUN, i))
             ran.add(i)
 
     def left(phase: Phase) -> list[int]:
-        """What our passes added: write-backs and gradients' own bytes."""
+        """Return the ops that our passes added: write-backs and the gradients' own bytes."""
         known = {node.name for node in (*forward.nodes, *backward.nodes)}
         return [i for i, op in enumerate(g.ops) if op.phase is phase and op.name not in known]
 

@@ -1,4 +1,4 @@
-"""A traced step: the torch-free `Graph`, and beside it what torch needs to run it and to be called like the model."""
+"""The traced step: a torch-free `Graph`, with what torch needs to run it and to call it like the model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from memplan.trace.capture.python_values import Reading
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """In a kernel's arguments: the tensor of this value (index into `Graph.values`)."""
+    """A kernel argument: the tensor of a value (index into `Graph.values`)."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpaqueResult:
-    """In a kernel's arguments: what an earlier kernel returned, as it is, by its number among all that is handed on.
+    """A kernel argument: an opaque result of an earlier kernel, by its number among all opaque results of the step.
 
-    A random state is in the host's memory or in the device's, as the kernel pleases, and only its own backward
-    understands it: it is no value of the graph, and no copy of it would do.
+    A random state is in the host's or the device's memory, as the kernel chooses, and only the kernel's own backward
+    understands it. It is no value of the graph, and a copy of it would not do.
     """
 
     number: int
@@ -37,7 +37,7 @@ class OpaqueResult:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """In a kernel's arguments: a hyperparameter, read from the optimizer's group at every call."""
+    """A kernel argument: a hyperparameter that is read from the optimizer's group at every call."""
 
     optimizer: torch.optim.Optimizer
     group: int
@@ -45,16 +45,18 @@ class Live:
     item: int | None = None
 
     def value(self) -> Any:
-        """What it is now."""
+        """Return its current value."""
         found = self.optimizer.param_groups[self.group][self.key]
         return found if self.item is None else found[self.item]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """What an op of the graph calls. `outs` are the values of its results (None where it returns none);
-    empty for an op that only changes its arguments. `several`: it returns a sequence, even if of one.
-    `opaque_results`: (position, number) of the results that are handed on as they are (see `OpaqueResult`).
+    """What an op of the graph calls: a kernel and its arguments.
+
+    `outs`: the values of its results (None where it returns none); empty for an op that only changes its arguments.
+    `several`: it returns a sequence, even if of one result. `opaque_results`: (position, number) of each opaque result
+    (see `OpaqueResult`).
     """
 
     target: OpOverload
@@ -67,8 +69,10 @@ class KernelCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What a copy between device and host does: `target` is one of `memplan.core.evictions.TRANSFERS`, `reads` and
-    `writes` are its op's.
+    """A copy between device and host.
+
+    `target` is one of `memplan.core.evictions.TRANSFERS`; `reads` and `writes` are the values that its op reads and
+    writes.
     """
 
     target: str
@@ -77,7 +81,7 @@ class Transfer:
 
 
 class Source(enum.Enum):
-    """Where the bytes come from that the arena does not hold and no op makes."""
+    """Where a tensor comes from that the arena does not hold and that no op makes."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -89,10 +93,11 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Value `value` is this tensor: a parameter or buffer by `name`, an input or tangent by `index`, a constant,
-    or the optimizer's state `key` of the parameter `name`, or of the parameters `names`, an element each.
+    """The tensor that value `value` of the graph is bound to.
 
-    `requires_grad` is an input's: it was traced with a gradient of its own. `written`: the step changes it.
+    A parameter or buffer is bound by `name`, an input or tangent by `index`, a constant by `tensor`, and optimizer
+    state by its `key` and the parameter `name` (or the parameters `names`, one element each). `requires_grad`: the
+    input was traced with a gradient of its own. `written`: the step changes the tensor.
     """
 
     source: Source
@@ -116,9 +121,10 @@ class ReturnKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """One leaf of the result. FRESH: `value`. ALIAS: the view `value` of `of` (a value index). CONSTANT: `constant`.
+    """One leaf of the module's result.
 
-    An ALIAS that is not `differentiable` is detached, as eager's is.
+    FRESH: `value`. ALIAS: the view `value` of `of` (a value index). CONSTANT: `constant`. An ALIAS that is not
+    `differentiable` is detached, as eager's is.
     """
 
     kind: ReturnKind
@@ -130,12 +136,12 @@ class Returned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What leaves a step; all numbers are value indices but those of `gradient_of`.
+    """What leaves a step. All numbers are value indices, except those of `gradient_of` and `needs`.
 
-    `returned`: the leaves of the module's result, in order. `fresh`: what the forward hands to autograd, and
-    `tangents[i]`: the gradient that comes back for `fresh[i]` (None: not differentiable). `gradients`: what
-    the backward hands to autograd, `gradient_of[i]`: the binding (index) whose gradient `gradients[i]` is,
-    `needs[i]`: the tangents (by index) without all of which it is None.
+    `returned`: the leaves of the module's result, in order. `fresh`: the outputs that the forward returns to autograd;
+    `tangents[i]`: the gradient that comes in for `fresh[i]` (None: not differentiable). `gradients`: what the backward
+    returns to autograd; `gradient_of[i]`: the index of the binding whose gradient `gradients[i]` is; `needs[i]`: the
+    tangents (by index) that it depends on; it is None where none of them arrives.
     """
 
     returned: tuple[Returned, ...]
@@ -148,14 +154,13 @@ class Results:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedGraph:
-    """A graph, `kernels[i]` that runs `graph.ops[i]`, and how the step is fed and what it returns.
+    """A graph, the kernel call of each of its ops, its inputs and its results.
 
-    `training`: it has a backward. `autocast`: the type it casts to, if traced under that. `readings`: which of Python's
-    values are constants of it. `device` is where all planned storages are.
-    `runs_on`: its name in plans (or those of several) when all else is on the host and copied by the plan
-    (`offload_target.py`); none when it is not.
-    `division`: how chains of rows were divided, with `over` settled; `compress`: how what waits is made smaller;
-    `again` traces with others.
+    `kernels[i]` runs `graph.ops[i]`. `training`: the step has a backward. `autocast`: the type that autocast casts to,
+    if the step was traced under it. `readings`: the Python values that are constants of the step. `device`: where all
+    planned storages are. `runs_on`: the names of the devices in plans where everything else is on the host and the plan
+    copies it; empty otherwise. `division`: how chains of rows were divided, with `over` settled. `compress`: how saved
+    activations are compressed. `again`: traces the step with another division and compression.
     """
 
     model: str
@@ -176,23 +181,25 @@ class TracedGraph:
     again: Callable[[Division | None, str], TracedGraph] | None = field(default=None, compare=False, repr=False)
 
     def divided(self, division: Division | None) -> TracedGraph:
-        """The same step with its chains of rows divided so (None: whole)."""
+        """Return the same step with its chains of rows divided by `division` (None: not divided)."""
         return self.rewritten(division, self.compress)
 
     def rewritten(self, division: Division | None, compress: str) -> TracedGraph:
-        """The same, and with what waits for the backward compressed so ("": not)."""
+        """Return the same step, divided by `division`, with saved activations compressed by `compress` ("": not
+        compressed).
+        """
         if (division, compress) == (self.division, self.compress):
             return self
         if self.again is None:
             hint = "leave out divide= and compress="
-            raise UnsupportedProblem("this step cannot be traced once more", where="divide", hint=hint)
+            raise UnsupportedProblem("this step cannot be traced again", where="divide", hint=hint)
         return self.again(division, compress)
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
-        """The bindings of one source, in order."""
+        """Return the bindings of one source, in order."""
         return tuple(b for b in self.bindings if b.source is source)
 
     @property
     def handed(self) -> int:
-        """How many results are handed on from kernel to kernel (see `OpaqueResult`)."""
+        """The number of opaque results, which go from kernel to kernel (see `OpaqueResult`)."""
         return 1 + max((n for k in self.kernels if isinstance(k, KernelCall) for _, n in k.opaque_results), default=-1)

@@ -1,4 +1,4 @@
-"""From a model to a `TracedGraph`: captured, rewritten by the passes one after another, and read."""
+"""Trace a model into a `TracedGraph`: capture its graph, run the passes one after another, and read the result."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from memplan.trace.chunking.chunk import divide
 from memplan.trace.compression.pack import pack_masks
 from memplan.trace.compression.quantize import quantize
 from memplan.trace.graph.build import build
-from memplan.trace.graph.offload_target import Target, hosted, require_at_home, target_of
+from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of, with_host_residents
 from memplan.trace.lowering.rules import lower
 from memplan.trace.optimizer.optimizers import require_supported
 from memplan.trace.optimizer.updates import Accumulate, append_updates
 from memplan.trace.passes.fold import fold
-from memplan.trace.passes.own_outputs import own_the_results, tangents_needed, write_back_mutations
+from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of, value
 from memplan.trace.passes.simplify import simplify
 from memplan.trace.traced import TracedGraph
@@ -41,26 +41,36 @@ def trace(
     device: Any = None,
     resident: bool = False,
 ) -> TracedGraph:
-    """Trace one step of `model`; raises `UnsupportedGraph`. `train=None` follows `model.training`.
+    """Trace one step of `model`.
 
-    `in_place`: let results take the bytes of dying inputs (see `memplan.core.in_place`). `device`: where the step runs while
-    the model and the caller stay on the CPU (see `offload_target.py`); raises `UnsupportedDevice`. `resident`: parameters'
-    gradients lie in the arena to the end of the step.
+    Args:
+        model: the module to trace; its parameters may be real, fake or meta tensors.
+        example_inputs: a tuple of positional arguments, or the only argument.
+        example_kwargs: keyword arguments.
+        train: trace forward and backward (True) or the forward alone (False); None follows `model.training`.
+        in_place: allow results to take the bytes of inputs that have their last use there (see
+            `memplan.core.in_place`).
+        device: where the step runs while the model and the caller stay on the CPU; None: where the model is.
+        resident: parameters' gradients stay in the arena to the end of the step.
+
+    Raises:
+        UnsupportedGraph: the model cannot be traced as one graph.
+        UnsupportedDevice: `device` is not available, or the model is not on the CPU.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
     captured, target = _captured_for(device, model, args, keywords_of(example_kwargs), train=train)
-    return _divisible(captured, type(model).__name__, own_the_results, target, in_place=in_place, resident=resident)
+    return _divisible(captured, type(model).__name__, own_outputs, target, in_place=in_place, resident=resident)
 
 
 def _captured_for(
     device: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
 ) -> tuple[Captured, Target | None]:
-    """What is captured, as if it were on the device that the user names (None: where it is)."""
+    """Return the graph captured for `device` (None: for where the model is), and the target that stands for it."""
     if device is None:
         return capture(model, args, kwargs, train=train), None
     target = target_of(device)
-    require_at_home(model, (args, kwargs))
+    require_on_cpu(model, (args, kwargs))
     return capture(model, args, kwargs, train=train, device=target.device), target
 
 
@@ -73,21 +83,27 @@ def _divisible(
     in_place: bool,
     resident: bool = False,
 ) -> TracedGraph:
-    """Trace what was captured; the result can be had again with another division or compression."""
+    """Trace a captured graph; the result can be traced again with another division or compression."""
 
     @lru_cache(maxsize=2)
     def make(division: Division | None, compress: str) -> TracedGraph:
+        """Trace a copy of the captured graph, divided and compressed."""
         copied = fx.GraphModule(captured.graph_module, copy_of(captured.graph_module.graph))
         whole = replace(captured, graph_module=copied)
-        streamed = target is not None
-        traced = trace_captured(whole, model, finish, division, compress, resident=resident, streamed=streamed)
+        host_resident = target is not None
+        traced = trace_captured(
+            whole, model, finish, division, compress, resident=resident, host_resident=host_resident
+        )
         return replace(_finished(traced, target, in_place=in_place), again=make)
 
     return make(None, "")
 
 
 def _finished(traced: TracedGraph, target: Target | None, *, in_place: bool) -> TracedGraph:
-    traced = traced if target is None else hosted(traced, target)
+    """Return `traced` with its model on the host where `target` asks for that, and with its candidates for in-place
+    reuse.
+    """
+    traced = traced if target is None else with_host_residents(traced, target)
     return replace(traced, graph=with_inplace_candidates(traced.graph)) if in_place else traced
 
 
@@ -105,15 +121,28 @@ def trace_step(
 ) -> TracedGraph:
     """Trace forward, backward and the optimizer's update of a model that returns its loss.
 
-    `accumulate`: what the step does with its gradients when one update takes those of several steps. Creates
-    the optimizer's state where it has none yet. `rates_in_memory`: see `append_updates`. `device`: as in `trace`.
-    Raises `UnsupportedGraph`.
+    The optimizer's state is created where it does not exist yet.
+
+    Args:
+        model: a module whose result is the loss, one number.
+        optimizer: its update becomes part of the step.
+        example_inputs: positional arguments.
+        example_kwargs: keyword arguments.
+        clip_grad_norm: the largest global 2-norm of the gradients; None: they are not clipped.
+        accumulate: what the step does with its gradients when several steps make one update.
+        rates_in_memory: read learning rates from tensors (see `append_updates`).
+        in_place: as in `trace`.
+        device: as in `trace`.
+
+    Raises:
+        UnsupportedGraph: the model or the optimizer's update cannot be traced.
     """
     require_supported(optimizer)
     captured, target = _captured_for(device, model, example_inputs, keywords_of(example_kwargs), train=True)
     _require_one_number(captured)
 
     def update(graph: fx.Graph) -> None:
+        """Append the optimizer's update to the graph."""
         append_updates(
             graph,
             model,
@@ -128,7 +157,7 @@ def trace_step(
 
 
 def _require_one_number(captured: Captured) -> None:
-    """Raise `UnsupportedGraph` for a loss of which `backward()` would not know the gradient to begin with."""
+    """Raise `UnsupportedGraph` unless the loss is one number: `backward()` has no initial gradient for another loss."""
     nodes = captured.graph_module.graph.find_nodes(op="placeholder")
     shapes = [tuple(value(n).shape) for n in nodes if n.meta["desc"].is_tangent()]
     leaves = captured.out_spec.num_leaves
@@ -138,7 +167,7 @@ def _require_one_number(captured: Captured) -> None:
 
 
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:
-    """Trace a graph that dynamo has made of a part of a model, wrapped as a module that keeps its parameters."""
+    """Trace a graph that dynamo made from a part of a model, wrapped as a module that holds its parameters."""
     captured = capture(module, inputs, {}, train=train, by_dynamo=True)
     return _finished(trace_captured(captured, type(module).__name__), None, in_place=in_place)
 
@@ -146,21 +175,23 @@ def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_p
 def trace_captured(
     captured: Captured,
     model: str,
-    finish: Callable[[fx.Graph], None] = own_the_results,
+    finish: Callable[[fx.Graph], None] = own_outputs,
     division: Division | None = None,
     compress: str = "",
     *,
     resident: bool = False,
-    streamed: bool = False,
+    host_resident: bool = False,
 ) -> TracedGraph:
-    """Run the passes over a captured graph (which they change) and read it; `finish` is the last of them.
+    """Run the passes over a captured graph (which they change) and read it.
 
-    `streamed`: what is not planned is on the host, from where a constant would be copied at each use: none is made.
+    `finish` is the last pass. `division` and `compress`: how to divide chains of rows, and how to compress saved
+    activations. `resident`: parameters' gradients stay in the arena. `host_resident`: what is not planned is on the
+    host. A constant would then be copied to the device at each use, so the passes make none.
     """
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
     write_back_mutations(graph, captured.alias_of)
-    if not streamed:
+    if not host_resident:
         fold(captured.graph_module)
     simplify(graph)
     made = None if division is None else divide(graph, division)
@@ -168,6 +199,6 @@ def trace_captured(
         pack_masks(graph)
     if compress == "int8":
         quantize(graph)
-    lower(graph, constants=not streamed)
+    lower(graph, constants=not host_resident)
     finish(graph)
     return replace(build(captured, model, needs, resident=resident), division=made, compress=compress)

@@ -1,7 +1,7 @@
-"""Conjugates and negations that torch only notes in a bit of the tensor: here they are computed.
+"""Compute conjugates and negations that torch only records in a bit of the tensor (lazy views).
 
-A view whose bytes mean something else than they say is no value of a plan. Kernels that read the bit would compute
-the same conjugate as they go, and other ops have it computed before them, as it is here.
+The bytes of such a view do not hold its values, so it cannot be a value of a plan. Kernels that read the bit would
+compute the same conjugate as they run, and other ops have it computed before them, as is done here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _LAZY = {aten._conj.default, aten._neg_view.default}
 def compute_conjugates(graph: fx.Graph) -> None:
     """Replace conjugated and negated views by ops that compute them where an op needs them, in place.
 
-    `graph` is functional. Raises `UnsupportedGraph` where the caller gives such a view, or gets one of what is his.
+    `graph` is functional. Raises `UnsupportedGraph` where the caller passes such a view as an input, or is returned one
+    of an input.
     """
     if any(_is_lazy(node) or node.target in _LAZY for node in graph.nodes):
         _refuse_lazy_results(graph)
@@ -31,15 +32,16 @@ def compute_conjugates(graph: fx.Graph) -> None:
 
 
 class _Resolver:
-    """Goes through a graph once; `plain`: what a lazy view is a view of, viewed alike, without its bits."""
+    """Walks a graph once; `plain` maps a lazy view to the same view without its conjugate and negative bits."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.mode = fake_mode_of(graph)
         self.plain: dict[fx.Node, fx.Node] = {}
-        self.computed: dict[fx.Node, fx.Node] = {}  # incoming gradients, which come with numbers of their own
+        self.computed: dict[fx.Node, fx.Node] = {}  # incoming gradients, which are ordinary tensors
 
     def resolve(self) -> None:
+        """Replace every lazy view of the graph."""
         for node in list(self.graph.nodes):
             lazy = [n for n in node.all_input_nodes if n in self.plain]
             if node.op == "placeholder" and _is_lazy(node):
@@ -58,10 +60,11 @@ class _Resolver:
                 self.graph.erase_node(node)
 
     def _without_bits(self, node: fx.Node) -> fx.Node:
+        """Return the same view without its bits; the node itself if it is not lazy."""
         return self.plain.get(node, node)
 
     def _view(self, node: fx.Node, plain: fx.Node) -> None:
-        """Note what a view is without its bits; one that has none is that."""
+        """Record what a lazy view is without its bits; replace a view that is not lazy by that."""
         if _is_lazy(node):
             self.plain[node] = plain
             return
@@ -69,7 +72,9 @@ class _Resolver:
         self.graph.erase_node(node)
 
     def _numbers(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """What a lazy view says, computed for one op that reads it, as kernels do; for the caller, where it is made."""
+        """Return the values of a lazy view: computed for one op that reads it, or, for an output, where the view is
+        made.
+        """
         if node in self.computed:
             return self.computed[node]
         if user.op != "output":
@@ -78,20 +83,21 @@ class _Resolver:
         made = self._computed(rewriter, self.plain[node], value(node))
         if value(made).stride() == value(node).stride():
             return made
-        laid_out = rewriter.scratch(value(node))  # which keeps the gaps of a view
+        laid_out = rewriter.scratch(value(node))  # keeps the gaps of a view
         rewriter.call(aten.copy_.default, laid_out, made)
         return laid_out
 
     @staticmethod
     def _computed(rewriter: Rewriter, made: fx.Node, of: torch.Tensor) -> fx.Node:
+        """Return `made`, conjugated and negated as the bits of `of` say."""
         for is_set, target in ((of.is_conj(), _CONJUGATE), (of.is_neg(), _NEGATE)):
             made = rewriter.call(target, made) if is_set else made
         return made
 
     def _placeholder(self, node: fx.Node) -> None:
-        """Let an incoming gradient be numbers; as a view of others it is a view of what the bits undo."""
+        """Make an incoming gradient an ordinary tensor; the lazy tensor becomes a view that undoes the bits."""
         if not node.meta["desc"].is_tangent():
-            hint = "pass x.resolve_conj().resolve_neg(), which has numbers of its own"
+            hint = "pass x.resolve_conj().resolve_neg(), which is an ordinary tensor"
             raise UnsupportedGraph(node.name, "an input that is conjugated or negated by a bit of the tensor", hint)
         old = value(node)
         with self.mode:
@@ -107,14 +113,14 @@ class _Resolver:
         self.plain[stand_in], self.computed[stand_in] = undone, node
 
     def _stand_in(self, node: fx.Node, val: torch.Tensor, before: fx.Node) -> fx.Node:
-        """A node for the lazy view that an incoming gradient was, until the pass ends."""
+        """Return a node for the lazy view that an incoming gradient was; it is erased when the pass ends."""
         with self.graph.inserting_before(before):
             made = self.graph.create_node("call_function", aten.alias.default, (node,), name=f"{node.name}_lazy")
         made.meta["val"] = val
         return made
 
     def _tensor_of(self, node: fx.Node) -> fx.Node:
-        """The number of which a node gives the conjugate; the conjugate itself where the trace has no bit for it."""
+        """Return the number that a node conjugates as a tensor; its conjugate where the trace has no bit for it."""
         number: Any = node.args[0]
         if not _is_lazy(node):
             number = number.conjugate() if node.target is aten._conj.default else -number
@@ -123,7 +129,9 @@ class _Resolver:
 
 
 def _refuse_lazy_results(graph: fx.Graph) -> None:
-    """Raise for conjugated views of inputs that are returned: eager's share bytes and gradients with the input."""
+    """Raise `UnsupportedGraph` for returned conjugated views of inputs: eager's share bytes and gradients with the
+    input.
+    """
     given = {storage_key(t) for n in graph.find_nodes(op="placeholder") for t in _tensors(n)}
     for node in returned_by(graph)[1]:
         if isinstance(node, fx.Node) and _is_lazy(node) and storage_key(value(node)) in given:
@@ -132,9 +140,11 @@ def _refuse_lazy_results(graph: fx.Graph) -> None:
 
 
 def _is_lazy(node: fx.Node) -> bool:
+    """Return whether a node makes a conjugated or negated view."""
     return any(t.is_conj() or t.is_neg() for t in _tensors(node))
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """Return the fake tensors that a node makes."""
     val = node.meta.get("val")
     return [t for t in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(t, torch.Tensor)]

@@ -1,9 +1,9 @@
-"""What forward changes beside tensors: dynamo names it, and a compiled step would silently leave it unchanged.
+"""Side effects of forward on Python state, which dynamo reports and a compiled step would silently leave out.
 
-Two kinds are harmless: attributes that the first call sets, and every later call sets to the same again (Swin's shift
-of its windows, the kind of problem in a BERT's configuration), which are set as a call of eager's would set them; and
-buffers that are set to what they are (spectral norm's `self._u = normalize(..., out=self._u)`), whose change in place
-is traced. All else is refused.
+Two kinds are harmless. Attributes that the first call sets and every later call sets to the same value (the shift of
+Swin's windows, the problem type in a BERT's configuration) are set here as an eager call would set them. Buffers that
+are assigned to themselves (spectral norm's `self._u = normalize(..., out=self._u)`) are changed in place by ops that
+are traced. All other side effects are refused.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from torch.utils import _pytree as pytree
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.origins import clean_module_path
 
-_CODE = (ModuleType, FunctionType, MethodType)  # which have attributes, too
+_CODE = (ModuleType, FunctionType, MethodType)  # these have attributes, too
 _Attributes = dict[tuple[str, str], Any]  # (module path, attribute) -> value
 
 
 def settle_side_effects(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], message: str
 ) -> list[Callable[[], None]]:
-    """Read dynamo's warning. Sets attributes that settle in one call; raises `UnsupportedGraph` for other effects.
+    """Set the attributes that settle in one call; raise `UnsupportedGraph` for the other effects that dynamo warns of.
 
-    Returns what undoes each; where there is something, what was traced is the first call, which may differ. The warning
-    ends in a list: of locals (`L['self']._modules['0']`), globals (`G['COUNT']`) and what has no name.
+    Returns functions that undo each attribute. If there are any, the traced call was the first one, which may differ
+    from later ones. The warning `message` ends in a list: of locals (`L['self']._modules['0']`), globals (`G['COUNT']`)
+    and sources without a name.
     """
     if "side effects happened" not in message:
         return []
     sources: list[str] = ast.literal_eval(message[message.index("check:") + len("check:") :].strip())
-    changed = [source for source in sources if not _is_librarys(model, source)]
+    changed = [source for source in sources if not _is_library_state(model, source)]
     if not changed:
         return []
     modules = dict(model.named_modules())
@@ -54,7 +55,7 @@ def settle_side_effects(
 
 
 def require_same_call(model: nn.Module, first: fx.Graph, second: fx.Graph, undo: list[Callable[[], None]]) -> None:
-    """Raise `UnsupportedGraph`, with all as it was, when the first call computes what later ones do not."""
+    """Raise `UnsupportedGraph`, with all attributes restored, if the first call computes what later calls do not."""
     if str(first) != str(second):
         for back in undo:
             back()
@@ -63,12 +64,14 @@ def require_same_call(model: nn.Module, first: fx.Graph, second: fx.Graph, undo:
 
 
 def _is_held(path: str, modules: Container[str]) -> bool:
-    """Whether it is a module, or what one holds: its configuration, its buffers."""
+    """Return whether `path` is a module or an attribute of one, such as its configuration or its buffers."""
     return path in modules or path.rpartition(".")[0] in modules
 
 
-def _is_librarys(model: nn.Module, source: str) -> bool:
-    """Whether it is a global of torch's own modules (a cache of `parametrize`), or of transformers' tracing."""
+def _is_library_state(model: nn.Module, source: str) -> bool:
+    """Return whether `source` is a global of torch's own modules (a cache of `parametrize`) or of transformers'
+    tracing.
+    """
     name = source.removeprefix("G['").partition("'")[0]
     held = get_traced_fn(model)[0].__globals__.get(name)
     torchs = isinstance(held, ModuleType) and held.__name__.startswith("torch.")
@@ -77,18 +80,21 @@ def _is_librarys(model: nn.Module, source: str) -> bool:
 
 @contextlib.contextmanager
 def exporting(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """For a front end that runs forward as Python, once, and says nothing of what else that did. Raises
-    `UnsupportedGraph` for attributes that do not settle, and for random numbers that no kernel draws.
+    """Check the side effects of a front end that runs forward as Python, once, and reports none of them.
+
+    Raises `UnsupportedGraph` for attributes that do not settle, and for random numbers that no kernel draws.
     """
     seen: list[_Attributes] = []
-    hook = model.register_forward_hook(lambda *_: seen.append(_attributes(model)))  # export puts them back
+    hook = model.register_forward_hook(lambda *_: seen.append(_attributes(model)))  # export restores them afterwards
     before, drawn = _attributes(model), _generators()
     try:
         yield
     finally:
         hook.remove()
     after = seen[0] if seen else before
-    plain = {key: v for key, v in after.items() if _is_plain(tuple(v) if isinstance(v, list) else v)}  # no stand-ins
+    plain = {
+        key: v for key, v in after.items() if _is_plain(tuple(v) if isinstance(v, list) else v)
+    }  # no traced stand-ins
     names = [key for key, value in plain.items() if not _same(before.get(key), value)]
     if names and _settle(model, args, kwargs) is None:
         raise _changes(model, ", ".join(".".join(filter(None, key)) for key in names))
@@ -98,23 +104,24 @@ def exporting(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def refuse_random(model: nn.Module, graph: fx.Graph) -> None:
-    """Raise `UnsupportedGraph` if Python's `random` draws (dynamo gives its graph an input for that), or numpy's."""
+    """Raise `UnsupportedGraph` if Python's `random` draws (dynamo adds an input to its graph for that), or numpy's."""
     if any(str(node.target).startswith("random_value_") for node in graph.find_nodes(op="placeholder")):
         raise _draws(model, "Python's random numbers")
-    # dynamo runs numpy by torch, whose generator would be another one than numpy's
+    # dynamo runs numpy's functions in torch, which has a generator of its own
     functions = (getattr(node.target, "f", node.target) for node in graph.nodes if node.op == "call_function")
     if any(str(getattr(f, "__module__", "")).startswith("torch._numpy.random") for f in functions):
         raise _draws(model, "numpy's random numbers")
 
 
 def _draws(model: nn.Module, which: str) -> UnsupportedGraph:
+    """Return the error for random numbers that forward draws outside of torch's kernels."""
     reason = f"forward changes the state of {which}, which a compiled step would leave unchanged"
-    hint = "draw random numbers by torch, and seed outside the model, or pass what is drawn as an input"
+    hint = "draw random numbers with torch, and seed outside the model, or pass the numbers as an input"
     return UnsupportedGraph(type(model).__name__, reason, hint)
 
 
 def _generators() -> dict[str, Any]:
-    """The states from which random numbers are drawn, by what they are called; on fakes, torch draws none."""
+    """Return the states of the random number generators by name; on fake tensors, torch draws from none."""
     states: dict[str, Any] = {"Python's random numbers": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy's random numbers"] = pickle.dumps(sys.modules["numpy"].random.get_state(legacy=False))
@@ -122,13 +129,14 @@ def _generators() -> dict[str, Any]:
 
 
 def _changes(model: nn.Module, what: str) -> UnsupportedGraph:
+    """Return the error for Python state that forward changes."""
     reason = f"forward changes Python state that a compiled step would leave unchanged: {what}"
     hint = "return the value instead, or keep it in a registered buffer and change that in place (copy_, add_)"
     return UnsupportedGraph(type(model).__name__, reason, hint)
 
 
 def _settle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Callable[[], None]] | None:
-    """Set the attributes that one call settles, and say how to undo each; None when a call does more than that."""
+    """Set the attributes that one call settles; return functions that undo each, or None if a call does more."""
     settled = _settled(model, args, kwargs)
     if settled is None:
         return None
@@ -146,8 +154,10 @@ def _settle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Attributes | None:
-    """The attributes that one call changes, if a second one changes nothing, nor does any replace a buffer; found on
-    fake tensors, on a copy."""
+    """Return the attributes that one call changes; None if a call changes more, or if a second call changes them again.
+
+    The calls run on fake tensors, on a copy of the model. A call that replaces a buffer changes more than attributes.
+    """
     try:
         twin, given = faked(model, (args, kwargs))
         args, kwargs = given
@@ -163,7 +173,7 @@ def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return None
         if any(one is not two for one, two in zip(buffers, _buffers(twin), strict=True)):
             return None
-    except Exception:  # whatever a model does that fake tensors or copies do not take: it is not known to settle
+    except Exception:  # a call that fails on fake tensors or on a copy is not known to settle
         return None
     once, twice = states
     if once.keys() != twice.keys() or any(not _same(once[key], twice[key]) for key in once):
@@ -173,12 +183,13 @@ def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def faked(model: nn.Module, inputs: Any, device: str | None = None) -> tuple[nn.Module, Any]:
-    """A structural copy of a model and its inputs on fake tensors (of `device`, or where they are)."""
+    """Return a structural copy of a model and its inputs on fake tensors (on `device`, or where they are)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(t: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor laid out like `t`."""
         with mode:
             new = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device)
         if isinstance(t, nn.Parameter):
@@ -192,7 +203,7 @@ def faked(model: nn.Module, inputs: Any, device: str | None = None) -> tuple[nn.
 
 
 def _attributes(model: nn.Module) -> _Attributes:
-    """Those of all modules and of objects that they hold; of what can change by itself, what is in it now."""
+    """Return the attributes of all modules and of the objects that they hold; of a list or dict, its contents now."""
     held = ("_parameters", "_buffers", "_modules")
     found: _Attributes = {}
     for path, module in model.named_modules():
@@ -206,20 +217,24 @@ def _attributes(model: nn.Module) -> _Attributes:
 
 
 def _contents(value: Any) -> Any:
+    """Return the contents of a list or dict; any other value itself."""
     return [*value.items()] if isinstance(value, dict) else [*value] if isinstance(value, list) else value
 
 
 def _buffers(model: nn.Module) -> list[torch.Tensor | None]:
+    """Return the buffers of all modules."""
     return [buffer for module in model.modules() for buffer in module._buffers.values()]
 
 
 def _same(one: Any, two: Any) -> bool:
+    """Return whether two values of an attribute are the same."""
     if type(one) is type(two) and isinstance(one, (list, tuple)):
         return len(one) == len(two) and all(map(_same, one, two))
     return one is two or (_is_plain(one) and type(one) is type(two) and bool(one == two))
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a string, a bool, None, or a tuple of these."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))

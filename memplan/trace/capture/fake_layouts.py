@@ -1,9 +1,10 @@
-"""What fakes get wrong of the layouts of results on the CPU: which dimension varies fastest.
+"""Correct the layouts that fake CPU kernels give their results: which dimension varies fastest.
 
-Where a fake follows the strides of an argument and the kernel does not, all that is made of the result would be
-laid out otherwise than in eager, and sums of it would add in another order. So the trace copies the result to the
-layout that the kernel gives, before anything is made of it (`as_kernels_do`); and what is copied at once is no copy,
-but what the kernel makes (`settle_layouts`). `tests/trace/test_layouts.py` holds this table against the kernels.
+Where a fake kernel follows the strides of an argument and the real one does not, everything computed from the result
+would be laid out differently than in eager, and sums over it would add in another order. The trace therefore copies
+such a result to the layout that the kernel gives, before anything else uses it (`as_kernels_do`). Afterwards such
+copies are removed: the kernel itself makes that layout (`settle_layouts`). `tests/trace/test_layouts.py` compares the
+table with the kernels.
 """
 
 from __future__ import annotations
@@ -24,19 +25,23 @@ from torch._prims_common import (
 from memplan.trace.passes.aliasing import is_fixed
 from memplan.trace.passes.rewrite import aten, correct_results, value
 
-Layout = Callable[..., Any]  # the shape of a result, the op's arguments -> its strides; None: as the fake says
+Layout = Callable[..., Any]  # the shape of a result, the op's arguments -> its strides (None: the fake's)
 _LAYER_NORM_BACKWARD = aten.native_layer_norm_backward.default
 
 
 def _dense(shape: tuple[int, ...], *args: Any) -> Any:
-    """Contiguous."""
+    """Return the strides of a contiguous tensor."""
     return make_contiguous_strides_for(shape)
 
 
 def _formatted(position: int) -> Layout:
-    """Contiguous, or channels last where the argument at `position` is; statistics have fewer dimensions."""
+    """Return the layout "contiguous, or channels last where the argument at `position` is".
+
+    Statistics, which have fewer dimensions, keep the fake's layout.
+    """
 
     def layout(shape: tuple[int, ...], *args: Any) -> Any:
+        """Return the strides, or None for a result with fewer dimensions."""
         if args[position].dim() != len(shape):
             return None
         dense = suggest_memory_format(args[position]) is torch.contiguous_format
@@ -46,9 +51,13 @@ def _formatted(position: int) -> Layout:
 
 
 def _pointwise(*positions: int) -> Layout:
-    """As the first of these arguments that says how, without its gaps; only results that have the first one's shape."""
+    """Return the layout of the first of these arguments that determines one, without its gaps.
+
+    It applies only to results that have the shape of the first of them.
+    """
 
     def layout(shape: tuple[int, ...], *args: Any) -> Any:
+        """Return the strides, or None for a result of another shape."""
         if tuple(args[positions[0]].shape) != tuple(shape):
             return None
         return compute_elementwise_output_strides(*(args[position] for position in positions))
@@ -57,7 +66,7 @@ def _pointwise(*positions: int) -> Layout:
 
 
 def _resized(shape: tuple[int, ...], x: torch.Tensor, *args: Any) -> Any:
-    """As the tensor that is resized where it has the shape already, contiguous where it has not."""
+    """Return the layout of the resized tensor if it has the shape already, else the contiguous one."""
     return _pointwise(0)(shape, x) or make_contiguous_strides_for(shape)
 
 
@@ -108,7 +117,7 @@ LAYOUTS: dict[Any, Layout] = {
 
 
 def as_kernels_do() -> dict[Any, Callable[..., Any]]:
-    """Decompositions for one trace, under which results are laid out as on the CPU."""
+    """Return decompositions for one trace, under which results are laid out as the CPU kernels lay them out."""
     return {
         _LAYER_NORM_BACKWARD: _layer_norm_backward,
         **{op: _laid_out(op, layout) for op, layout in LAYOUTS.items()},
@@ -116,7 +125,7 @@ def as_kernels_do() -> dict[Any, Callable[..., Any]]:
 
 
 def settle_layouts(graph: fx.Graph) -> None:
-    """Let ops make at once what is copied to the layout that their kernels give, in place."""
+    """Let ops write directly what is copied to the layout that their kernels give, in place."""
     for node in list(graph.nodes):
         layout = LAYOUTS.get(node.target)
         if layout is None:
@@ -142,10 +151,11 @@ def settle_layouts(graph: fx.Graph) -> None:
 
 
 def _laid_out(op: Any, layout: Layout) -> Callable[..., Any]:
-    """`op`, and copies of those results whose layout the kernel would not give them."""
+    """Return a decomposition: `op`, then copies of those results whose fake layout differs from the kernel's."""
     under_way = False
 
     def decomposition(*args: Any, **kwargs: Any) -> Any:
+        """Call `op` and copy its results to the layouts that the kernel gives."""
         nonlocal under_way
         given = [a for a in args if isinstance(a, torch.Tensor)]
         if under_way or kwargs or given[0].device.type != "cpu" or not all(map(is_fixed, given)):
@@ -163,11 +173,12 @@ def _laid_out(op: Any, layout: Layout) -> Callable[..., Any]:
 
 
 def _is_laid_out(tensor: torch.Tensor, strides: Sequence[Any]) -> bool:
+    """Return whether a tensor has these strides, dimensions of one element aside."""
     return all(n == 1 or s == t for n, s, t in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
 def _copy_to(tensor: torch.Tensor, strides: Sequence[Any] | None) -> torch.Tensor:
-    """A copy with these strides, of a dense tensor; the tensor itself where it has them, or may keep its own."""
+    """Return a copy of a dense tensor with these strides; the tensor itself if it has them, or if they are None."""
     if strides is None or _is_laid_out(tensor, strides):
         return tensor
     order = sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True)
@@ -176,7 +187,7 @@ def _copy_to(tensor: torch.Tensor, strides: Sequence[Any] | None) -> torch.Tenso
 
 
 def _items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
-    """The results of an op that something reads, each with its position."""
+    """Yield the results of an op that something reads, each with its position."""
     for user in list(node.users):
         if user.target is operator.getitem:
             position: Any = user.args[1]
@@ -184,7 +195,7 @@ def _items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 
 def _copied(made: fx.Node) -> list[fx.Node] | None:
-    """The chain of nodes that copies `made` at once, as `_copy_to` does; None: it is read as it is."""
+    """Return the chain of nodes that copies `made`, as `_copy_to` does; None if it is not only copied."""
     chain, node = [], made
     for target in (aten.permute.default, aten.clone.default, aten.permute.default):
         users = list(node.users)
@@ -196,7 +207,10 @@ def _copied(made: fx.Node) -> list[fx.Node] | None:
 
 
 def _layer_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
-    """The kernels make both contiguous and return a gradient that is; the fake one follows their strides."""
+    """Make both arguments contiguous first, as the kernels do; the gradient that they return is contiguous too.
+
+    The fake kernel follows the strides of its arguments instead.
+    """
     if x.is_contiguous() and grad.is_contiguous():
         return NotImplemented
     return _LAYER_NORM_BACKWARD(grad.contiguous(), x.contiguous(), *rest)

@@ -1,7 +1,7 @@
-"""What the fakes of normalisations get wrong on the CPU: the type of the statistics that they keep for their backward.
+"""Correct the type of the statistics that fake CPU kernels of normalisations keep for their backward.
 
-With half-precision activations and float32 parameters, as under autocast, the kernels make float32 statistics; the
-fakes say half precision, in which no backward would take them.
+With half-precision activations and float32 parameters, as under autocast, the kernels make float32 statistics. The fake
+kernels make half-precision ones, which no backward would accept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def correct_statistics(graph: fx.Graph) -> None:
 
 
 def _is_mixed(node: fx.Node) -> bool:
-    """Whether the kernel computes in float32 for its parameters' sake."""
+    """Return whether the kernel computes in float32 because its parameters are float32."""
     x, *others = (value(n) for n in node.args if isinstance(n, fx.Node))
     half = x.device.type == "cpu" and x.dtype in {torch.bfloat16, torch.float16}
     return half and any(t.dtype is torch.float32 for t in others if isinstance(t, torch.Tensor))

@@ -1,6 +1,6 @@
-"""Capture: one forward (and backward) of a module as a single functional graph of ATen ops, on fake tensors.
+"""Capture one forward (and backward) of a module as a single functional graph of ATen ops, on fake tensors.
 
-This file and `symbolic_capture.py` know dynamo, export and AOTAutograd. Dynamo reads the Python first (it keeps
+This file and `symbolic_capture.py` call dynamo, export and AOTAutograd. Dynamo reads the Python first (it keeps
 activation checkpoint tags); what it cannot read goes through `torch.export`; AOTAutograd then traces the joint graph.
 Nothing is computed and no memory of the model's size is allocated.
 """
@@ -34,26 +34,26 @@ from memplan.trace.passes.overlapping_strides import overlapping_tangents
 from memplan.trace.passes.own_outputs import tag_backward
 from memplan.trace.passes.rewrite import separate_tangents
 
-_LOST = ("fork_rng", "rng_state", "manual_seed")  # what dynamo refuses and export would leave out
-READINGS = "memplan's readings"  # key of what a front end notes of a graph
+_LOST_BY_EXPORT = ("fork_rng", "rng_state", "manual_seed")  # dynamo refuses these; export would leave them out
+READINGS = "memplan's readings"  # key of a graph's Python values in its metadata
 _IGNORED = "ignore_logging_functions"  # torch's option
 _LOGS = ("debug", "info", "warning", "error", "critical", "exception", "log", "info_once", "warning_once")
 _OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
 
 
 class NoBackward(UnsupportedGraph):
-    """A model of which no output requires a gradient, traced for training."""
+    """Raised when a model is traced for training and no output of it requires a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """A joint graph with AOTAutograd's descriptors on its placeholders and outputs.
 
-    `in_spec` is the pytree of (args, kwargs), `out_spec` that of the module's result; `inputs` are the
-    flattened example inputs. Of each leaf of the result, `differentiable` says whether eager's requires a
-    gradient, and `alias_of` of which placeholder (by position) it is a view, if of one. `training`: the graph
-    contains the backward. `autocast`: the type to which autocast casts, where it was traced under that. `readings`: the
-    constants that are Python's.
+    `in_spec` is the pytree of (args, kwargs), `out_spec` that of the module's result; `inputs` are the flattened
+    example inputs. For each leaf of the result, `differentiable` says whether eager's leaf requires a gradient, and
+    `alias_of` names the placeholder (by position) that it is a view of, or None. `training`: the graph contains the
+    backward. `autocast`: the type that autocast casts to, if the model was traced under it. `readings`: the Python
+    values that are constants of the graph.
     """
 
     graph_module: fx.GraphModule
@@ -76,11 +76,11 @@ def capture(
     by_dynamo: bool = False,
     device: torch.device | None = None,
 ) -> Captured:
-    """Trace `model(*args, **kwargs)`, with its backward when `train`. Raises `UnsupportedGraph`.
+    """Trace `model(*args, **kwargs)`, with its backward if `train`. Raises `UnsupportedGraph`.
 
-    The model may hold real, fake or meta parameters; meta ones are traced as if they were on the CPU.
-    `by_dynamo`: the model is one of dynamo's own graphs, which is read as it is and may have no backward. `device`:
-    trace as if the model and its inputs were there.
+    The model may hold real, fake or meta parameters; meta ones are traced as if they were on the CPU. `by_dynamo`: the
+    model is one of dynamo's own graphs, which is read as it is and may have no backward. `device`: trace as if the
+    model and its inputs were there.
     """
     require_traceable(model)
     flat, in_spec = pytree.tree_flatten((args, kwargs))
@@ -92,29 +92,34 @@ def capture(
         inputs = flat if device is None else inputs
     with contextlib.ExitStack() as stack:
         prepare(stack, traced, train=train)
-        front_ends = (_as_it_is,) if by_dynamo else (_export,) if _is_patched(traced) else (dynamo, _export)
+        front_ends = (_identity,) if by_dynamo else (_export,) if _is_patched(traced) else (dynamo, _export)
         joint = _capture_joint(stack, traced, args, kwargs, front_ends)
     return captured(model, joint, in_spec, inputs, train=train and not by_dynamo)
 
 
 def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> None:
-    """Enter what any front end runs under: no other thread's trace, no noise, the user's model left as it was."""
-    # Torch says that it traces by flags of the process, which two threads would leave set for ever. Dynamo holds this
-    # very lock when it calls a backend: another one could be waited for crosswise.
+    """Enter the contexts that any front end runs under: no other thread traces, nothing is logged, the model is
+    restored.
+    """
+    # Torch marks tracing by flags of the process, which two threads would leave set forever. Dynamo holds this very
+    # lock when it calls a backend: a lock of our own could cause a deadlock with it.
     stack.enter_context(compile_lock)
-    stack.enter_context(_as_it_was(model))
+    stack.enter_context(_restoring(model))
     stack.enter_context(quiet())
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.set_grad_enabled(train))
-    # As loss.backward() after the `with torch.autocast` of the forward, not within it.
+    # The backward runs after the `with torch.autocast` of the forward, not within it.
     stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
     if train and any(isinstance(m, nn.RNNBase) for m in model.modules()):
-        # cuDNN's LSTM hands its backward a workspace whose size its fake does not know.
+        # cuDNN's LSTM saves a workspace for its backward whose size its fake kernel does not know.
         stack.enter_context(_without_cudnn())
 
 
 def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Sequence[Any], *, train: bool) -> Captured:
-    """What AOTAutograd made, with the flattened example; raises `UnsupportedGraph` when a backward is missing."""
+    """Return AOTAutograd's joint graph, corrected, with the flattened example inputs.
+
+    Raises `UnsupportedGraph` if a backward is missing, and for ops that cannot be planned.
+    """
     graph_module, out_spec = joint.graph_module, joint.out_spec
     refuse_unfinished(graph_module.graph)
     require_same_types(graph_module.graph)
@@ -148,19 +153,19 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The type to which autocast casts on these devices; None where it is off."""
+    """Return the type that autocast casts to on these devices; None where it is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _without_assertions(graph: fx.Graph) -> None:
-    """Export asserts the dtypes of what it converts, which the trace has settled."""
+    """Erase export's assertions on the dtypes of what it converts: the trace has settled them."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         graph.erase_node(node)
 
 
 @contextlib.contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """`torch.backends.cudnn.flags` would set what it is not asked to."""
+    """Turn cuDNN off. `torch.backends.cudnn.flags` would also set other flags."""
     before = torch._C._get_cudnn_enabled()
     torch._C._set_cudnn_enabled(False)
     try:
@@ -170,8 +175,8 @@ def _without_cudnn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put parameters and buffers back: AOTAutograd leaves its stand-ins in a submodule that has two names."""
+def _restoring(model: nn.Module) -> Iterator[None]:
+    """Restore parameters and buffers: AOTAutograd leaves its fake ones in a submodule that has two names."""
     held: list[tuple[Any, Any]] = [(own, dict(own)) for m in model.modules() for own in (m._parameters, m._buffers)]
     try:
         yield
@@ -190,7 +195,7 @@ def _capture_joint(
     kwargs: dict[str, Any],
     front_ends: tuple[FrontEnd, ...],
 ) -> Any:
-    """Try each front end in turn; the clearest complaint is the one that the user can act on."""
+    """Try each front end in turn. If all fail, raise the error that is clearest to the user."""
     complaints: list[Exception] = []
     for front_end in front_ends:
         try:
@@ -202,7 +207,7 @@ def _capture_joint(
             raise
         except Exception as error:  # whatever a front end raises, the next one may succeed
             complaints.append(error)
-            if any(word in str(error) for word in _LOST):
+            if any(word in str(error) for word in _LOST_BY_EXPORT):
                 break
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
     clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
@@ -210,10 +215,11 @@ def _capture_joint(
 
 
 def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """AOTAutograd's joint graph of what a front end made; no gradient that it takes has elements that share bytes.
+    """Return AOTAutograd's joint graph of a front end's module; no gradient that comes in has elements that share
+    bytes.
 
-    AOTAutograd takes the gradient of an output in the output's own strides. Those of `unfold` and `as_strided` have no
-    room for a gradient for each element: then it is traced again with dense gradients, as eager's backward would get.
+    AOTAutograd gives the gradient of an output the output's own strides. Those of `unfold` and `as_strided` have no
+    room for a gradient for each element. The graph is then traced again with dense gradients, as eager's backward gets.
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
@@ -226,17 +232,21 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: tuple[Any
 
 
 def _is_patched(model: nn.Module) -> bool:
-    """Whether its forward is a function of someone else, whose parameters dynamo would take for constants."""
+    """Return whether the model's forward is another object's function, whose parameters dynamo would make constants."""
     forward = vars(model).get("forward")
     return forward is not None and getattr(forward, "__self__", None) is not model
 
 
-def _as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+def _identity(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    """Return the model: the front end for dynamo's own graphs."""
     return model
 
 
 def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-    """The front end that reads Python; refuses what forward changes beside tensors."""
+    """Return dynamo's graph of the model as a module: the front end that reads Python.
+
+    Raises `UnsupportedGraph` for what forward changes beside tensors.
+    """
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
@@ -256,8 +266,11 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
 
 
 def _as_export_does() -> Any:
-    """Without what dynamo remembers of earlier traces: it takes for a variable whatever number had another value there,
-    and then guards by nothing. And what a forward logs is not logged by a compiled step."""
+    """Return the settings under which dynamo forgets earlier traces, and does not trace logging.
+
+    A number that had another value in an earlier trace would otherwise become a variable, without a guard. A compiled
+    step does not log what forward logs.
+    """
     config: dict[str, Any] = {"specialize_int": True, "specialize_float": True, "automatic_dynamic_shapes": False}
     if hasattr(torch._dynamo.config, _IGNORED):
         config[_IGNORED] = {getattr(logging.Logger, name) for name in _LOGS if hasattr(logging.Logger, name)}
@@ -265,9 +278,9 @@ def _as_export_does() -> Any:
 
 
 def _clear_globals(model: nn.Module, module: nn.Module) -> None:
-    """Dynamo leaves what it compiled among the globals of the function that it traced, and with it the model.
+    """Remove dynamo's compiled code, and with it the model, from the globals of the function that it traced.
 
-    Only that: what another thread has compiled meanwhile stands beside it.
+    Only this model's is removed: another thread may have added its own meanwhile.
     """
     from torch._dynamo.convert_frame import get_traced_fn
 
@@ -275,17 +288,18 @@ def _clear_globals(model: nn.Module, module: nn.Module) -> None:
 
 
 def _meta_of(module: nn.Module) -> dict[str, Any]:
-    """What front ends note of a graph."""
+    """Return the metadata that front ends attach to a graph."""
     found: dict[str, Any] = getattr(module, "meta", {})
     return found
 
 
 def _take_real_tensors(module: nn.Module) -> None:
-    """Let tensors that a model holds beside parameters and buffers be mixed with stand-ins, as torch 2.13 does."""
+    """Let tensors that a model holds beside parameters and buffers be mixed with fake tensors, as torch 2.13 does."""
     codegen: Any = module.graph._codegen  # type: ignore[union-attr]
     inputs_of = codegen.process_inputs
 
     def process_inputs(*inputs: Any) -> Any:
+        """Allow real tensors in the current fake mode, then process the inputs as before."""
         mode = detect_fake_mode()
         if mode is not None:
             mode.allow_non_fake_inputs = True
@@ -295,15 +309,18 @@ def _take_real_tensors(module: nn.Module) -> None:
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
-    with exporting(model, args, kwargs), RecurrentAsEager(), _unprinted():
+    """Return `torch.export`'s graph of the model as a module: the front end that runs forward as Python."""
+    with exporting(model, args, kwargs), RecurrentAsEager(), _without_prints():
         module: nn.Module = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
     _meta_of(module)[READINGS] = tuple(options_of_layers(model))
     return module
 
 
 @contextlib.contextmanager
-def _unprinted() -> Iterator[None]:
-    """Export prints the graph so far of what it cannot trace, to stderr; nothing else of the process goes unheard."""
+def _without_prints() -> Iterator[None]:
+    """Suppress export's print of the graph so far, to stderr, of what it cannot trace; other prints of the process
+    remain.
+    """
     from torch.export import _trace
 
     vars(_trace)["print"] = lambda *_, **__: None
@@ -314,17 +331,19 @@ def _unprinted() -> Iterator[None]:
 
 
 def _any_meta(model: nn.Module, flat: list[Any]) -> bool:
+    """Return whether the model or its inputs hold meta tensors."""
     tensors = (*model.parameters(), *model.buffers(), *(x for x in flat if isinstance(x, torch.Tensor)))
     return any(t.device.type == "meta" for t in tensors)
 
 
 def _is_tangent(node: fx.Node) -> bool:
+    """Return whether a placeholder is a gradient that comes in."""
     return bool(node.meta["desc"].is_tangent())
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Tracing warns and logs about its own internals, which is noise to a user of memplan."""
+    """Suppress warnings and logs of tracing about its own internals, which are noise to a user of memplan."""
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

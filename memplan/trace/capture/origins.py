@@ -1,4 +1,4 @@
-"""Where a node came from: module path and the model's source line, out of fx metadata."""
+"""Find where a node came from: its module path and the model's source line, from fx metadata."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 
 def origin_of(node: fx.Node) -> Origin:
-    """Module path ("transformer.h.0.attn"), innermost source line outside torch, op, node."""
+    """Return a node's module path ("transformer.h.0.attn"), innermost source line outside torch, op and name."""
     return Origin(module=_module(node), source=_source(node), op=str(node.target), node=node.name)
 
 
 def _module(node: fx.Node) -> str:
+    """Return the module path of a node; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -26,7 +27,7 @@ def _module(node: fx.Node) -> str:
 
 
 def clean_module_path(path: str) -> str:
-    """Dynamo's `L['self'].h[0].attn` and export's `self.h.0.attn` as the name in `named_modules`: `h.0.attn`."""
+    """Return dynamo's `L['self'].h[0].attn` or export's `self.h.0.attn` as the name in `named_modules`: `h.0.attn`."""
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\w+)\]", r".\1\2\3", path)
     path = path.replace(".__dict__", "")
@@ -35,7 +36,7 @@ def clean_module_path(path: str) -> str:
 
 
 def _source(node: fx.Node) -> str:
-    """The innermost frame outside torch: the line of the model that made the tensor."""
+    """Return the innermost source line outside torch: the line of the model that made the tensor."""
     frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
     if not frames:
         return ""
@@ -44,13 +45,13 @@ def _source(node: fx.Node) -> str:
 
 
 def place_of(node: fx.Node) -> str:
-    """The node, its module and its source line, as far as they are known, for an error: "mul in h.0 in model.py:7"."""
+    """Return the node, its module and its source line, as far as known, for an error: "mul in h.0 in model.py:7"."""
     origin = origin_of(node)
     return " in ".join(part for part in (node.name, origin.module, origin.source) if part)
 
 
 def user_of(graph: fx.Graph) -> str:
-    """The user's function that dynamo made a graph of: "forward in model.py:12"; "" if unknown."""
+    """Return the user's function that a dynamo graph was traced from: "forward in model.py:12"; "" if unknown."""
     for node in graph.nodes:
         outermost = _FRAME.search(node.meta.get("stack_trace") or "")
         if outermost:

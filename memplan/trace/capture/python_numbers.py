@@ -1,4 +1,4 @@
-"""Numbers of Python's that dynamo hands over as tensors, since they have changed before: constants of a plan each."""
+"""Python numbers that dynamo passes as tensors because they have changed before; a plan treats each as a constant."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from torch import fx
 
 
 def numbers_of(graph: fx.GraphModule) -> frozenset[str]:
-    """The inputs that are numbers of Python's which have changed before (an annealed temperature, a dropout rate): each
-    has no use but its `item()`."""
+    """Return the inputs that are Python numbers which have changed before (an annealed temperature, a dropout rate).
+
+    Each of them has no use but its `item()`.
+    """
     return frozenset(node.name for node in graph.graph.find_nodes(op="placeholder") if _is_number(node))
 
 
 def _is_number(node: fx.Node) -> bool:
+    """Return whether an input is used by nothing but its `item()`."""
     items = [user for user in node.users if user.op == "call_method" and user.target == "item"]
     return len(items) == len(node.users) > 0 and all(
         isinstance(user.meta.get("example_value"), torch.SymFloat) for user in items
@@ -23,7 +26,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def with_numbers(graph: fx.GraphModule, numbers: Mapping[str, float]) -> fx.GraphModule:
-    """The graph for these numbers, which are constants of a plan."""
+    """Return the graph for these numbers, which are constants of a plan."""
     if not numbers:
         return graph
     made = fx.GraphModule(graph, copy.deepcopy(graph.graph))

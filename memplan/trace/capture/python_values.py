@@ -1,7 +1,7 @@
-"""What forward reads of Python beside tensors: attributes, options, globals, what a loss function closes over.
+"""Find the Python values that forward reads beside tensors: attributes, options, globals, closures of a loss function.
 
-They are constants of a trace. Dynamo guards its own code by them and names each (`L['self']._modules['drop'].p`); a
-compiled step asks for them by the same names whether they are still what they were (`runtime/constants.py`).
+They are constants of a trace. Dynamo guards its own code on them and names each (`L['self']._modules['drop'].p`). A
+compiled step checks under the same names whether they still have the values of the trace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from torch._dynamo.convert_frame import get_traced_fn
 
 _KINDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "ID_MATCH", "TENSOR_MATCH")
-_FOLLOWED = ("_parameters", "_buffers")  # whose tensors are no constants, but looked up in each call
+_FOLLOWED = ("_parameters", "_buffers")  # their tensors are looked up in each call
 _FROM_NUMPY = "___from_numpy("
 _LENGTH = "SEQUENCE_LENGTH"
 _CODE = (FunctionType, BuiltinFunctionType)
@@ -35,13 +35,13 @@ GONE = object()
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One step of a path: an attribute, or an item."""
+    """One step of a path: an attribute or an item."""
 
     key: Any
     attribute: bool
 
     def follow(self, owner: Any) -> Any:
-        """Where it leads."""
+        """Return the object that this step leads to from `owner`."""
         return getattr(owner, self.key) if self.attribute else owner[self.key]
 
 
@@ -50,7 +50,9 @@ _SUBMODULES, _TRAINING = Access("_modules", attribute=True), Access("training", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """`value`: what lay at the end of a path from `root` (None: the model itself) in the trace, or how long it was."""
+    """A Python value that a trace read: the `value` at the end of a path from `root` (None: the model itself), or its
+    length.
+    """
 
     root: Any
     path: tuple[Access, ...]
@@ -58,14 +60,14 @@ class Reading:
     value: Any = None
 
     def beyond_modules(self) -> tuple[Access, ...]:
-        """The path without its way through the model's tree of modules."""
+        """Return the path without its way through the model's tree of modules."""
         i = 0
         while self.root is None and self.path[i : i + 1] == (_SUBMODULES,):
             i += 2
         return self.path[i:]
 
     def now(self, model: nn.Module) -> Any:
-        """What lies there now; `GONE` where the path ends before."""
+        """Return the current value; `GONE` if the path no longer leads anywhere."""
         found: Any = model if self.root is None else self.root
         try:
             for link in self.path:
@@ -77,7 +79,9 @@ class Reading:
 
 @contextlib.contextmanager
 def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
-    """The readings of `model`, which dynamo captures for export meanwhile; none where this torch does not tell them."""
+    """Collect the readings of `model` while dynamo captures it for export; none if this torch version does not report
+    them.
+    """
     from torch._dynamo import functional_export
 
     found: list[Reading] = []
@@ -87,10 +91,11 @@ def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
         return
 
     def noting(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Capture as dynamo does, and add the readings of its guards."""
         out = capture(function, *args, **kwargs)
         if function is not model:  # another thread exports
             return out
-        with contextlib.suppress(AttributeError, SyntaxError):  # torch's own names, which another version may change
+        with contextlib.suppress(AttributeError, SyntaxError):  # torch's own names, which may change
             made = out.graph_capture_output
             forward = get_traced_fn(model)[0]
             found.extend(_readings(made.output_graph.guards, made.f_globals, forward))
@@ -101,7 +106,7 @@ def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
 
 
 def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list[Reading]:
-    """Those of dynamo's guards that are about plain values, each once."""
+    """Return the readings of those of dynamo's guards that are about plain values, each once."""
     found: dict[tuple[str, bool], Reading] = {}
     for guard in guards:
         kind = guard.create_fn_name()
@@ -116,7 +121,7 @@ def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list
 
 
 def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: bool) -> Reading | None:
-    """A name as a path from the model, or from a module that is no installed library; None for what is neither."""
+    """Parse a guard's name as a path from the model or from a module of the user's; return None for other names."""
     node: Any = ast.parse(name, mode="eval").body
     path: list[Access] = []
     while not _is_root(node):
@@ -134,7 +139,7 @@ def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: 
     first = node.slice.value if isinstance(node.slice, ast.Constant) else None
     if node.value.id == "L":
         code = forward.__code__
-        if first in code.co_freevars:  # of a class in a function
+        if first in code.co_freevars:  # the class is defined in a function
             cell = (forward.__closure__ or ())[code.co_freevars.index(first)]
             return Reading(root=cell, path=(Access("cell_contents", attribute=True), *path), length=length)
         whole = code.co_argcount == 0 and code.co_flags & inspect.CO_VARARGS  # a wrapper's `*args`
@@ -145,24 +150,26 @@ def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: 
     root = known.get(first) if isinstance(first, str) else None
     if isinstance(root, ModuleType) and path:
         return None if _is_installed(vars(root)) else Reading(root=root, path=tuple(path), length=length)
-    if root is None or str(first).startswith("__") or _is_installed(known):  # as `__builtins_dict___0`
+    if root is None or str(first).startswith("__") or _is_installed(known):  # such as `__builtins_dict___0`
         return None
     return Reading(root=known, path=(Access(first, attribute=False), *path), length=length)
 
 
 def _is_installed(module: Mapping[str, Any]) -> bool:
-    """Whether these are the globals of a library, as Python's own or torch's: its functions and tables stay."""
+    """Return whether these are the globals of a library, such as torch: its functions and tables do not change."""
     file = module.get("__file__")
     return (file is None and module.get("__name__") != "__main__") or str(file).startswith(_INSTALLED)
 
 
 def _is_root(node: Any) -> bool:
-    """Whether it is `L['self']`, `G['module']` or the like."""
+    """Return whether a node is `L['self']`, `G['module']` or the like."""
     return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
 
 
 def _object_of_class(call: Any) -> ast.expr | None:
-    """The owner in `dict(type(owner).__dict__)` or `dict(type(owner).__mro__[1].__dict__)`."""
+    """Return the owner in `dict(type(owner).__dict__)` or `dict(type(owner).__mro__[1].__dict__)`; None for other
+    calls.
+    """
     node: Any = call.args[0] if len(call.args) == 1 else call
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
@@ -172,7 +179,7 @@ def _object_of_class(call: Any) -> ast.expr | None:
 
 
 def options_of_layers(model: nn.Module) -> Iterator[Reading]:
-    """What torch's own layers are set to, for a front end that does not tell what forward reads."""
+    """Yield the options of torch's own layers, for a front end that does not report what forward reads."""
     for name, module in model.named_modules():
         parts = name.split(".") if name else []
         path = tuple(
@@ -184,25 +191,28 @@ def options_of_layers(model: nn.Module) -> Iterator[Reading]:
 
 
 def with_values(readings: Iterable[Reading], model: nn.Module) -> tuple[Reading, ...]:
-    """Those whose value, which they note, is one that can be compared."""
+    """Return the readings with their current values, without those whose values cannot be compared."""
     noted = (replace(reading, value=reading.now(model)) for reading in readings)
-    noted = (reading for reading in noted if reading.beyond_modules() != (_TRAINING,))  # which `Structure.modes` has
+    noted = (
+        reading for reading in noted if reading.beyond_modules() != (_TRAINING,)
+    )  # module modes have a guard of their own
     kept = (reading for reading in noted if _is_plain(reading.value) or _is_constant_tensor(reading))
     return tuple(reading for reading in kept if not _is_computed(reading, model))
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether a value can be compared: a number, a string, a function, or a tuple of these."""
     return value is None or isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def _is_computed(reading: Reading, model: nn.Module) -> bool:
-    """Whether it is a property, which another object may answer each time."""
+    """Return whether a reading is a property, which may return another object each time."""
     owner = replace(reading, path=reading.path[:-1]).now(model)
     return isinstance(getattr(type(owner), str(reading.path[-1].key), None), property)
 
 
 def _is_constant_tensor(reading: Reading) -> bool:
-    """Whether it is a tensor that the trace holds: one that is no parameter and no buffer of the model."""
+    """Return whether a reading is a tensor that the trace holds: neither a parameter nor a buffer of the model."""
     rest = reading.beyond_modules()
     followed = reading.root is None and rest and rest[0].attribute and rest[0].key in _FOLLOWED
     return isinstance(reading.value, torch.Tensor) and not followed

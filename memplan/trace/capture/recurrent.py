@@ -1,5 +1,6 @@
-"""Recurrent layers as eager computes them on a CPU; LSTMs by one oneDNN kernel for each layer and direction, and one
-for its backward.
+"""Trace recurrent layers as eager computes them on a CPU.
+
+An LSTM is one oneDNN kernel for each layer and direction, and one for its backward.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _LAYERS = {getattr(torch, name): getattr(aten, name).input for name in ("lstm", 
 
 
 class RecurrentAsEager(TorchFunctionMode):
-    """Recurrent layers that `torch.export` meets, as the operations that eager's C++ calls for them on a CPU.
+    """Trace the recurrent layers that `torch.export` meets as the ops that eager's C++ calls for them on a CPU.
 
-    Export knows them by decompositions in Python, which are of other operations in another order, lose the dropout
-    between layers, and name types under autocast that eager's results do not have.
+    Export has decompositions for them in Python. These use other ops in another order, lose the dropout between layers,
+    and under autocast return types that differ from eager's.
     """
 
     def __init__(self) -> None:
@@ -38,17 +39,17 @@ class RecurrentAsEager(TorchFunctionMode):
     ) -> Any:
         op = _LAYERS.get(func)
         if op is None or len(args) != len(op._schema.arguments) or not isinstance(args[3], bool):
-            return func(*args, **(kwargs or {}))  # or of packed sequences
+            return func(*args, **(kwargs or {}))  # such as a call on packed sequences
         x, state, weights = args[:3]
         if x.device.type != "cpu":
             _require_dropout_kept(func.__name__, *args[4:7])
             return func(*args, **(kwargs or {}))
-        if func is torch.lstm and self._onednn and _is_onednns(x, *state, *weights):
-            return _onednns_lstm(*args)
+        if func is torch.lstm and self._onednn and _runs_by_onednn(x, *state, *weights):
+            return _onednn_lstm(*args)
         return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 
 
-def _onednns_lstm(  # noqa: PLR0917  (the op's own signature)
+def _onednn_lstm(  # noqa: PLR0917  (the op's own signature)
     x: torch.Tensor,
     state: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
@@ -59,7 +60,7 @@ def _onednns_lstm(  # noqa: PLR0917  (the op's own signature)
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`aten.lstm.input`, as eager runs it where oneDNN takes it (`lstm_mkldnn` in native/mkldnn/RNN.cpp)."""
+    """Run `aten.lstm.input` as eager does where oneDNN supports it (`lstm_mkldnn` in native/mkldnn/RNN.cpp)."""
     hidden, cell = state
     size, directions, ends = hidden.size(2), 2 if bidirectional else 1, []
     given = _by_direction(weights, has_biases)
@@ -83,9 +84,10 @@ def _onednns_lstm(  # noqa: PLR0917  (the op's own signature)
 
 
 def size_workspaces(graph: fx.Graph) -> None:
-    """Say how large the workspaces are that the kernels hand to their backward: their fakes say zero bytes.
+    """Set the sizes of the workspaces that the kernels save for their backward, in place: their fakes have zero bytes.
 
-    Only oneDNN knows: the kernel runs once for each distinct shape, on zeros. What no backward reads is not made.
+    Only oneDNN knows the size, so the kernel runs once for each distinct shape, on zeros. A workspace that no backward
+    reads is skipped.
     """
     for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
         items = [u for u in node.users if u.target is operator.getitem and u.args[1] == _WORKSPACE]
@@ -106,15 +108,18 @@ def size_workspaces(graph: fx.Graph) -> None:
 def _workspace_bytes(
     x: tuple[int, ...], weight: tuple[int, ...], recurrent: tuple[int, ...], dtype: torch.dtype, how: tuple[Any, ...]
 ) -> int:
+    """Return the size of the workspace in bytes, by running the kernel on zeros."""
     shapes = x, weight, recurrent, weight[:1], weight[:1], (x[1], recurrent[1]), (x[1], recurrent[1])
     given = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in shapes]
-    # As at run time: only with gradients there is one. Autocast, under which the graph was traced, would make halves.
+    # As at run time: the workspace exists only with gradients, and autocast would make it half precision.
     with torch.enable_grad(), torch.autocast("cpu", enabled=False), torch._C._AutoDispatchBelowAutograd():
         return int(aten.mkldnn_rnn_layer.default(*given, *how)[_WORKSPACE].numel())
 
 
-def _is_onednns(*tensors: torch.Tensor) -> bool:
-    """Whether oneDNN takes eager's LSTM: `use_mkldnn` in native/RNN.cpp, which asks the first for its type."""
+def _runs_by_onednn(*tensors: torch.Tensor) -> bool:
+    """Return whether oneDNN runs eager's LSTM: `use_mkldnn` in native/RNN.cpp, which checks the type of the first
+    tensor.
+    """
     x, hidden, cell = tensors[:3]
     if not x.numel() or hidden.size(2) != cell.size(2):  # projections
         return False
@@ -127,14 +132,15 @@ def _is_onednns(*tensors: torch.Tensor) -> bool:
 
 
 def _by_direction(weights: Sequence[torch.Tensor], has_biases: bool) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Two matrices and two biases for each layer and direction."""
+    """Yield two matrices and two biases for each layer and direction."""
     each = 4 if has_biases else 2
     for i in range(0, len(weights), each):
         own = tuple(weights[i : i + each])
-        yield own if has_biases else (*own, *(w.new_zeros(w.size(0)) for w in own))  # no kernel looks at those
+        yield own if has_biases else (*own, *(w.new_zeros(w.size(0)) for w in own))  # no kernel reads those
 
 
 def _require_dropout_kept(layer: str, layers: int, dropout: float, train: bool) -> None:
+    """Raise `UnsupportedGraph` for dropout between layers, which tracing loses on devices other than the CPU."""
     if dropout and train and layers > 1:
         reason = "has dropout between its layers, which tracing loses for other devices than a CPU"
         raise UnsupportedGraph(layer, reason, "use dropout=0 there and nn.Dropout between single-layer modules")

@@ -1,4 +1,4 @@
-"""Models that cannot be traced: what no front end can read rightly, refused before; and what one complained of."""
+"""Refuse models that no front end can trace correctly, and turn a front end's error into one that users can act on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.trace.capture.origins import place_of
 from memplan.trace.passes.rewrite import aten
 
-_BACKEND = 'or use torch.compile(model, backend="memplan"), which plans what lies between such places'
+_BACKEND = 'or use torch.compile(model, backend="memplan"), which plans the graphs between such places'
 _DATA_DEPENDENT = (
     *("data-dependent", "unbacked", "guardondatadependent", "dynamicoutputshape", "datadependentoutput", ".item()"),
     "dynamic shape operator",
@@ -40,8 +40,8 @@ def require_traceable(model: Any) -> None:
 
 
 def _refusal(module: nn.Module) -> tuple[str, str] | None:
-    """Why a module cannot be traced, and what to do; None when it can."""
-    if isinstance(module, torch.jit.ScriptModule):  # no Python is left, and parameters are not where a module's are
+    """Return why a module cannot be traced, and what to do; None if it can."""
+    if isinstance(module, torch.jit.ScriptModule):  # it has no Python left, and its parameters are elsewhere
         return "is a ScriptModule, which cannot be traced", "pass the module as it was before torch.jit.script or trace"
     if isinstance(module, nn.parallel.DistributedDataParallel):
         reason = "is a DistributedDataParallel, whose hooks a compiled step would not call"
@@ -55,7 +55,7 @@ def _refusal(module: nn.Module) -> tuple[str, str] | None:
             reason,
             "shard the model first, then compile each block within: torch.compile(block, backend=memplan.Backend())",
         )
-    if module._backward_hooks or module._backward_pre_hooks:  # they run where autograd passes a module's border
+    if module._backward_hooks or module._backward_pre_hooks:  # they run where autograd enters or leaves a module
         reason = "has backward hooks, which a compiled step would not call"
         return reason, "remove them, or use hooks on parameters or outputs"
     held: list[Any] = [*module._parameters.values(), *module._buffers.values()]
@@ -65,10 +65,10 @@ def _refusal(module: nn.Module) -> tuple[str, str] | None:
 
 
 def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
-    """The front end's complaint as one sentence and a next step."""
+    """Return the front end's error as one sentence and a hint."""
     name = type(model).__name__
     failure = _FAILED_ON_FAKES.search(str(error))
-    if failure is not None:  # what eager says too, within dynamo's account of how it came to it
+    if failure is not None:  # eager's own error, within dynamo's traceback
         words = " ".join(failure["words"].replace("\\n", " ").split())
         hint = "check the shapes and types of the example inputs: model(*example_inputs) fails in eager too"
         return UnsupportedGraph(name, f"forward fails on inputs like the example's: {words}", hint)
@@ -87,7 +87,7 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
     elif "not a known type" in text or "unhashable type" in text or "pytree-flattenable" in text:
         hint = "take and return tensors, tuples, lists or dicts, or register the type (torch.export.register_dataclass)"
         if "cache" in text:
-            hint = "set model.config.use_cache = False, which training needs not (transformers)"
+            hint = "set model.config.use_cache = False, which training does not need (transformers)"
     elif "graph break" in text or "unsupported" in text:
         hint = (
             "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"
@@ -99,11 +99,14 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
 
 
 def keywords_of(example_kwargs: Any) -> dict[str, Any]:
-    """The keywords of an example. Raises `MemplanError` for what is none, as a second input beside the first."""
+    """Return the keyword arguments of an example.
+
+    Raises `MemplanError` for anything that is no dict, such as a second input beside the first.
+    """
     if example_kwargs is None:
         return {}
     if not isinstance(example_kwargs, dict):
-        what = f"is a {type(example_kwargs).__name__}, no dict of keywords"
+        what = f"is a {type(example_kwargs).__name__}, not a dict of keywords"
         hint = "pass several example inputs as a tuple: (model, (first, second))"
         raise MemplanError(what, where="example_kwargs", hint=hint)
     return example_kwargs

@@ -1,7 +1,7 @@
-"""Ops whose results are not there when they return: collectives, and what runs on another stream.
+"""Refuse ops that may return before their results have arrived: collectives, and ops on another stream.
 
-Their `wait` is registered with the storage that torch allocated for the result. A result in the arena is a copy of
-bytes that have not arrived, and the wait for it waits for nothing.
+Their `wait` is registered with the storage that torch allocated for the result. A result in the arena would be a copy
+of bytes that have not arrived, and the wait for it would wait for nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STREAMS = {"ao", "streams"}  # activation offloading, and the streams and event
 
 
 def refuse_unfinished(graph: fx.Graph) -> None:
-    """Raise `UnsupportedGraph` for the first op that may return before its results are there."""
+    """Raise `UnsupportedGraph` for the first op that may return before its results have arrived."""
     for node in graph.nodes:
         overloads = [target for target in (node.target, *node.args) if isinstance(target, OpOverload)]
         for overload in overloads:  # a higher-order op has it among its arguments

@@ -1,5 +1,5 @@
-"""Row-independent ops run block by block of rows, so that their tensors never exist whole (`divide=`).
+"""Run row-independent ops block by block of rows, so that their tensors never exist whole (`divide=`).
 
-`rows.py` (which ops), `row_chains.py` (chains of them), `overwrite.py` (whose bytes a result may take), `chunk.py` and
-`chunk_rewrite.py` (the graph written anew), `chunk_search.py` (how many blocks a budget needs).
+`rows.py` says which ops these are, `row_chains.py` finds chains of them, `overwrite.py` says whose bytes a result may
+take, `chunk.py` and `chunk_rewrite.py` rewrite the graph, and `chunk_search.py` finds how many blocks a budget needs.
 """

@@ -1,12 +1,12 @@
-"""Division by rows: a chain of row-independent ops runs block by block, so that its tensors never exist whole.
+"""Divide by rows: a chain of row-independent ops runs block by block, so that its tensors never exist whole.
 
-Forward: what the chain reads is sliced, each op runs on a block, and what leaves the chain is written into its rows.
-Backward: the blocks that the forward did not keep are made again from what the chain reads; they are needed for one
-block at a time. Where the gradient that leaves is laid out like the tensor that the chain starts from, and nobody
-else reads that, its rows take the rows of that tensor: logits and their gradient are one storage.
+In the forward, what the chain reads is sliced, each op runs on a block, and what leaves the chain is written into its
+rows. In the backward, the blocks that the forward did not keep are recomputed from what the chain reads, one block at a
+time. Where the gradient that leaves is laid out like the tensor that the chain starts from, and nothing else reads
+that, its rows overwrite the rows of that tensor: logits and their gradient are one storage.
 
 The mean or sum of a cross-entropy is taken by the same kernel over the same rows, each of which has its loss as its
-only class: it adds in the same order, so the bits are the same.
+only class. It adds in the same order, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from memplan.trace.passes.aliasing import has_effects, keys_of, written_in
 
 
 def divide(graph: fx.Graph, division: Division) -> Division:
-    """Divide the chains of a functional graph, in place; the division as it was made, so that it can be made again.
+    """Divide the chains of a functional graph, in place, and return the division with `over` settled, to repeat it.
 
     Chains whose order allows no division are left as they are. Raises `InvalidSize` without a number of blocks.
     """
     if division.blocks is None:
-        raise InvalidSize("no number of blocks was settled on", where="divide", hint="pass one")
+        raise InvalidSize("no number of blocks was chosen", where="divide", hint="pass one")
     written = written_in(graph)
     found = chains(graph, lambda chain: _can_move(chain, written) is not None, sums=division.sums)
     over = division.over
@@ -42,8 +42,10 @@ def divide(graph: fx.Graph, division: Division) -> Division:
 
 
 def _can_move(chain: Chain, written: set[int]) -> list[list[fx.Node]] | None:
-    """By phase, what must run after the chain's part in it, although it stands between its nodes. None: a part cannot
-    run at one point of the program, or what it reads is of the storages that are `written`."""
+    """Return, by phase, the nodes between those of the chain that must run after the chain's part in that phase.
+
+    Returns None if a part cannot run at one point of the program, or if what it reads is one of the storages `written`.
+    """
     members = set(chain.nodes)
     if any(written & keys_of(node.all_input_nodes) for node in chain.nodes):
         return None
@@ -65,6 +67,7 @@ def _can_move(chain: Chain, written: set[int]) -> list[list[fx.Node]] | None:
 
 
 def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes from `first` to `last`."""
     node = first
     while node is not last:
         yield node

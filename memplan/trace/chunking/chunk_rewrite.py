@@ -1,4 +1,4 @@
-"""A chain written anew, block by block: what `divide.py` decides on is done here."""
+"""Rewrite a chain block by block, as `chunk.divide` decides."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from memplan.trace.passes.aliasing import keys_of
 from memplan.trace.passes.out_variants import out_names, out_variant
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
 
-_NOT_A_CLASS = -100  # torch's default for what is ignored
-_NOT_PLACED = (SUM, *PRODUCTS, NLL)  # which add up, or reduce
+_NOT_A_CLASS = -100  # torch's default for the class to ignore
+_NOT_PLACED = (SUM, *PRODUCTS, NLL)  # ops that add up or reduce
 
 
 class _Writer(Rewriter):
-    """Remembers what it made."""
+    """A rewriter that records the nodes it makes."""
 
     ours: set[fx.Node]
 
     def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node and record it."""
         node = super()._node(*args, **kwargs)
         self.ours.add(node)
         return node
 
 
 class ChunkRewriter:
-    """Writes one chain anew. `made[node, box]` is a block of a node's result."""
+    """Rewrites one chain. `made[node, box]` is a block of a node's result."""
 
     def __init__(self, graph: fx.Graph, chain: Chain, blocks: int) -> None:
         self.graph = graph
@@ -52,17 +53,18 @@ class ChunkRewriter:
             self._phase(part)
             for node in late:
                 self.anchor.prepend(node)
-            if not self.chain.sums:  # the backward makes its blocks again
+            if not self.chain.sums:  # the backward recomputes its blocks
                 self.made.clear()
         for node in reversed(self.chain.nodes):
             if not node.users:
                 self.graph.erase_node(node)
 
     def _phase(self, part: list[fx.Node]) -> None:
+        """Write the blocks of the chain's nodes in one phase, and replace what leaves the chain."""
         sinks = [node for node in part if self._leaves(node)]
         found = ((s, overwritten(self.chain, s, self.ours)) for s in reversed(sinks))
         last, memory = next(((s, memory) for s, memory in found if memory is not None), (None, None))
-        sinks.sort(key=lambda s: s is last)  # it overwrites what the others may read
+        sinks.sort(key=lambda s: s is last)  # this one overwrites what the others may read
         places = {s: self._place(s, memory if s is last else None) for s in sinks if s.target not in _NOT_PLACED}
         places |= {s: self._losses(s) for s in sinks if s.target is NLL}
         places |= {s: self._place(s) for s in sinks if s.target in PRODUCTS and self.chain.parts(s).result}
@@ -76,12 +78,13 @@ class ChunkRewriter:
                 self._replace(sink, places[sink] if sink in places else self.whole[sink])
 
     def _leaves(self, node: fx.Node) -> bool:
-        """Whether something outside the chain uses the node's result."""
+        """Return whether something outside the chain uses the node's result."""
         if node.target is NLL:
             return True
         return any(user not in self.members for user in node.users)
 
     def _writer(self, node: fx.Node, label: str = "") -> Rewriter:
+        """Return a rewriter for a node, at the current position and phase."""
         rewriter = _Writer(self.graph, self.mode, node, before=self.anchor)
         rewriter.phase, rewriter.label, rewriter.ours = self.phase, label, self.ours
         return rewriter
@@ -89,7 +92,7 @@ class ChunkRewriter:
     # -- blocks ------------------------------------------------------------------------------------------
 
     def _block(self, node: Any, box: Box) -> fx.Node:
-        """The rows `box` of a node's result: computed where it is of the chain, else sliced."""
+        """Return the rows `box` of a node's result: computed if the node is of the chain, else sliced."""
         key = node, box
         if key not in self.made:
             inside = node in self.members and self.chain.parts(node).result
@@ -97,7 +100,7 @@ class ChunkRewriter:
         return self.made[key]
 
     def _rows(self, node: fx.Node, box: Box) -> fx.Node:
-        """A view of the rows of a whole tensor."""
+        """Return a view of the rows of a whole tensor."""
         rw, n, val = self._writer(node), self.chain.n, value(node)
         if val.is_contiguous() and val.numel() % n == 0:
             shape = block_shape(val.shape, n, n)
@@ -107,7 +110,7 @@ class ChunkRewriter:
         return rw.call(SLICE, node, 0, *box) if val.shape[0] == n else self._boxed(node, box)
 
     def _boxed(self, node: fx.Node, box: Box) -> fx.Node:
-        """The same of one whose leading dimensions are the rows."""
+        """Return a view of the rows of a tensor whose leading dimensions are the rows."""
         rw, inner = self._writer(node), prod(self.chain.lead[1:])
         first, last = box[0] // inner, -(-box[1] // inner)
         view = rw.call(SLICE, node, 0, first, last)
@@ -116,7 +119,7 @@ class ChunkRewriter:
         return rw.call(SLICE, view, 1, box[0] - first * inner, box[1] - first * inner)
 
     def _run(self, node: fx.Node, box: Box, out: fx.Node | None = None) -> fx.Node:
-        """Run a node of the chain on a block; `out`: where to write the result."""
+        """Run a node of the chain on a block; `out` is where to write the result."""
         shape = self._shape(node, box)
         if node.target in VIEWS:
             return self._as(self._block(node.args[0], box), shape)
@@ -133,7 +136,7 @@ class ChunkRewriter:
         return rw.call(node.target, *args, **node.kwargs)
 
     def _copy(self, rw: Rewriter, node: fx.Node, source: fx.Node, shape: list[int]) -> fx.Node:
-        """clone, _to_copy: nothing to do where the block already is what they make."""
+        """Run clone or _to_copy on a block: nothing to do if the block has the layout and type that they make."""
         given, dtype = value(source), value(node).dtype
         if given.is_contiguous() and given.dtype == dtype:
             return self._as(source, shape)
@@ -141,11 +144,13 @@ class ChunkRewriter:
         return self._as(made, shape)
 
     def _as(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        """Return a node viewed in this shape."""
         if list(value(node).shape) == shape:
             return node
         return self._writer(node).call(aten.view.default, node, shape)
 
     def _shape(self, node: fx.Node, box: Box) -> list[int]:
+        """Return the shape of a block of a node's result."""
         if node.target is SLICE:
             return [box[1] - box[0], *value(node).shape[1:]]
         return block_shape(value(node).shape, self.chain.n, box[1] - box[0])
@@ -153,7 +158,7 @@ class ChunkRewriter:
     # -- what leaves the chain ---------------------------------------------------------------------------
 
     def _place(self, sink: fx.Node, memory: fx.Node | None = None) -> fx.Node:
-        """`memory` or new memory for a result that is needed whole; padding is zero."""
+        """Return the memory for a result that is needed whole, `memory` or new; its padding is set to zero."""
         rw = self._writer(sink)
         padded = sink.target is SLICE_BACKWARD and not self.chain.parts(sink).result
         if memory is None:
@@ -170,7 +175,7 @@ class ChunkRewriter:
         return memory
 
     def _store(self, sink: fx.Node, place: fx.Node | None, box: Box) -> None:
-        """Run the sink on a block, and put the block to its place."""
+        """Run the sink on a block, and write the block to its place."""
         if sink.target is NLL:
             self._block_loss(sink, place, box)
         elif place is None:
@@ -183,7 +188,7 @@ class ChunkRewriter:
             self._fill(sink, self._rows(place, box), box)
 
     def _fill(self, node: fx.Node, rows: fx.Node, box: Box) -> None:
-        """Write the block of a node into `rows`, by its own kernel where that can."""
+        """Write the block of a node into `rows`, by its own kernel if that can."""
         base = node
         while base in self.members and base.target in VIEWS:
             base = base.args[0]  # type: ignore[assignment]
@@ -201,7 +206,7 @@ class ChunkRewriter:
         rw.call(aten.copy_.default, rows, self._as(block, list(value(rows).shape)))
 
     def _add_up(self, sink: fx.Node, box: Box) -> None:
-        """A sum over rows: the first block's, to which those of the others are added."""
+        """Compute a sum over rows: the first block's sum, to which those of the other blocks are added."""
         rw = self._writer(sink, f"{sink.name}_rows{self.boxes.index(box)}")
         if sink.target is SUM:
             block = rw.call(SUM, self._block(sink.args[0], box), *sink.args[1:])
@@ -209,8 +214,8 @@ class ChunkRewriter:
                 rw.call(aten.add_.Tensor, self.whole[sink], block)
             self.whole.setdefault(sink, block)
         else:
-            turned, other = sink.args
-            x = self._writer(sink).call(TRANSPOSE, self._block(turned.args[0], box))  # type: ignore[union-attr]
+            transposed, other = sink.args
+            x = self._writer(sink).call(TRANSPOSE, self._block(transposed.args[0], box))  # type: ignore[union-attr]
             y = self._block(other, box)
             if sink in self.whole:
                 rw.call(aten.addmm_.default, self.whole[sink], x, y)
@@ -220,13 +225,14 @@ class ChunkRewriter:
     # -- cross-entropy -----------------------------------------------------------------------------------
 
     def _losses(self, sink: fx.Node) -> fx.Node:
-        """Memory for the loss of each row."""
+        """Return memory for the loss of each row."""
         x = value(sink.args[0])  # type: ignore[arg-type]
         with self.mode:
             like = torch.empty(x.shape[0], dtype=x.dtype, device=x.device)
         return self._writer(sink).scratch(like)
 
     def _block_loss(self, sink: fx.Node, losses: fx.Node | None, box: Box) -> None:
+        """Write the losses of a block's rows."""
         assert losses is not None
         x, target, _, _, ignored = sink.args
         rw = self._writer(sink, f"{sink.name}_rows{self.boxes.index(box)}")
@@ -248,7 +254,7 @@ class ChunkRewriter:
         sink.replace_all_uses_with(new)
 
     def _replace(self, sink: fx.Node, new: fx.Node) -> None:
-        """Let the users of the sink have `new`, shaped like it; views of it are views of that."""
+        """Replace the sink by `new`, viewed in its shape; views of the sink become views of that."""
         old = value(sink)
         v = value(new)
         if (v.shape, v.stride()) != (old.shape, old.stride()):
@@ -259,7 +265,7 @@ class ChunkRewriter:
 
 
 def _rebase(graph: fx.Graph, new: fx.Node, old: int, mode: FakeTensorMode) -> None:
-    """Evaluate again what was a view of the bytes `old`, now of those of `new`."""
+    """Compute the fake values of views of the bytes `old` again; they are now views of the bytes of `new`."""
     todo = [new]
     while todo:
         for user in todo.pop().users:

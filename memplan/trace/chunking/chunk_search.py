@@ -1,4 +1,4 @@
-"""As few blocks as a budget needs: plan a step whole, and divided where that finds no way."""
+"""Find as few blocks as a budget needs: plan a step whole, and divided where no plan of the whole step fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _Attempt = Callable[[TracedGraph, "Budget | None"], Plan]
 _BLOCKS = (4, 16, 64, 256)
-_WORTH = 0.99  # of the floor: more blocks that lower it by less are not tried
+_WORTH = 0.99  # times the floor: more blocks have to lower it below this
 
 
 def plan_divided(  # noqa: PLR0917
@@ -30,10 +30,11 @@ def plan_divided(  # noqa: PLR0917
     alignment: int,
     schedule: str | Policy,
 ) -> Plan:
-    """`attempt` with `budget` on the step with the fewest blocks with which it succeeds, none if that does.
+    """Return the plan that `attempt` makes with `budget` for the step with the fewest blocks for which it succeeds.
 
-    A budget that is a share is one of the step that is tried first. A budget of "min" takes the division with the
-    lowest floor. Where no division is allowed and one would help, `BudgetInfeasible` says how far.
+    A budget that is a share is one of the step that is tried first, which is not divided. A budget of "min" takes the
+    division with the lowest floor. Where no division is allowed and one would help, `BudgetInfeasible` says by how
+    much.
     """
     if allowed is not None and allowed.blocks is not None:
         return attempt(traced.divided(allowed), budget)
@@ -46,7 +47,7 @@ def plan_divided(  # noqa: PLR0917
 
 
 def _whole(traced: TracedGraph, attempt: _Attempt, budget: Budget | None, alignment: int) -> Plan:
-    """Without a division; where that fails, the error says what one would bring."""
+    """Return the plan without a division; if that fails, the error says what a division would bring."""
     try:
         return attempt(traced, budget)
     except BudgetInfeasible as error:
@@ -59,7 +60,7 @@ def _whole(traced: TracedGraph, attempt: _Attempt, budget: Budget | None, alignm
 
 
 def _fewest(traced: TracedGraph, allowed: Division, attempt: _Attempt, budget: int, alignment: int) -> Plan:
-    """The first attempt that succeeds, of those whose floor is not above the budget; or the last one's error."""
+    """Return the first plan that succeeds, of the steps whose floor is within the budget; else raise the last error."""
     last, failed = traced, None
     for last in (traced, *_divisions(traced, allowed, alignment)):
         if _floor(last, alignment) <= budget:
@@ -73,7 +74,7 @@ def _fewest(traced: TracedGraph, allowed: Division, attempt: _Attempt, budget: i
 
 
 def _divisions(traced: TracedGraph, allowed: Division, alignment: int) -> Iterator[TracedGraph]:
-    """The step in more and more blocks, as long as its floor falls."""
+    """Yield the step in more and more blocks, as long as its floor falls."""
     before = float(_floor(traced, alignment))
     for blocks in _BLOCKS:
         step = traced.divided(replace(allowed, blocks=blocks))
@@ -85,7 +86,7 @@ def _divisions(traced: TracedGraph, allowed: Division, alignment: int) -> Iterat
 
 
 def _in_bytes(budget: Budget, traced: TracedGraph, alignment: int, schedule: str | Policy) -> int:
-    """What a share is of: the step as it is."""
+    """Return the budget in bytes; a share is one of the undivided step's arena."""
     from memplan.evict.select import fit_policy
     from memplan.planning.budget import bytes_of
 
@@ -94,13 +95,14 @@ def _in_bytes(budget: Budget, traced: TracedGraph, alignment: int, schedule: str
 
 
 def _floor(traced: TracedGraph, alignment: int) -> int:
-    """Bytes that the hungriest op needs at once."""
+    """Return the bytes that the op with the largest working set needs at once."""
     from memplan.evict.working_set import floor
 
     return floor(_workload(traced, tuple(range(len(traced.graph.ops))), alignment))[0]
 
 
 def _workload(traced: TracedGraph, order: tuple[int, ...], alignment: int) -> Workload:
+    """Return the step in this order as a workload."""
     from memplan.evict.costs import DEVICES
     from memplan.planning.fit import make_workload
 

@@ -1,4 +1,4 @@
-"""Whose bytes a result of a chain may take: logits and their gradient, where nobody else reads the logits."""
+"""Find the tensor whose bytes a chain's result may take: logits for their gradient, if only the chain reads them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from memplan.trace.passes.rewrite import storage_key, value
 
 
 def overwritten(chain: Chain, sink: fx.Node, ours: set[fx.Node]) -> fx.Node | None:
-    """The tensor whose rows the sink's may take: read by the chain, row by row, and by nobody else. `ours`: nodes that
-    were made of the chain's so far."""
+    """Return the tensor whose rows the sink's rows may overwrite, or None.
+
+    The chain reads that tensor row by row, and nothing else reads it. `ours`: the nodes made from the chain's so far.
+    """
     if not is_backward(sink) or chain.sums or not chain.parts(sink).rows:
         return None
-    for x in _read_again(chain, sink):
+    for x in _read_by_backward(chain, sink):
         found = _laid_out_alike(sink, x)
         if found is not None and _only_read_by({*chain.nodes, *ours}, found):
             return found
     return None
 
 
-def _read_again(chain: Chain, sink: fx.Node) -> Iterator[fx.Node]:
-    """What the forward left and the sink's blocks are made of: it is alive in the backward anyway."""
+def _read_by_backward(chain: Chain, sink: fx.Node) -> Iterator[fx.Node]:
+    """Yield what the sink's blocks are made from and the forward made: it is alive in the backward anyway."""
     members, seen, todo = set(chain.nodes), {sink}, [sink]
     while todo:
         for x in chain.parts(todo.pop()).rows:
@@ -39,7 +41,7 @@ def _read_again(chain: Chain, sink: fx.Node) -> Iterator[fx.Node]:
 
 
 def _only_read_by(readers: set[fx.Node], tensor: fx.Node) -> bool:
-    """Whether an op made the tensor's bytes, and only `readers` read them, views apart."""
+    """Return whether an op made the tensor's bytes, and only `readers` read them, views aside."""
     key = storage_key(value(tensor))
     outside = {n for n in tensor.graph.nodes if n not in readers and key in keys_of(n)}
     made = [n for n in outside if n.op != "call_function" or not is_view(n)]
@@ -49,7 +51,7 @@ def _only_read_by(readers: set[fx.Node], tensor: fx.Node) -> bool:
 
 
 def _laid_out_alike(sink: fx.Node, x: fx.Node) -> fx.Node | None:
-    """The tensor that the sink can be: `x`, or what `x` was cut from by the slice that the sink undoes."""
+    """Return the tensor that the sink can overwrite: `x`, or what `x` was sliced from if the sink undoes that slice."""
     result = value(sink)
     if sink.target is SLICE_BACKWARD:
         padding = list(sink.args[2:])

@@ -1,4 +1,4 @@
-"""Chains of ops that treat rows independently (`rows.py`), found around every softmax of a functional graph."""
+"""Find chains of ops that treat rows independently, around every softmax of a functional graph."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ Box = tuple[int, int]  # rows from, to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Nodes (in graph order) that can run block by block of `n` rows. `lead`: dimensions that make up the rows of
-    what is not contiguous; a block must be a box of them. `need`: bytes of the hungriest node. `sums`: with matrix
-    products."""
+    """Nodes (in graph order) that can run block by block of `n` rows.
+
+    `lead`: the dimensions that make up the rows of what is not contiguous; a block must be a box of them. `need`: the
+    most bytes that one node reads and writes. `sums`: the chain includes matrix products.
+    """
 
     nodes: tuple[fx.Node, ...]
     n: int
@@ -41,29 +43,29 @@ class Chain:
     sums: bool
 
     def parts(self, node: fx.Node) -> Parts:
-        """How a node of the chain takes part in it."""
+        """Return how a node of the chain takes part in it."""
         found = parts(node, self.n, sums=self.sums)
         assert found is not None
         return found
 
     @property
     def phases(self) -> list[list[fx.Node]]:
-        """Its nodes of the forward, and of the backward; without what is empty."""
+        """The chain's nodes of the forward, and those of the backward; a phase without nodes is left out."""
         both = ([n for n in self.nodes if not is_backward(n)], [n for n in self.nodes if is_backward(n)])
         return [part for part in both if part]
 
 
 def chains(graph: fx.Graph, fits: Callable[[Chain], bool], *, sums: bool) -> list[Chain]:
-    """The maximal chains around the softmaxes of `graph` that `fits` accepts, disjoint, in graph order.
+    """Return the maximal chains around the softmaxes of `graph` that `fits` accepts, disjoint, in graph order.
 
-    `sums`: see `Division`; a chain that does not fit with its matrix products may fit without.
+    `sums`: see `Division`. A chain that does not fit with its matrix products may fit without.
     """
     found: list[Chain] = []
     taken: set[fx.Node] = set()
     place = {node: i for i, node in enumerate(graph.nodes)}
     for seed in graph.nodes:
         if seed.target in SOFTMAX | SOFTMAX_BACKWARD and seed not in taken:
-            tried = (_grown(seed, place, sums=True), _grown(seed, place, sums=False))[not sums :]
+            tried = (_largest_chain(seed, place, sums=True), _largest_chain(seed, place, sums=False))[not sums :]
             new = (c for c in tried if c is not None and c.n > 1 and not taken & set(c.nodes))
             chain = next(filter(fits, new), None)
             if chain is not None:
@@ -73,7 +75,7 @@ def chains(graph: fx.Graph, fits: Callable[[Chain], bool], *, sums: bool) -> lis
 
 
 def boxes(chain: Chain, blocks: int) -> list[Box]:
-    """Near-equal ranges of rows, each a box of `chain.lead`: whole outer dimensions, or a part of one of them."""
+    """Return near-equal ranges of rows, each a box of `chain.lead`: whole outer dimensions, or a part of one."""
     outer, inner = chain.lead[0], prod(chain.lead[1:])
     if blocks <= outer:
         return [(a * inner, b * inner) for a, b in _ranges(outer, blocks)]
@@ -82,14 +84,16 @@ def boxes(chain: Chain, blocks: int) -> list[Box]:
 
 
 def _ranges(n: int, blocks: int) -> list[Box]:
+    """Return `blocks` near-equal ranges of `n` rows."""
     cuts = [n * i // blocks for i in range(blocks + 1)]
     return list(pairwise(cuts))
 
 
-def _grown(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> Chain | None:
+def _largest_chain(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> Chain | None:
+    """Return the largest chain around a softmax, or None."""
     n = value(seed).shape[:-1].numel()
     nodes = _trimmed(_reach(seed, n, sums=sums), place)
-    if sums:  # a sequence that loses its last token on the way is divided by sequences
+    if sums:  # a chain that slices off the last token is divided by sequences
         shorter = [
             value(x).shape[0]
             for node in nodes
@@ -101,7 +105,7 @@ def _grown(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> Chain | N
             nodes = _trimmed(_reach(seed, n, sums=True), place)
     if seed not in nodes:
         return None
-    lead = {lead for node in nodes for lead in _leads(node, n, nodes, sums=sums)}
+    lead = {lead for node in nodes for lead in _required_boxes(node, n, nodes, sums=sums)}
     if len(lead) > 1:
         return None
     ordered = tuple(sorted(nodes, key=place.__getitem__))
@@ -109,7 +113,7 @@ def _grown(seed: fx.Node, place: dict[fx.Node, int], *, sums: bool) -> Chain | N
 
 
 def _reach(seed: fx.Node, n: int, *, sums: bool) -> set[fx.Node]:
-    """All nodes that are joined to the seed by tensors that come by rows; matrix products end a chain."""
+    """Return all nodes that are joined to the seed by tensors that come by rows; matrix products end a chain."""
     if parts(seed, n, sums=sums) is None:
         return set()
     nodes, todo = {seed}, [seed]
@@ -118,7 +122,7 @@ def _reach(seed: fx.Node, n: int, *, sums: bool) -> set[fx.Node]:
         own = parts(node, n, sums=sums)
         assert own is not None
         makers = () if node.target in PRODUCTS else [x for x in own.rows if value(x).numel() > n]
-        for near in (*makers, *_takers(node, own)):
+        for near in (*makers, *_row_users(node, own)):
             found = parts(near, n, sums=sums)
             joined = found and ((near in own.rows and found.result) or node in found.rows)
             if joined and near not in nodes:
@@ -129,22 +133,23 @@ def _reach(seed: fx.Node, n: int, *, sums: bool) -> set[fx.Node]:
 
 
 def _trimmed(nodes: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
-    """Without what cannot run block by block after all.
+    """Return the nodes without those that cannot run block by block after all.
 
-    That is views whose users want them whole, and in each phase what depends on the chain by way of something else.
+    These are views whose users need them whole, and in each phase the nodes that depend on the chain through another
+    node.
     """
     while True:
         out = {x for x in nodes if x.target in VIEWS | {SLICE, TRANSPOSE} and set(x.users) - nodes}
         out |= {user for x in out if x.target is TRANSPOSE for user in x.users}
         for backward in (False, True):
-            out |= _detours({n for n in nodes if is_backward(n) is backward}, place)
+            out |= _indirect_dependents({n for n in nodes if is_backward(n) is backward}, place)
         if not out & nodes:
             return nodes
         nodes = nodes - out
 
 
-def _detours(part: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
-    """Nodes of `part` that need what needs a node of `part` and is not of it."""
+def _indirect_dependents(part: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
+    """Return the nodes of `part` that depend on another node of `part` through a node that is not in it."""
     found: set[fx.Node] = set()
     others: set[fx.Node] = set()
     last = max((place[n] for n in part), default=-1)
@@ -159,13 +164,16 @@ def _detours(part: set[fx.Node], place: dict[fx.Node, int]) -> set[fx.Node]:
     return found
 
 
-def _takers(node: fx.Node, own: Parts) -> Iterator[fx.Node]:
+def _row_users(node: fx.Node, own: Parts) -> Iterator[fx.Node]:
+    """Yield the users that take a node's result by rows."""
     if own.result or node.target is TRANSPOSE:
         yield from node.users
 
 
-def _leads(node: fx.Node, n: int, nodes: set[fx.Node], *, sums: bool) -> Iterator[tuple[int, ...]]:
-    """The boxes that it asks for: where it reads something that is not contiguous, or pads rows."""
+def _required_boxes(node: fx.Node, n: int, nodes: set[fx.Node], *, sums: bool) -> Iterator[tuple[int, ...]]:
+    """Yield the dimensions that a block of a node must be a box of: where it reads what is not contiguous, or pads
+    rows.
+    """
     own = parts(node, n, sums=sums)
     assert own is not None
     for x in own.rows:
@@ -176,5 +184,6 @@ def _leads(node: fx.Node, n: int, nodes: set[fx.Node], *, sums: bool) -> Iterato
 
 
 def _bytes(node: fx.Node) -> int:
+    """Return the bytes that a node reads and writes."""
     touched = tensors_of((node, *node.all_input_nodes))
     return sum({storage_key(t): t.numel() * t.itemsize for t in touched}.values())

@@ -1,9 +1,9 @@
 """Which ops treat the rows of a tensor independently.
 
-A tensor of `n` rows is any tensor whose elements, in order, fall into `n` equal runs: the row is what an op keeps to.
-Listed are ops whose kernels give a row the same bits whatever other rows they are given. Pointwise kernels of
-transcendental functions do not: the last elements of a call go through scalar code. Matrix products do not either:
-they are divided only on demand (`sums`).
+A tensor of `n` rows is any tensor whose elements, in order, fall into `n` equal runs: a row is what an op does not
+cross. The ops listed here have kernels that give a row the same bits whatever other rows they process. Pointwise
+kernels of transcendental functions do not: the last elements of a call go through scalar code. Matrix products do not
+either: they are divided only on request (`sums`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SUM = aten.sum.dim_IntList
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of one op: which operands come by rows, and whether its result does."""
+    """How one op takes part in a chain: which operands come by rows, and whether its result does."""
 
     rows: tuple[fx.Node, ...]
     result: bool = True
 
 
 def block_shape(shape: torch.Size, n: int, rows: int) -> list[int]:
-    """The shape of `rows` of the `n` rows of a tensor: leading dimensions merged until they hold them."""
+    """Return the shape of `rows` of the `n` rows of a tensor: leading dimensions are merged until they hold them."""
     for d in range(1, len(shape) + 1):
         if prod(shape[:d]) % n == 0:
             return [prod(shape[:d]) // n * rows, *shape[d:]]
@@ -51,79 +51,80 @@ def block_shape(shape: torch.Size, n: int, rows: int) -> list[int]:
 
 
 def parts(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
-    """How `node` takes part in a chain of `n` rows; None: it does not."""
-    if node.op != "call_function" or not _plain(node):
+    """Return how `node` takes part in a chain of `n` rows; None if it does not."""
+    if node.op != "call_function" or not _is_dense_strided(node):
         return None
     args, target = node.args, node.target
     tensors = tuple(a for a in node.all_input_nodes if isinstance(a.meta.get("val"), torch.Tensor))
     if target in VIEWS:
-        return _if(_by_rows(node, n) and _by_rows(tensors[0], n), tensors)
+        return _parts_if(_by_rows(node, n) and _by_rows(tensors[0], n), tensors)
     if target in COPIES:
         rows = has_rows(tensors[0], n) or _has_lead(tensors[0], n)
-        return _if(rows and _by_rows(node, n) and value(node).device == value(tensors[0]).device, tensors)
+        return _parts_if(rows and _by_rows(node, n) and value(node).device == value(tensors[0]).device, tensors)
     if target in _POINTWISE:
         return _pointwise(node, n, tensors)
     if target in SOFTMAX | SOFTMAX_BACKWARD:
         dim, rank = args[1 if target in SOFTMAX else 2], value(node).dim()
         last = dim in (-1, rank - 1) and rank > 1 and value(node).shape[:-1].numel() % n == 0
-        return _if(last and all(_by_rows(t, n) for t in (node, *tensors)), tensors)
+        return _parts_if(last and all(_by_rows(t, n) for t in (node, *tensors)), tensors)
     if target is NLL or target is NLL_BACKWARD:
         return _loss(node, n)
-    return _at_the_end(node, n, sums=sums)
+    return _ends(node, n, sums=sums)
 
 
 def _loss(node: fx.Node, n: int) -> Parts | None:
-    """Without weights, over rows of classes."""
+    """Return the parts of a cross-entropy without weights, over rows of classes."""
     shift = 0 if node.target is NLL else 1
     x, target, weight, reduction = node.args[shift : shift + 4]
     fits = weight is None and reduction in (1, 2) and value(x).dim() == 2  # type: ignore[arg-type]
     by_rows = fits and _by_rows(x, n) and _by_rows(target, n)  # type: ignore[arg-type]
-    return _if(by_rows, (x, target), result=node.target is NLL_BACKWARD)  # type: ignore[arg-type]
+    return _parts_if(by_rows, (x, target), result=node.target is NLL_BACKWARD)  # type: ignore[arg-type]
 
 
-def _at_the_end(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
-    """What cuts rows off and pads them again; with `sums`, products and sums over rows."""
+def _ends(node: fx.Node, n: int, *, sums: bool) -> Parts | None:
+    """Return the parts of an op that cuts rows off or pads them; with `sums`, also of products and sums over rows."""
     args, target = node.args, node.target
     if target is SLICE_BACKWARD:
         grad, sizes, dim, _, _, step = args
         if sums:
-            return _if(dim >= 1 and sizes[0] == n and _by_rows(grad, n), (grad,))  # type: ignore[arg-type, operator, index]
-        return _if(step == 1 and _has_lead(grad, n), (grad,), result=False)  # type: ignore[arg-type]
+            return _parts_if(dim >= 1 and sizes[0] == n and _by_rows(grad, n), (grad,))  # type: ignore[arg-type, operator, index]
+        return _parts_if(step == 1 and _has_lead(grad, n), (grad,), result=False)  # type: ignore[arg-type]
     if not sums:
         return None
     if target is SLICE:
         x, dim = args[0], args[1] if len(args) > 1 else 0
-        return _if(dim >= 1 and value(x).shape[0] == n and _by_rows(x, n), (x,))  # type: ignore[arg-type, operator]
+        return _parts_if(dim >= 1 and value(x).shape[0] == n and _by_rows(x, n), (x,))  # type: ignore[arg-type, operator]
     if target is TRANSPOSE:
-        return _if(_by_rows(args[0], n) and value(args[0]).shape[0] % n == 0, (args[0],), result=False)  # type: ignore[arg-type]
+        return _parts_if(_by_rows(args[0], n) and value(args[0]).shape[0] % n == 0, (args[0],), result=False)  # type: ignore[arg-type]
     if target is SUM:
         fits = args[1] == [0] and not node.kwargs and value(args[0]).shape[0] % n == 0  # type: ignore[arg-type]
-        return _if(fits and _by_rows(args[0], n), (args[0],), result=False)  # type: ignore[arg-type]
+        return _parts_if(fits and _by_rows(args[0], n), (args[0],), result=False)  # type: ignore[arg-type]
     if target in PRODUCTS and (len(args) == 2 + PRODUCTS[target] and not node.kwargs):
         x, y = args[-2:]
         if x.target is TRANSPOSE and parts(x, n, sums=True) and _by_rows(y, n):  # type: ignore[union-attr, arg-type]
             whole = target is aten.mm.default and value(y).shape[0] % n == 0  # type: ignore[arg-type]
-            return _if(whole, (x, y), result=False)  # type: ignore[arg-type]
-        return _if(_by_rows(x, n) and _by_rows(node, n) and value(x).shape[0] % n == 0, (x,))  # type: ignore[arg-type]
+            return _parts_if(whole, (x, y), result=False)  # type: ignore[arg-type]
+        return _parts_if(_by_rows(x, n) and _by_rows(node, n) and value(x).shape[0] % n == 0, (x,))  # type: ignore[arg-type]
     return None
 
 
 def _pointwise(node: fx.Node, n: int, tensors: tuple[fx.Node, ...]) -> Parts | None:
-    """Operands of the result's shape come by rows; numbers come whole."""
+    """Return the parts of a pointwise op: operands of the result's shape come by rows, numbers come whole."""
     if (len(node.args) > 2 and node.target in (aten.add.Tensor, aten.sub.Tensor)) or node.kwargs:
-        return None  # alpha: a product and a sum, which vector code may round once
+        return None  # alpha: vector code may round the product and the sum once
     rows = tuple(t for t in tensors if value(t).shape == value(node).shape)
     others = [t for t in tensors if t not in rows]
     fits = rows and all(value(t).dim() == 0 for t in others)
-    return _if(bool(fits) and _by_rows(node, n) and all(has_rows(t, n) for t in rows), rows)
+    return _parts_if(bool(fits) and _by_rows(node, n) and all(has_rows(t, n) for t in rows), rows)
 
 
-def _if(holds: Any, rows: tuple[fx.Node, ...], *, result: bool = True) -> Parts | None:
+def _parts_if(holds: Any, rows: tuple[fx.Node, ...], *, result: bool = True) -> Parts | None:
+    """Return the parts if the condition holds, else None."""
     return Parts(rows, result) if holds else None
 
 
-def _plain(node: fx.Node) -> bool:
-    """Whether everything that it takes and gives is a dense tensor, or no tensor."""
+def _is_dense_strided(node: fx.Node) -> bool:
+    """Return whether everything that a node takes and makes is a dense tensor or no tensor."""
     given = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     flat = [t for v in given for t in (v if isinstance(v, (tuple, list)) else (v,))]
     return all(t is None or isinstance(t, (torch.Tensor, int, float)) for t in flat) and all(
@@ -132,13 +133,16 @@ def _plain(node: fx.Node) -> bool:
 
 
 def _by_rows(node: fx.Node, n: int) -> bool:
+    """Return whether a node is contiguous and falls into `n` rows."""
     return isinstance(node, fx.Node) and bool(value(node).is_contiguous() and value(node).numel() % n == 0)
 
 
 def has_rows(node: fx.Node, n: int) -> bool:
+    """Return whether a node falls into `n` rows, or has `n` as its first dimension."""
     return _by_rows(node, n) or value(node).shape[:1] == (n,)
 
 
 def _has_lead(node: fx.Node, n: int) -> bool:
+    """Return whether the first dimension, or the first two together, are `n` rows."""
     shape: torch.Size = value(node).shape
     return len(shape) >= 2 and (shape[0] == n or shape[:2].numel() == n)

@@ -1,4 +1,4 @@
-"""What only waits for the backward, in fewer bytes (`compress=`): masks as bits, activations as 8-bit codes.
+"""Compress what is saved for the backward (`compress=`): masks as bits, activations as 8-bit codes.
 
-`saved_for_backward.py` says what waits, `pack.py` is exact, `quantize.py` loses what it states.
+`saved_for_backward.py` finds these storages, `pack.py` is exact, and `quantize.py` has a stated error.
 """

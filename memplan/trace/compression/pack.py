@@ -1,9 +1,9 @@
-"""Masks that wait for the backward, a bit for each element instead of a byte.
+"""Pack masks that are saved for the backward: one bit for each element instead of one byte.
 
-After its last use in the forward a boolean tensor is packed, and before its first in the backward unpacked into memory
-of its own: the same bits, so there is nothing to lose. Eight bytes of 0 or 1 are one 64-bit integer, in which a product
-brings the eight bits together (and, unpacking, a product spreads them), so that each pass is one kernel over words, in
-place in the mask's own bytes. Little-endian machines only, as all that torch runs on.
+A boolean tensor is packed after its last use in the forward, and unpacked into new memory before its first use in the
+backward. The bits are the same, so nothing is lost. Eight bytes of 0 or 1 are one 64-bit integer. One multiplication
+gathers its eight bits into a byte, and another spreads them when unpacking, so that each pass is one kernel over words,
+in place in the mask's own bytes. This needs a little-endian machine, as all that torch runs on are.
 """
 
 from __future__ import annotations
@@ -16,46 +16,48 @@ from torch import fx
 
 from memplan.core.compressed_storages import PACKED, PACKING, UNPACKED, UNPACKING
 from memplan.trace.chunking.rows import VIEWS
-from memplan.trace.compression.saved_for_backward import Wait, waits_of
+from memplan.trace.compression.saved_for_backward import SavedStorage, saved_storages
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 
-_GATHER = 0x0102040810204080  # times eight bytes of 0 or 1: byte i becomes bit 56 + i
-_SPREAD = 0x0101010101010101  # times a byte: the byte eight times
+_GATHER = 0x0102040810204080  # multiplies eight bytes of 0 or 1: byte i becomes bit 56 + i
+_SPREAD = 0x0101010101010101  # multiplies a byte: repeats it eight times
 _PICK = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 _CARRY = 0x7F7F7F7F7F7F7F7F  # added to a byte that is not 0 and has one bit: sets its bit 7
 _WORD = 8
 
 
 def pack_masks(graph: fx.Graph) -> None:
-    """Pack every mask that only waits for the backward, in place."""
+    """Pack every mask that is only saved for the backward, in place."""
     mode = fake_mode_of(graph)
-    for wait in waits_of(graph):
-        if _can_pack(wait):
-            _pack(graph, mode, wait)
+    for saved in saved_storages(graph):
+        if _can_pack(saved):
+            _pack(graph, mode, saved)
 
 
-def _can_pack(wait: Wait) -> bool:
-    v = value(wait.base)
+def _can_pack(saved: SavedStorage) -> bool:
+    """Return whether a saved storage is a mask that whole words can hold, and whose aliases are views by rows."""
+    v = value(saved.base)
     if v.dtype is not torch.bool or not v.is_contiguous() or v.storage_offset():
         return False
-    return v.numel() % _WORD == 0 and v.numel() > 0 and all(view.target in VIEWS for view in wait.aliases[1:])
+    return v.numel() % _WORD == 0 and v.numel() > 0 and all(view.target in VIEWS for view in saved.aliases[1:])
 
 
-def _pack(graph: fx.Graph, mode: Any, wait: Wait) -> None:
-    mask, views = wait.base, wait.aliases[1:]
-    packed = _gathered(Rewriter(graph, mode, mask, before=wait.following), mask)
-    rw = Rewriter(graph, mode, mask, before=wait.before)
+def _pack(graph: fx.Graph, mode: Any, saved: SavedStorage) -> None:
+    """Pack one mask, and let the backward read the unpacked one."""
+    mask, views = saved.base, saved.aliases[1:]
+    packed = _gathered(Rewriter(graph, mode, mask, before=saved.following), mask)
+    rw = Rewriter(graph, mode, mask, before=saved.before)
     rw.phase = "is_backward"
     back = {mask: _spread(rw, packed, value(mask))}
     for view in views:
-        if any(user in wait.later for user in view.users) or is_backward(view):
+        if any(user in saved.later for user in view.users) or is_backward(view):
             rw.label = f"{view.name}_again"
             args = (back[_source(view)], *view.args[1:]) if _source(view) in back else view.args
             back[view] = rw.call(view.target, *args)
     for node, new in back.items():
         for user in list(node.users):
-            if user in wait.later:
+            if user in saved.later:
                 user.replace_input_with(node, new)
     for view in reversed(views):
         if is_backward(view) and not view.users:
@@ -63,13 +65,14 @@ def _pack(graph: fx.Graph, mode: Any, wait: Wait) -> None:
 
 
 def _source(view: fx.Node) -> fx.Node:
+    """Return the tensor that a view is of."""
     source = view.args[0]
     assert isinstance(source, fx.Node)
     return source
 
 
 def _gathered(rw: Rewriter, mask: fx.Node) -> fx.Node:
-    """The packed bits; the mask's own bytes hold nothing after it."""
+    """Return the packed bits; the mask's own bytes are overwritten."""
     v = value(mask)
     words = _words(rw, mask, v.numel())
     rw.label = mask.name + PACKING
@@ -85,7 +88,7 @@ def _gathered(rw: Rewriter, mask: fx.Node) -> fx.Node:
 
 
 def _spread(rw: Rewriter, bits: fx.Node, like: torch.Tensor) -> fx.Node:
-    """The mask again, in memory of its own."""
+    """Return the unpacked mask, in memory of its own."""
     made = rw.scratch(like)
     words = _words(rw, made, like.numel())
     rw.label = rw.node.name + UNPACKED + "bits"
@@ -98,6 +101,7 @@ def _spread(rw: Rewriter, bits: fx.Node, like: torch.Tensor) -> fx.Node:
 
 
 def _steps() -> Iterator[tuple[Any, int]]:
+    """Yield the in-place ops, with their operand, that spread each byte's bits over eight bytes."""
     yield aten.mul_.Tensor, _SPREAD
     yield aten.bitwise_and_.Scalar, _PICK
     yield aten.add_.Tensor, _CARRY
@@ -106,4 +110,5 @@ def _steps() -> Iterator[tuple[Any, int]]:
 
 
 def _words(rw: Rewriter, mask: fx.Node, count: int) -> fx.Node:
+    """Return a mask viewed as 64-bit integers."""
     return rw.call(aten.view.dtype, rw.call(aten.view.default, mask, [count]), torch.int64)

@@ -1,20 +1,20 @@
-"""Activations that wait for the backward as 8-bit codes, which loses something: ActNN (Chen et al., ICML 2021).
+"""Save activations for the backward as 8-bit codes, with a bounded error: ActNN (Chen et al., ICML 2021).
 
-A storage of floating point numbers is cut into groups of up to 256 elements, in the order of its bytes. Of a group are
-kept its minimum `lo`, a step of `(hi - lo) / 255`, and of each element the number of steps above `lo`, to the nearest
-(half to even: nothing is random). What the backward reads instead of `x` is `lo + code * step`; with `M` the largest
-magnitude in the group,
+A storage of floating point numbers is cut into groups of up to 256 elements, in the order of its bytes. For each group,
+its minimum `lo` and a step of `(hi - lo) / 255` are kept, and for each element the number of steps above `lo`, rounded
+to the nearest (half to even: nothing is random). What the backward reads instead of `x` is `lo + code * step`. With `M`
+the largest magnitude in the group,
 
     |x - x'| <= (hi - lo) / 510 + 4 * eps * M + tiny
 
-where `eps` and `tiny` are those of the type that this is computed in: the tensor's own, float32 for half precision,
-which adds its own rounding, half an ulp of `x'`. Groups of equal elements, and the least of every group, are exact. In
-a group with a nan or an infinity, or whose `hi - lo` overflows, every element becomes a nan or an infinity.
+where `eps` and `tiny` are those of the type that this is computed in: the tensor's own, or float32 for half precision,
+which adds its own rounding, half an ulp of `x'`. Groups of equal elements, and the minimum of every group, are exact.
+In a group with a nan or an infinity, or whose `hi - lo` overflows, every element becomes a nan or an infinity.
 
-The forward is not touched: only what the backward reads is changed. Left as it is, beside what `saved_for_backward.py` does not
-list: what is small, or would not shrink enough; further results of a kernel (statistics of a norm, an attention's
-logsumexp), whose errors would weigh more than they bring; attention masks; and what depends on no parameter and no
-input of real numbers (positions, masks, tables).
+The forward is not changed, only what the backward reads. Some saved storages stay as they are: those that are small or
+would not shrink enough; further results of a kernel (statistics of a norm, an attention's logsumexp), whose errors
+would cost more than their bytes bring; attention masks; and what depends on no parameter and no input of real numbers
+(positions, masks, tables).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import ParamAOTInput, PlainAOTInput
 
 from memplan.core.compressed_storages import PACKED, PACKING, UNPACKED, UNPACKING
-from memplan.trace.compression.saved_for_backward import Wait, waits_of
+from memplan.trace.compression.saved_for_backward import SavedStorage, saved_storages
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 
 GROUP = 256  # elements, at most
 _STEPS = 255
 _SMALL = 1024  # bytes
-_PAYS = 0.6  # of the bytes: half precision just does
+_PAYS = 0.6  # the largest share of the bytes that is worth it: half precision is just below
 _MASKS = ("attn_bias", "attn_mask")
 _COMPUTED_IN = {
     torch.float16: torch.float32,
@@ -44,20 +44,21 @@ _COMPUTED_IN = {
 
 
 def quantize(graph: fx.Graph) -> None:
-    """Let every activation that may wait as codes do so, in place."""
+    """Save every activation that can be coded as codes, in place."""
     mode = fake_mode_of(graph)
     learned = _learned(graph)
-    for wait in waits_of(graph):
-        if wait.base in learned and _can_wait_as_codes(wait):
-            _quantize(graph, mode, wait)
+    for saved in saved_storages(graph):
+        if saved.base in learned and _can_be_coded(saved):
+            _quantize(graph, mode, saved)
 
 
 def group_of(numel: int) -> int:
-    """Elements in a group: the largest number up to `GROUP` that leaves no rest."""
+    """Return the number of elements in a group: the largest divisor of `numel` up to `GROUP`."""
     return next(size for size in range(GROUP, 0, -1) if numel % size == 0)
 
 
 def _pays(like: torch.Tensor) -> bool:
+    """Return whether codes take enough fewer bytes than a tensor."""
     numel, size = like.numel(), like.element_size()
     if numel * size < _SMALL:
         return False
@@ -65,19 +66,20 @@ def _pays(like: torch.Tensor) -> bool:
     return kept <= _PAYS * numel * size
 
 
-def _can_wait_as_codes(wait: Wait) -> bool:
-    base, v = wait.base, value(wait.base)
+def _can_be_coded(saved: SavedStorage) -> bool:
+    """Return whether a saved storage can be kept as codes."""
+    base, v = saved.base, value(saved.base)
     if v.dtype not in _COMPUTED_IN or not _is_dense(v) or not _pays(v):
         return False
     if base.target is operator.getitem and base.args[1] != 0:
         return False
-    if any(value(alias).dtype is not v.dtype or not _inside(value(alias), v) for alias in wait.aliases):
+    if any(value(alias).dtype is not v.dtype or not _inside(value(alias), v) for alias in saved.aliases):
         return False
-    return not any(_is_mask(alias, user) for alias in wait.aliases for user in wait.later)
+    return not any(_is_mask(alias, user) for alias in saved.aliases for user in saved.later)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in any order of dimensions."""
+    """Return whether a tensor's elements are adjacent in memory, in any order of dimensions."""
     expected = 1
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if n != 1:
@@ -88,19 +90,21 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _inside(alias: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return whether `alias` lies within the bytes of `whole`."""
     first = alias.storage_offset() - whole.storage_offset()
     last = first + sum((n - 1) * s for n, s in zip(alias.shape, alias.stride(), strict=True))
     return first >= 0 and (alias.numel() == 0 or last < whole.numel())
 
 
 def _is_mask(node: fx.Node, user: fx.Node) -> bool:
+    """Return whether `user` takes `node` as an attention mask."""
     target: Any = user.target
     given = dict(zip((a.name for a in target._schema.arguments), user.args, strict=False)) | user.kwargs
     return any(given.get(name) is node for name in _MASKS)
 
 
 def _learned(graph: fx.Graph) -> set[fx.Node]:
-    """What depends on a parameter or on an input of real numbers."""
+    """Return the nodes that depend on a parameter or on an input of real numbers."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -113,26 +117,28 @@ def _learned(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _quantize(graph: fx.Graph, mode: Any, wait: Wait) -> None:
-    base, v = wait.base, value(wait.base)
-    codes, low, step = _coded(Rewriter(graph, mode, base, before=wait.following), base)
-    rw = Rewriter(graph, mode, base, before=wait.before)
+def _quantize(graph: fx.Graph, mode: Any, saved: SavedStorage) -> None:
+    """Keep one saved storage as codes, and let the backward read the decoded one."""
+    base, v = saved.base, value(saved.base)
+    codes, low, step = _coded(Rewriter(graph, mode, base, before=saved.following), base)
+    rw = Rewriter(graph, mode, base, before=saved.before)
     rw.phase = "is_backward"
     made = _decoded(rw, codes, low, step, v)
-    for alias in wait.aliases:
-        users = [user for user in alias.users if user in wait.later]
+    for alias in saved.aliases:
+        users = [user for user in alias.users if user in saved.later]
         if users:
             rw.label = f"{alias.name}_again"
             seen = value(alias)
             offset = seen.storage_offset() - v.storage_offset()
-            again = rw.call(aten.as_strided.default, made, list(seen.shape), list(seen.stride()), offset)
+            decoded = rw.call(aten.as_strided.default, made, list(seen.shape), list(seen.stride()), offset)
             for user in users:
-                user.replace_input_with(alias, again)
-    for alias in reversed(wait.aliases[1:]):
+                user.replace_input_with(alias, decoded)
+    for alias in reversed(saved.aliases[1:]):
         _erase_dead_view(graph, alias)
 
 
 def _erase_dead_view(graph: fx.Graph, view: fx.Node) -> None:
+    """Erase a view that nothing uses, and the op whose result it was if nothing uses that either."""
     if view.users:
         return
     source = view.args[0]
@@ -142,7 +148,7 @@ def _erase_dead_view(graph: fx.Graph, view: fx.Node) -> None:
 
 
 def _coded(rw: Rewriter, base: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Codes, minimum and step of each group; the tensor's own bytes hold nothing after it."""
+    """Return codes, minimum and step of each group; the tensor's own bytes are overwritten."""
     v = value(base)
     work = _grouped(rw, base)
     kept = _like(rw, value(work), torch.uint8)
@@ -157,7 +163,7 @@ def _coded(rw: Rewriter, base: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     step = rw.call(aten.amax.default, work, [1], True)
     rw.call(aten.sub_.Tensor, step, low)
     rw.call(aten.div_.Scalar, step, _STEPS)
-    # Never 0, by which equal elements could not be divided; a nan stays one.
+    # Never 0, since equal elements are divided by it; a nan stays a nan.
     rw.call(aten.clamp_min_.default, step, torch.finfo(value(work).dtype).tiny)
     rw.call(aten.sub_.Tensor, work, low)
     rw.call(aten.div_.Tensor, work, step)
@@ -170,7 +176,7 @@ def _coded(rw: Rewriter, base: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
 
 
 def _decoded(rw: Rewriter, codes: fx.Node, low: fx.Node, step: fx.Node, like: torch.Tensor) -> fx.Node:
-    """What the tensor was, up to the error, in memory of its own that is laid out alike."""
+    """Return the tensor, up to the error, in memory of its own with the same layout."""
     rw.label = ""
     made = rw.scratch(like)
     work = _grouped(rw, made)
@@ -189,7 +195,7 @@ def _decoded(rw: Rewriter, codes: fx.Node, low: fx.Node, step: fx.Node, like: to
 
 
 def _grouped(rw: Rewriter, tensor: fx.Node) -> fx.Node:
-    """The elements of a dense tensor in the order of its bytes, a row for each group."""
+    """Return the elements of a dense tensor in the order of its bytes, one row for each group."""
     v = value(tensor)
     size = group_of(v.numel())
     rw.label = f"{rw.node.name}_groups"
@@ -197,6 +203,6 @@ def _grouped(rw: Rewriter, tensor: fx.Node) -> fx.Node:
 
 
 def _like(rw: Rewriter, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Not computed: only its layout is."""
+    """Return an uninitialised fake tensor of this shape and dtype, for its layout only."""
     with rw.mode:
         return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)

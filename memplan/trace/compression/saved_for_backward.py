@@ -1,4 +1,4 @@
-"""Which storages of a functional graph only wait for the backward between two of its nodes."""
+"""Find the storages of a functional graph that are saved for the backward and unused in between."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memplan.trace.passes.rewrite import storage_key, value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """A storage that an op of the forward makes, whose last use there is before its first in the backward.
+class SavedStorage:
+    """A storage that an op of the forward makes, whose last use there comes before its first use in the backward.
 
-    `aliases`: its tensors, that which made it first; `after`, `before`: the nodes between which nothing uses it;
-    `later`: the nodes of the backward that read it. Nothing writes it again, and it is not returned.
+    `aliases`: its tensors, the one that it was made for first. `after`, `before`: the nodes between which nothing uses
+    it. `later`: the nodes of the backward that read it. No other op writes it, and it is not returned.
     """
 
     aliases: list[fx.Node]
@@ -32,15 +32,15 @@ class Wait:
 
     @property
     def following(self) -> fx.Node:
-        """The node before which something may stand that comes after the last use in the forward."""
+        """The node before which a node can be inserted so that it comes after the last use in the forward."""
         node: fx.Node = self.after.next
         while node.op == "placeholder":
             node = node.next
         return node
 
 
-def waits_of(graph: fx.Graph) -> Iterator[Wait]:
-    """Every such storage of the graph as it is now; what is yielded may be changed before the next is asked for."""
+def saved_storages(graph: fx.Graph) -> Iterator[SavedStorage]:
+    """Yield every such storage of the graph; each may be rewritten before the next is requested."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     groups: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -59,16 +59,17 @@ def waits_of(graph: fx.Graph) -> Iterator[Wait]:
         forward = [node for node in (*group, *users) if not is_backward(node)]
         after, before = max(forward, key=place.__getitem__), min(later, key=place.__getitem__)
         if place[after] < place[before]:
-            yield Wait(aliases=group, after=after, before=before, later=later)
+            yield SavedStorage(aliases=group, after=after, before=before, later=later)
 
 
 def _is_split(user: fx.Node, key: int) -> bool:
-    """Whether its results are views of the storage."""
+    """Return whether the results of `user` are views of the storage."""
     parts = user.meta.get("val")
     tensors = [p for p in parts if isinstance(p, torch.Tensor)] if isinstance(parts, (tuple, list)) else []
     return bool(tensors) and all(storage_key(part) == key for part in tensors)
 
 
 def _only_reads(user: fx.Node) -> bool:
+    """Return whether an op writes none of its arguments."""
     schema = getattr(user.target, "_schema", None)
     return user.op == "call_function" and schema is not None and not schema.is_mutable

@@ -1,5 +1,5 @@
-"""Tracing with sizes that vary (`dynamic_shapes=`): sizes become expressions of the user's symbols.
+"""Trace with sizes that vary (`dynamic_shapes=`): sizes become expressions of the user's symbols.
 
-Start at `symbolic.py`; `dims.py` reads what varies, `symbolic_capture.py` traces, `symbols.py` and `conditions.py` translate
-torch's symbols and guards, `varying.py` is the result.
+Start at `symbolic.py`. `dims.py` reads what varies, `symbolic_capture.py` traces, `symbols.py` and `conditions.py`
+translate torch's symbols and guards, and `varying.py` has the result.
 """

@@ -1,4 +1,4 @@
-"""Conditions on the symbols of a trace: which say anything, which fix a symbol, which shapes they leave out."""
+"""Conditions on the symbols of a trace: which are redundant, which fix a symbol, and which shapes they exclude."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from memplan.symbolic.expression import holder
 from memplan.trace.dynamic.dims import Range
 
-_FEW = 20_000  # shapes that are tried one by one
-_NEAR = 40  # sizes to both sides of the hint that are tried to see whether a symbol is fixed
+_FEW = 20_000  # the most shapes that are tried one by one
+_NEAR = 40  # sizes below and above the hint that are tried to see whether a symbol is fixed
 
 
 def pinned(symbols: Sequence[Range], hints: Mapping[str, int], conditions: Sequence[str]) -> tuple[Range, str] | None:
-    """The first symbol for which only one value is left, whatever the others are near, and the condition to blame."""
+    """Return the first symbol with only one value left near the hints, and the condition that fixes it; else None."""
     names = [s.name for s in symbols]
     for s in symbols:
         tried = range(max(s.min, hints[s.name] - _NEAR), min(s.max, hints[s.name] + _NEAR) + 1)
@@ -28,7 +28,7 @@ def pinned(symbols: Sequence[Range], hints: Mapping[str, int], conditions: Seque
 
 
 def telling(symbols: Sequence[Range], conditions: Sequence[str]) -> tuple[str, ...]:
-    """The conditions without those that never say more than the ones before, as far as all shapes can be tried."""
+    """Return the conditions that are not implied by the ones before, as far as all shapes can be tried."""
     kept: list[str] = []
     for text in sorted(dict.fromkeys(conditions), key=lambda text: (len(text), text)):
         used = [s for s in symbols if s.name in _names(text)]
@@ -42,16 +42,17 @@ def telling(symbols: Sequence[Range], conditions: Sequence[str]) -> tuple[str, .
 
 
 def _every(symbols: Sequence[Range]) -> Iterator[tuple[int, ...]]:
-    """All values; only of few shapes: the ranges are laid out in memory."""
+    """Yield all values of the symbols. The ranges are laid out in memory, so this is for few shapes only."""
     return itertools.product(*(range(s.min, s.max + 1) for s in symbols))
 
 
 def _names(text: str) -> set[str]:
+    """Return the names in a condition."""
     return {node.id for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Name)}
 
 
 def beyond(symbols: Sequence[Range], hints: Mapping[str, int], conditions: Sequence[str]) -> dict[str, int] | None:
-    """The hints with one value that the conditions leave out, the nearest that is no special size; None without."""
+    """Return the hints with one value that the conditions exclude, the nearest that is no special size; else None."""
     names = [s.name for s in symbols]
     holds = holder(conditions, names)
     for s in symbols:
@@ -65,7 +66,7 @@ def beyond(symbols: Sequence[Range], hints: Mapping[str, int], conditions: Seque
 
 
 def either(symbols: Sequence[Range], one: Sequence[str], two: Sequence[str]) -> tuple[str, ...]:
-    """Conditions that hold where all of the one or all of the other do."""
+    """Return conditions that hold where all of `one` or all of `two` hold."""
     if not one or not two:
         return ()
     whole = " or ".join(f"({' and '.join(texts)})" for texts in (one, two))

@@ -1,4 +1,4 @@
-"""`dynamic_shapes=` in torch.export's notation: which dimensions of which inputs vary, how far, and together with what.
+"""Read `dynamic_shapes=` in torch.export's notation: which dimensions of which inputs vary, and in which range.
 
 batch, seq = Dim("batch", min=1, max=64), Dim("seq", max=1024)
 {"tokens": {0: batch, 1: seq}, "mask": {0: batch, 1: seq}}     by the names of forward's arguments
@@ -27,14 +27,14 @@ _EXAMPLE = 'Dim("batch", min=1, max=64)'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Varying:
-    """A dimension of an input: `factor` * symbol + `offset`."""
+    """The size of an input's dimension that varies: `factor` * symbol + `offset`."""
 
     symbol: str
     factor: int = 1
     offset: int = 0
 
     def at(self, value: int) -> int:
-        """Its size when the symbol has this value."""
+        """Return the size for this value of the symbol."""
         return self.factor * value + self.offset
 
     def __str__(self) -> str:
@@ -44,7 +44,10 @@ class Varying:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """What a symbol may be. `example` is what it is in the example. `strict`: an error if the model fixes it."""
+    """The values that a symbol may have.
+
+    `example`: its value in the example. `strict`: raise an error if the model fixes it.
+    """
 
     name: str
     min: int
@@ -55,14 +58,17 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dims:
-    """`leaves[i]`: what varies of leaf i of the flattened (args, kwargs), by dimension."""
+    """The dimensions that vary. `leaves[i]`: those of leaf i of the flattened (args, kwargs), by dimension."""
 
     symbols: tuple[Range, ...]
     leaves: tuple[Mapping[int, Varying], ...]
 
 
 def read_dims(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Dims:
-    """Read `dynamic_shapes` for a call of `model`. Raises `InvalidShapes` saying which part makes no sense."""
+    """Return what `dynamic_shapes` says for a call of `model`.
+
+    Raises `InvalidShapes` for the part that makes no sense.
+    """
     flat, spec = pytree.tree_flatten((args, kwargs))
     numbered = pytree.tree_unflatten(list(range(len(flat))), spec)
     reader = _Reader(flat)
@@ -72,7 +78,7 @@ def read_dims(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], g
 
 
 def _by_argument(model: nn.Module, numbered: Any, given: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(path, what is said of it, the numbers of its leaves) for each argument."""
+    """Yield (path, its entry of `dynamic_shapes`, the numbers of its leaves) for each argument."""
     args, kwargs = numbered
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
@@ -97,18 +103,20 @@ def _by_argument(model: nn.Module, numbered: Any, given: Any) -> Iterator[tuple[
 
 
 class _Reader:
+    """Collects the symbols and what varies of each leaf."""
+
     def __init__(self, flat: list[Any]) -> None:
         self.flat = flat
         self.ranges: dict[str, Range] = {}
         self.leaves: list[dict[int, Varying]] = [{} for _ in flat]
 
     def read(self, path: str, part: Any, numbers: Any) -> None:
-        """Note what `part` says of the leaves whose numbers stand in the tree `numbers`."""
+        """Record what `part` says of the leaves whose numbers are in the tree `numbers`."""
         if part is None:
             return
         if isinstance(numbers, int):
             if not isinstance(self.flat[numbers], torch.Tensor):
-                raise InvalidShapes("is said of something that is no tensor", where=path, hint="use None for it")
+                raise InvalidShapes("is given for something that is no tensor", where=path, hint="use None for it")
             self._tensor(path, part, numbers)
             return
         children = list(numbers.items()) if isinstance(numbers, Mapping) else list(enumerate(numbers))
@@ -120,6 +128,7 @@ class _Reader:
             self.read(f"{path}[{key!r}]", parts.get(key), child)
 
     def _tensor(self, path: str, part: Any, number: int) -> None:
+        """Record what `part` says of the dimensions of one tensor."""
         tensor = self.flat[number]
         if not isinstance(part, (Mapping, tuple, list)):
             raise InvalidShapes(f"is {part!r}, not a dict from dimensions to Dims", where=path, hint=_HINT)
@@ -133,8 +142,9 @@ class _Reader:
             self._dim(where, said, number, dim % tensor.dim())
 
     def _dim(self, where: str, said: Any, number: int, dim: int) -> None:
+        """Record what `said` says of one dimension."""
         size = int(self.flat[number].shape[dim])
-        kind = getattr(getattr(said, "type", None), "name", None)  # of Dim.AUTO, Dim.DYNAMIC, Dim.STATIC
+        kind = getattr(getattr(said, "type", None), "name", None)  # the kind of Dim.AUTO, Dim.DYNAMIC and Dim.STATIC
         if said is None or kind == "STATIC":
             return
         if type(said) is int:
@@ -158,6 +168,7 @@ class _Reader:
         self.leaves[number][dim] = varying
 
     def _symbol(self, where: str, name: str, low: Any, high: Any, example: int, *, strict: bool) -> None:
+        """Record a symbol and its range. Raises `InvalidShapes` if that contradicts what is known of it."""
         found = Range(
             name=name,
             min=max(int(low or 0), 1),
@@ -176,6 +187,7 @@ class _Reader:
             raise InvalidShapes(what, where=where, hint="widen the range, or choose another example")
 
     def finish(self) -> Dims:
+        """Return the result. Raises `InvalidShapes` if no dimension varies."""
         if not self.ranges:
             hint = f"name what varies, as in {{'tokens': {{0: {_EXAMPLE}}}}}, or leave dynamic_shapes out"
             raise InvalidShapes("no dimension varies", where="dynamic_shapes", hint=hint)
@@ -183,7 +195,10 @@ class _Reader:
 
 
 def without(dims: Dims, names: Collection[str]) -> Dims:
-    """The dims with these symbols fixed to the example's sizes. Raises `InvalidShapes` when nothing is left to vary."""
+    """Return the dims with these symbols fixed to the example's sizes.
+
+    Raises `InvalidShapes` if nothing is left to vary.
+    """
     rest = tuple(s for s in dims.symbols if s.name not in names)
     if not rest:
         what = f"the model works for one size of {', '.join(names)} only, and nothing else varies"
@@ -193,7 +208,7 @@ def without(dims: Dims, names: Collection[str]) -> Dims:
 
 
 def _linear(said: Any, where: str) -> dict[str, int]:
-    """`factor` and `offset` of a derived Dim such as 2*batch + 1."""
+    """Return `factor` and `offset` of a derived Dim such as 2*batch + 1."""
     if not hasattr(said, "root"):
         return {}
     offset = int(said.fn(0))
@@ -201,7 +216,7 @@ def _linear(said: Any, where: str) -> dict[str, int]:
 
 
 def refuse_beside(*, device: Any, divide: Any, compress: Any) -> None:
-    """Raise `InvalidShapes` for options that hold for one shape only, where others vary."""
+    """Raise `InvalidShapes` for options that work for one shape only and cannot be combined with `dynamic_shapes`."""
     if device is not None:
         hint = "leave out one of them: shapes that vary are planned where the model is"
         what = "a plan for another device has one shape"

@@ -1,15 +1,16 @@
-"""Tracing with sizes that vary: one joint graph in which every size is an expression of the user's symbols.
+"""Trace with sizes that vary: one joint graph in which every size is an expression of the user's symbols.
 
 Dynamo reads the Python with the varying dimensions marked, AOTAutograd traces the joint graph on fake tensors whose
-sizes are symbols, and the same passes as ever run over it: they see symbols where they saw numbers. This was chosen
-over tracing several shapes and fitting expressions to their sizes because it is exact (integer division and the larger
-of two sizes come out as they are), needs one trace instead of ten, and because torch then *says* what the trace rests
-on: every branch that a size decided, in Python or in a kernel's fake, is a guard. Guards become the plan's conditions,
-so a shape that would have been traced otherwise is refused or planned on its own, never run by the wrong graph.
+sizes are symbols, and the same passes run over it as for fixed shapes: they see symbols where they saw numbers. The
+alternative, tracing several shapes and fitting expressions to their sizes, is neither exact nor cheap: here integer
+division and the larger of two sizes come out as they are, and one trace does instead of ten. Torch also reports what
+the trace depends on: every branch that a size decided, in Python or in a fake kernel, is a guard. Guards become the
+plan's conditions, so a shape that would have been traced differently is refused or planned on its own, never run by the
+wrong graph.
 
-Symbols of dynamo and of AOTAutograd are different ones, and both are replaced by the user's. The shapes that are traced
-(the tracing hints) are near those of the example, but equal to no other size that is around: a test for equality that
-only holds by coincidence would become a condition. Torch traces 0 and 1 as special, so a size of 1 is never covered.
+Dynamo and AOTAutograd have different symbols, and both are replaced by the user's. The shapes that are traced (the
+tracing hints) are near those of the example, but equal to no other size in use: an equality that holds only by
+coincidence would become a condition. Torch treats 0 and 1 as special, so a size of 1 is never covered.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from memplan.trace.dynamic.varying import SymbolicTrace, same_step
 from memplan.trace.planning import plan_traced
 from memplan.trace.traced import KernelCall
 
-_WIDENINGS = 2  # further traces, to see whether a condition matters
+_WIDENINGS = 2  # further traces that test whether a condition matters
 
 
 def trace_symbolic(
@@ -54,13 +55,13 @@ def trace_symbolic(
 ) -> SymbolicTrace:
     """Trace one step of `model` for all shapes that `dynamic_shapes` allows; symbols in `fixed` do not vary.
 
-    Raises `InvalidShapes` when they make no sense, or when the model works for one size of a dimension only (naming
-    the line and the condition), and `UnsupportedGraph` when it cannot be traced.
+    Raises `InvalidShapes` if the shapes make no sense or the model works for one size of a dimension only (the error
+    names the line and the condition), and `UnsupportedGraph` if the model cannot be traced.
     """
     require_traceable(model)
     _refuse_fakes(model, args, kwargs)
     dims = without(read_dims(model, args, kwargs, dynamic_shapes), fixed)
-    while True:  # a dimension that need not vary is fixed when the model says so, and the rest traced again
+    while True:  # where the model fixes a dimension that need not vary, the rest is traced again
         outcome = _trace(model, args, kwargs, dims, train=train, in_place=in_place)
         if isinstance(outcome, SymbolicTrace):
             break
@@ -76,7 +77,7 @@ def trace_symbolic(
 def _trace_beyond(
     found: SymbolicTrace, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_place: bool
 ) -> SymbolicTrace | None:
-    """A trace where the conditions of the one found do not hold; None if they always do, or nothing varies there."""
+    """Return a trace where the conditions of `found` do not hold; None if they always hold, or no such trace works."""
     hints = {s.name: s.hint for s in found.symbols}
     out = beyond(found.dims.symbols, hints, found.conditions)
     if out is None:
@@ -90,6 +91,7 @@ def _trace_beyond(
 
 
 def _refuse_fakes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `UnsupportedGraph` for fake or meta tensors."""
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
     if any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors):
         what = "has fake or meta tensors, which are traced for one shape only"
@@ -106,8 +108,9 @@ def plan_symbolic(
     train: bool | None = None,
     **options: Any,
 ) -> SymbolicPlan:
-    """`memplan.plan` with `dynamic_shapes`; `options` are those of `plan_traced`. Raises as `trace_symbolic` does, and
-    `InvalidShapes` for a budget: what is evicted, and when, holds for one size only.
+    """Return the symbolic plan of `memplan.plan` with `dynamic_shapes`; `options` are those of `plan_traced`.
+
+    Raises as `trace_symbolic` does, and `InvalidShapes` for a budget: evictions are decided for one size only.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
@@ -116,7 +119,7 @@ def plan_symbolic(
 
 
 def plan_of(traced: SymbolicTrace, **options: Any) -> SymbolicPlan:
-    """The symbolic plan of a symbolic trace; `options` are those of `plan_traced`."""
+    """Return the symbolic plan of a symbolic trace; `options` are those of `plan_traced`."""
     if options.get("budget") is not None:
         hint = "give the budget without dynamic_shapes, for the largest shape; memplan.max_batch finds it"
         raise InvalidShapes(
@@ -134,14 +137,15 @@ def plan_of(traced: SymbolicTrace, **options: Any) -> SymbolicPlan:
 def _trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, train: bool, in_place: bool
 ) -> SymbolicTrace | Dims:
+    """Return a symbolic trace, or, if the model fixes a symbol that need not vary, the dims without that symbol."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     hints = tracing_hints(model, flat, dims)
-    tables, traced = read_symbolic(model, flat, spec, dims, hints, train=train)
-    translator = tables.translator
+    alias_classes, traced = read_symbolic(model, flat, spec, dims, hints, train=train)
+    translator = alias_classes.translator
     conditions = translator.conditions()
     writer = SizesWriter()
     kernels = tuple(sized_kernel(k, translator, writer) for k in traced.kernels if isinstance(k, KernelCall))
-    sizes = writer.finish(tables.storage_texts(), tables.view_texts)
+    sizes = writer.finish(alias_classes.storage_texts(), alias_classes.view_texts)
     pinned = pinned_by(dims.symbols, hints, conditions)
     if pinned is not None:
         return _fixed(dims, pinned, translator)
@@ -166,11 +170,12 @@ def _trace(
 
 
 def _shape(x: torch.Tensor, varying: Mapping[int, Any]) -> tuple[str, ...]:
+    """Return the shape of an input as expressions."""
     return tuple(str(varying.get(i, int(n))) for i, n in enumerate(x.shape))
 
 
 def _fixed(dims: Dims, pinned: tuple[Range, str], translator: Translator) -> Dims:
-    """Without a symbol that the model fixes to its example's value. Raises `InvalidShapes` when it must vary."""
+    """Return the dims without a symbol that the model fixes. Raises `InvalidShapes` if that symbol must vary."""
     s, text = pinned
     if s.strict:
         reason = translator.reason(text)

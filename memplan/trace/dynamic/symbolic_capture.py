@@ -1,4 +1,4 @@
-"""The symbolic trace itself: dynamo and AOTAutograd on stand-ins whose sizes are symbols, and reading it."""
+"""Capture a symbolic trace: dynamo and AOTAutograd run on stand-ins whose sizes are symbols, and the result is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from memplan.trace.graph.alias_classes import AliasClasses
 from memplan.trace.graph.build import build
 from memplan.trace.lowering.rules import lower
 from memplan.trace.passes.fold import fold
-from memplan.trace.passes.own_outputs import own_the_results, returned_by, tangents_needed, write_back_mutations
+from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.traced import KernelCall, TracedGraph
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -34,19 +34,22 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def read_symbolic(
     model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, dims: Dims, hints: Mapping[str, int], *, train: bool
 ) -> tuple[SymbolicAliasClasses, TracedGraph]:
-    """Trace, run the passes and read: the sizes, and the graph for the tracing hints. Raises `UnsupportedGraph`."""
+    """Trace, run the passes and read the graph. Raises `UnsupportedGraph`.
+
+    Returns the sizes, and the graph for the tracing hints.
+    """
     with contextlib.ExitStack() as stack:
         prepare(stack, model, train=train)
         leaves = [_stand_in(x, dims.leaves[i], hints) if isinstance(x, torch.Tensor) else x for i, x in enumerate(flat)]
         call = pytree.tree_unflatten(leaves, spec)
         joint, translator = _capture(stack, model, call, dims, hints)
         got = captured(model, joint, spec, flat, train=train)
-        tables = SymbolicAliasClasses(translator)
-        return tables, _read(got, type(model).__name__, tables)
+        alias_classes = SymbolicAliasClasses(translator)
+        return alias_classes, _read(got, type(model).__name__, alias_classes)
 
 
 def tracing_hints(model: nn.Module, flat: Sequence[Any], dims: Dims) -> dict[str, int]:
-    """A value in range for each symbol: near the example, and if possible equal to no other size that is around."""
+    """Return a value in range for each symbol: near the example, and if possible equal to no other size in use."""
     tensors = [*model.parameters(), *model.buffers(), *(x for x in flat if isinstance(x, torch.Tensor))]
     taken = {int(n) for t in tensors for n in t.shape} | {0, 1, 2}
     taken -= {s.example for s in dims.symbols} - {0, 1, 2}
@@ -66,7 +69,9 @@ def tracing_hints(model: nn.Module, flat: Sequence[Any], dims: Dims) -> dict[str
 def _capture(
     stack: contextlib.ExitStack, model: nn.Module, call: Any, dims: Dims, hints: Mapping[str, int]
 ) -> tuple[Any, Translator]:
-    """AOTAutograd's joint graph of `call` (args, kwargs), and the translator of its sizes into the user's symbols."""
+    """Return AOTAutograd's joint graph of `call` (args, kwargs), and the translator from its sizes to the user's
+    symbols.
+    """
     from torch._guards import TracingContext, tracing
 
     leaves, spec = pytree.tree_flatten(call)
@@ -103,6 +108,7 @@ def _capture(
 
 
 def _unsupported(model: nn.Module, error: Exception) -> MemplanError:
+    """Return the error for users, with a hint about dynamic shapes."""
     found = unsupported(model, error)
     if "constraint" in type(error).__name__.lower() or "marked" in str(error):
         return InvalidShapes(found.reason, where="dynamic_shapes", hint="leave that dimension out of dynamic_shapes")
@@ -111,7 +117,7 @@ def _unsupported(model: nn.Module, error: Exception) -> MemplanError:
 
 
 def _stand_in(x: torch.Tensor, varying: Mapping[int, Any], hints: Mapping[str, int]) -> torch.Tensor:
-    """A tensor like the example's, of the sizes that are traced; only its shape is ever looked at."""
+    """Return a tensor like the example's with the sizes that are traced; only its shape is ever read."""
     if not varying:
         return x
     shape = [varying[i].at(hints[varying[i].symbol]) if i in varying else int(n) for i, n in enumerate(x.shape)]
@@ -119,6 +125,7 @@ def _stand_in(x: torch.Tensor, varying: Mapping[int, Any], hints: Mapping[str, i
 
 
 def _symint(env: ShapeEnv, s: Range, hint: int, translator: Translator) -> Any:
+    """Return torch's symbol for one of the user's."""
     from torch._dynamo.source import ConstantSource
 
     source = ConstantSource(f"memplan_{s.name}")
@@ -129,7 +136,7 @@ def _symint(env: ShapeEnv, s: Range, hint: int, translator: Translator) -> Any:
 
 
 def _fake(x: torch.Tensor, varying: Mapping[int, Any], sizes: Mapping[str, Any], mode: Any) -> torch.Tensor:
-    """The stand-in with symbols for sizes, in the mode of the trace."""
+    """Return the stand-in with symbols for sizes, in the mode of the trace."""
     if not varying:
         found: torch.Tensor = mode.from_tensor(x, static_shapes=True)
         return found
@@ -142,22 +149,23 @@ def _fake(x: torch.Tensor, varying: Mapping[int, Any], sizes: Mapping[str, Any],
     return made.requires_grad_(x.requires_grad)
 
 
-def _read(got: Captured, model: str, tables: SymbolicAliasClasses) -> TracedGraph:
-    """Run the passes over a graph whose sizes are symbols, with numbers that vary in its arguments, not as nodes."""
+def _read(got: Captured, model: str, alias_classes: SymbolicAliasClasses) -> TracedGraph:
+    """Run the passes over a graph whose sizes are symbols; sizes are inlined in arguments before."""
     graph = got.graph_module.graph
     _inline_sizes(graph)
     needs = tangents_needed(graph)
     write_back_mutations(graph, got.alias_of)
     fold(got.graph_module)
     lower(graph)
-    own_the_results(graph)
-    return build(got, model, needs, tables)
+    own_outputs(graph)
+    return build(got, model, needs, alias_classes)
 
 
 def _inline_sizes(graph: fx.Graph) -> None:
     """Replace nodes that compute sizes by the sizes themselves."""
 
     def inlined(node: fx.Node) -> Any:
+        """Return the size that a node computes; any other node itself."""
         return node.meta["val"] if isinstance(node.meta.get("val"), _SYMBOLIC) else node
 
     for node in graph.nodes:
@@ -172,7 +180,7 @@ def _inline_sizes(graph: fx.Graph) -> None:
 
 
 class SymbolicAliasClasses(AliasClasses):
-    """The tables for the tracing hints, which note what each size is as an expression.
+    """The values and storages for the tracing hints, with each size recorded as an expression too.
 
     `view_texts`: shape, strides and offset of each value.
     """
@@ -185,6 +193,7 @@ class SymbolicAliasClasses(AliasClasses):
         self._starts: list[Any] = []
 
     def whole(self, size: Any, name: str) -> int:
+        """Return the hint of a symbolic size."""
         if isinstance(size, torch.SymInt):
             if not size.node.has_hint():
                 raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
@@ -192,6 +201,7 @@ class SymbolicAliasClasses(AliasClasses):
         return super().whole(size, name)
 
     def value(self, val: torch.Tensor, name: str, storage: int) -> int:
+        """Add a value, with its shape, strides and offset as expressions, and return its index."""
         index = super().value(val, name, storage)
         if storage == len(self._spans):
             made = self.start_of[storage] != 0
@@ -206,15 +216,16 @@ class SymbolicAliasClasses(AliasClasses):
         return index
 
     def storage_texts(self) -> list[str]:
-        """Bytes of each storage: the furthest end of its values."""
+        """Return the bytes of each storage as an expression: the furthest end of its values."""
         assert len(self.storages) == len(self._spans)
         return [self.translator.text(self.translator.largest(spans)) for spans in self._spans]
 
 
 def sized_kernel(kernel: KernelCall, translator: Translator, writer: SizesWriter) -> KernelCall:
-    """The kernel with `Sized`s in place of torch's symbolic numbers."""
+    """Return the kernel with a `Sized` in place of each of torch's symbolic numbers."""
 
     def sized(leaf: Any) -> Any:
+        """Return a `Sized` for a symbolic number; any other argument as it is."""
         if isinstance(leaf, torch.SymInt):
             return Sized(writer.add(translator.text(translator.expression(leaf))))
         if isinstance(leaf, _SYMBOLIC):

@@ -1,4 +1,4 @@
-"""Torch's symbols in the user's words: sizes and guards of a trace as the expressions of a symbolic plan."""
+"""Translate torch's symbols: sizes and guards of a trace become expressions of the user's symbols."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from memplan.trace.dynamic.dims import Range, Varying
 
 
 class _Printer(StrPrinter):  # type: ignore[misc]  # sympy has no types
-    """Sympy's own notation, with torch's functions in Python's."""
+    """Sympy's own notation, with torch's functions written in Python."""
 
     def _of(self, expr: sympy.Expr, sign: str) -> str:
+        """Return a binary operation on two operands."""
         one, two = (f"({self._print(a)})" if a.args else self._print(a) for a in expr.args)
         return f"({one}{sign}{two})"
 
@@ -55,7 +56,7 @@ class _Printer(StrPrinter):  # type: ignore[misc]  # sympy has no types
 
 
 class Translator:
-    """Knows what each of torch's symbols is, and says sizes as text. `symbols`: the user's."""
+    """Records what each of torch's symbols stands for, and writes sizes as text. `symbols` are the user's."""
 
     def __init__(self, env: ShapeEnv, symbols: Sequence[Range]) -> None:
         self.env = env
@@ -69,18 +70,18 @@ class Translator:
         self._reasons: dict[str, str] = {}
 
     def know(self, symbol: Any, varying: Varying) -> None:
-        """`symbol` is the size of a dimension that varies."""
+        """Record that `symbol` is the size of a dimension that varies."""
         if isinstance(symbol, sympy.Symbol):
             self._meaning[symbol] = varying.factor * self._user[varying.symbol] + varying.offset
 
     def know_symbol(self, symbol: Any, name: str) -> None:
-        """`symbol` is one of the user's."""
+        """Record that `symbol` is one of the user's."""
         self._meaning[symbol] = self._user[name]
 
     # -- sizes -------------------------------------------------------------------------------------------
 
     def expression(self, size: Any) -> sympy.Expr:
-        """A size as an expression of the user's symbols."""
+        """Return a size as an expression of the user's symbols."""
         if not isinstance(size, torch.SymInt):
             return sympy.Integer(int(size))
         raw = size.node.expr
@@ -89,6 +90,7 @@ class Translator:
         return self._expressions[raw]
 
     def _translated(self, raw: sympy.Expr) -> sympy.Expr:
+        """Return torch's expression with the user's symbols. Raises `UnsupportedGraph` if others are left."""
         found = self.env.replace(raw).xreplace(self._meaning)
         unknown = found.free_symbols - set(self._user.values())
         if unknown:
@@ -97,7 +99,7 @@ class Translator:
         return sympy.expand(found.replace(Max, lambda *args: self.largest(args)))
 
     def largest(self, expressions: Sequence[sympy.Expr]) -> sympy.Expr:
-        """The largest of some expressions, without those that never are, as far as their bounds tell."""
+        """Return the largest of some expressions, without those that never are, as far as their bounds tell."""
         left: list[sympy.Expr] = []
         for e in dict.fromkeys(expressions):
             if not any(self._never_more(e, other) for other in left):
@@ -105,13 +107,17 @@ class Translator:
         return left[0] if len(left) == 1 else Max(*left)  # type: ignore[no-untyped-call]
 
     def _never_more(self, one: sympy.Expr, two: sympy.Expr) -> bool:
+        """Return whether `one` is at most `two` for all values of the symbols, as far as their bounds tell."""
         difference = sympy.expand(two - one)
         if difference.is_Integer:
             return bool(difference >= 0)
         return bool(bound_sympy(difference, self._ranges).lower >= 0)
 
     def text(self, expression: sympy.Expr) -> str:
-        """The notation of `memplan.symbolic.expression`. Raises `UnsupportedGraph` for what it cannot say."""
+        """Return an expression in the notation of `memplan.symbolic.expression`.
+
+        Raises `UnsupportedGraph` for what that notation has no words for.
+        """
         if expression not in self._texts:
             text = _Printer().doprint(expression)
             try:
@@ -125,7 +131,7 @@ class Translator:
     # -- guards ------------------------------------------------------------------------------------------
 
     def conditions(self) -> tuple[str, ...]:
-        """Everything that the trace rests on, as conditions on the user's symbols; some may always hold."""
+        """Return everything that the trace depends on, as conditions on the user's symbols; some may always hold."""
         found: list[str] = []
         for guard in list(self.env.guards):
             found += self._condition(guard.expr, str(getattr(guard, "sloc", "") or ""))
@@ -142,6 +148,7 @@ class Translator:
         return tuple(dict.fromkeys(found))
 
     def _condition(self, raw: Any, where: str) -> list[str]:
+        """Return a guard as a condition; nothing where it always holds or depends on none of the user's symbols."""
         said = raw.xreplace(self._meaning)
         if said in (sympy.true, True) or not said.free_symbols & set(self._user.values()):
             return []
@@ -158,6 +165,6 @@ class Translator:
         return [text]
 
     def reason(self, text: str) -> str:
-        """Where a condition came from, for an error message."""
+        """Return where a condition came from, for an error message."""
         where = " ".join(self._reasons.get(text, "").split())
         return f", because of {where[:300]}" if where else ""

@@ -1,4 +1,4 @@
-"""A step traced for a range of shapes: sizes as expressions, and kernels' arguments that follow from them."""
+"""A step traced for a range of shapes: sizes as expressions, and the kernel arguments that follow from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memplan.trace.traced import KernelCall, TracedGraph
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """In a kernel's arguments: the number of this expression (a place in `Sizes.expressions`)."""
+    """A kernel argument: the number that an expression gives (an index into `Sizes.expressions`)."""
 
     place: int
 
@@ -28,8 +28,8 @@ class Sized:
 class SymbolicTrace:
     """A step traced for every value of its symbols under the conditions.
 
-    `traced` is the one for the hints; its kernels are those of `kernels` with numbers in place of `Sized`s.
-    `leaves`: of each leaf of the call, the shape as expressions (None: no tensor).
+    `traced` is the step for the hints; its kernels are those of `kernels` with numbers in place of each `Sized`.
+    `leaves`: for each leaf of the call, the shape as expressions (None: no tensor).
     """
 
     symbols: tuple[Symbol, ...]
@@ -42,7 +42,7 @@ class SymbolicTrace:
     evaluate: Evaluate
 
     def values_of(self, flat: Sequence[Any]) -> dict[str, int]:
-        """The values of the symbols in a call with these leaves. Raises `ShapeOutOfRange` when there are none."""
+        """Return the values of the symbols in a call with these leaves. Raises `ShapeOutOfRange` if there are none."""
         found: dict[str, int] = {}
         for i, varying in enumerate(self.dims.leaves):
             for dim, v in varying.items():
@@ -58,13 +58,18 @@ class SymbolicTrace:
         return {s.name: found[s.name] for s in self.symbols}
 
     def at(self, values: Mapping[str, int], flat: Sequence[Any]) -> TracedGraph:
-        """The traced step for these values, with `flat` as its example. Costs milliseconds; nothing is traced."""
+        """Return the traced step for these values, with `flat` as its example.
+
+        This takes milliseconds: nothing is traced again.
+        """
         numbers = self.evaluate(*(values[s.name] for s in self.symbols))
 
         def filled(leaf: Any) -> Any:
+            """Return the number of a `Sized`; any other argument as it is."""
             return numbers[leaf.place] if isinstance(leaf, Sized) else leaf
 
         def kernel(k: KernelCall) -> KernelCall:
+            """Return a kernel with its numbers."""
             args, kwargs = pytree.tree_map(filled, (k.args, k.kwargs))
             return replace(k, args=args, kwargs=kwargs)
 
@@ -77,9 +82,10 @@ class SymbolicTrace:
 
 
 def same_step(one: SymbolicTrace, two: SymbolicTrace) -> bool:
-    """Whether two traces of a model are the same step, names aside: ops, numbers, sizes, who owns what."""
+    """Return whether two traces of a model are the same step, names aside: ops, numbers, sizes, and who owns what."""
 
     def told(trace: SymbolicTrace) -> Any:
+        """Return everything that is compared."""
         graph, texts = trace.traced.graph, trace.sizes.expressions
         views = [tuple(texts[p] for p in view) for view in trace.sizes.views]
         kernels = [

@@ -1,5 +1,6 @@
-"""From the lowered fx graph to `TracedGraph`: ops, values, storages, and who owns what.
+"""Read the lowered fx graph into a `TracedGraph`: ops, values, storages, and what the caller owns.
 
-Start at `build.py`; `alias_classes.py` (storages), `output_spec.py` (what leaves the step), `remap_to_plan.py` (kernels for
-a plan's recomputes and copies), `offload_target.py` (a model that stays on the host), `opaque_outputs.py`.
+Start at `build.py`. Beside it: `alias_classes.py` (storages), `output_spec.py` (what leaves the step),
+`remap_to_plan.py` (kernels for a plan's recomputes and copies), `offload_target.py` (a model that stays on the host),
+and `opaque_outputs.py` (results that are no values).
 """

@@ -1,4 +1,4 @@
-"""The values and storages of a graph, found by its fake tensors: a storage is an alias class of them."""
+"""Find the values and storages of a graph by its fake tensors: a storage is an alias class of them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _MADE = (StorageKind.ACTIVATION, StorageKind.GRADIENT, StorageKind.OUTPUT)
 
 
 class AliasClasses:
-    """What was found so far, each by its index; `SymbolicTables` is one of sizes that vary."""
+    """The values and storages found so far, each by its index; `SymbolicAliasClasses` has sizes that vary."""
 
     def __init__(self) -> None:
         self.values: list[Value] = []
         self.storages: list[Storage] = []
-        self.start_of: list[int] = []  # of each storage: the offset (elements) at which its first value begins
+        self.start_of: list[int] = []  # by storage: the offset (elements) at which its first value begins
         self._storage_of: dict[int, int] = {}
-        self._alive: list[torch.Tensor] = []  # a storage key is an address: keep its tensor, or it is reused
+        self._alive: list[torch.Tensor] = []  # a storage key is an address, which is reused unless its tensor is kept
 
     def storage(self, val: torch.Tensor, name: str, kind: StorageKind, *, planned: bool, origin: Origin) -> int:
-        """The storage of a tensor: a new one, called `name`, where it aliases none of those before."""
+        """Return the storage of a tensor: a new one, called `name`, if it aliases none of the earlier ones."""
         key = storage_key(val)
         if key not in self._storage_of:
             self._storage_of[key] = len(self.storages)
-            # A fake result may start behind its storage's beginning, depending on what was traced before.
+            # A fake result may begin after the start of its storage, depending on what was traced before.
             self.start_of.append(self.whole(val.storage_offset(), name) if kind in _MADE else 0)
             self._alive.append(val)
             self.storages.append(
@@ -38,7 +38,9 @@ class AliasClasses:
         return self._storage_of[key]
 
     def value(self, val: torch.Tensor, name: str, storage: int) -> int:
-        """A new value, of `storage`. Raises `UnsupportedGraph` for what is not plain memory."""
+        """Add a value of `storage` and return its index. Raises `UnsupportedGraph` for what is not plain strided
+        memory.
+        """
         if val.layout is not torch.strided or val.is_conj() or val.is_neg() or val.is_quantized:
             raise UnsupportedGraph(
                 name, f"a tensor that is not plain strided memory ({val.layout})", "use dense real tensors"
@@ -56,15 +58,15 @@ class AliasClasses:
         return len(self.values) - 1
 
     def whole(self, size: Any, name: str) -> int:
-        """A size as a number; `name`: whose. Raises `UnsupportedGraph` for one that is not known."""
+        """Return a size as a number. Raises `UnsupportedGraph` for an unknown one; `name` is the node that has it."""
         if not isinstance(size, int):
             raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
         return size
 
     def sized(self) -> tuple[Storage, ...]:
-        """The storages with the bytes that their values span.
+        """Return the storages with the bytes that their values span.
 
-        A fake storage may be larger than its tensor, and how much depends on what was traced before.
+        A fake storage may be larger than its tensor, by an amount that depends on what was traced before.
         """
         spans = [0] * len(self.storages)
         for v in self.values:

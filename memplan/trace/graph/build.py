@@ -1,7 +1,7 @@
-"""From a captured and lowered fx graph to `TracedGraph`: ops, values, storages, and who owns what.
+"""Read a captured and lowered fx graph into a `TracedGraph`: ops, values, storages, and what the caller owns.
 
-A storage is an alias class of fake tensors (`alias_classes.py`). A node whose results alias its inputs and that changes
-nothing is a view: it becomes a value, never an op. A node that only makes uninitialised memory becomes a storage.
+A storage is an alias class of fake tensors. A node whose results alias its inputs and that changes nothing is a view:
+it becomes a value, never an op. A node that only makes uninitialised memory becomes a storage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.front_ends import Captured
 from memplan.trace.capture.origins import origin_of, place_of
 from memplan.trace.graph.alias_classes import AliasClasses
-from memplan.trace.graph.opaque_outputs import handed_positions, is_literal, is_mixed, used_positions
+from memplan.trace.graph.opaque_outputs import is_literal, is_mixed, opaque_positions, used_positions
 from memplan.trace.graph.output_spec import read_results
 from memplan.trace.optimizer.updates import StateInput
 from memplan.trace.passes.error_checks import is_check
@@ -52,25 +52,28 @@ def build(
     captured: Captured,
     model: str,
     needs: Mapping[Any, frozenset[int]],
-    tables: AliasClasses | None = None,
+    alias_classes: AliasClasses | None = None,
     *,
     resident: bool = False,
 ) -> TracedGraph:
-    """Read the fx graph once, in order; `needs` as in `Results`, by descriptor, `tables` as in `_Builder`.
+    """Return the `TracedGraph` of a captured graph, which is read once, in order.
 
-    `resident`: parameters' gradients that kernels can write where they are told are planned too, and stay in the arena
-    to the end of the step.
-    Raises `UnsupportedGraph` naming the node that cannot be planned.
+    `needs`: as in `Results`, by descriptor. `alias_classes`: the record of values and storages to fill (None: a new
+    one). `resident`: gradients of parameters that kernels can write in place are planned too, and stay in the arena to
+    the end of the step. Raises `UnsupportedGraph` with the node that cannot be planned.
     """
-    return _Builder(captured, model, needs, tables or AliasClasses(), resident=resident).build()
+    return _Builder(captured, model, needs, alias_classes or AliasClasses(), resident=resident).build()
 
 
 def _is_gradient_of_parameter(desc: Any) -> bool:
+    """Return whether a descriptor is of a parameter's gradient."""
     return isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput)
 
 
 def written_by_kernel(node: fx.Node) -> bool:
-    """Whether the bytes of `node` are written where they belong, not returned in fresh memory and copied there."""
+    """Return whether a kernel writes the bytes of `node` in place, rather than returning fresh memory that is then
+    copied.
+    """
     while node.target is not operator.getitem:
         key = storage_key(node.meta["val"])
         tensors = (n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor))
@@ -85,14 +88,14 @@ def written_by_kernel(node: fx.Node) -> bool:
 
 
 class _Builder:
-    """Reads one fx graph; `tables` takes what it finds."""
+    """Reads one fx graph; `alias_classes` records its values and storages."""
 
     def __init__(
         self,
         captured: Captured,
         model: str,
         needs: Mapping[Any, frozenset[int]],
-        tables: AliasClasses,
+        alias_classes: AliasClasses,
         *,
         resident: bool,
     ) -> None:
@@ -103,15 +106,16 @@ class _Builder:
         self.graph = captured.graph_module.graph
         self.ops: list[Op] = []
         self.kernels: list[KernelCall] = []
-        self.tables = tables
+        self.alias_classes = alias_classes
         self.bindings: list[Binding] = []
         self.value_of: dict[fx.Node, int] = {}
-        self.bare: set[int] = set()  # storages into which nothing has been written
+        self.bare: set[int] = set()  # storages that nothing has written yet
         self.results_of: dict[fx.Node, tuple[int | None, ...]] = {}
-        self.handed_of: dict[tuple[fx.Node, int], OpaqueResult] = {}
-        self.other: dict[fx.Node, Any] = {}  # numbers, None and `OpaqueResult`: what stands for a node that is no value
+        self.opaque_of: dict[tuple[fx.Node, int], OpaqueResult] = {}
+        self.other: dict[fx.Node, Any] = {}  # for a node that is no value: a number, None or `OpaqueResult`
 
     def build(self) -> TracedGraph:
+        """Read every node and return the traced graph."""
         owned = self._caller_owned()
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -125,7 +129,7 @@ class _Builder:
     # -- what the caller keeps ---------------------------------------------------------------------------
 
     def _caller_owned(self) -> dict[int, StorageKind]:
-        """Storage key -> OUTPUT or GRADIENT for everything that the caller holds after the step."""
+        """Return storage key -> OUTPUT or GRADIENT for everything that the caller holds after the step."""
         _, results, descs = returned_by(self.graph)
         owned: dict[int, StorageKind] = {}
         for node, desc in zip(results, descs, strict=True):
@@ -139,19 +143,20 @@ class _Builder:
     # -- where tensors come from -------------------------------------------------------------------------
 
     def _placeholder(self, node: fx.Node) -> None:
+        """Add the value and the binding of a placeholder."""
         desc, val = node.meta["desc"], node.meta.get("val")
         if not isinstance(val, torch.Tensor):
             if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise self._unsupported(node, "a size that varies from call to call", "use fixed input shapes")
             return
-        binding = self._bind(node, desc, len(self.tables.values))
+        binding = self._bind(node, desc, len(self.alias_classes.values))
         origin = Origin(module=binding.name, op=binding.source.value, node=node.name)
-        storage = self.tables.storage(val, node.name, _KIND_OF[binding.source], planned=False, origin=origin)
-        self.value_of[node] = self.tables.value(val, node.name, storage)
+        storage = self.alias_classes.storage(val, node.name, _KIND_OF[binding.source], planned=False, origin=origin)
+        self.value_of[node] = self.alias_classes.value(val, node.name, storage)
         self.bindings.append(binding)
 
     def _bind(self, node: fx.Node, desc: Any, value: int) -> Binding:
-        """The binding that a placeholder's descriptor asks for, for the next value."""
+        """Return the binding for a placeholder's descriptor and its value."""
         if isinstance(desc, ParamAOTInput):
             return Binding(source=Source.PARAMETER, value=value, name=desc.target)
         if isinstance(desc, BufferAOTInput):
@@ -170,13 +175,14 @@ class _Builder:
         raise self._unsupported(node, what, "pass plain, unshared tensors as inputs")
 
     def _effects(self, token: fx.Node) -> UnsupportedGraph:
-        """Ops with effects take and return a token, in the order in which they must run."""
+        """Return the error for ops with effects, which take and return a token in the order in which they must run."""
         names = {str(user.args[1]) for user in token.users if len(user.args) > 1}
         what = f"an op that does more than compute its results: {', '.join(sorted(names))}"
         hint = "take one that does not, or run it outside of the model"
         return self._unsupported(token, what, hint)
 
     def _constant(self, node: fx.Node) -> None:
+        """Add the value and the binding of a constant."""
         tensor = getattr(self.captured.graph_module, str(node.target), None)
         if not isinstance(tensor, torch.Tensor):
             if isinstance(tensor, fx.GraphModule):
@@ -186,13 +192,14 @@ class _Builder:
             raise self._unsupported(node, what, hint)
         val = node.meta.get("val", tensor)
         origin = replace(origin_of(node), op=node.meta.get(FOLDED, GIVEN))
-        storage = self.tables.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
-        self.value_of[node] = self.tables.value(val, node.name, storage)
+        storage = self.alias_classes.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
+        self.value_of[node] = self.alias_classes.value(val, node.name, storage)
         self.bindings.append(Binding(source=Source.CONSTANT, value=self.value_of[node], tensor=tensor))
 
     # -- what runs ---------------------------------------------------------------------------------------
 
     def _call(self, node: fx.Node, owned: dict[int, StorageKind]) -> None:
+        """Add the results of a call as values and, unless it is a view or only makes memory, its op."""
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, fx.Node)
@@ -201,7 +208,7 @@ class _Builder:
             if result is not None:
                 self.value_of[node] = result
             else:
-                self.other[node] = self.handed_of.get((source, index), node.meta.get("val"))
+                self.other[node] = self.opaque_of.get((source, index), node.meta.get("val"))
             return
         if not isinstance(node.target, OpOverload):
             raise self._unsupported(
@@ -209,12 +216,12 @@ class _Builder:
             )
         results = node.meta["val"]
         results = list(results) if isinstance(results, (tuple, list)) else [results]
-        before = len(self.tables.storages)
+        before = len(self.alias_classes.storages)
         skipped: set[Any] = set()
         if is_mixed(node):
-            for i in handed_positions(node):
-                self.handed_of[node, i] = OpaqueResult(len(self.handed_of))
-            skipped = {i for i in range(len(results)) if (node, i) in self.handed_of or i not in used_positions(node)}
+            for i in opaque_positions(node):
+                self.opaque_of[node, i] = OpaqueResult(len(self.opaque_of))
+            skipped = {i for i in range(len(results)) if (node, i) in self.opaque_of or i not in used_positions(node)}
             skipped |= {i for i, r in enumerate(results) if is_literal(r)}
         results = [] if is_check(node.target) else results
         outs = tuple(None if i in skipped else self._result(node, i, r, owned) for i, r in enumerate(results))
@@ -224,16 +231,18 @@ class _Builder:
             self.value_of[node] = outs[0]
         written = written_names(node.target)
         if node.target in MEMORY_ONLY:
-            self.bare |= {*range(before, len(self.tables.storages))}
+            self.bare |= {*range(before, len(self.alias_classes.storages))}
             return
-        if not written and len(self.tables.storages) == before and not is_check(node.target):
+        if not written and len(self.alias_classes.storages) == before and not is_check(node.target):
             return
         self._op(node, written, outs)
 
     def _storage_of(self, value: int) -> int:
-        return self.tables.values[value].storage
+        """Return the storage of a value."""
+        return self.alias_classes.values[value].storage
 
     def _result(self, node: fx.Node, i: int, result: Any, owned: dict[int, StorageKind]) -> int | None:
+        """Add a result of a node as a value and return its index; None where there is no result."""
         if result is None:
             return None
         if not isinstance(result, torch.Tensor):
@@ -242,10 +251,11 @@ class _Builder:
         phase = StorageKind.GRADIENT if is_backward(node) else StorageKind.ACTIVATION
         key = storage_key(result)
         kind = owned.get(key, phase)
-        storage = self.tables.storage(result, name, kind, planned=key not in owned, origin=origin_of(node))
-        return self.tables.value(result, name, storage)
+        storage = self.alias_classes.storage(result, name, kind, planned=key not in owned, origin=origin_of(node))
+        return self.alias_classes.value(result, name, storage)
 
     def _op(self, node: fx.Node, written: tuple[str, ...], outs: tuple[int | None, ...]) -> None:
+        """Add the op of a node, and its kernel call."""
         assert isinstance(node.target, OpOverload)
         read_nodes: list[fx.Node] = []
         fx.node.map_arg((node.args, node.kwargs), read_nodes.append)
@@ -261,8 +271,8 @@ class _Builder:
             outs = ()
         else:
             writes = [o for o in outs if o is not None]
-        # Only its shape is asked (`torch.empty_like(x).normal_()`), or its bytes are as good as any: it counts as the
-        # first write, so that there is a place where they begin.
+        # The op reads its shape only (`torch.empty_like(x).normal_()`), or any bytes will do: this counts as the first
+        # write, so that the storage has a step at which it begins.
         begun = [r for r in reads if self._storage_of(r) in self.bare]
         reads = [r for r in reads if r not in begun]
         writes += [b for b in begun if b not in writes]
@@ -283,7 +293,7 @@ class _Builder:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)
         kwargs = {**dict(kwargs), **node.meta.get("live", {})}
         several = isinstance(node.meta["val"], (tuple, list))
-        opaque_results = tuple((i, handed.number) for (n, i), handed in self.handed_of.items() if n is node)
+        opaque_results = tuple((i, opaque.number) for (n, i), opaque in self.opaque_of.items() if n is node)
         self.kernels.append(
             KernelCall(
                 target=node.target,
@@ -296,31 +306,43 @@ class _Builder:
         )
 
     def _argument(self, node: fx.Node) -> Any:
+        """Return what stands for a node in a kernel's arguments."""
         return self.other[node] if node in self.other else Ref(self.value_of[node])
 
     def _unrelated(self, node: fx.Node, outs: tuple[int | None, ...]) -> tuple[tuple[int, int], ...]:
-        """Batch norm in training mode reads the running statistics for nothing but their next values."""
+        """Return pairs of a result and a running statistic of batch norm that it does not depend on.
+
+        In training mode, batch norm reads the running statistics only to compute their next values.
+        """
         if node.target is not aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
             return ()
         running = [self.value_of[n] for n in node.args[3:5] if isinstance(n, fx.Node)]
         return tuple((out, statistic) for out in outs[:3] if out is not None for statistic in running)
 
     def _unsupported(self, node: fx.Node, reason: str, hint: str) -> UnsupportedGraph:
+        """Return an error that names the node's place in the model."""
         return UnsupportedGraph(place_of(node), reason, hint)
 
     def _finish(self) -> TracedGraph:
+        """Return the traced graph, forward ops first."""
         order = sorted(range(len(self.ops)), key=lambda i: self.ops[i].phase is Phase.BACKWARD)  # stable
-        made = {self.tables.values[v].storage for op in self.ops for v in op.writes}
-        bindings = tuple(replace(b, written=self.tables.values[b.value].storage in made) for b in self.bindings)
+        made = {self.alias_classes.values[v].storage for op in self.ops for v in op.writes}
+        bindings = tuple(replace(b, written=self.alias_classes.values[b.value].storage in made) for b in self.bindings)
         results = read_results(
-            self.graph, self.value_of, self.tables.values, bindings, made, self.captured.differentiable, self.needs
+            self.graph,
+            self.value_of,
+            self.alias_classes.values,
+            bindings,
+            made,
+            self.captured.differentiable,
+            self.needs,
         )
         return TracedGraph(
             model=self.model,
             graph=Graph(
                 ops=tuple(self.ops[i] for i in order),
-                values=tuple(self.tables.values),
-                storages=self.tables.sized(),
+                values=tuple(self.alias_classes.values),
+                storages=self.alias_classes.sized(),
                 outputs=results.fresh,
                 gradients=results.gradients,
             ),
@@ -337,7 +359,8 @@ class _Builder:
         )
 
     def _device(self) -> torch.device:
-        planned = sorted({s.device for s in self.tables.storages if s.planned})
+        """Return the one device of the planned storages; raise `UnsupportedGraph` for several."""
+        planned = sorted({s.device for s in self.alias_classes.storages if s.planned})
         if len(planned) > 1:
             hint = "move the model and its inputs to one device"
             raise UnsupportedGraph(self.model, f"computes on several devices: {', '.join(planned)}", hint)

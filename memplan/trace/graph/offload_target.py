@@ -1,8 +1,8 @@
-"""A step that runs on a device while its model and its caller stay on the CPU.
+"""Move a traced step to a device while its model and its caller stay on the CPU.
 
-It is traced on fake tensors of that device. Then everything that the model or the caller holds is said to be on the
-host: the plan copies it to the device and back, and kernels see nothing of it. On the CPU the device is an arena of its
-own, so that the same plans, copies and waits run on every machine.
+The step is traced on fake tensors of that device. Then everything that the model or the caller holds is marked
+host-resident: the plan copies it to the device and back, and kernels see nothing of it. On the CPU, the device is an
+arena beside the model's memory, so that the same plans, copies and waits run on every machine.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ _HINT = "name a device of this machine ('cuda', 'cuda:1'), or 'cpu', which stand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where to run: the `names` of the devices in plans ("cuda:0"; "cpu:0" is an arena beside the model's memory), and
-    torch's for the first of them, on which the step is traced."""
+    """The device, or devices, that a step runs on.
+
+    `names`: their names in plans ("cuda:0"; "cpu:0" is an arena beside the model's memory). `device`: torch's name for
+    the first of them, on which the step is traced.
+    """
 
     names: tuple[str, ...]
     device: torch.device
 
 
 def target_of(device: Any) -> Target:
-    """The device that the user names, or the sequence of devices. Raises `UnsupportedDevice`."""
+    """Return the target for the device, or the sequence of devices, that the user names. Raises `UnsupportedDevice`."""
     if not isinstance(device, (list, tuple)):
         return _target(device)
     found = [_target(one) for one in device]
@@ -44,13 +47,16 @@ def target_of(device: Any) -> Target:
     if twice is not None:
         raise UnsupportedDevice(f"names {twice} twice", where="device", hint="give each device once")
     if len({one.device.type for one in found}) > 1:
-        raise UnsupportedDevice("names devices of two kinds", where="device", hint="their kernels round otherwise")
+        raise UnsupportedDevice("names devices of two kinds", where="device", hint="their kernels round differently")
     return Target(names=names, device=found[0].device)
 
 
 def _target(device: Any) -> Target:
-    """One device. Raises `UnsupportedDevice` for one that this machine does not have: torch without
-    CUDA cannot even trace for it."""
+    """Return the target for one device.
+
+    Raises `UnsupportedDevice` for a device that this machine does not have: torch without CUDA cannot even trace for
+    it.
+    """
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -70,8 +76,8 @@ def _target(device: Any) -> Target:
     return Target(names=(name,), device=torch.device(HOST if found.type == "cpu" else name))
 
 
-def require_at_home(model: nn.Module, inputs: Any) -> None:
-    """Raise `UnsupportedDevice` unless the model and its inputs are on the CPU (or hold no numbers at all)."""
+def require_on_cpu(model: nn.Module, inputs: Any) -> None:
+    """Raise `UnsupportedDevice` unless the model and its inputs are on the CPU, or are meta tensors."""
     named: Iterable[tuple[str, Any]] = (
         *model.named_parameters(),
         *model.named_buffers(),
@@ -83,8 +89,8 @@ def require_at_home(model: nn.Module, inputs: Any) -> None:
             raise UnsupportedDevice(what, where=name, hint="leave out device=, or leave the model on the CPU")
 
 
-def hosted(traced: TracedGraph, target: Target) -> TracedGraph:
-    """`traced` (on `target`) with all that the model and the caller hold on the host, where they have it."""
+def with_host_residents(traced: TracedGraph, target: Target) -> TracedGraph:
+    """Return `traced` (on `target`) with everything that the model and the caller hold marked host-resident."""
     for b in traced.bound(Source.CONSTANT):
         if b.tensor is not None and type(b.tensor) is not torch.Tensor and not isinstance(b.tensor, nn.Parameter):
             hint = "make the tensor a buffer: register_buffer(name, tensor, persistent=False)"

@@ -1,8 +1,8 @@
-"""Results that are no values of the graph: numbers, nothing, and random states that go from kernel to kernel.
+"""Find results that are no values of the graph: numbers, None, and random states that one kernel passes to another.
 
-Fused attention on CUDA returns its random state for its own backward: in the host's memory when it runs as it is, in
-the device's while a CUDA graph is captured (aten/src/ATen/native/transformers/cuda/attention.cu, "Seed and Offset").
-A copy at a planned address would be neither. It also returns sizes as numbers, which are known when it is traced.
+Fused attention on CUDA returns its random state for its own backward: in the host's memory when it runs eagerly, in the
+device's while a CUDA graph is captured (aten/src/ATen/native/transformers/cuda/attention.cu, "Seed and Offset"). A copy
+at a planned address would be neither. It also returns sizes as numbers, which are known when it is traced.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _STATES = {"philox_seed", "philox_offset", "rng_state", "unused", "seed", "offse
 
 
 def is_literal(result: Any) -> bool:
-    """Whether a traced result is known already: nothing, or a number."""
+    """Return whether a traced result is known already: None, or a number."""
     return result is None or isinstance(result, (bool, int, float))
 
 
 def is_mixed(node: fx.Node) -> bool:
-    """Whether some results of a node with several are no plain tensors, so that each is taken on its own."""
+    """Return whether some results of a node with several are no plain tensors, so that each is read on its own."""
     results = node.meta["val"]
-    return isinstance(results, (tuple, list)) and (any(map(is_literal, results)) or bool(handed_positions(node)))
+    return isinstance(results, (tuple, list)) and (any(map(is_literal, results)) or bool(opaque_positions(node)))
 
 
-def handed_positions(node: fx.Node) -> tuple[int, ...]:
-    """Which results of a node with several are random states that nothing but backward kernels reads."""
+def opaque_positions(node: fx.Node) -> tuple[int, ...]:
+    """Return the positions of those results of a node that are random states, read by backward kernels only."""
     assert isinstance(node.target, OpOverload)
     names = [r.name for r in node.target._schema.returns]
     named = [i for i, name in enumerate(names) if name in _STATES]
@@ -37,12 +37,12 @@ def handed_positions(node: fx.Node) -> tuple[int, ...]:
 
 
 def used_positions(node: fx.Node) -> set[Any]:
-    """Which results of a node with several are looked at."""
+    """Return the positions of those results of a node that something reads."""
     return {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
 
 
 def _read_by(node: fx.Node, position: int) -> list[bool]:
-    """For each reader of one result, whether it is a backward kernel."""
+    """Return, for each reader of one result, whether it is a backward kernel."""
     items = [user for user in node.users if user.target is operator.getitem and user.args[1] == position]
     readers = [reader for item in items for reader in item.users]
     return [isinstance(r.target, OpOverload) and r.target._opname.endswith("backward") for r in readers]

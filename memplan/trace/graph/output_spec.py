@@ -1,4 +1,4 @@
-"""What leaves the step, and how the module's result is made of it."""
+"""Read what leaves the step, and how the module's result is made from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def read_results(  # noqa: PLR0917
     differentiable: Sequence[bool],
     needs: Mapping[Any, frozenset[int]],
 ) -> Results:
-    """Sort what the graph returns; `made` are the storages that its ops write. Raises `UnsupportedGraph`."""
+    """Return what leaves the graph, sorted by kind; `made` are the storages that its ops write. Raises
+    `UnsupportedGraph`.
+    """
     _, results, descs = returned_by(graph)
     pairs: list[_Output] = list(zip(results, descs, strict=True))
     outputs = [(n, d) for n, d in pairs if not isinstance(d, GradAOTOutput)]
@@ -84,10 +86,10 @@ def _fresh_outputs(
     values: Sequence[Value],
     made: set[int],
 ) -> list[_Output]:
-    """The outputs that the step itself writes, in order: those with a tangent, and one for each other storage.
+    """Return the outputs that the step itself writes, in order: those with a tangent, and one for each other storage.
 
-    Of outputs that share bytes, those with a tangent are fresh; the others are made from the first of them outside,
-    as views that autograd knows, so that gradients through them arrive.
+    Of outputs that share bytes, those with a tangent are fresh. The others are made outside of the step, as views of
+    the first of them that autograd knows, so that gradients through them arrive.
     """
     nodes = [(n, d) for n, d in outputs if isinstance(n, fx.Node) and n in value_of]
     fresh = [pair for pair in nodes if pair[1] in differentiable and values[value_of[pair[0]]].storage in made]
@@ -108,7 +110,7 @@ def _returned(  # noqa: PLR0917
     base_of: Mapping[int, int],
     own: AbstractSet[int],
 ) -> Returned:
-    """How a leaf of the result is made. `own`: the values that the step itself writes for the caller."""
+    """Return how a leaf of the result is made. `own`: the values that the step itself writes for the caller."""
     if not isinstance(node, fx.Node):
         return Returned(kind=ReturnKind.CONSTANT, constant=node)
     value = value_of[node]
@@ -121,6 +123,7 @@ def _returned(  # noqa: PLR0917
 
 
 def _key(desc: Any) -> tuple[Source, str, int]:
+    """Return the source, name and index of the binding that a descriptor stands for."""
     if isinstance(desc, ParamAOTInput):
         return Source.PARAMETER, desc.target, 0
     if isinstance(desc, BufferAOTInput):
@@ -129,4 +132,5 @@ def _key(desc: Any) -> tuple[Source, str, int]:
 
 
 def _is_tangent(node: fx.Node) -> bool:
+    """Return whether a node is a tangent: a gradient that comes in."""
     return node.op == "placeholder" and isinstance(node.meta["desc"], TangentAOTInput)

@@ -1,4 +1,4 @@
-"""A traced step as a plan runs it: recomputes and copies get kernels, values the storages where the plan has them."""
+"""Remap a traced step to its plan: recomputes and copies get kernels, and values the plan's storages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from memplan.trace.traced import KernelCall, Ref, TracedGraph, Transfer
 
 
 def require_planned(traced: TracedGraph, plan: Plan) -> None:
-    """Raise unless `plan` was made for this very graph: `PlanMismatch`, or `InvalidEviction` when it would evict
-    something that is needed."""
+    """Raise `PlanMismatch` unless `plan` was made for this very graph.
+
+    Raises `InvalidEviction` if the plan would evict something that is still needed.
+    """
     if plan.eviction is None:
         require_same(plan.graph, traced.graph)
     else:
@@ -25,13 +27,14 @@ def require_planned(traced: TracedGraph, plan: Plan) -> None:
 
 
 def _without(plan: Plan, traced: Graph) -> Graph:
-    """The graph that an evicted one was made from, as far as it is seen: what it holds first, and names of ops.
+    """Return the graph without evictions that `plan` was made from, as far as it can be told: its first values and its
+    ops.
 
-    What its ops read and write is for the oracle to judge.
+    What its ops read and write is left to `require_equivalent`.
     """
     g, n = plan.graph, len(traced.storages)
     values, storages = g.values[: len(traced.values)], g.storages[:n]
-    if plan.devices and len(storages) == n:  # which of them each is on is what the plan has decided
+    if plan.devices and len(storages) == n:  # the plan decides which device each storage is on
         pairs = zip(storages, traced.storages, strict=True)
         storages = tuple(replace(s, device=t.device) if s.planned and t.planned else s for s, t in pairs)
     known = all(v.storage < len(storages) for v in values)
@@ -42,7 +45,7 @@ def _without(plan: Plan, traced: Graph) -> Graph:
 
 
 def follow(traced: TracedGraph, plan: Plan) -> TracedGraph:
-    """`traced` with the graph of `plan` as it lies in the arena, and a kernel for each of its ops."""
+    """Return `traced` with the graph of `plan` as it is placed in the arena, and a kernel for each of its ops."""
     kernels: tuple[KernelCall | Transfer, ...] = traced.kernels
     if plan.eviction is not None:
         pairs = zip(plan.graph.ops, plan.eviction.sources, strict=True)
@@ -51,12 +54,12 @@ def follow(traced: TracedGraph, plan: Plan) -> TracedGraph:
 
 
 def _moved(leaf: Any, where: torch.device) -> Any:
-    """In a kernel's arguments: the device that it was traced on is the one that it runs on."""
+    """Return the device that a kernel runs on where `leaf` is the CUDA device that it was traced on; else `leaf`."""
     return where if isinstance(leaf, torch.device) and leaf.type == where.type == "cuda" else leaf
 
 
 def _kernel(traced: TracedGraph, graph: Graph, op: Op, source: int, *, several: bool) -> KernelCall | Transfer:
-    """The traced op's kernel on the values of `op`, which stand in the same places of `graph`."""
+    """Return the traced op's kernel on the values of `op`, which are in the same positions as in `traced`."""
     if source < 0:
         return Transfer(target=op.target, reads=op.reads, writes=op.writes)
     kernel, base = traced.kernels[source], traced.graph.ops[source]

@@ -1,6 +1,6 @@
-"""Lowering rules for layers and losses: what their CPU kernels do inside, with every result where it is planned.
+"""Lowering rules for layers and losses: the steps of their CPU kernels, with every result where it is planned.
 
-Each gives the bits of the op that it replaces, or None: leave it. `rules.py` says which op has which.
+Each rule gives the bits of the op that it replaces, or returns None: leave the op as it is. `rules.py` has the table.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from memplan.trace.lowering.products import multiplied
 from memplan.trace.passes.aliasing import is_fixed
 from memplan.trace.passes.rewrite import Rewriter, aten, value
 
-_DIVIDED = (torch.float32, torch.float64)  # after summing; of halves the mean is rounded once
+_DIVIDED = (torch.float32, torch.float64)  # divided after summing; a mean in half precision is rounded once
 _MEAN, _SUM = 1, 2  # `at::Reduction` of losses
 
 
 def copied(rw: Rewriter, source: fx.Node) -> fx.Node:
-    """The node's result, filled with `source`."""
+    """Return the node's result, filled with `source`."""
     result = rw.memory(value(rw.node))
     rw.call(aten.copy_.default, result, source)
     return result
 
 
 def embedding(rw: Rewriter, weight: fx.Node, indices: fx.Node, *_: Any, **__: Any) -> fx.Node | None:
-    """The kernel itself gathers rows of a flat index (aten/src/ATen/native/Embedding.cpp)."""
+    """Gather rows by a flat index, as the kernel itself does (aten/src/ATen/native/Embedding.cpp)."""
     index = value(indices)
     if not index.is_contiguous() or index.dtype is not torch.int64:
         return None
@@ -38,7 +38,7 @@ def embedding(rw: Rewriter, weight: fx.Node, indices: fx.Node, *_: Any, **__: An
 
 
 def dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx.Node, fx.Node] | None:
-    """CPU only: the CUDA kernel is fused and draws its numbers in another order (native/Dropout.cpp)."""
+    """Make the mask and the product, on the CPU; CUDA's fused kernel draws in another order (native/Dropout.cpp)."""
     if value(x).device.type != "cpu" or train is not True or not 0.0 < p < 1.0 or value(x).is_complex():
         return None
     out, mask = value(rw.node)
@@ -52,15 +52,15 @@ def dropout(rw: Rewriter, x: fx.Node, p: float, train: bool | None) -> tuple[fx.
         return result, keep
     result = rw.memory(out)
     rw.call(aten.copy_.default, result, keep)
-    rw.call(aten.div_.Tensor, result, 1 - p)  # rounded to a half, before the product is
+    rw.call(aten.div_.Tensor, result, 1 - p)  # rounded to half precision before the product is
     rw.call(aten.mul_.Tensor, result, x)
     return result, keep
 
 
 def dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -> fx.Node | None:
-    """CPU: grad * (mask * scale), without the two temporaries.
+    """Compute grad * (mask * scale) on the CPU, without the two temporaries.
 
-    In halves as in eager, which multiplies by the scale that its forward rounded; the traced kernel rounds once.
+    Half precision follows eager, which multiplies by the scale that its forward rounded; the traced kernel rounds once.
     """
     if value(grad).device.type != "cpu" or value(grad).is_complex():
         return None
@@ -76,7 +76,9 @@ def dropout_backward(rw: Rewriter, grad: fx.Node, mask: fx.Node, scale: float) -
 
 
 def mean(rw: Rewriter, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any) -> fx.Node | None:
-    """CPU: the kernel divides the sum by a number that it makes anew in each call (native/ReduceOps.cpp)."""
+    """Divide the sum by the count, on the CPU: the kernel makes a new tensor for the count in each call
+    (native/ReduceOps.cpp).
+    """
     given, result = value(x), value(rw.node)
     if not rw.constants or result.device.type != "cpu" or given.dtype is not result.dtype or not is_fixed(given):
         return None
@@ -89,7 +91,7 @@ def mean(rw: Rewriter, x: fx.Node, dims: Any = None, keepdim: bool = False, **_:
 
 
 def mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.Node | None:
-    """`mse_loss.out` resizes its out; the kernel squares the difference, then reduces (native/Loss.cpp)."""
+    """Square the difference, then reduce, as the kernel does (native/Loss.cpp); `mse_loss.out` resizes its out."""
     if reduction not in (_MEAN, _SUM):
         return None
     difference = rw.call(aten.sub.Tensor, x, y)
@@ -98,10 +100,13 @@ def mse_loss(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1) -> fx.Nod
 
 
 def loss_of(unreduced: Any) -> Callable[..., Any]:
-    """Losses whose `out` variants compute the loss of each element in `out`, resized, and then reduce that."""
+    """Return the rule for a loss whose `out` variant computes the unreduced loss in `out`, resized, and then reduces
+    that.
+    """
 
     def rule(rw: Rewriter, x: fx.Node, y: fx.Node, reduction: int = 1, *options: Any) -> fx.Node | None:
-        in_rows = value(x).is_contiguous() and value(y).is_contiguous()  # else each loss has a layout of its own
+        """Compute the unreduced loss, then reduce it."""
+        in_rows = value(x).is_contiguous() and value(y).is_contiguous()  # otherwise each loss has another layout
         if reduction not in (_MEAN, _SUM) or not in_rows:
             return None
         return _reduced(rw, rw.call(unreduced, x, y, 0, *options), reduction)
@@ -110,7 +115,7 @@ def loss_of(unreduced: Any) -> Callable[..., Any]:
 
 
 def _reduced(rw: Rewriter, losses: fx.Node, reduction: int) -> fx.Node:
-    """The mean or the sum of all elements, in the place of the op."""
+    """Return the mean or the sum of all elements, in place of the op."""
     if reduction == _SUM:
         return rw.instead(aten.sum.dim_IntList, losses, None)
     return mean(rw, losses) or rw.instead(aten.mean.default, losses)
@@ -127,11 +132,11 @@ def batch_norm(  # noqa: PLR0917  (the op's own signature)
     momentum: float,
     eps: float,
 ) -> tuple[fx.Node, ...] | None:
-    """CPU: `native_batch_norm.out` updates running statistics in place; here, copies of them."""
+    """Update copies of the running statistics, on the CPU: `native_batch_norm.out` updates them in place."""
     given = [value(n) for n in (x, weight, bias, mean, var) if n is not None]
     if value(x).device.type != "cpu" or not training or any(t.dtype != torch.float32 for t in given):
         return None
-    if not _is_dense(value(x)):  # of what is laid out otherwise, the kernel that writes to `out` makes other numbers
+    if not _is_dense(value(x)):  # for other layouts, the kernel that writes to `out` rounds differently
         return None
     out, save_mean, save_rstd, new_mean, new_var = (rw.memory(result) for result in value(rw.node))
     rw.call(aten.copy_.default, new_mean, mean)
@@ -147,7 +152,7 @@ def batch_norm(  # noqa: PLR0917  (the op's own signature)
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Whether it is laid out as convolutions lay out: row by row, channels last or not."""
+    """Return whether a tensor is laid out as convolutions lay out their results: contiguous, or channels last."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))
 
@@ -155,7 +160,7 @@ def _is_dense(x: torch.Tensor) -> bool:
 def embedding_backward(  # noqa: PLR0917  (the op's own signature)
     rw: Rewriter, grad: fx.Node, indices: fx.Node, rows: int, padding: int, scale_by_frequency: bool
 ) -> fx.Node | None:
-    """CPU: rows are added up in the order of the indices; those of the padding index stay zero.
+    """Add rows up in the order of the indices, on the CPU; rows of the padding index stay zero.
 
     In half precision the two kernels round differently, so only full precision is rewritten.
     """
@@ -167,7 +172,7 @@ def embedding_backward(  # noqa: PLR0917  (the op's own signature)
     result = rw.memory(value(rw.node))
     rw.call(aten.zero_.default, result)
     flat = rw.call(aten.view.default, indices, [index.numel()])
-    if not value(grad).is_contiguous():  # of an LSTM with batch_first
+    if not value(grad).is_contiguous():  # such as that of an LSTM with batch_first
         with rw.mode:
             dense = torch.empty_like(value(grad), memory_format=torch.contiguous_format)
         contiguous = rw.scratch(dense)
@@ -181,10 +186,10 @@ def embedding_backward(  # noqa: PLR0917  (the op's own signature)
 
 
 def safe_softmax(rw: Rewriter, x: fx.Node, dim: int, dtype: torch.dtype | None = None) -> fx.Node | None:
-    """The op itself is a softmax, whose rows of nothing but -inf become zeros (native/transformers/attention.cpp)."""
+    """Compute a softmax, then zero the rows of nothing but -inf, as the op does (native/transformers/attention.cpp)."""
     if dtype not in (None, value(x).dtype):
         return None
-    if rw.constants and value(x).dim() and value(x).shape[dim]:  # the largest of a row says as much as all of it
+    if rw.constants and value(x).dim() and value(x).shape[dim]:  # a row's maximum is -inf only if all of it is
         lowest = rw.number(float("-inf"), value(x).dtype, value(x).device)
         empty = rw.call(aten.eq.Tensor, rw.call(aten.amax.default, x, [dim], True), lowest)
     else:

@@ -1,7 +1,7 @@
-"""Lowering rules: ops without a true `out=` kernel, rewritten into ops that write where they are told.
+"""Lowering rules: ops without a true `out=` kernel, rewritten into ops that write into given memory.
 
-Each rule replaces one node by memory without a kernel (`empty_strided`) and kernels that fill it, and gives
-the same bits. What has neither an out variant nor a rule runs functionally and is reported as outside.
+Each rule replaces one node by memory without a kernel (`empty_strided`) and kernels that fill it, with the same bits.
+An op that has neither an out variant nor a rule runs functionally and is reported as outside the arena.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from memplan.trace.passes.aliasing import written_in
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 
 _RESHAPES = {aten.view.default, aten._unsafe_view.default}
-_ROLLED = 2  # dimensions: three would make eight pieces
+_ROLLED = 2  # the most dimensions: three would make eight pieces
 Rule = Callable[..., Any]  # (rewriter, *the node's args, **kwargs) -> node, tuple of nodes, or None: leave it
 
 
 def lower(graph: fx.Graph, *, constants: bool = True) -> None:
-    """Apply the rules to every node that has one, in place. `constants`: they may put constants into the program."""
+    """Apply the rules to every node that has one, in place. `constants`: rules may add constants to the program."""
     mode, written = fake_mode_of(graph), written_in(graph)
     for node in list(graph.nodes):
         rule = RULES.get(node.target) if node.op == "call_function" else None
@@ -48,6 +48,7 @@ def lower(graph: fx.Graph, *, constants: bool = True) -> None:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
+    """Replace a node by `new`: one node, or one for each result."""
     if isinstance(new, tuple):
         for user in list(node.users):
             index: Any = user.args[1]
@@ -59,31 +60,34 @@ def _replace(graph: fx.Graph, node: fx.Node, new: Any) -> None:
 
 
 def _copy(rw: Rewriter, source: fx.Node, **_: Any) -> fx.Node | None:
-    """clone, _to_copy: convert and lay out while copying."""
+    """Lower clone and _to_copy: convert and lay out while copying."""
     return copied(rw, source) if value(source).device == value(rw.node).device else None
 
 
 def _as_tensor_op(target: Any) -> Rule:
-    """X.Scalar wraps its scalar and calls X.Tensor; so do we."""
+    """Return the rule for an op X.Scalar, which wraps its scalar and calls X.Tensor."""
 
     def rule(rw: Rewriter, x: fx.Node, other: Any, *alpha: Any, **kwargs: Any) -> fx.Node:
+        """Call the op for tensors with the number."""
         return rw.instead(target, x, other, **kwargs, **({"alpha": alpha[0]} if alpha else {}))
 
     return rule
 
 
 def _relu(rw: Rewriter, x: fx.Node) -> fx.Node:
+    """Lower relu to a clamp at zero."""
     return rw.instead(aten.clamp_min.default, x, 0)
 
 
 def _sum(rw: Rewriter, x: fx.Node, *, dtype: torch.dtype | None = None) -> fx.Node:
+    """Lower a sum of all elements to a sum over dimensions."""
     return rw.instead(aten.sum.dim_IntList, x, None, dtype=dtype)
 
 
 def _sum_over(
     rw: Rewriter, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> fx.Node | None:
-    """What is only looked at without the dimensions that were kept (a bias's gradient) is made without them."""
+    """Sum without keeping dimensions where the only reader removes them (a bias's gradient)."""
     user = next(iter(rw.node.users), None)
     if not keepdim or user is None or len(rw.node.users) > 1 or user.target not in _RESHAPES:
         return None
@@ -96,14 +100,17 @@ def _sum_over(
 
 
 def _slice_backward(rw: Rewriter, grad: fx.Node, sizes: Any, *where: Any) -> fx.Node:
+    """Write the gradient into a slice of zeros."""
     return _scatter_into_zeros(rw, grad, aten.slice.Tensor, *where)
 
 
 def _select_backward(rw: Rewriter, grad: fx.Node, sizes: Any, dim: int, index: int) -> fx.Node:
+    """Write the gradient into one index of zeros."""
     return _scatter_into_zeros(rw, grad, aten.select.int, dim, index)
 
 
 def _scatter_into_zeros(rw: Rewriter, grad: fx.Node, view: Any, *where: Any) -> fx.Node:
+    """Write the gradient into a view of zeros."""
     result = rw.memory(value(rw.node))
     rw.call(aten.zero_.default, result)
     rw.call(aten.copy_.default, rw.call(view, result, *where), grad)
@@ -111,9 +118,10 @@ def _scatter_into_zeros(rw: Rewriter, grad: fx.Node, view: Any, *where: Any) -> 
 
 
 def _scatter(view: Any) -> Rule:
-    """select_scatter, slice_scatter: copy, then write a view of the copy."""
+    """Return the rule for select_scatter and slice_scatter: copy, then write into a view of the copy."""
 
     def rule(rw: Rewriter, x: fx.Node, source: fx.Node, *where: Any, **kwargs: Any) -> fx.Node:
+        """Copy `x`, then write `source` into a view of the copy."""
         result = copied(rw, x)
         rw.call(aten.copy_.default, rw.call(view, result, *where, **kwargs), source)
         return result
@@ -137,9 +145,10 @@ def _pad(rw: Rewriter, x: fx.Node, pad: list[int], fill: float = 0) -> fx.Node:
 
 
 def _then_in_place(target: Any) -> Rule:
-    """masked_fill, index_put, ...: the functional op is a copy, then the op in place."""
+    """Return the rule for masked_fill, index_put and others: a copy, then the op in place."""
 
     def rule(rw: Rewriter, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node | None:
+        """Copy `x`, then run the op in place on the copy."""
         if value(x).shape != value(rw.node).shape:
             return None  # masked_fill broadcasts its input
         result = copied(rw, x)
@@ -150,7 +159,7 @@ def _then_in_place(target: Any) -> Rule:
 
 
 def _roll(rw: Rewriter, x: fx.Node, shifts: list[int], dims: Any = ()) -> fx.Node | None:
-    """Each dimension that is shifted cuts the tensor in two: every piece is copied to its new place."""
+    """Copy every piece to its new place: each dimension that is shifted cuts the tensor in two."""
     different = {dim % max(value(x).dim(), 1) for dim in dims}
     if not len(different) == len(dims) == len(shifts) <= _ROLLED or not value(x).numel():
         return None
@@ -171,12 +180,15 @@ def _roll(rw: Rewriter, x: fx.Node, shifts: list[int], dims: Any = ()) -> fx.Nod
 
 
 def _overwrite(rw: Rewriter, x: fx.Node, source: fx.Node, *_: Any) -> fx.Node:
-    """`copy`: the layout of its first argument, the numbers of its second."""
+    """Lower `copy`: the layout of its first argument with the numbers of its second."""
     return copied(rw, source)
 
 
 def _filled_with(fill: float) -> Rule:
+    """Return the rule for an op whose result is filled with one number."""
+
     def rule(rw: Rewriter, *_: Any, **__: Any) -> fx.Node:
+        """Fill the result."""
         result = rw.memory(value(rw.node))
         rw.call(aten.fill_.Scalar, result, fill)
         return result
@@ -185,14 +197,17 @@ def _filled_with(fill: float) -> Rule:
 
 
 def _full(rw: Rewriter, _: Any, fill: Any, **__: Any) -> fx.Node:
+    """Lower full and full_like: fill the result."""
     return _filled_with(fill)(rw)  # type: ignore[no-any-return]
 
 
 def _new_full(rw: Rewriter, _: Any, __: Any, fill: Any, **___: Any) -> fx.Node:
+    """Lower new_full: fill the result."""
     return _filled_with(fill)(rw)  # type: ignore[no-any-return]
 
 
 def _arange(rw: Rewriter, *bounds: float, **_: Any) -> fx.Node:
+    """Write the range with the `out=` kernel."""
     start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
     result = rw.memory(value(rw.node))
     rw.call(aten.arange.start_out, start, end, step, out=result)
@@ -200,6 +215,7 @@ def _arange(rw: Rewriter, *bounds: float, **_: Any) -> fx.Node:
 
 
 def _scalar_tensor(rw: Rewriter, fill: Any, **_: Any) -> fx.Node:
+    """Lower scalar_tensor: fill the result."""
     return _filled_with(fill)(rw)  # type: ignore[no-any-return]
 
 

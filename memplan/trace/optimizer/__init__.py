@@ -1,4 +1,5 @@
-"""The optimizer's update as ops of the step: one fused kernel per parameter, as soon as it may run.
+"""Add the optimizer's update to the step: one fused kernel per parameter, as soon as it may run.
 
-`updates.py` adds them, `optimizers.py` says which optimizers are known, `update_groups.py` which updates share a call.
+`updates.py` adds the ops, `optimizers.py` says which optimizers are supported, and `update_groups.py` which updates can
+share a kernel call.
 """

@@ -1,4 +1,4 @@
-"""The optimizers whose updates are known: which options they may have, and what state their updates take."""
+"""The supported optimizers: which options they may have, and what state their updates take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DECIDING = ("momentum", "dampening", "amsgrad", "decoupled_weight_decay", "diffe
 
 
 def require_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UnsupportedGraph` unless `optimizer` is one whose update is known, with options that it knows."""
+    """Raise `UnsupportedGraph` unless `optimizer` and its options are supported."""
     name = type(optimizer).__name__
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise UnsupportedGraph(
@@ -35,17 +35,17 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
 
 
 def keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tensors of a parameter's state that its update takes, in order."""
+    """Return the keys of the state tensors that a parameter's update takes, in order."""
     if isinstance(optimizer, torch.optim.SGD):
         return ("momentum_buffer",) if group["momentum"] else ()
     return (STEP, "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
 def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.Tensor, group: int) -> dict[str, Any]:
-    """The state of a parameter; what the optimizer would create at its first step is created, laid out as it would.
+    """Return the state of a parameter, created and laid out as the optimizer would at its first step.
 
-    Raises `UnsupportedGraph` for a parameter that torch's fused kernels cannot update, or would in wrong places: they
-    go through the memory of a parameter and of its state as it lies. Also when a part of the state is missing.
+    Raises `UnsupportedGraph` if a part of the state is missing, and for a parameter that torch's fused kernels cannot
+    update, or would update in wrong places: they walk the memory of a parameter and of its state in order.
     """
     _require_updatable(name, parameter)
     keys = keys_of(optimizer, optimizer.param_groups[group])
@@ -62,22 +62,25 @@ def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.T
     missing = next((key for key in keys if key not in state), None)
     if missing is not None:
         what = f"the optimizer's state of it has no {missing!r}, which group {group} needs"
-        raise UnsupportedGraph(name, what, "load a checkpoint made with the same options, or make the optimizer anew")
+        raise UnsupportedGraph(name, what, "load a checkpoint made with the same options, or create a new optimizer")
     for key in keys:
         if key != STEP and _places(state[key]) != _places(parameter):
             what = f"has strides {parameter.stride()}, the optimizer's {key!r} of it {state[key].stride()}"
-            raise UnsupportedGraph(name, what, "lay out that state like the parameter, or make the optimizer anew")
-    if STEP in keys and place.type == "cuda" and state[STEP].device != place:  # of an optimizer that was not fused
+            raise UnsupportedGraph(name, what, "lay out that state like the parameter, or create a new optimizer")
+    if (
+        STEP in keys and place.type == "cuda" and state[STEP].device != place
+    ):  # an optimizer without fused=True keeps it on the CPU
         state[STEP] = state[STEP].to(place)
     return state
 
 
 def _places(x: torch.Tensor) -> list[tuple[int, int]]:
-    """Where its elements lie: size and stride of each dimension along which there are several."""
+    """Return where the elements of a tensor lie: size and stride of each dimension of more than one element."""
     return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
 def _require_updatable(name: str, parameter: torch.Tensor) -> None:
+    """Raise `UnsupportedGraph` for a parameter that torch's fused kernels cannot update."""
     what, hint = "", ""
     if not parameter.is_floating_point():
         what = f"is {parameter.dtype}, which torch's fused updates do not take"

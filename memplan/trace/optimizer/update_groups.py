@@ -1,4 +1,4 @@
-"""Which updates one call can make: torch's fused optimizer kernels take lists of tensors."""
+"""Find the updates that one call can make: torch's fused optimizer kernels take lists of tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _SMALL = (16 << 10, 1 << 20)  # bytes of a parameter, on the CPU and elsewhere, 
 
 
 def kind_of(kernel: KernelCall, graph: Graph) -> Hashable:
-    """What updates have in common that one call can make: the kernel, everything but its tensors, and dtypes and
-    devices of those. None for what is no update."""
+    """Return what the updates of one call must have in common; None for a kernel that is no update.
+
+    That is the kernel, all arguments that are no tensors, and the dtypes and devices of the tensors.
+    """
     if kernel.target.overloadpacket not in _UPDATES:
         return None
     lists = tuple(tuple(_like(graph, ref) for ref in of) for of in kernel.args)
@@ -22,12 +24,15 @@ def kind_of(kernel: KernelCall, graph: Graph) -> Hashable:
 
 
 def _like(graph: Graph, ref: Ref) -> tuple[str, str]:
+    """Return the dtype and the device of a kernel argument."""
     value = graph.values[ref.value]
     return value.dtype, graph.storages[value.storage].device
 
 
 def small_updates(traced: TracedGraph) -> dict[int, Hashable]:
-    """The kinds of the updates (by op) that cost more to call than to compute: they gain by running together."""
+    """Return the kinds of the updates (by op) that take longer to call than to compute: they gain from running
+    together.
+    """
     graph, kinds = traced.graph, dict[int, Hashable]()
     for index, kernel in enumerate(traced.kernels):
         kind = kind_of(kernel, graph) if isinstance(kernel, KernelCall) else None
@@ -37,5 +42,6 @@ def small_updates(traced: TracedGraph) -> dict[int, Hashable]:
 
 
 def _parameter_bytes(graph: Graph, op: Op) -> int:
+    """Return the bytes of the parameter that an op updates."""
     storages = (graph.storages[s] for s in graph.written(op))
     return sum(s.nbytes for s in storages if s.kind is StorageKind.PARAMETER)

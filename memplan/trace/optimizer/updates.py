@@ -1,9 +1,9 @@
-"""The optimizer's update as ops of the graph: one fused kernel per parameter, as soon as it may run.
+"""Add the optimizer's update to the graph: one fused kernel per parameter, as soon as it may run.
 
-A parameter may be overwritten once its gradient exists and nothing reads its old value any more; then its
-gradient dies on the spot. That is where a whole step saves memory: gradients never pile up. The optimizer
-itself is not traced (a dozen nodes a parameter); its state stays its own, and its hyperparameters are read
-at every call, so that schedulers and checkpoints work as ever.
+A parameter may be overwritten once its gradient exists and nothing reads its old value any more; its gradient then dies
+immediately. This is where a whole step saves memory: gradients do not accumulate. The optimizer itself is not traced
+(it would be a dozen nodes per parameter). Its state remains its own, and its hyperparameters are read at every call, so
+that schedulers and checkpoints work as usual.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from memplan.trace.traced import Live
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 ACCUMULATED = "accumulated gradient"  # key of a tensor beside the optimizer's own state
-LEARNING_RATE = "learning rate"  # key of another, which belongs to a group instead of a parameter
-COUNTERS = "step counters"  # key of one that holds the counters of many parameters, side by side
+LEARNING_RATE = "learning rate"  # key of a tensor that belongs to a group instead of a parameter
+COUNTERS = "step counters"  # key of the tensor that holds the counters of many parameters
 
 
 class Accumulate(enum.Enum):
-    """What a step does with its gradients when several of them make one update."""
+    """What a step does with its gradients when several steps make one update."""
 
     ADD = "add them to those of earlier steps"
     UPDATE = "add them, update the parameters, and start from zero again"
@@ -49,6 +49,7 @@ class StateInput:
     targets: tuple[str, ...] = ()
 
     def is_tangent(self) -> bool:
+        """Return False: it is no gradient."""
         return False
 
 
@@ -64,10 +65,10 @@ def append_updates(
 ) -> None:
     """Replace the returned gradients of `optimizer`'s parameters by updates; other gradients are dropped.
 
-    `clip_grad_norm` scales all gradients to that global 2-norm first: every update then waits for the last
-    gradient. `accumulate`: updates take sums of gradients, in memory that outlives the step. `rates_in_memory`: updates
-    read learning rates from tensors, one for each group, so that a recorded step follows a schedule. `device`: the
-    optimizer's state is seen there, wherever it is. State that is not there yet is created, for what has a gradient.
+    `clip_grad_norm` first scales all gradients to that global 2-norm: every update then waits for the last gradient.
+    `accumulate`: updates take sums of gradients, in memory that outlives the step. `rates_in_memory`: updates read
+    learning rates from tensors, one for each group, so that a CUDA graph follows a schedule of them. `device`: the
+    optimizer's state is traced there, wherever it is. Missing state is created for parameters that have a gradient.
     """
     output, results, descs = returned_by(graph)
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -83,7 +84,9 @@ def append_updates(
             gradients[of.target] = node
     if not gradients:
         name = type(optimizer).__name__
-        raise UnsupportedGraph(name, "the loss depends on none of its parameters", "give it those of this very model")
+        raise UnsupportedGraph(
+            name, "the loss depends on none of its parameters", "give it the parameters of this model"
+        )
     kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
     output.args = (tuple(n for n, _ in kept),)
     output.meta["desc"] = [d for _, d in kept]
@@ -106,19 +109,20 @@ def append_updates(
 
 
 class _InBackward(Rewriter):
-    """Makes nodes of the backward, whatever the node is that they stand for."""
+    """A rewriter whose nodes belong to the backward, whatever node they are made for."""
 
     def _node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a node of the backward."""
         node = super()._node(*args, **kwargs)
         node.meta["partitioner_tag"] = "is_backward"
         return node
 
 
 class _Updates:
-    """Makes the nodes.
+    """Makes the nodes of the updates.
 
-    Adam's step counters lie side by side in memory where that is possible (`keep_counters`), so that one kernel
-    increments them as one tensor; what is copied to a device and back keeps each its own (`steps`).
+    Adam's step counters are adjacent in memory where possible (`keep_counters`), so that one kernel increments them as
+    one tensor. Counters that are copied to a device and back stay separate (`steps`).
     """
 
     def __init__(
@@ -142,7 +146,7 @@ class _Updates:
         self.rates: dict[int, fx.Node] = {}
 
     def add(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
-        """Add a gradient, as soon as it exists, to the accumulated one, which is returned."""
+        """Add a gradient, as soon as it exists, to the accumulated one, and return the sum."""
         accumulated = self._state(name, ACCUMULATED, value(parameter))
         place = _after_last(self.graph, _touching(self.graph, gradient))
         rw = _InBackward(self.graph, self.mode, gradient, before=place)
@@ -150,8 +154,11 @@ class _Updates:
         return accumulated
 
     def start_from_zero(self, accumulated: Iterable[fx.Node]) -> None:
-        """Empty the accumulated gradients: all by one kernel in the end, or, where they are copied to a device and
-        back, each after its last use."""
+        """Set the accumulated gradients to zero.
+
+        One kernel does that for all at the end; gradients that are copied to a device and back are zeroed after their
+        last use.
+        """
         found = list(accumulated)
         if self.device is None and found:
             rw = _InBackward(self.graph, self.mode, found[-1], before=self.output)
@@ -162,7 +169,9 @@ class _Updates:
             _InBackward(self.graph, self.mode, gradient, before=place).call(aten.zero_.default, gradient)
 
     def clip(self, gradients: Mapping[str, fx.Node], max_norm: float, *, in_place: bool) -> dict[str, fx.Node]:
-        """`torch.nn.utils.clip_grad_norm_`: norm of norms, coefficient, one product per gradient."""
+        """Return the gradients clipped as by `torch.nn.utils.clip_grad_norm_`: norm of norms, coefficient, one product
+        each.
+        """
         rw = _InBackward(self.graph, self.mode, list(gradients.values())[-1], before=self.output)
         norms = [rw.call(aten.linalg_vector_norm.default, g, 2.0) for g in gradients.values()]
         total = rw.call(aten.linalg_vector_norm.default, rw.call(aten.stack.default, norms), 2.0)
@@ -175,7 +184,9 @@ class _Updates:
         return {name: rw.call(aten.mul.Tensor, g, coefficient) for name, g in gradients.items()}
 
     def keep_counters(self, names: Iterable[str]) -> None:
-        """One tensor for the step counters of these parameters, unless the optimizer has none or is elsewhere."""
+        """Make one tensor for the step counters of these parameters, unless there are none or they are on another
+        device.
+        """
         self.position = {name: i for i, name in enumerate(names)}
         if isinstance(self.optimizer, torch.optim.SGD) or self.device is not None or not self.position:
             return
@@ -185,10 +196,10 @@ class _Updates:
         self.counters = self._state("optimizer", COUNTERS, counters, tuple(self.position))
 
     def update(self, name: str, parameter: fx.Node, gradient: fx.Node, state: Mapping[str, Any], group: int) -> None:
-        """One fused kernel after the gradient's definition and the parameter's last reader."""
+        """Add one fused kernel after the gradient's definition and the parameter's last reader."""
         place = _after_last(self.graph, [*_touching(self.graph, gradient), *_touching(self.graph, parameter)])
         rw = _InBackward(self.graph, self.mode, gradient, before=place)
-        if value(gradient).stride() != value(parameter).stride():  # the kernel walks both alike
+        if value(gradient).stride() != value(parameter).stride():  # the kernel walks both in the same order
             laid_out = rw.scratch(value(parameter))
             rw.call(aten.copy_.default, laid_out, gradient)
             gradient = laid_out
@@ -235,7 +246,7 @@ class _Updates:
             rw.call(aten._foreach_add_.Scalar, self.steps, 1)
 
     def _rate(self, group: int, parameter: torch.Tensor) -> fx.Node:
-        """The learning rate of a group, as a tensor where its parameters are."""
+        """Return the learning rate of a group, as a tensor on the device of its parameters."""
         if group not in self.rates:
             with self.mode:
                 rate = torch.empty((), dtype=torch.float32, device=parameter.device)
@@ -243,6 +254,7 @@ class _Updates:
         return self.rates[group]
 
     def _state(self, name: str, key: str, tensor: torch.Tensor, targets: tuple[str, ...] = ()) -> fx.Node:
+        """Add a placeholder for a tensor of the optimizer's state."""
         last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(f"{name}_{key}".replace(".", "_").replace(" ", "_"))
@@ -255,18 +267,19 @@ class _Updates:
 
 
 def _is_parameter(node: fx.Node) -> bool:
+    """Return whether a placeholder is a parameter."""
     return isinstance(node.meta["desc"], ParamAOTInput)
 
 
 def _touching(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """The node, its aliases, and everything that reads or writes one of them."""
+    """Return the node, its aliases, and everything that reads or writes one of them."""
     key = storage_key(value(node))
     aliases = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor) and storage_key(value(n)) == key]
     return aliases + [user for alias in aliases for user in alias.users if user.op != "output"]
 
 
 def _after_last(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
-    """The node before which something may stand that comes after all of `nodes`."""
+    """Return the node before which a node can be inserted so that it comes after all of `nodes`."""
     wanted = set(nodes)
     last = next(n for n in reversed(graph.nodes) if n in wanted)
     following: fx.Node = last.next
@@ -276,7 +289,7 @@ def _after_last(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
 
 
 def _drop_dead(graph: fx.Graph) -> None:
-    """Remove what only dropped gradients needed; keep what has effects."""
+    """Erase what only dropped gradients needed; keep nodes with effects."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not has_effects(node):
             graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Which bytes a node of a functional graph gives and changes."""
+"""Find the bytes that a node of a functional graph reads, makes and changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memplan.trace.passes.rewrite import storage_key
 
 
 def tensors_of(node: Any) -> list[torch.Tensor]:
-    """The fake tensors that a node gives (of several nodes: all of them); none for what is no node."""
+    """Return the fake tensors that a node makes (for several nodes: all of them); none for what is no node."""
     if isinstance(node, (list, tuple)):
         return [t for one in node for t in tensors_of(one)]
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
@@ -22,19 +22,22 @@ def tensors_of(node: Any) -> list[torch.Tensor]:
 
 
 def keys_of(node: Any) -> set[int]:
-    """The storages of these tensors, as `storage_key` names them."""
+    """Return the storages of these tensors, as `storage_key` names them."""
     return {storage_key(t) for t in tensors_of(node)}
 
 
 def is_fixed(tensor: torch.Tensor) -> bool:
-    """Whether it is plain strided memory whose sizes are numbers, not symbols."""
+    """Return whether a tensor is plain strided memory whose sizes are numbers, not symbols."""
     if tensor.layout is not torch.strided:
         return False
     return all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to its last; a fake storage may be larger, by what was traced before."""
+    """Return the bytes from a tensor's first element to its last.
+
+    A fake storage may be larger, by an amount that depends on what was traced before.
+    """
     if 0 in tensor.shape:
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -42,12 +45,14 @@ def span(tensor: torch.Tensor) -> int:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether all that a node gives are bytes of its arguments, as they were."""
+    """Return whether everything that a node makes are bytes of its arguments, unchanged."""
     return not has_effects(node) and keys_of(node) <= keys_of(node.all_input_nodes)
 
 
 def has_effects(node: fx.Node) -> bool:
-    """Whether it writes in place, draws random numbers or only raises: what must keep its place in the program."""
+    """Return whether a node writes in place, draws random numbers or only raises: its place in the program must not
+    change.
+    """
     schema = getattr(node.target, "_schema", None)
     return (
         is_check(node.target)
@@ -57,7 +62,7 @@ def has_effects(node: fx.Node) -> bool:
 
 
 def written_in(graph: fx.Graph) -> set[int]:
-    """The storages that some op of the graph writes in place."""
+    """Return the storages that some op of the graph writes in place."""
     found = set()
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)

@@ -1,7 +1,7 @@
-"""Ops that only raise: `torch.linalg.inv` and its like look at what their kernel says of its success.
+"""Ops that only raise: `torch.linalg.inv` and similar functions check the error code of their kernel by one.
 
-AOTAutograd orders them by tokens, which they take and return. Here they become ordinary ops without results, and
-`schedule/legal.py` says what waits for them.
+AOTAutograd orders these ops by tokens, which they take and return. Here they become ordinary ops without results. The
+module of legal orders says which ops have to wait for them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CHECKS = frozenset({aten._linalg_check_errors.default})
 
 
 def is_check(target: Any) -> bool:
-    """Whether an op returns nothing and changes nothing: it runs to raise."""
+    """Return whether an op returns nothing and changes nothing: it runs only to raise."""
     return target in CHECKS
 
 
 def order_checks(graph: fx.Graph) -> None:
-    """Call checks directly instead of by way of tokens, in place; tokens that nothing needs any more are taken out."""
+    """Call checks directly instead of through tokens, in place, and erase tokens that nothing needs any more."""
     for node in list(graph.find_nodes(op="call_function", target=with_effects)):
         token, check, *args = node.args
         if not is_check(check):
@@ -42,7 +42,7 @@ def order_checks(graph: fx.Graph) -> None:
 
 
 def _drop_tokens(graph: fx.Graph) -> None:
-    """Take out tokens that are only handed through."""
+    """Erase tokens that are only passed through."""
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     idle = {n for n in graph.nodes if n.op == "placeholder" and _is_token(n.meta["desc"]) and {*n.users} <= {output}}
     results: Any = output.args[0]
@@ -55,4 +55,5 @@ def _drop_tokens(graph: fx.Graph) -> None:
 
 
 def _is_token(desc: Any) -> bool:
+    """Return whether a descriptor is of a token."""
     return "Token" in type(desc).__name__

@@ -1,11 +1,12 @@
-"""Constant folding: what constants alone determine is computed once, when the step is traced.
+"""Fold constants: what constants alone determine is computed once, when the step is traced.
 
-Masks, position ids, buckets of relative positions, scales: ops that read nothing but numbers written in the program,
-and that draw none. Their results become constants of the program, where they cost no kernel but bytes that stay. So
-only small ones do; of a larger one, what it is made of. What the caller gets, and what an op writes, stays as it is,
-and so does what depends on a tensor that the model holds: its owner may change it in place.
+Examples are masks, position ids, buckets of relative positions and scales: ops that read only numbers written in the
+program and draw no random numbers. Their results become constants of the program, where they need no kernel, but bytes
+that stay allocated. So only small results are folded; for a larger one, what it is computed from. What the caller is
+returned, and what an op writes, stays as it is. So does what depends on a tensor that the model holds: its owner may
+change it in place.
 
-Which ops are folded follows from the graph alone, never from numbers: a plan made of fake tensors is the real one's.
+Which ops are folded depends on the graph alone, never on numbers: a plan from fake tensors is the same as the real one.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ SMALL = 4096  # bytes of a result that may stay
 FOLDED = "folded"  # in a node's meta: the op that its numbers come from
 _WORK = 1 << 20  # bytes of a result that is computed on the way
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_LITERAL = aten.lift_fresh_copy.default  # of a tensor that forward itself writes down, each time anew
+_LITERAL = aten.lift_fresh_copy.default  # copies a tensor literal, which forward makes in each call
 
 
 def fold(module: fx.GraphModule) -> None:
     """Replace small results of ops on constants by constants, in place. `module`: a functional graph, before lowering.
 
-    Runs these ops once, on tensors of at most 1 MiB, where there are numbers to compute with.
+    These ops run once, on tensors of at most 1 MiB, if there are numbers to compute with.
     """
     graph = module.graph
     constant = _shared(graph, _constants(graph))
@@ -49,7 +50,7 @@ def fold(module: fx.GraphModule) -> None:
 
 
 def _constants(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that constants alone determine, in order; tensors that the model holds are no constants."""
+    """Return the nodes that constants alone determine, in order; tensors that the model holds are no constants."""
     bound = keys_of(returned_by(graph)[1]) | written_in(graph)
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -61,7 +62,7 @@ def _constants(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a node is an ATen op with one result, which its arguments determine, and no symbol is among them."""
+    """Return whether a node is an ATen op with one result that its arguments determine, none of which is a symbol."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or has_effects(node):
         return False
     val = node.meta.get("val")
@@ -72,7 +73,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _shared(graph: fx.Graph, constant: list[fx.Node]) -> list[fx.Node]:
-    """Those that are left when each is computed once."""
+    """Return the constant nodes that remain when each is computed once."""
     known: dict[str, fx.Node] = {}
     for node in constant:
         first = known.setdefault(str((node.target, node.args, node.kwargs)), node)
@@ -82,7 +83,7 @@ def _shared(graph: fx.Graph, constant: list[fx.Node]) -> list[fx.Node]:
 
 
 def _kept(constant: list[fx.Node]) -> set[fx.Node]:
-    """The ops whose results are to stay: small ones that something reads which is not folded."""
+    """Return the ops whose results are to stay: small ones that an op reads which is not folded."""
     groups: dict[int, list[fx.Node]] = {}  # by storage: the op that makes it, then views
     for node in constant:
         groups.setdefault(storage_key(value(node)), []).append(node)
@@ -97,7 +98,7 @@ def _kept(constant: list[fx.Node]) -> set[fx.Node]:
 
 
 def _numbers(module: fx.GraphModule, constant: list[fx.Node], kept: set[fx.Node]) -> dict[fx.Node, torch.Tensor]:
-    """The results of `kept`, computed and laid out as traced; none of those that come from a tensor without numbers."""
+    """Return the results of `kept`, laid out as traced, without those that come from a tensor without numbers."""
     needed = set(kept)
     for node in reversed(constant):
         if node in needed:
@@ -116,16 +117,18 @@ def _numbers(module: fx.GraphModule, constant: list[fx.Node], kept: set[fx.Node]
 
 
 def _laid_out(tensor: torch.Tensor, val: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, laid out as `val`."""
     empty = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
     return empty.copy_(tensor)
 
 
 def _has_numbers(tensor: torch.Tensor | None) -> bool:
+    """Return whether a tensor holds numbers: it is neither fake nor on the meta device."""
     return tensor is not None and not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def _put(module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor) -> None:
-    """A constant in place of the node."""
+    """Replace a node by a constant."""
     name = f"{node.name}_{FOLDED}"
     setattr(module, name, tensor)
     with module.graph.inserting_before(node):

@@ -1,4 +1,4 @@
-"""Strides under which several elements of a tensor have the same bytes, as those of `expand` and `unfold` do."""
+"""Find strides that give several elements of a tensor the same bytes, as those of `expand` and `unfold` do."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from memplan.trace.passes.rewrite import value
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements of a tensor may lie at one address: its dimensions, by stride, are not nested.
+    """Return whether two elements of a tensor may lie at one address: its dimensions, by stride, are not nested.
 
-    True also for the rare layout that interleaves without overlapping (shape (2, 2), strides (2, 3)).
+    It is True also for the rare layout that interleaves without overlapping (shape (2, 2), strides (2, 3)).
     """
     if 0 in shape:
         return False
@@ -26,6 +26,6 @@ def may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def overlapping_tangents(graph: fx.Graph) -> bool:
-    """Whether a joint graph takes a gradient whose elements share bytes, which could not hold all gradients."""
+    """Return whether a joint graph takes a gradient whose elements share bytes: it could not hold all gradients."""
     tangents = (value(n) for n in graph.find_nodes(op="placeholder") if n.meta["desc"].is_tangent())
     return any(is_fixed(t) and may_overlap(t.shape, t.stride()) for t in tangents)

@@ -1,9 +1,9 @@
-"""What leaves the graph: every gradient and write-back gets bytes of its own.
+"""Give every gradient and write-back that leaves the graph bytes of its own.
 
-AOTAutograd hands out aliases freely (the gradient of a bias may *be* the tangent; two gradients may be one
-tensor). Autograd may keep a gradient as `.grad` without copying, so two that share bytes would be silently
-wrong later. Here each returned tensor that does not own its bytes becomes an explicit copy, and each mutated
-input an explicit `copy_` at the end of the forward: ordinary ops, planned like all others.
+AOTAutograd returns aliases freely (the gradient of a bias may *be* the tangent; two gradients may be one tensor).
+Autograd may keep a gradient as `.grad` without copying, so two that share bytes would be silently wrong later. Here
+each returned tensor that does not own its bytes becomes an explicit copy, and each mutated input an explicit `copy_` at
+the end of the forward. These are ordinary ops, planned like all others.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _PIECES = (
 )
 
 
-def own_the_results(graph: fx.Graph) -> None:
+def own_outputs(graph: fx.Graph) -> None:
     """Insert copies so that what is returned shares no bytes with anything else that outlives the step.
 
-    A gradient gets a copy when it aliases an input, an output, another gradient, or was made in the forward;
-    an output with a tangent as `_outputs_apart` says.
+    A gradient is copied if it aliases an input, an output or another gradient, or if it was made in the forward; an
+    output with a tangent is copied as `_with_separate_outputs` says.
     """
-    _write_the_empty(graph)
+    _zero_unwritten(graph)
     output, results, descs = returned_by(graph)
     mode = fake_mode_of(graph)
     tangents = {n.meta["desc"].output for n in graph.nodes if n.op == "placeholder" and n.meta["desc"].is_tangent()}
     boundary = _first_backward(graph) or output
-    results = _outputs_apart(graph, results, [desc in tangents for desc in descs], boundary)
+    results = _with_separate_outputs(graph, results, [desc in tangents for desc in descs], boundary)
     lasting = [n for n in graph.nodes if _is_tensor(n) and (n.op != "call_function" or not is_backward(n))]
     taken = {storage_key(value(n)) for n in lasting}
     for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
@@ -49,13 +49,13 @@ def own_the_results(graph: fx.Graph) -> None:
     output.args = (tuple(results),)
 
 
-def _outputs_apart(
+def _with_separate_outputs(
     graph: fx.Graph, results: Sequence[Any], with_tangent: Sequence[bool], boundary: fx.Node
 ) -> list[Any]:
-    """`results` with copies of those outputs with a tangent that share bytes with an input or with one another.
+    """Return `results` with copies of those outputs with a tangent that share bytes with an input or with one another.
 
-    Pieces of one tensor (`_PIECES`) share no element: they stay in its bytes, with eager's strides. Of an input, which
-    is the caller's, the whole is copied and the outputs are views of the copy.
+    Pieces of one tensor (`_PIECES`) share no element: they stay in its bytes, with eager's strides. An input belongs to
+    the caller: it is copied as a whole, and its outputs become views of the copy.
     """
     mode, found = fake_mode_of(graph), list(results)
     given = [n for n in graph.find_nodes(op="placeholder") if _is_tensor(n) and not n.meta["desc"].is_tangent()]
@@ -79,13 +79,13 @@ def _outputs_apart(
 
 
 def _fills_its_bytes(tensor: torch.Tensor) -> bool:
-    """Whether no two elements share bytes, and none lie between them: memory like it has the same strides."""
+    """Return whether a tensor's elements neither overlap nor have gaps, so that memory like it has the same strides."""
     extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return is_fixed(tensor) and extent == tensor.numel() and not may_overlap(tensor.shape, tensor.stride())
 
 
 def _same_view(rewriter: Rewriter, base: fx.Node, copy: fx.Node) -> fx.Node:
-    """The rewriter's node, a view of `base`, as a view of a `copy` with the strides of `base`."""
+    """Return the rewriter's node, a view of `base`, as a view of a `copy` with the strides of `base`."""
     v, start = value(rewriter.node), value(base).storage_offset()
     view = rewriter.call(aten.as_strided.default, copy, list(v.shape), list(v.stride()), v.storage_offset() - start)
     view.meta["partitioner_tag"] = "is_forward"
@@ -93,14 +93,14 @@ def _same_view(rewriter: Rewriter, base: fx.Node, copy: fx.Node) -> fx.Node:
 
 
 def _are_pieces(one: fx.Node, two: fx.Node) -> bool:
-    """Whether both are pieces that one op cuts a tensor into, which share no element."""
+    """Return whether both nodes are pieces that one op cuts a tensor into, which share no element."""
     if one is two or one.target is not operator.getitem or two.target is not operator.getitem:
         return False
     whole = one.args[0]
     return whole is two.args[0] and isinstance(whole, fx.Node) and whole.target in _PIECES
 
 
-def _write_the_empty(graph: fx.Graph) -> None:
+def _zero_unwritten(graph: fx.Graph) -> None:
     """Fill returned memory that nothing writes (`torch.empty`) with zeros, so that an op makes it."""
     returned = keys_of([n for n in returned_by(graph)[1] if isinstance(n, fx.Node)])
     bare = returned - written_in(graph)
@@ -111,9 +111,9 @@ def _write_the_empty(graph: fx.Graph) -> None:
 
 
 def _copied(rewriter: Rewriter, phase: str) -> fx.Node:
-    """A copy of the rewriter's node in dense memory of its own."""
+    """Return a copy of the rewriter's node in dense memory of its own."""
     with rewriter.mode:
-        dense = torch.empty_like(value(rewriter.node))  # of an expanded tensor, a contiguous one
+        dense = torch.empty_like(value(rewriter.node))  # contiguous for an expanded tensor
     copy = rewriter.scratch(dense)
     write = rewriter.call(aten.copy_.default, copy, rewriter.node)
     copy.meta["partitioner_tag"] = write.meta["partitioner_tag"] = phase
@@ -121,9 +121,9 @@ def _copied(rewriter: Rewriter, phase: str) -> fx.Node:
 
 
 def tangents_needed(graph: fx.Graph) -> dict[Any, frozenset[int]]:
-    """For each gradient (by descriptor) the tangents (numbered in order) that it depends on.
+    """Return, for each gradient (by descriptor), the tangents (numbered in order) that it depends on.
 
-    Read off the functional graph, before any pass: when none of them arrives, the gradient is None.
+    They are read off the functional graph, before any pass. If none of them arrives, the gradient is None.
     """
     needs: dict[fx.Node, frozenset[int]] = {}
     count = 0
@@ -139,10 +139,10 @@ def tangents_needed(graph: fx.Graph) -> dict[Any, frozenset[int]]:
 
 
 def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None]) -> None:
-    """Turn returned new values of mutated inputs into `copy_` ops at the end of the forward.
+    """Turn the returned new values of mutated inputs into `copy_` ops at the end of the forward.
 
-    A result that eager returns as (a view of) a mutated input is returned as that again: `alias_of` gives,
-    for each leaf of the result, the position of the placeholder that it is a view of.
+    A result that eager returns as (a view of) a mutated input is returned as that again. `alias_of` gives, for each
+    leaf of the result, the position of the placeholder that it is a view of.
     """
     output, results, descs = returned_by(graph)
     inputs = {n.meta["desc"]: n for n in graph.nodes if n.op == "placeholder"}
@@ -165,10 +165,10 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None]) -> Non
         rewriter = Rewriter(graph, fake_mode_of(graph), new, before=boundary)
         write = rewriter.call(aten.copy_.default, target, new)
         write.meta["partitioner_tag"] = "is_forward"
-    _return_the_inputs(graph, [target for target, _ in mutations], alias_of)
+    _return_inputs(graph, [target for target, _ in mutations], alias_of)
 
 
-def _return_the_inputs(graph: fx.Graph, mutated: Sequence[fx.Node], alias_of: Sequence[int | None]) -> None:
+def _return_inputs(graph: fx.Graph, mutated: Sequence[fx.Node], alias_of: Sequence[int | None]) -> None:
     """Return mutated inputs, and views of them, as what they are instead of as their new values."""
     output, results, descs = returned_by(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -183,7 +183,10 @@ def _return_the_inputs(graph: fx.Graph, mutated: Sequence[fx.Node], alias_of: Se
 
 
 def _refuse_old_value(graph: fx.Graph, target: fx.Node, boundary: fx.Node) -> None:
-    """Eager autograd refuses this too: "modified by an inplace operation"."""
+    """Raise `UnsupportedGraph` if the backward reads the old value of a changed input.
+
+    Eager autograd refuses this too: "modified by an inplace operation".
+    """
     nodes = list(graph.nodes)
     backward = set(nodes[nodes.index(boundary) :])
     aliases = [n for n in nodes if _is_tensor(n) and storage_key(value(n)) == storage_key(value(target))]
@@ -195,21 +198,21 @@ def _refuse_old_value(graph: fx.Graph, target: fx.Node, boundary: fx.Node) -> No
 
 
 def returned_by(graph: fx.Graph) -> tuple[fx.Node, list[Any], list[Any]]:
-    """The output node, what it returns, and a descriptor for each of these."""
+    """Return the output node, what it returns, and a descriptor for each of these."""
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     results: Any = output.args[0]
     return output, list(results), list(output.meta["desc"])
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether a node belongs to the backward (tagged by AOTAutograd)."""
+    """Return whether a node belongs to the backward (as tagged by AOTAutograd)."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def tag_backward(graph: fx.Graph) -> None:
-    """Tag what AOTAutograd left untagged in the backward (a `torch.autograd.Function` of the user's has its own).
+    """Tag the nodes of the backward that AOTAutograd left untagged (the ops of a user's `torch.autograd.Function`).
 
-    That is what comes after the first node of the backward, or needs a gradient that comes in.
+    These are the nodes after the first tagged one, or after the first that needs a gradient that comes in.
     """
     tangents = {n for n in graph.nodes if n.op == "placeholder" and n.meta["desc"].is_tangent()}
     passed = False
@@ -221,8 +224,10 @@ def tag_backward(graph: fx.Graph) -> None:
 
 
 def _first_backward(graph: fx.Graph) -> fx.Node | None:
+    """Return the first op of the backward, or None."""
     return next((n for n in graph.nodes if n.op == "call_function" and is_backward(n)), None)
 
 
 def _is_tensor(node: fx.Node) -> bool:
+    """Return whether a node is one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)

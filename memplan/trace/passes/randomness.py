@@ -1,4 +1,7 @@
-"""Which calls draw random numbers. Tags say which ops may; attention without dropout is one, and draws none."""
+"""Find the calls that draw random numbers.
+
+Tags name the ops that may draw. Attention is one of them, and draws nothing without dropout.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ _PROBABILITIES = ("dropout_p", "dropout")  # arguments of attention and recurren
 
 
 def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `target(*args, **kwargs)` draws random numbers, for all that its schema and its arguments say."""
+    """Return whether `target(*args, **kwargs)` draws random numbers, as far as its schema and its arguments tell."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     for position, argument in enumerate(target._schema.arguments):

@@ -1,4 +1,4 @@
-"""How passes change a captured graph: new nodes with fake values and the origin of the node they stand for."""
+"""Change a captured graph: new nodes with fake values, and with the origin of the node that they replace."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from memplan.errors import UnsupportedGraph
 
 INHERITED = ("stack_trace", "nn_module_stack", "partitioner_tag", "fwd_nn_module_stack", "autograd_backward")
-_WRITTEN = str.maketrans({"-": "minus_", ".": "_", "+": "_"})  # numbers in names
+_WRITTEN = str.maketrans({"-": "minus_", ".": "_", "+": "_"})  # characters of numbers, for use in names
 aten = torch.ops.aten
-# ops that make memory and write nothing
+# Ops that make memory and write nothing.
 MEMORY_ONLY = {aten.empty_strided.default, aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 _ALIASES = (aten.detach.default, aten.alias.default)
 
@@ -23,10 +23,10 @@ _ALIASES = (aten.detach.default, aten.alias.default)
 class Rewriter:
     """Inserts nodes before `before` (default: `node`) with the name and origin of `node`, evaluated on fake tensors."""
 
-    label = ""  # the name of new nodes, if not made of the node's and the op's
+    label = ""  # the name of new nodes; "": the node's and the op's
     constants = True  # whether the program may have constants (see `trace_captured`)
     written: frozenset[int] | set[int] = frozenset()  # storages that ops wrote in place before the pass
-    phase: str | None = None  # the tag of new nodes, if not the node's own
+    phase: str | None = None  # the tag of new nodes; None: the node's own
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode, node: fx.Node, before: fx.Node | None = None) -> None:
         self.graph = graph
@@ -35,9 +35,9 @@ class Rewriter:
         self.before = before or node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new call of `target`; its value is computed on the fake values of its arguments.
+        """Add a call of `target` and return it; its value is computed on the fake values of its arguments.
 
-        What an out overload returns is what it was given to write: it is not run (some have no fake kernel).
+        An out overload is not run (some have no fake kernel): its results are the tensors that it is given to write.
         """
         new = self._node(target, args, kwargs)
         outs = [value(kwargs[a.name]) for a in target._schema.arguments if a.is_out]
@@ -50,17 +50,17 @@ class Rewriter:
         return new
 
     def instead(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Like `call`, for the one call that replaces the node: it takes over the node's own fake value."""
+        """Add the one call that replaces the node and takes over its fake value; otherwise like `call`."""
         return self.making(value(self.node), target, *args, **kwargs)
 
     def making(self, result: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Like `call`, for a call whose value is to be `result`, a fake result of the node."""
+        """Add a call whose value is to be `result`, a fake result of the node; otherwise like `call`."""
         new = self._node(target, args, kwargs)
         new.meta["val"] = result
         return new
 
     def memory(self, result: torch.Tensor) -> fx.Node:
-        """Uninitialised memory that *is* `result`, a fake result of the node: no kernel, only bytes.
+        """Add uninitialised memory that *is* `result`, a fake result of the node: no kernel, only bytes.
 
         It keeps the fake tensor, so that views made of it elsewhere in the graph are views of this memory.
         """
@@ -74,12 +74,12 @@ class Rewriter:
         return new
 
     def scratch(self, like: torch.Tensor) -> fx.Node:
-        """Uninitialised memory laid out as `like`, and nothing else's."""
+        """Add uninitialised memory laid out as `like`, with a storage of its own."""
         with self.mode:
             return self.memory(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device))
 
     def number(self, number: float, dtype: torch.dtype, device: torch.device) -> fx.Node:
-        """A tensor of no dimension, a constant of the program; the same one each time."""
+        """Return a tensor without dimensions that is a constant of the program; the same node each time."""
         module = self.graph.owning_module
         assert module is not None
         name = f"_number_{str(number).translate(_WRITTEN)}_{dtype}_{device}".replace("torch.", "").replace(":", "_")
@@ -98,6 +98,7 @@ class Rewriter:
         return node
 
     def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], suffix: str = "") -> fx.Node:
+        """Add a node with the origin and the phase of the rewriter's node."""
         name = self.label or f"{self.node.name}_{suffix or target._opname.strip('_')}"
         with self.graph.inserting_before(self.before):
             new = self.graph.create_node("call_function", target, args, kwargs, name=name)
@@ -108,7 +109,7 @@ class Rewriter:
 
 
 def correct_results(node: fx.Node, results: Sequence[Any]) -> None:
-    """Say of an op with several results what its kernel makes. Aliases of what was said wrong give way to it."""
+    """Replace the fake results of an op by what its kernel makes; aliases of a corrected result are replaced by it."""
     said = value(node)
     node.meta["val"] = tuple(results)
     for item in [user for user in node.users if user.target is operator.getitem]:
@@ -122,16 +123,16 @@ def correct_results(node: fx.Node, results: Sequence[Any]) -> None:
 
 
 def replace_by(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
-    """Let `other` stand for `node`, whose shape, strides and dtype it has; views of the one become the other's."""
+    """Replace `node` by `other`, which has its shape, strides and dtype; views of `node` become views of `other`."""
     old, mode = storage_key(value(node)), fake_mode_of(graph)
     views = dict.fromkeys(node.users)
     node.replace_all_uses_with(other)
     graph.erase_node(node)
-    _view_again(views, old, mode)
+    _recompute_views(views, old, mode)
 
 
 def separate_tangents(graph: fx.Graph) -> None:
-    """Give each incoming gradient bytes of its own: those of several views of one tensor are traced as views too."""
+    """Give each incoming gradient bytes of its own; gradients of several views of one tensor are traced as views."""
     mode = fake_mode_of(graph)
     given = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)]
     seen = {storage_key(value(n)) for n in given if not n.meta["desc"].is_tangent()}
@@ -142,12 +143,12 @@ def separate_tangents(graph: fx.Graph) -> None:
         if old in seen:
             with mode:
                 node.meta["val"] = traced.new_empty_strided(traced.shape, traced.stride())
-            _view_again(dict.fromkeys(node.users), old, mode)
+            _recompute_views(dict.fromkeys(node.users), old, mode)
         seen.add(storage_key(value(node)))
 
 
-def _view_again(views: dict[fx.Node, None], old: int, mode: FakeTensorMode) -> None:
-    """Compute anew the fake values of these nodes that lie in the storage `old`, and of what is a view of them."""
+def _recompute_views(views: dict[fx.Node, None], old: int, mode: FakeTensorMode) -> None:
+    """Compute the fake values of those nodes that lie in the storage `old` again, and of their views."""
     while views:
         user = next(iter(views))
         del views[user]
@@ -159,13 +160,13 @@ def _view_again(views: dict[fx.Node, None], old: int, mode: FakeTensorMode) -> N
 
 
 def _shares(val: Any, key: int) -> bool:
-    """Whether a fake value, or one of several, lies in this storage."""
+    """Return whether a fake value, or one of several, lies in this storage."""
     flat = val if isinstance(val, (tuple, list)) else (val,)
     return any(isinstance(t, torch.Tensor) and storage_key(t) == key for t in flat)
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
-    """The same nodes, with the same names and fake values, to be changed by other passes."""
+    """Return a graph of the same nodes, with the same names and fake values, for other passes to change."""
     new = fx.Graph()
     result = new.graph_copy(graph, {}, return_output_node=True)
     assert isinstance(result, tuple)
@@ -174,12 +175,12 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 
 def value(node: fx.Node) -> Any:
-    """The fake value of a node."""
+    """Return the fake value of a node."""
     return node.meta["val"]
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
-    """The mode that the graph was traced under (a new one when it holds no tensor at all)."""
+    """Return the mode that the graph was traced under (a new one if it holds no tensor at all)."""
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), FakeTensor):
             mode: FakeTensorMode = node.meta["val"].fake_mode
@@ -188,7 +189,10 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a fake tensor's storage: equal keys, aliased bytes. Raises `UnsupportedGraph` where there is none."""
+    """Return the identity of a fake tensor's storage: equal keys mean aliased bytes.
+
+    Raises `UnsupportedGraph` for a tensor without a storage.
+    """
     if tensor.layout is not torch.strided:
         raise UnsupportedGraph(f"a {tensor.layout} tensor", "is not plain strided memory", "use dense tensors")
     key: int = tensor.untyped_storage()._cdata

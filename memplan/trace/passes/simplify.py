@@ -1,7 +1,7 @@
-"""Ops that need not run: those that change no bit, those that ran already, copies of what can be made where it belongs.
+"""Remove ops that need not run: those that change no bit, repeated ones, and copies of what can be made in place.
 
-Each rule leaves every number as it was, and no bytes alive that were not: a value stands for another one only where
-its storage is no larger. What the caller gets or gave, and what an op writes, is left alone.
+Each rule leaves every number as it was, and keeps no bytes alive that were not: a value replaces another one only where
+its storage is no larger. What the caller passes or is returned, and what an op writes, is left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memplan.trace.passes.rewrite import aten, fake_mode_of, replace_by, storage
 
 _BY_ONE = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.pow.Tensor_Scalar}
 _COPIES = {aten.clone.default, aten._to_copy.default}
-# Rounded once in every kernel (IEEE 754), so that no real result depends on where it is written. Complex ones do.
+# Rounded once in every kernel (IEEE 754): no real result depends on where it is written, but complex ones do.
 _ANYWHERE = {
     *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor),
     *(aten.neg.default, aten.abs.default, aten.where.self),
@@ -29,7 +29,7 @@ _ANYWHERE = {
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Take out ops that need not run, in place. `graph` is functional, its constants are folded."""
+    """Remove ops that need not run, in place. `graph` is functional, and its constants are folded."""
     made = _made(graph)
     for node in list(graph.nodes):
         if _is_fixed(node) and keys_of(node) <= made.keys():
@@ -44,7 +44,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _made(graph: fx.Graph) -> dict[int, int]:
-    """The bytes of each storage that an op makes for the step alone: not the caller's, and written once."""
+    """Return the bytes of each storage that an op makes for the step alone: not the caller's, and written once."""
     bound = keys_of(returned_by(graph)[1]) | written_in(graph)
     bound |= {key for node in graph.nodes if node.op != "call_function" for key in keys_of(node)}
     sizes: dict[int, int] = {}
@@ -56,15 +56,17 @@ def _made(graph: fx.Graph) -> dict[int, int]:
 
 
 def _size(node: fx.Node, made: dict[int, int]) -> int:
+    """Return the bytes of a node's storage."""
     return made[storage_key(value(node))]
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Whether a node gives one plain tensor whose sizes are numbers."""
+    """Return whether a node makes one plain tensor whose sizes are numbers."""
     return isinstance(node.meta.get("val"), torch.Tensor) and is_fixed(value(node))
 
 
 def _same_layout(one: fx.Node, two: fx.Node) -> bool:
+    """Return whether two nodes have the same type, device, shape and strides."""
     a, b = value(one), value(two)
     if (a.dtype, a.device, a.shape) != (b.dtype, b.device, b.shape):
         return False
@@ -72,23 +74,23 @@ def _same_layout(one: fx.Node, two: fx.Node) -> bool:
 
 
 def _unchanged(node: fx.Node) -> fx.Node | None:
-    """The argument that the result equals bit by bit, laid out alike; None: it may differ."""
+    """Return the argument that the result equals bit by bit, with the same layout; None if it may differ."""
     x = node.args[0] if node.args else None
     if not isinstance(x, fx.Node) or not _is_fixed(x) or not _same_layout(x, node):
         return None
     one = len(node.args) == 2 and type(node.args[1]) in (int, float) and node.args[1] == 1
     by_one = node.target in _BY_ONE and one and not node.kwargs and not value(x).is_complex()  # inf * 0i is NaN
     padded = node.target is aten.constant_pad_nd.default and not any(node.args[1])  # type: ignore[arg-type]
-    whole = node.target is aten.slice_backward.default  # of the shape that its argument has
+    whole = node.target is aten.slice_backward.default  # the slice is the whole tensor
     return x if by_one or padded or whole or node.target in _COPIES else None
 
 
 def _share(graph: fx.Graph, made: dict[int, int]) -> None:
-    """Let a small result stand for all that are computed from the same, in one phase of the step; and so views."""
+    """Replace repeated computations of a small result, within one phase of the step, by the first; views likewise."""
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
-            continue  # a user's op may do more than it says
+            continue  # a user's op may do more than its schema says
         if has_effects(node) or not _is_fixed(node):
             continue
         if any(user.op == "output" for user in node.users):
@@ -101,7 +103,7 @@ def _share(graph: fx.Graph, made: dict[int, int]) -> None:
 
 
 def _make_in_place(graph: fx.Graph, mode: FakeTensorMode, copy: fx.Node, made: dict[int, int]) -> None:
-    """Where `copy` lays out anew what a pointwise op has made for it alone, let that op write it so."""
+    """Let a pointwise op write its result in the layout that `copy` gives it, where the result is for `copy` alone."""
     views, op = [], copy.args[0]
     while isinstance(op, fx.Node) and is_view(op) and len(op.users) == 1:
         views.append(op)
@@ -112,19 +114,19 @@ def _make_in_place(graph: fx.Graph, mode: FakeTensorMode, copy: fx.Node, made: d
         layout = value(copy)
         for view in views:
             layout = _undone(view, layout)
-        again = [layout]
+        remade = [layout]
         for view in reversed(views):
-            again.append(view.target(again[-1], *view.args[1:]))  # type: ignore[operator]
-        if again[-1].shape != value(copy).shape or again[-1].stride() != value(copy).stride():
+            remade.append(view.target(remade[-1], *view.args[1:]))  # type: ignore[operator]
+        if remade[-1].shape != value(copy).shape or remade[-1].stride() != value(copy).stride():
             return
-        for node, val in zip((op, *reversed(views)), again, strict=True):
+        for node, val in zip((op, *reversed(views)), remade, strict=True):
             node.meta["val"] = val
         copy.replace_all_uses_with(views[0] if views else op)
         graph.erase_node(copy)
 
 
 def _is_its_own(op: fx.Node, copy: fx.Node, made: dict[int, int]) -> bool:
-    """Whether what `op` makes is for `copy` alone, and is no other than that."""
+    """Return whether the result of `op` is for `copy` alone, and of the same type and size."""
     if len(op.users) != 1 or op.kwargs or not _is_fixed(op) or not keys_of(op) <= made.keys():
         return False
     if any(tensor.is_complex() for tensor in (value(op), *tensors_of(op.args))):
@@ -135,7 +137,7 @@ def _is_its_own(op: fx.Node, copy: fx.Node, made: dict[int, int]) -> bool:
 
 
 def _undone(view: fx.Node, of: torch.Tensor) -> torch.Tensor:
-    """The tensor whose `view` is `of`. Raises `RuntimeError` where there is none."""
+    """Return the tensor whose `view` is `of`. Raises `RuntimeError` where there is none."""
     source = view.args[0]
     assert isinstance(source, fx.Node)
     if view.target is aten.transpose.int:
