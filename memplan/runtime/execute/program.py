@@ -20,7 +20,7 @@ from memplan.runtime.debug.hooks import Hook as EventHook
 from memplan.runtime.debug.hooks import observing
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Hook, Sanitizers
 from memplan.runtime.execute.trial import run_trial
-from memplan.runtime.kernels.fused_updates import joined
+from memplan.runtime.kernels.fused_updates import fuse_updates
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.kernels.pool_placement import Placer, placing
 from memplan.runtime.kernels.transfers import bind_transfers
@@ -178,7 +178,7 @@ def _functions(
     """The generated forward, and the backward of a step that has one. `join`: run updates together (`fused_updates.py`)."""
     graph = traced.graph
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
-    together = joined(traced, bound, order) if join else {}
+    together = fuse_updates(traced, bound, order) if join else {}
     steps = [(step, together.get(step, bound[op])) for step, op in enumerate(order)]
     forward = FunctionWriter(f"{prefix}forward", layout, namespace, [b.value for b in traced.bound(Source.INPUT)])
     _write(forward, steps[:split], sanitizers, last)

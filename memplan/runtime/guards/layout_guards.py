@@ -17,7 +17,7 @@ class LayoutGuards:
     alive.
     """
 
-    __slots__ = ("_guards", "_single", "_duplicates", "check")
+    __slots__ = ("_duplicates", "_guards", "_single", "check")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         first: dict[int, int] = {}  # `TensorGuards` does not accept a tensor twice

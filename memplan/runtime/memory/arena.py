@@ -58,7 +58,7 @@ class Arena(Memory):
         self._host = Memory(0, torch.device("cpu"))
 
     def host(self, nbytes: int) -> Memory:
-        """Return at least `nbytes` of host memory for offloaded bytes; earlier memory is reused if it is large enough."""
+        """Return at least `nbytes` of host memory for offloaded bytes; earlier memory is reused if large enough."""
         if nbytes > self._host.nbytes:
             self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
         return self._host

@@ -49,7 +49,7 @@ class InstanceEvent:
 
     instance: GraphInstance
     backward: bool
-    waiting: frozenset[int]
+    in_flight: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -129,12 +129,12 @@ class ArenaCoordinator:
                 self._given_up, self._events = True, []
             if self._given_up:
                 return
-            waiting = {
+            in_flight = {
                 id(e.instance)
                 for e in self._events
                 if e.instance is not instance and e.instance.ownership.pending is not None
             }
-            self._events.append(InstanceEvent(instance, backward, frozenset(waiting)))
+            self._events.append(InstanceEvent(instance, backward, frozenset(in_flight)))
 
     def settle(self) -> None:
         """Place the instances of the last step in one arena, if nothing is in flight and they are not there already."""
@@ -155,7 +155,7 @@ class ArenaCoordinator:
 
 
 def _completed(events: list[InstanceEvent]) -> list[InstanceEvent]:
-    """Append the backwards that were skipped (of an infinite loss, say), in the order in which a step would run them."""
+    """Append the backwards that were skipped (of an infinite loss, say), in the order in which they would run."""
     came = {id(e.instance) for e in events if e.backward}
     missing = list(
         dict.fromkeys(e.instance for e in events if id(e.instance) not in came and _has_backward(e.instance))
@@ -184,12 +184,12 @@ def _lay_out(
     solution = solve(Problem(buffers=tuple(buffers)))
     arena = Arena(solution.arena_size, instances[0].device)
     members = tuple(weakref.ref(instance) for instance in instances)
-    waiting = {(id(e.instance), e.backward): e.waiting for e in events}
+    in_flight = {(id(e.instance), e.backward): e.in_flight for e in events}
     for i, instance in enumerate(instances):
         offsets = {b.id: solution.offsets[_name(i, b)] for b in instance.plan.problem.buffers}
         placed = replace(instance.plan.solution, offsets=offsets, arena_size=solution.arena_size)
         instance.move(replace(instance.plan, solution=placed), part_of(arena, instance.ownership))
-        alone = tuple(waiting.get((id(instance), backward), frozenset()) for backward in (False, True))
+        alone = tuple(in_flight.get((id(instance), backward), frozenset()) for backward in (False, True))
         instance.role = ArenaSlot(timeline, members, (alone[0], alone[1]))
         instance.layouts += 1
 
