@@ -46,12 +46,12 @@ class FunctionWriter:
         """Add the call of one op, whose results go to where their values are."""
         if _copies_onto_itself(self.layout.graph, bound):
             return
-        unborn = self._new_output(bound) if bound.returns else None
+        new = self._new_output(bound) if bound.returns else None
         for value in refs((bound.args, bound.kwargs)):
-            if value != unborn:
+            if value != new:
                 self._use(value)
-        if unborn is not None:
-            self._add(Call(bound=bound, fresh=True, born=((0, unborn),)))
+        if new is not None:
+            self._add(Call(bound=bound, fresh=True, born=((0, new),)))
         elif bound.form is not CallForm.FUNCTIONAL:
             self._add(Call(bound=bound))
         else:
@@ -95,20 +95,20 @@ class FunctionWriter:
         parts = ["(" + "".join(f"{self._returned(value)}, " for value in group) + ")" for group in groups]
         lines, native = self._written({value for group in groups for value in group}, fitting)
         body = [f"{name} = {source}" for source, name in self.live.items()] + lines
-        body = _within(f"with {self._dispatch_contexts()}:", body or ["pass"])
+        body = _indented(f"with {self._dispatch_contexts()}:", body or ["pass"])
         arguments = ", ".join(f"v{a}" for a in self.arguments)
         if native:
             optimise = self.namespace.add("k", torch._C._set_graph_executor_optimize)
             was = self.namespace.add("k", torch._C._get_graph_executor_optimize)
-            body = [f"was = {was}()", f"{optimise}(False)", *_within("try:", body)]
+            body = [f"was = {was}()", f"{optimise}(False)", *_indented("try:", body)]
             fail = self.namespace.add("k", partial(raise_as_eager, indexed=self.indexed))
-            body += _within("except RuntimeError as error:", [f"{fail}(error)", "raise"])
-            body += _within("finally:", [f"{optimise}(was)"])
+            body += _indented("except RuntimeError as error:", [f"{fail}(error)", "raise"])
+            body += _indented("finally:", [f"{optimise}(was)"])
             modes = self.namespace.add("k", torch._C._len_torch_dispatch_stack)
             python = self.namespace.add("k", _Python(self, f"{name}_in_python", groups))
-            body = [*_within(f"if {modes}():", [f"return {python}({arguments})"]), *body]
+            body = [*_indented(f"if {modes}():", [f"return {python}({arguments})"]), *body]
         body.append(f"return {', '.join(parts) if parts else '()'}")
-        return self.namespace.define("\n".join(_within(f"def {name}({arguments}):", body)), name)
+        return self.namespace.define("\n".join(_indented(f"def {name}({arguments}):", body)), name)
 
     def _returned(self, index: int) -> str:
         """Return the expression of a returned value: a static value is returned as another tensor over its bytes."""
@@ -142,7 +142,7 @@ class FunctionWriter:
     # -- lines -------------------------------------------------------------------------------------------
 
     def _written(self, returned: set[int], fitting: Sequence[bool]) -> tuple[list[str], bool]:
-        """Return the source of the lines, and whether torch's interpreter runs any; `fitting`: the lines that it may run."""
+        """Return the source of the lines, and whether torch's interpreter runs any; `fitting`: those that it may."""
         written = [source for view in self.views for source in self._python(view)]
         last_use = {value: i for i, line in enumerate(self.lines) for value in line.uses}
         last_use |= dict.fromkeys(returned, len(self.lines))
@@ -160,7 +160,7 @@ class FunctionWriter:
         return written, native
 
     def _fitting(self) -> list[bool]:
-        """Return for each line whether torch's interpreter can run it, in groups that are large enough to gain from it."""
+        """Return for each line whether torch's interpreter can run it, in a group that is large enough to gain time."""
         found: list[bool] = []
         asked: dict[Any, bool] = {}
         for hooked, group in groupby(self.lines, key=lambda line: isinstance(line, Hooked)):
@@ -221,7 +221,7 @@ class FunctionWriter:
         return f"v{base}.as_strided({v.shape!r}, {v.strides!r}, {start}{v.offset - b.offset})"
 
     def _adopted(self, index: int, result: str) -> str:
-        """Return the expression that gives a new result to the caller, copied only if its strides are not as planned."""
+        """Return the expression that gives a new result to the caller, copied if its strides are not as planned."""
         v = self.layout.graph.values[index]
         return f"{self.namespace.add('k', _adopt)}({result}, {v.shape!r}, {v.strides!r})"
 
@@ -282,7 +282,7 @@ class _Python:
         return self._made(*arguments)
 
 
-def _within(header: str, body: Iterable[str]) -> list[str]:
+def _indented(header: str, body: Iterable[str]) -> list[str]:
     return [header, *(f"    {line}" for line in body)]
 
 

@@ -1,8 +1,8 @@
 """Turns runs of ops into one call of torch's TorchScript interpreter, which takes less time per op than Python.
 
-A run becomes a TorchScript graph. Tensors in the arena are constants of the graph. Parameters and other tensors that may
-move are in one list, which is passed in every call; tensors that change from call to call are arguments; tensors that
-the caller will own are made in the graph and returned. No optimization pass may change the graph: it could fold
+A run becomes a TorchScript graph. Tensors in the arena are constants of the graph. Parameters and other tensors that
+may move are in one list, which is passed in every call; tensors that change from call to call are arguments; tensors
+that the caller will own are made in the graph and returned. No optimization pass may change the graph: it could fold
 constants, whose contents change, or remove ops whose results are read elsewhere. So the generated code turns the
 executor's optimization off for its thread. The interpreter releases the GIL.
 
