@@ -92,7 +92,7 @@ class PlanOptions:
         planned = "" if given.eviction is None else given.eviction.device
         if planned != ", ".join(traced.runs_on):
             what = (
-                f"the given plan runs on {planned or 'the device of the model'}, device={self.device!r} was asked for"
+                f"the given plan runs on {planned or 'the device of the model'}, but device={self.device!r} was passed"
             )
             raise PlanMismatch(what, where="device", hint="leave out device=, or make a new plan for it")
         require_planned(traced, given)

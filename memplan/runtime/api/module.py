@@ -157,7 +157,7 @@ class CompiledModule(nn.Module, MeasuredStep):
         try:
             runner, leaves = self._selector.replan(args, kwargs)
             return runner, leaves, runner.current()
-        except InputMismatch:  # the program for that call is of another model too: build all anew
+        except InputMismatch:  # the new program is of another model too: build all programs again
             train = self._selector.main.traced.training
             self.__dict__.update(
                 _builder=Builder(self._original, self._requested, self.hooks), _given=None, _guide=None

@@ -260,7 +260,7 @@ def compile_step(
     _require_sensible(accumulate, clip_grad_norm)
     given = given_plan(plan, budget)
     if given is not None and accumulate > 1:
-        what = f"accumulate={accumulate} has two programs, and a plan is of one"
+        what = f"accumulate={accumulate} needs two programs, and a plan is for one"
         raise MemplanError(what, where="compile_step", hint="leave out plan=")
     options = PlanOptions(
         budget=budget,

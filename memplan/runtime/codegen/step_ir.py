@@ -13,7 +13,7 @@ from memplan.trace.traced import Ref
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which values are static (globals), and the base (value index) of every dynamic storage (by index).
+    """Says which values are static (globals), and the base (value index) of every dynamic storage (by index).
 
     `placed`: the static values whose address never changes, in the arena and its host memory, and that have dimensions
     (torch's interpreter may turn zero-dimensional constants into numbers). `fresh_storages`: the storages that the

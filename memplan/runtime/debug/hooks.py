@@ -24,7 +24,7 @@ from memplan.runtime.debug.sanitizers import Sanitizers
 
 
 class EventKind(enum.StrEnum):
-    """What an event is about; the value is its name in output."""
+    """The kind of an event; the value is its name in output."""
 
     OP = "op"
     RECOMPUTE = "recompute"  # an op that has run before in this step
@@ -66,7 +66,7 @@ class StepEvent:
     """An event of a running step: an op, copy, recompute or eviction starts or ends.
 
     Attributes:
-        kind: What the event is about.
+        kind: Its kind.
         when: Whether it starts or has ended.
         step: The step of the schedule, from 0.
         steps: The number of steps of the schedule.

@@ -266,7 +266,7 @@ class Backend:
         self._options = PlanOptions(**options)
         self._owned = gradients == "owned"
         if stay_in_arena(gradients):
-            what = "graphs of one step share an arena, and where one leaves gradients, the next one's backward runs"
+            what = "graphs of one step share an arena, so a backward would overwrite the gradients of another graph"
             hint = 'memplan.compile(model, inputs, gradients="arena") takes a model that is one graph'
             raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint)
         if self._options.device is not None:

@@ -161,7 +161,7 @@ class CudaGraphProgram:
                 raise UnsupportedGraph(f"input {traced.bindings[i].index}", "is changed by the model", hint)
         if any(isinstance(k, Transfer) for k in traced.kernels):
             what = "copies to the host run beside the step, and cannot be recorded with it"
-            raise UnsupportedCall(what, where="cuda_graph=True", hint="policy='recompute', or leave cuda_graph out")
+            raise UnsupportedCall(what, where="cuda_graph=True", hint="use policy='recompute', or leave cuda_graph out")
         _require_on_device(traced)
         self.program = program
         self.recorder = recorder

@@ -58,12 +58,12 @@ class Program:
     used_in_backward: frozenset[int]
     last: Hook | None
 
-    def observed(self, emit: EventHook | None, meter: Sanitizers = NO_SANITIZERS) -> Functions:
+    def observed(self, emit: EventHook | None, op_timer: Sanitizers = NO_SANITIZERS) -> Functions:
         """Return forward and backward over the same addresses that call `emit` with every event.
 
-        `meter`: the op timer's calls right before and after each op.
+        `op_timer`: the functions to call right before and after each op.
         """
-        sanitizers = self.sanitizers.around(meter, len(self.plan.schedule.order))
+        sanitizers = self.sanitizers.around(op_timer, len(self.plan.schedule.order))
         return _functions(
             self.traced,
             self.layout,

@@ -78,7 +78,7 @@ class Runner:
         self.forward = self.program.forward if self.graphed is None else self.graphed.forward
         self.backward = self.program.backward if self.graphed is None else self.graphed.backward
         self._emit: Hook | None = None
-        self._meter = NO_SANITIZERS
+        self._op_timer = NO_SANITIZERS
         self._observed: tuple[Hook | None, Sanitizers, Functions] | None = None
         self._wire()
         self.owned = self._owned() if owned else None
@@ -97,21 +97,21 @@ class Runner:
 
     def observe(self, emit: Hook | None) -> None:
         """Call `emit` with every event from now on; None runs the plain functions again."""
-        self._watch(emit, self._meter)
+        self._watch(emit, self._op_timer)
 
-    def time(self, meter: Sanitizers) -> None:
-        """Call the op timer `meter` right around each op, inside sanitizers and hooks; `NO_SANITIZERS` stops it."""
-        self._watch(self._emit, meter)
+    def time(self, op_timer: Sanitizers) -> None:
+        """Call the functions of `op_timer` right around each op, inside sanitizers and hooks; `NO_SANITIZERS` stops it."""
+        self._watch(self._emit, op_timer)
 
-    def _watch(self, emit: Hook | None, meter: Sanitizers) -> None:
-        self._emit, self._meter = emit, meter
-        if emit is None and meter is NO_SANITIZERS:
+    def _watch(self, emit: Hook | None, op_timer: Sanitizers) -> None:
+        self._emit, self._op_timer = emit, op_timer
+        if emit is None and op_timer is NO_SANITIZERS:
             self.forward, self.backward = self.program.forward, self.program.backward
             return
         self.require_observable()
         known = self._observed
-        if known is None or known[0] != emit or known[1] is not meter:
-            known = self._observed = (emit, meter, self.program.observed(emit, meter))
+        if known is None or known[0] != emit or known[1] is not op_timer:
+            known = self._observed = (emit, op_timer, self.program.observed(emit, op_timer))
         self.forward, self.backward = known[2]
 
     def _wire(self) -> None:

@@ -24,7 +24,7 @@ class InFlight:
 
 
 class ArenaOwnership:
-    """Which step owns an arena; programs that share the arena share this object.
+    """Tracks which step owns an arena; programs that share the arena share this object.
 
     `drain()` returns when no copy into or out of the arena is running; it is called if a step ends early.
     `move_out()`, if set, moves gradients that a backward left in the arena out of it before the bytes are used again.

@@ -224,7 +224,7 @@ class MeasuredStep:
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """With `costs="measure"`, the measurements of all plans so far, in the order in which they ran.
+        """The measurements of all plans so far, in the order in which they ran (with `costs="measure"`).
 
         For a whole step, they are those of the program that updates the parameters.
         """
