@@ -100,7 +100,7 @@ class Runner:
         self._watch(emit, self._op_timer)
 
     def time(self, op_timer: Sanitizers) -> None:
-        """Call the functions of `op_timer` right around each op, inside sanitizers and hooks; `NO_SANITIZERS` stops it."""
+        """Call `op_timer` right around each op, inside sanitizers and hooks; `NO_SANITIZERS` stops it."""
         self._watch(self._emit, op_timer)
 
     def _watch(self, emit: Hook | None, op_timer: Sanitizers) -> None:
