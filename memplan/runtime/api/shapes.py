@@ -241,4 +241,4 @@ def _check_buckets(bucketing: Mapping[str, int], family: Family) -> None:
             )
         if type(multiple) is not int or multiple < 1:
             hint = "give the multiple up to which its sizes are rounded"
-            raise InvalidShapes(f"{multiple!r} is not an int of at least 1", where=f"bucketing[{name!r}]", hint=hint)
+            raise InvalidShapes(f"{multiple!r} is not a whole number from 1", where=f"bucketing[{name!r}]", hint=hint)
