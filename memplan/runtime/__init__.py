@@ -1,8 +1,9 @@
-"""The runtime: a plan and a traced step in, a module out that runs in exactly that arena.
+"""The runtime: takes a plan and a traced step, and returns a module that runs in exactly the planned arena.
 
 Start at `api/` (what users call). A call goes through `guards/` (is it the step that was planned?) and `execute/`
-(autograd, generated code); `memory/` is the arena, `kernels/` chooses the callable of each op, `codegen/` writes the
-step. Beside them: `copies/`, `profile/`, `on_demand/`, `recording/`, `debug/`, `dynamo/` (the torch.compile backend).
+(autograd, generated code); `memory/` holds the arena, `kernels/` chooses the callable of each op, `codegen/` generates
+the code of the step. Beside them: `copies/`, `profile/`, `on_demand/`, `recording/`, `debug/`, and `dynamo/` (the
+torch.compile backend).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the user asks of a compiled program, checked once."""
+"""The options of `memplan.compile` and `memplan.compile_step`, validated when they are created."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from memplan.trace.graph.remap_to_plan import require_planned
 from memplan.trace.traced import TracedGraph
 
 ON_MISMATCH = ("error", "eager", "replan", "passive")
-MEASURE = "measure"  # as `costs`
+MEASURE = "measure"  # a value of `costs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """How a traced step is planned and guarded: what every way to compile takes, as in `memplan.compile`."""
+    """The options that decide how a traced step is planned and checked; every way to compile takes them.
+
+    `memplan.compile` describes each of them.
+    """
 
     budget: Any = None
     policy: Any = "auto"
@@ -49,7 +52,7 @@ class PlanOptions:
 
     @property
     def measures(self) -> bool:
-        """Whether the first steps are to be measured. Raises `MemplanError` where nothing could come of that."""
+        """Whether the first steps are measured. Raises `MemplanError` without a budget: costs have no effect then."""
         if not (isinstance(self.costs, str) and self.costs == MEASURE):
             return False
         if self.budget is None:
@@ -58,7 +61,10 @@ class PlanOptions:
         return True
 
     def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
-        """The given plan, or one that is made now, and the step as it divides it."""
+        """Return the step, rewritten as its plan divides it, and the plan: the given one, or a new one.
+
+        `room`: the bytes of an arena that exists already.
+        """
         if given is not None:
             divided = traced.rewritten(given.division, given.compress)
             return replace(divided, again=None), self.require_fit(divided, given)
@@ -66,12 +72,12 @@ class PlanOptions:
         return replace(traced.rewritten(plan.division, plan.compress), again=None), plan
 
     def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
-        """A plan of a traced step. `room`: bytes of an arena that exists, see `budget.plan_within`."""
+        """Return a new plan of a traced step. `room`: the bytes of an existing arena, which the plan may use."""
         options = self.planning(traced.device)
         return plan_traced(traced, room=room, divide=self.divide, compress=self.compress, **options)
 
     def planning(self, device: torch.device) -> dict[str, Any]:
-        """The options of `plan_traced`."""
+        """Return the keyword arguments for `plan_traced`."""
         return {
             **{"budget": self.budget, "policy": self.policy, "costs": self.costs},
             **{"schedule": self.schedule, "solver": self.solver, "layout": self.layout, "time_limit": self.time_limit},
@@ -79,28 +85,31 @@ class PlanOptions:
         }
 
     def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:
-        """A plan that was made before, or a typed error that says why it cannot run this step."""
+        """Return the given plan if it can run this step.
+
+        Raises `PlanMismatch` or `InputMismatch` with the reason if it cannot.
+        """
         planned = "" if given.eviction is None else given.eviction.device
         if planned != ", ".join(traced.runs_on):
             what = (
-                f"the given plan runs on {planned or 'the device of the model'}, device={self.device!r} was asked for"
+                f"the given plan runs on {planned or 'the device of the model'}, but device={self.device!r} was passed"
             )
-            raise PlanMismatch(what, where="device", hint="leave out device=, or make the plan anew for it")
+            raise PlanMismatch(what, where="device", hint="leave out device=, or make a new plan for it")
         require_planned(traced, given)
         require_legal(given.graph, given.schedule.order)
         needed = alignment_of(traced.device)
         if given.alignment % needed:
             what = f"the given plan aligns to {given.alignment} bytes, {traced.device} needs {needed}"
-            raise PlanMismatch(what, hint="make the plan anew on this kind of device")
+            raise PlanMismatch(what, hint="make a new plan on this kind of device")
         if given.redzone < redzone_of(self.sanitize, needed):
             what = "the given plan has no red zones around its buffers"
-            raise InputMismatch(what, where="sanitize='redzone'", hint="pass no plan, or no guard")
+            raise InputMismatch(what, where="sanitize='redzone'", hint="leave out plan=, or leave out sanitize=")
         return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(PlanOptions):
-    """What `memplan.compile` takes beside the model, its example and a plan."""
+    """All options of `memplan.compile`, apart from the model, its example inputs and a plan."""
 
     gradients: str = "safe"
     on_mismatch: str = "error"
@@ -134,21 +143,24 @@ class Options(PlanOptions):
 
 
 def require_recordable(device: Any) -> None:
-    """Raise `UnsupportedCall` for a step that copies from memory which a recorded graph could not follow."""
+    """Raise `UnsupportedCall` if `device` is set: a CUDA graph cannot follow host tensors that move."""
     if device is not None:
         what = "a recorded step cannot follow parameters and inputs on the host"
         raise UnsupportedCall(what, where=f"device={device!r}", hint="leave out cuda_graph=True")
 
 
 def device_for(device: Any, given: Plan | None) -> Any:
-    """Where the user wants the step to run, or where the given plan does."""
+    """Return the device that the user asked for, or the one that the given plan runs on."""
     if device is None and given is not None and given.eviction is not None:
         return given.eviction.device.split(", ") if given.eviction.device else None
     return device
 
 
 def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan | None:
-    """The plan that the user passed, or whose path; it has its budget already."""
+    """Return the plan that the user passed, loaded if it is a path; None if there is none.
+
+    Raises `MemplanError` if a budget is passed too: a plan has one already.
+    """
     if plan is None:
         return None
     if budget is not None:
@@ -161,6 +173,6 @@ def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan 
 
 
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise `MemplanError` for a value that is none of them."""
+    """Raise `MemplanError` if `value` is none of `choices`."""
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")

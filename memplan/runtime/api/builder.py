@@ -1,4 +1,4 @@
-"""From a model to programs that run it: traced, planned, assembled, all in one arena where they fit."""
+"""Builds the programs of a model: traces, plans and assembles them, all in one arena if they fit."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Builder:
-    """Builds the programs of one model. What can be refused is refused before an arena is allocated.
+    """Builds the programs of one model. Refusals are raised before an arena is allocated.
 
-    `options` are those of the next program: what is learnt (the budget of a given plan, measured costs) goes into them.
-    `arena` is where the programs take turns, from the first one on. Raises `UnsupportedCall` for options of which
-    nothing could be measured.
+    `options` are those of the next program: the budget of a given plan and measured costs are written into them.
+    `arena` is the arena that all programs share, one at a time; the first program allocates it. Raises
+    `UnsupportedCall` for options under which no step can be measured.
     """
 
     def __init__(self, model: nn.Module, options: Options, hooks: Hooks) -> None:
@@ -47,18 +47,20 @@ class Builder:
         self.arena: Arena | None = None
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
-        """The program of a call like this one, by the `given` plan or one that is made now."""
+        """Return a program for calls like this one, with the `given` plan or a new one."""
         with torch.inference_mode(False):
             traced = self._trace(args, kwargs, train)
             room = 0 if self.arena is None else self.arena.nbytes
             runner = self.assemble(*self.options.settle(traced, given, room=room))
-        if given is not None and given.eviction is not None:  # other programs keep it too
+        if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = replace(self.options, budget=given.eviction.budget)
         return runner
 
     def guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[Runner, ProfileGuide | None]:
-        """A program whose first steps are measured, in an arena that has room for every plan within the budget, and
-        its guide; None where nothing has to be evicted."""
+        """Return a program whose first steps are measured, and its guide (None if nothing has to be evicted).
+
+        Its arena has room for every plan within the budget.
+        """
         with torch.inference_mode(False):
             traced, plan, policy = safe_plan(self.options, self._trace(args, kwargs, train))
             runner = self.assemble(traced, plan, room_for(plan, policy))
@@ -69,7 +71,7 @@ class Builder:
     def symbolic(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, fixed: frozenset[str]
     ) -> tuple[SymbolicTrace, SymbolicPlan]:
-        """One trace and one plan for all shapes; symbols in `fixed` have the sizes of this call."""
+        """Return one trace and one plan for all shapes; the symbols in `fixed` have the sizes of this call."""
         from memplan.trace.dynamic.symbolic import plan_of, trace_symbolic
 
         require_real(self.model, args, kwargs)
@@ -88,7 +90,7 @@ class Builder:
     def assemble(
         self, traced: TracedGraph, plan: Plan, room: int = 0, bound: tuple[BoundOp, ...] | None = None
     ) -> Runner:
-        """The program of a plan. `room`: bytes that the arena shall have at least; `bound`: as in `Runner`."""
+        """Return the program of a plan. `room`: the least size of the arena in bytes; `bound`: as in `Runner`."""
         options = self.options
         with torch.inference_mode(False):
             return Runner(
@@ -119,8 +121,10 @@ class Builder:
         return traced
 
     def _arena_for(self, plan: Plan, device: torch.device, room: int) -> Arena:
-        """The arena if the plan fits in it (programs take turns), else one for this plan alone; with shapes that vary,
-        a larger one takes the place of the arena."""
+        """Return the shared arena if the plan fits in it, else a new arena for this plan alone.
+
+        With dynamic shapes, a larger arena replaces the shared one instead.
+        """
         arena = self.arena
         if arena is None or (self.options.dynamic_shapes is not None and max(plan.arena_size, room) > arena.nbytes):
             arena = self.arena = arena_for(plan, device, room)
@@ -128,7 +132,7 @@ class Builder:
 
 
 def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `InputMismatch` naming the first parameter, buffer or input that holds no numbers."""
+    """Raise `InputMismatch` naming the first parameter, buffer or input that is a fake or meta tensor."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     inputs = [(f"input {i}", x) for i, x in enumerate(pytree.tree_leaves((args, kwargs)))]

@@ -1,7 +1,7 @@
-"""Copies of a compiled module: the model is copied or pickled, then compiled again from the same example.
+"""Copies and pickles compiled modules: the model is copied, then compiled again from the same example.
 
-A compiled module is addresses in its arena, which mean nothing elsewhere. What made it does: the original, the
-example inputs and the options; a copy has parameters, a plan and an arena of its own.
+A compiled module consists of addresses in its arena, which mean nothing elsewhere. The original, the example inputs and
+the options can be copied; a copy has parameters, a plan and an arena of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Recipe = tuple[nn.Module, _Example, Mapping[str, Any], list[bool]]
 def recipe(  # noqa: PLR0917
     model: nn.Module, main: Runner, options: Options, given: Plan | None, modes: list[bool], train: bool | None
 ) -> _Recipe:
-    """The arguments of `rebuild`. `modes`: the training flag of every submodule when the model was compiled."""
+    """Return the arguments of `rebuild`. `modes`: the training flag of every submodule when the model was compiled."""
     traced = main.traced
     if traced.autocast is not None:
         raise UnsupportedCall(
@@ -45,21 +45,21 @@ def rebuild(
     settings: Mapping[str, Any],
     modes: list[bool],
 ) -> nn.Module:
-    """`make(model, *example, **settings)` in the modes of the first time; the model's own are kept."""
+    """Return `make(model, *example, **settings)`, called with the training flags `modes`, which are then reset."""
     modules = list(model.modules())
     before = [m.training for m in modules]
-    _set(modules, modes)
+    _set_modes(modules, modes)
     try:
         return make(model, *example, **settings)
     finally:
-        _set(modules, before)
+        _set_modes(modules, before)
 
 
-def _set(modules: list[nn.Module], modes: list[bool]) -> None:
+def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
     for module, training in zip(modules, modes, strict=True):
         module.training = training
 
 
 def detached(x: Any) -> Any:
-    """A leaf of a call apart from what made it; what is no tensor, as it is."""
+    """Return a tensor without its autograd history; return anything else unchanged."""
     return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x

@@ -1,8 +1,8 @@
-"""`memplan.profile`: what each op and each copy of a step takes on this machine (Capuchin's measured execution).
+"""`memplan.profile`: measures the seconds that each op and each copy of a step takes (Capuchin's measured execution).
 
-The step runs op by op in its arena, several times; an op's time is the median of its runs, on CUDA between two events
-of the device. Nothing of the user's is changed: ops that would change it are left out and keep
-the roofline's estimate.
+The step runs op by op in its arena, several times; the time of an op is the median of its runs, on CUDA between two
+events of the device. Ops that would change tensors of the user are not run; they keep the estimate of the roofline
+model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.traced import Source
 
 _LARGE, _SMALL = 1 << 26, 1 << 12  # bytes of the copies that are timed
-_SLEEP = 200_000  # cycles: about 0.1 ms, in which an op is launched
+_SLEEP = 200_000  # cycles, about 0.1 ms: longer than the launch of an op
 
 
 def profile(
@@ -43,10 +43,30 @@ def profile(
 ) -> CostModel:
     """Measure the ops of a step of `model`, and copies to the host and back, on this machine.
 
-    Takes about `rounds` steps, after a warm one. The result goes where a cost model goes
-    (`memplan.plan(..., budget=..., costs=profile(...))`) and can be saved (`.save(path)`, `memplan.load_costs(path)`):
-    ops of other models that are called on the same shapes are known too; all others get the estimate for this kind of
-    device. Raises what `memplan.compile` raises, and `InvalidCosts` for fewer than one round.
+    The result also applies to ops of other models that are called with the same shapes; ops that were not measured get
+    the estimate for this kind of device.
+
+    Args:
+        model: The module to measure. It is not changed.
+        example_inputs: The tuple of positional arguments, or the only one: real tensors.
+        example_kwargs: The keyword arguments.
+        train: Whether to measure forward and backward, or the forward alone. None follows `model.training`.
+        rounds: How often each op is measured, after one run to warm up. The call takes about `rounds` steps.
+
+    Returns:
+        The measured costs, in seconds and bytes per second, for `costs=` of `memplan.plan` and `memplan.compile`. They
+        can be saved (`costs.save(path)`) and loaded (`memplan.load_costs(path)`).
+
+    Raises:
+        InvalidCosts: `rounds` is not an int of at least 1.
+        UnsupportedGraph: The model cannot be traced as one graph.
+        InputMismatch: A parameter, buffer or input is a fake or meta tensor.
+
+    Example:
+        ```python
+        costs = memplan.profile(model, inputs)
+        plan = memplan.plan(model, inputs, budget="50%", costs=costs)
+        ```
     """
     if not isinstance(rounds, int) or rounds < 1:
         raise InvalidCosts(f"is {rounds}", where="rounds", hint="measure at least one round")
@@ -71,7 +91,7 @@ def profile(
 
 
 def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
-    """Op index -> median seconds, of all that change nothing of the user's."""
+    """Return the median seconds by op index, for all ops that change no tensor of the user."""
     traced, order = program.traced, program.plan.schedule.order
     names = program.namespace.names
     env = [*(names.get(f"v{index}") for index in range(len(traced.graph.values))), *[None] * traced.handed]
@@ -97,7 +117,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _device_seconds(run: Callable[[], object]) -> float:
-    """What the device takes, not what it takes to launch: everything is launched while it sleeps."""
+    """Return the seconds on the device, without the launch: `run` is launched while the device sleeps."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda._sleep(_SLEEP)  # type: ignore[no-untyped-call]
     start.record()
@@ -108,7 +128,7 @@ def _device_seconds(run: Callable[[], object]) -> float:
 
 
 def _link(device: torch.device, *, to_device: bool, rounds: int) -> Link:
-    """Latency and bandwidth of copies in one direction: a small and a large one."""
+    """Return the latency and bandwidth of copies in one direction, from a small and a large copy."""
     wait = _synchronise(device)
 
     def seconds(nbytes: int) -> float:

@@ -1,4 +1,4 @@
-"""Which program a call runs: one for each state (modes, gradients) in which the module is called."""
+"""Selects the program that a call runs: one for each state (modes, gradients) in which the module is called."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _MAX_RUNNERS = 8
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """In which state a call is made: does autograd record, and the training flag of every submodule."""
+    """The state in which a call is made: whether autograd records it, and the training flag of every submodule."""
 
     grad: bool
     modes: tuple[bool, ...]
 
 
 class RunsEagerly(Exception):
-    """A call that autograd records, and for which there is no program with a backward now: the original runs it."""
+    """Raised for a call that autograd records if no program with a backward is available: the original runs it."""
 
 
 class Selector:
-    """Finds the runner for a call, or has one built for a state that comes up for the first time.
+    """Finds the runner for a call; a state that is new gets a new runner.
 
-    `main` runs calls in the state in which the module was compiled. Under `no_grad` and in eval mode, others
-    take its arena in turns. `follows`: where `main` has no backward, a call that eager would record gets a program that
-    has one. Where that cannot be planned, and while its backward is to come, calls run eagerly (`RunsEagerly`).
+    `main` runs calls in the state in which the module was compiled. Calls under `no_grad` and in eval mode run other
+    runners in the same arena. `follows`: if `main` has no backward, a call that eager would record gets a program that
+    has one; if that cannot be planned, or its backward has not run yet, calls run eagerly (`RunsEagerly`).
     """
 
     def __init__(self, builder: Builder, main: Runner, *, follows: bool = False) -> None:
@@ -47,11 +47,11 @@ class Selector:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that the CUDA graphs of all its programs keep, each in a private pool."""
+        """Bytes that the CUDA graphs of all its programs keep in their private pools."""
         return sum(runner.pool_bytes for runner in (self.main, *self._runners.values()))
 
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
-        """The runner for the current state, and the leaves of the call as it takes them.
+        """Return the runner for the current state, and the leaves of the call as that runner takes them.
 
         Raises `InputMismatch` naming the first difference from what the module was compiled for.
         """
@@ -69,7 +69,7 @@ class Selector:
         return runner, runner.signature.flatten(args, kwargs, training=grad)
 
     def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
-        """The runner for a call that differs from the example: planned on its own, kept for the next like it."""
+        """Return the runner, kept for reuse, for a call that differs from the example; it has a plan of its own."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         layouts = tuple(
             (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x)
@@ -97,8 +97,8 @@ class Selector:
         return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 
     def _built(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
-        """A new program; of a call that eager would record, without a backward where nothing requires a gradient."""
-        self._require_free(self._builder.arena)  # which a trial run would overwrite
+        """Return a new program; it has a backward if eager would record the call and something requires a gradient."""
+        self._require_free(self._builder.arena)  # the trial run overwrites its bytes
         if not (self._follows and train):
             return self._builder.build(args, kwargs, train)
         if key not in self._refused:
@@ -113,18 +113,18 @@ class Selector:
         raise RunsEagerly(f"it cannot be planned with its backward ({self._refused[key]})")
 
     def _require_free(self, arena: Arena | None) -> None:
-        """Raise `RunsEagerly` where an evaluation would overwrite what waits for a backward that may never come."""
+        """Raise `RunsEagerly` if an evaluation would overwrite saved activations, whose backward may never run."""
         if self._follows and arena is not None and arena.ownership.pending is not None:
             raise RunsEagerly("results of an earlier call are alive, with their backward")
 
     def _check_modes(self, modes: list[bool]) -> None:
-        """All modes as compiled, or the whole module in eval mode; anything between is likely a mistake."""
+        """Raise `InputMismatch` unless all modes are as compiled, or the whole module is in eval mode."""
         if any(modes):
             self._structure.require_modes(self.main_modes)
 
 
 def require_autocast(runner: Runner) -> None:
-    """Raise `InputMismatch` unless autocast is as where the runner was traced: off, or to the same type."""
+    """Raise `InputMismatch` unless autocast is as it was when the runner was traced: off, or to the same dtype."""
     then, now = runner.traced.autocast, autocast_dtype(runner.device_type)
     if now is not then:
         here, there = ("without autocast" if dtype is None else f"under autocast to {dtype}" for dtype in (now, then))

@@ -1,14 +1,14 @@
-"""Calls of many shapes in one arena: `memplan.compile(..., dynamic_shapes=...)`.
+"""Runs calls of many shapes in one arena: `memplan.compile(..., dynamic_shapes=...)`.
 
 For each state of the module (modes, gradients) the step is traced once, with symbols for sizes. The first call of a
-shape resolves the plan for it, fills the numbers into the kernels' arguments and generates code: what was bound to the
-ops by the trial of the first shape is bound again, nothing is traced or tried. Such programs are kept, the last few
-used. Shapes that the trace does not cover (a size of 1, or one for which a branch is taken otherwise) get a trace of
-their own, if it can be with symbols again, so that it covers others like them. Shapes out of range are mismatches.
+shape resolves the plan for that shape, inserts the sizes into the arguments of the kernels and generates code. It uses
+the kernels that the trial run of the first shape chose: nothing is traced or tried again. The most recently used
+programs are kept. A shape that the trace does not cover (a size of 1, or a size that takes another branch) gets a
+trace of its own, with symbols if possible, so that it covers similar shapes. Shapes out of range are mismatches.
 
-All of them run in one arena, which is as large as the largest shape so far has needed (with `bucketing`, the largest of
-its bucket). When a shape needs more, a larger arena takes the place of the old one, and with it the programs made
-there. A step in flight keeps its own arena until its backward has run.
+All shapes share one arena, which has the size that the largest shape so far needed (with `bucketing`, the largest of
+its bucket). If a shape needs more, a larger arena replaces it and the programs in it are dropped. A step in flight
+keeps its own arena until its backward has run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from memplan.trace.traced import KernelCall, Source, TracedGraph
 
 _KEPT = 16  # programs
 _FAMILIES = 6  # traces for a state of the module
-_SPECIAL = 2  # sizes up to here are traced as what they are: torch does not take them for any size
+_SPECIAL = 2  # sizes up to this one are traced as constants: torch specializes on them
 
 
 @dataclass(slots=True)
 class Family:
-    """All shapes of one state: trace, plan, and what the first program's trial bound to the traced ops."""
+    """All shapes of one state: their trace, their plan, and the bound ops of the first program's trial run."""
 
     trace: SymbolicTrace
     plan: SymbolicPlan
@@ -46,7 +46,7 @@ class Family:
     bound: tuple[BoundOp, ...] | None = None
 
     def values(self, flat: Sequence[Any]) -> dict[str, int] | None:
-        """The values of its symbols in a call with these leaves; None for one that it does not cover."""
+        """Return the values of its symbols in a call with these leaves; None if it does not cover the call."""
         rows = zip(flat, self.trace.traced.example_inputs, self.trace.dims.leaves, strict=True)
         for x, example, varying in rows:
             if isinstance(x, torch.Tensor):
@@ -59,7 +59,7 @@ class Family:
         return values if within and self.plan.covers(values) else None
 
     def rebound(self, traced: TracedGraph) -> tuple[BoundOp, ...] | None:
-        """The bound ops with the arguments of another shape."""
+        """Return the bound ops with the arguments of another shape; None before the first program."""
         if self.bound is None:
             return None
         kernels = [k for k in traced.kernels if isinstance(k, KernelCall)]
@@ -68,7 +68,7 @@ class Family:
 
 
 class ShapedSelector(Selector):
-    """As `Selector`, with a program for every shape: of a `Family` where one covers it, else for this shape alone."""
+    """A `Selector` with a program for every shape, made from a `Family` that covers it, or for this shape alone."""
 
     def __init__(
         self, builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool, follows: bool = False
@@ -86,9 +86,9 @@ class ShapedSelector(Selector):
         self._keep((self._main_state, _shapes(flat)), main)
 
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
-        """The program for the current state and the shapes of the call, and the leaves as it takes them.
+        """Return the program for the current state and the shapes of the call, and the leaves as it takes them.
 
-        Raises `InputMismatch` (of shapes, `ShapeOutOfRange`) naming the first difference from what is planned.
+        Raises `InputMismatch` (for shapes, `ShapeOutOfRange`) naming the first difference from what is planned.
         """
         modes = self._structure.modes()
         grad = self._records(args, kwargs)
@@ -106,15 +106,15 @@ class ShapedSelector(Selector):
         return runner, runner.signature.flatten(args, kwargs, training=grad)
 
     def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
-        """As `Selector.replan`, in the one arena."""
+        """Return what `Selector.replan` returns, with the program in the shared arena."""
         runner, leaves = super().replan(args, kwargs)
         self._leave_other_arenas(runner)
         return runner, leaves
 
-    # -- what is kept ------------------------------------------------------------------------------------
+    # -- the programs that are kept ----------------------------------------------------------------------
 
     def _keep(self, key: tuple[State, Any], runner: Runner) -> None:
-        """Keep a program, and of those before the last few."""
+        """Keep a program, and drop the least recently used ones beyond the limit."""
         self.programs[key] = runner
         if key[0] == self._main_state:
             self.main = runner
@@ -123,7 +123,7 @@ class ShapedSelector(Selector):
             self.programs.popitem(last=False)
 
     def _leave_other_arenas(self, runner: Runner) -> None:
-        """Forget all programs that are not in the arena of `runner`, which has outgrown theirs."""
+        """Drop all programs that are not in the arena of `runner`, which replaces smaller arenas."""
         for programs in (self.programs, self._runners):
             for key in [k for k, other in programs.items() if other.arena is not runner.arena]:
                 del programs[key]
@@ -132,17 +132,17 @@ class ShapedSelector(Selector):
             args, kwargs = pytree.tree_unflatten(flat, self.spec)
             self.main = self._new(self._main_state, flat, args, kwargs)
 
-    # -- what is made ------------------------------------------------------------------------------------
+    # -- new programs ------------------------------------------------------------------------------------
 
     def _made(self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
-        """A new program. What varies is checked before anything is built, and that the model is what was traced."""
-        self._require_alike(flat)
+        """Return a new program, after checking the call and that the model is still what was traced."""
+        self._require_same_kind(flat)
         self.main.current()
         self.family.plan.require_in_range(self.family.trace.values_of(flat))
         return self._new(state, flat, args, kwargs)
 
     def _new(self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
-        """A program from the first family that covers the call, else from a new one, else for this call alone."""
+        """Return a program of the first family that covers the call, else of a new family, else for this call alone."""
         families = self._families.setdefault(state, [])
         for family in families:
             values = family.values(flat)
@@ -161,24 +161,26 @@ class ShapedSelector(Selector):
     def _covering(
         self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], fixed: frozenset[str]
     ) -> tuple[Family, dict[str, int]] | None:
-        """A new family and the values of a call in it; None when no family of more than one size covers the call."""
+        """Return a new family and the values of a call in it; None if no family of several sizes covers the call."""
         try:
             family = Family(*self._builder.symbolic(args, kwargs, state.grad, fixed))
-        except (InvalidShapes, UnsupportedGraph):  # there the model works for one size only, or none can be a symbol
+        except (InvalidShapes, UnsupportedGraph):  # the model works for this size only, or no dimension can be a symbol
             return None
         values = family.values(flat)
         return None if values is None else (family, values)
 
     def _program(self, family: Family, values: Mapping[str, int], flat: Sequence[Any]) -> Runner:
-        """The program of a family for some values."""
-        within = {s.name: min(_up(values[s.name], self._bucketing.get(s.name, 1)), s.max) for s in family.plan.symbols}
+        """Return the program of a family for some values of its symbols."""
+        within = {
+            s.name: min(_round_up(values[s.name], self._bucketing.get(s.name, 1)), s.max) for s in family.plan.symbols
+        }
         if not family.plan.covers(within):
             within = dict(values)
         plan, room = family.plan.resolve(values, within), family.plan.resolve(within).arena_size
         traced = family.trace.at(values, flat)
-        always_try = self._builder.options.sanitize is not None  # a trial for every program
+        always_try = self._builder.options.sanitize is not None  # every program needs its own trial run
         runner = self._builder.assemble(
-            replace(traced, example_inputs=_laid_out(traced)),
+            replace(traced, example_inputs=_with_traced_strides(traced)),
             plan,
             room,
             None if always_try else family.rebound(traced),
@@ -188,8 +190,8 @@ class ShapedSelector(Selector):
             family.kernels = tuple(k for k in traced.kernels if isinstance(k, KernelCall))
         return runner
 
-    def _require_alike(self, flat: Sequence[Any]) -> None:
-        """Raise `InputMismatch` for a leaf that differs from the example in more than the dimensions that vary."""
+    def _require_same_kind(self, flat: Sequence[Any]) -> None:
+        """Raise `InputMismatch` if a leaf differs from the example in more than the dimensions that vary."""
         examples, varying = self.main.signature.examples, self.family.trace.dims.leaves
         for i, (x, example) in enumerate(zip(flat, examples, strict=True)):
             where, hint = f"input {i}", "pass what the example is like, or compile for this input too"
@@ -214,8 +216,8 @@ def _shapes(flat: Sequence[Any]) -> tuple[torch.Size | None, ...]:
     return tuple(x.shape if isinstance(x, torch.Tensor) else None for x in flat)
 
 
-def _laid_out(traced: TracedGraph) -> tuple[Any, ...]:
-    """The example inputs with the strides that were traced, apart from what made them."""
+def _with_traced_strides(traced: TracedGraph) -> tuple[Any, ...]:
+    """Return the example inputs with the traced strides, without their autograd history."""
     leaves = [
         x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in traced.example_inputs
     ]
@@ -226,7 +228,7 @@ def _laid_out(traced: TracedGraph) -> tuple[Any, ...]:
     return tuple(leaves)
 
 
-def _up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 

@@ -1,4 +1,4 @@
-"""From a model, its loss and an optimizer to the programs of a whole step, all in one arena."""
+"""Builds the programs of a whole step from a model, its loss and an optimizer, all in one arena."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from memplan.trace.traced import TracedGraph
 
 
 class StepBuilder:
-    """Builds what a `CompiledStep` runs; `loss` is a model with its loss. Raises `UnsupportedCall` for options of which
-    nothing could be measured or recorded."""
+    """Builds the programs of a `CompiledStep`; `loss` is the model with its loss.
+
+    Raises `UnsupportedCall` for options under which no step can be measured or recorded.
+    """
 
     def __init__(
         self,
@@ -51,8 +53,11 @@ class StepBuilder:
     def build(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], kinds: Sequence[Accumulate | None], given: Plan | None
     ) -> tuple[StepStructure, list[Runner], list[ProfileGuide]]:
-        """What the programs act on, a program of each kind, by the `given` plan or one that is made now, and, where
-        steps are measured and something is evicted, their guides."""
+        """Return the structure that the programs act on, a program for each of `kinds`, and the guides.
+
+        Each program has the `given` plan or a new one. There are guides only if steps are measured and something is
+        evicted.
+        """
         require_real(self._loss, batch, kwargs)
         options = self._options
         traced = [self._trace(batch, kwargs, kind) for kind in kinds]

@@ -1,4 +1,4 @@
-"""`compile_step`: forward, loss, backward and the optimizer's update as one program in one arena."""
+"""`memplan.compile_step`: compiles forward, loss, backward and the optimizer's update to one program in one arena."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from memplan.trace.optimizer.updates import Accumulate
 
 
 class Loss(nn.Module):
-    """A model and its loss as one module: the loss is traced too, so no gradient of its inputs' size comes in."""
+    """A model and its loss as one module: the loss is traced too, so that the only tangent is that of the loss."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Loss(nn.Module):
         self.with_targets = _positional_arguments(loss_fn) > 1
 
     def require_parts(self, batch: tuple[Any, ...]) -> None:
-        """Raise `UnsupportedGraph` for a batch that is not what `loss_fn` takes."""
+        """Raise `UnsupportedGraph` if the batch does not have the parts that `loss_fn` takes."""
         if self.with_targets and len(batch) != 2:
             what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
             raise UnsupportedGraph("example_batch", what, "pass (inputs, targets), or a loss_fn of one argument")
@@ -54,13 +54,25 @@ class Loss(nn.Module):
 
 
 class CompiledStep(MeasuredStep):
-    """One training step. Made by `memplan.compile_step`; `step(*batch, **kwargs)` returns the loss, detached.
+    """One training step. `memplan.compile_step` makes it; `step(*batch, **kwargs)` returns the loss, detached.
 
-    The parameters and the optimizer's state are changed in place, as `optimizer.step()` would; gradients
-    live and die in the arena, and `.grad` is left alone. `plan` is the plan that it runs, `hooks` see what it does
-    (which is not undone when one of them raises: some parameters may be updated, others not). Compiled with
-    `accumulate=k`, every k-th call updates the parameters, and `pending` says how many calls since the last
-    update wait for the next.
+    It changes the parameters and the optimizer's state in place, as `optimizer.step()` does. Gradients exist in the
+    arena only; `.grad` is not changed.
+
+    Attributes:
+        plan: The plan that it runs; with `accumulate`, that of the call that updates the parameters.
+        hooks: The hooks that are called with the events of its steps. If a hook raises, what the step has done is not
+            undone: some parameters may be updated, others not.
+        accumulate: The number of calls (micro-batches) per update.
+        pending: The number of calls since the last update.
+        passive: With `on_mismatch="passive"`, the state of the last call that ran without a plan; else None.
+
+    Example:
+        ```python
+        step = memplan.compile_step(model, optimizer, loss_fn, (inputs, targets))
+        for inputs, targets in loader:
+            loss = step(inputs, targets)
+        ```
     """
 
     plan: Plan
@@ -76,8 +88,9 @@ class CompiledStep(MeasuredStep):
         guides: Sequence[ProfileGuide] = (),
         passive: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        """`guides`: what measures the runners, and plans them anew (`profile_guided.py`); `passive`: takes a step for which
-        there is no plan (`eager_step.py`).
+        """Make a step of its runners: `adding` (None without `accumulate`) and `updating`.
+
+        `guides`: the guides that measure the runners and replace them. `passive`: runs a step that has no plan.
         """
         self.passive: OnDemandOffload | None = None
         self._passive = passive
@@ -98,7 +111,16 @@ class CompiledStep(MeasuredStep):
         self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=home)
 
     def __call__(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
-        """Run a step. Raises `InputMismatch` or `UnsupportedCall` rather than be silently wrong."""
+        """Run a step on a batch like the example batch.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            InputMismatch: The batch, the model or the optimizer differs from what was compiled.
+            UnsupportedCall: A hook was added that a compiled step would not call, or a transform is active.
+            StaleActivationsError: Another thread is running a step in this arena.
+        """
         transforms.refuse((batch, kwargs), self._structure.model)
         runner = self._updating
         if self._adding is not None and self.pending + 1 < self.accumulate:
@@ -110,20 +132,20 @@ class CompiledStep(MeasuredStep):
         except InputMismatch as error:
             if self._passive is None:
                 raise
-            return self._passively(error, batch, kwargs, update=runner is self._updating)
+            return self._run_on_demand(error, batch, kwargs, update=runner is self._updating)
         self._structure.follow()
         if self._guides:
-            runner = self._guided(runner)
+            runner = self._advance(runner)
         loss = runner.whole_step(leaves, self._tangent)
         if runner is self._updating:
-            self._structure.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+            self._structure.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning rate schedulers check it
         self.pending = (self.pending + 1) % self.accumulate
         return loss
 
-    def _passively(
+    def _run_on_demand(
         self, reason: InputMismatch, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool
     ) -> torch.Tensor:
-        """Run a step for which there is no plan, evicting on demand."""
+        """Run a step that has no plan eagerly, and offload saved activations on demand."""
         passive = self.passive = passive_for(reason, self.plan, self._updating.traced.device)
         run = _call if passive is None else passive.run
         assert self._passive is not None
@@ -131,8 +153,8 @@ class CompiledStep(MeasuredStep):
         self.pending = (self.pending + 1) % self.accumulate
         return loss
 
-    def _guided(self, runner: Runner) -> Runner:
-        """The runner itself, or the one that its guide puts in its place from now on."""
+    def _advance(self, runner: Runner) -> Runner:
+        """Return the runner that replaces `runner` from now on, if its guide has chosen one, else `runner`."""
         guide = next((g for g in self._guides if g.runner is runner), None)
         if guide is None or not guide.due:
             return runner
@@ -150,7 +172,7 @@ class CompiledStep(MeasuredStep):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that CUDA graphs keep in their private pool, beside the arena."""
+        """Bytes outside the arena that its CUDA graph keeps in a private pool."""
         return self._updating.pool_bytes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -188,39 +210,57 @@ def compile_step(
 ) -> CompiledStep:
     """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
 
-    `loss_fn(model(*batch))` is computed when `loss_fn` takes one argument; otherwise the batch is
-    `(inputs, targets)` and `loss_fn(model(inputs), targets)` is, tuples unpacked. `example_kwargs` are further
-    arguments of the model: with `lambda out: out.loss`, `step(**batch)` trains a model of transformers. `optimizer` is
-    SGD, Adam or AdamW; it stays the owner of its state and hyperparameters, which are read at every step. Each
-    parameter is updated as soon as its gradient exists and its old value has had its last reader; `clip_grad_norm`
-    (the maximal global 2-norm) makes all updates wait for all gradients.
+    Each parameter is updated as soon as its gradient exists and its old value has been read for the last time.
 
-    `accumulate=k`: each call is a micro-batch, and every k-th updates the parameters, as k times eager's
-    `(loss_fn(...) / k).backward()` and then `optimizer.step()` would; the loss is returned undivided. The
-    sums of gradients live from call to call: they lie outside the arena, and count as optimizer state.
+    The options that are not listed here are those of `memplan.compile`.
 
-    `cuda_graph`: record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
-    kept in memory (single precision), and may change at every step; another hyperparameter that changes is recorded
-    anew.
+    Args:
+        model: The module to train. Its parameters are changed in place.
+        optimizer: An SGD, Adam or AdamW optimizer. It keeps its state and its hyperparameters, which every step reads.
+        loss_fn: The loss. If it takes one argument, the step computes `loss_fn(model(*batch))`; otherwise the batch is
+            `(inputs, targets)` and the step computes `loss_fn(model(inputs), targets)`, with tuples unpacked.
+        example_batch: The tuple of a batch's parts, or the only one: real tensors with the shapes, dtypes and devices
+            of every later batch.
+        example_kwargs: Keyword arguments of the model. With `lambda out: out.loss`, `step(**batch)` trains a model of
+            transformers.
+        clip_grad_norm: The maximum of the global 2-norm of all gradients. All updates then wait for all gradients.
+        accumulate: The number of micro-batches per update. With k, every k-th call updates the parameters, as eager
+            does after k times `(loss_fn(...) / k).backward()`; each call returns its loss undivided. The sums of
+            gradients persist between calls; they are outside the arena and count as optimizer state.
+        plan: A saved plan, or its path, of this very step, to run instead of making one; without `accumulate`.
+        on_mismatch: What happens if a batch differs from the example: "error" raises, "passive" runs the step eagerly
+            and offloads saved activations on demand to keep the budget.
+        cuda_graph: Record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
+            read from memory (float32) and may change at every step; if another hyperparameter changes, the step is
+            recorded again.
+        device: As in `memplan.compile`. The optimizer's state stays on the CPU too; each step updates parameters and
+            state on the device and writes them back.
+        allow_unsynchronized: In a process group of several ranks, let each rank train on its own. Otherwise a step that
+            contains no collective raises, and so do parameters of a DistributedDataParallel, whose hooks a compiled
+            step does not call.
 
-    `on_mismatch="passive"`: a batch that differs from the example is taken as eager would, evicting on demand to keep
-    the budget, instead of raising.
+    Returns:
+        The compiled step: `step(*batch, **kwargs)` returns the loss, detached.
 
-    `allow_unsynchronized=True`: in a process group of several ranks, let each train on its own. A step that holds no
-    collective raises otherwise, and so do parameters of a DistributedDataParallel, whose hooks a step does not call.
+    Raises:
+        UnsupportedGraph: The step cannot be traced as one graph, or the optimizer's update is not supported.
+        UnsupportedCall: There are hooks on parameters or on the optimizer's step, which a compiled step would not call,
+            or inputs that require gradients, which it would not compute. A call raises for hooks that are added later.
+        BudgetInfeasible: No plan keeps the budget; the error names the smallest one that can be kept.
+        PlanMismatch: `plan` was made for another step.
+        MemplanError: An option has an unknown value.
 
-    `plan`: a saved plan (or its path) of this very step to run instead of making one, without `accumulate`. The other
-    options are those of `memplan.compile`; with `device` the optimizer's state stays on the CPU too, and parameters and
-    state are updated on the device and written back in each step.
-
-    Raises `UnsupportedGraph` for what cannot be traced or an optimizer whose update is not known, `UnsupportedCall` for
-    hooks on parameters or on the optimizer's step, which it would not call (a call raises for later ones), and for
-    inputs that require gradients, which they would not get, `PlanMismatch` when `plan` was made for another step.
+    Example:
+        ```python
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = memplan.compile_step(model, optimizer, nn.functional.cross_entropy, (inputs, targets))
+        loss = step(inputs, targets)
+        ```
     """
     _require_sensible(accumulate, clip_grad_norm)
     given = given_plan(plan, budget)
     if given is not None and accumulate > 1:
-        what = f"accumulate={accumulate} has two programs, and a plan is of one"
+        what = f"accumulate={accumulate} needs two programs, and a plan is for one"
         raise MemplanError(what, where="compile_step", hint="leave out plan=")
     options = PlanOptions(
         budget=budget,
@@ -271,7 +311,7 @@ def _require_sensible(accumulate: int, clip_grad_norm: float | None) -> None:
 
 
 def _require_no_gradients(batch: Any) -> None:
-    """Raise `UnsupportedCall` for an input that eager would give a gradient, which may go on to what made it."""
+    """Raise `UnsupportedCall` for an input that requires a gradient: a compiled step computes none for inputs."""
     for i, leaf in enumerate(pytree.tree_leaves(batch)):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             what = "requires a gradient, which a compiled step does not give"
@@ -284,9 +324,9 @@ def _call(model: nn.Module, /, *batch: Any, **kwargs: Any) -> Any:
 
 
 def _positional_arguments(function: Callable[..., Any]) -> int:
-    """How many positional arguments without defaults a function (or a module's forward) takes.
+    """Return how many positional arguments without defaults a function (or a module's forward) takes.
 
-    Functions of torch's own (`torch.sum`) may not say: they are reductions, of one.
+    Builtin functions such as `torch.sum` have no signature; they count as reductions of one argument.
     """
     target = function.forward if isinstance(function, nn.Module) else function
     try:

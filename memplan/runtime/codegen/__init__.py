@@ -1,5 +1,5 @@
-"""The bound step as straight-line Python: nothing is decided while it runs.
+"""Generates straight-line Python from a bound step, so that nothing is decided while it runs.
 
-Start at `codegen.py`; `step_ir.py` is what it writes from, `namespace.py` its globals, `torchscript_runs.py` makes one call of
-several ops.
+Start at `codegen.py`. `step_ir.py` is the intermediate form of the code, `namespace.py` holds its globals, and
+`torchscript_runs.py` turns runs of ops into one call.
 """

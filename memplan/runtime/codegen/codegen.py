@@ -1,9 +1,8 @@
-"""Code generation: a bound step as straight-line Python, so that nothing is decided while it runs.
+"""Generates straight-line Python from a bound step, so that nothing is decided while it runs.
 
-Tensors in the arena, parameters and constants are globals of the generated code: their addresses never
-change, and all view ops are gone. Tensors whose address changes from call to call (inputs, outputs,
-gradients, tangents) are locals, and so are views of them. Ops that torch's own interpreter can run are one line
-together (`torchscript_runs.py`).
+Tensors in the arena, parameters and constants are globals of the generated code: their addresses never change, and it
+contains no view ops of them. Tensors whose address changes from call to call (inputs, outputs, gradients, tangents) are
+locals, and so are views of them. A run of ops that torch's TorchScript interpreter can execute becomes one call.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ import torch
 from memplan.core.graph import Graph, Value
 from memplan.runtime.codegen.namespace import Namespace
 from memplan.runtime.codegen.step_ir import Call, Empty, Hooked, Layout, Line, View, refs, same_layout
-from memplan.runtime.codegen.torchscript_runs import interpreted, raise_as_eager, takes, told_apart
+from memplan.runtime.codegen.torchscript_runs import interpreted, raise_as_eager, separate_index_errors, takes
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
 from memplan.trace.traced import Live, OpaqueResult, Ref
 
 Hook = Callable[[], None]
-_WORTH = 3  # calls: fewer are made from Python in less time than it takes to enter torch's interpreter
+_MIN_CALLS = 3  # in a run: fewer calls take less time from Python than entering torch's interpreter
 
 
 class FunctionWriter:
-    """Writes one function: dynamic values come in as arguments, ops follow, values go out."""
+    """Generates one function: its arguments are dynamic values, its body calls ops, and it returns values."""
 
     def __init__(self, name: str, layout: Layout, namespace: Namespace, arguments: Sequence[int]) -> None:
         self.name = name
@@ -38,35 +37,35 @@ class FunctionWriter:
         self.namespace = namespace
         self.arguments = arguments
         self.known = set(arguments)
-        self.views: list[View] = []  # of arguments: they come first
+        self.views: list[View] = []  # views of arguments: they come first
         self.lines: list[Line] = []
         self.live: dict[str, str] = {}  # hyperparameters, read once per call
-        self.indexed = False  # as `told_apart` says it of the lines
+        self.indexed = False  # the second result of `separate_index_errors`
 
     def op(self, bound: BoundOp) -> None:
-        """Call one op; its results land where their values live."""
+        """Add the call of one op, whose results go to where their values are."""
         if _copies_onto_itself(self.layout.graph, bound):
             return
-        unborn = self._unborn(bound) if bound.returns else None
+        new = self._new_output(bound) if bound.returns else None
         for value in refs((bound.args, bound.kwargs)):
-            if value != unborn:
+            if value != new:
                 self._use(value)
-        if unborn is not None:
-            self._add(Call(bound=bound, fresh=True, born=((0, unborn),)))
+        if new is not None:
+            self._add(Call(bound=bound, fresh=True, born=((0, new),)))
         elif bound.form is not CallForm.FUNCTIONAL:
             self._add(Call(bound=bound))
         else:
-            self._land(bound)
+            self._place_results(bound)
 
-    def _unborn(self, bound: BoundOp) -> int | None:
-        """The result, if it is the caller's and this op is the first that writes it."""
+    def _new_output(self, bound: BoundOp) -> int | None:
+        """Return the result if the caller will own it and this op is the first that writes it, else None."""
         out = bound.outs[0]
         if out is None or out in self.layout.static or out in self.known:
             return None
         return out if self.layout.base(out) == out else None
 
-    def _land(self, bound: BoundOp) -> None:
-        """Copy fresh results to their place, or make them the caller's where they have none."""
+    def _place_results(self, bound: BoundOp) -> None:
+        """Copy new results to the places of their values, or return them to the caller if they have none."""
         born: list[tuple[int, int]] = []
         adopted: list[tuple[int, int]] = []
         copied: list[tuple[int, int]] = []
@@ -81,38 +80,38 @@ class FunctionWriter:
         self._add(Call(bound=bound, born=tuple(born), adopted=tuple(adopted), copied=tuple(copied)))
 
     def hook(self, function: Hook) -> None:
-        """Call `function()` here (guards)."""
+        """Add a call of `function()` here (sanitizers, hooks)."""
         self._add(Hooked(name=self.namespace.add("g", function)))
 
     def finish(self, groups: Sequence[Sequence[int]]) -> Callable[..., Any]:
-        """Return a tuple of values per group, and compile."""
+        """Compile the function, which returns a tuple of values for each group."""
         for group in groups:
             for value in group:
                 self._use(value)
-        fitting, self.indexed = told_apart(self.lines, self._fitting())
+        fitting, self.indexed = separate_index_errors(self.lines, self._fitting())
         return self._compiled(self.name, groups, fitting)
 
     def _compiled(self, name: str, groups: Sequence[Sequence[int]], fitting: Sequence[bool]) -> Callable[..., Any]:
-        parts = ["(" + "".join(f"{self._leaving(value)}, " for value in group) + ")" for group in groups]
+        parts = ["(" + "".join(f"{self._returned(value)}, " for value in group) + ")" for group in groups]
         lines, native = self._written({value for group in groups for value in group}, fitting)
         body = [f"{name} = {source}" for source, name in self.live.items()] + lines
-        body = _within(f"with {self._guards()}:", body or ["pass"])
+        body = _indented(f"with {self._dispatch_contexts()}:", body or ["pass"])
         arguments = ", ".join(f"v{a}" for a in self.arguments)
         if native:
             optimise = self.namespace.add("k", torch._C._set_graph_executor_optimize)
             was = self.namespace.add("k", torch._C._get_graph_executor_optimize)
-            body = [f"was = {was}()", f"{optimise}(False)", *_within("try:", body)]
+            body = [f"was = {was}()", f"{optimise}(False)", *_indented("try:", body)]
             fail = self.namespace.add("k", partial(raise_as_eager, indexed=self.indexed))
-            body += _within("except RuntimeError as error:", [f"{fail}(error)", "raise"])
-            body += _within("finally:", [f"{optimise}(was)"])
+            body += _indented("except RuntimeError as error:", [f"{fail}(error)", "raise"])
+            body += _indented("finally:", [f"{optimise}(was)"])
             modes = self.namespace.add("k", torch._C._len_torch_dispatch_stack)
             python = self.namespace.add("k", _Python(self, f"{name}_in_python", groups))
-            body = [*_within(f"if {modes}():", [f"return {python}({arguments})"]), *body]
+            body = [*_indented(f"if {modes}():", [f"return {python}({arguments})"]), *body]
         body.append(f"return {', '.join(parts) if parts else '()'}")
-        return self.namespace.define("\n".join(_within(f"def {name}({arguments}):", body)), name)
+        return self.namespace.define("\n".join(_indented(f"def {name}({arguments}):", body)), name)
 
-    def _leaving(self, index: int) -> str:
-        """A value for the caller: what stays in the arena leaves as another tensor over the same bytes."""
+    def _returned(self, index: int) -> str:
+        """Return the expression of a returned value: a static value is returned as another tensor over its bytes."""
         if index not in self.layout.static:
             return f"v{index}"
         return f"{self.namespace.add('k', torch.Tensor.detach)}(v{index})"
@@ -124,13 +123,13 @@ class FunctionWriter:
         self.known.update(line.makes)
 
     def _use(self, index: int) -> None:
-        """Make sure that a dynamic value exists as a local: allocate its base, take a view of that."""
+        """Make sure that a dynamic value exists as a local: allocate its base, and add a view of it, if needed."""
         if index in self.layout.static or index in self.known:
             return
         base = self.layout.base(index)
         if base not in self.known:
             fresh = self.layout.graph.values[index].storage in self.layout.fresh_storages
-            assert fresh, f"value {index} is neither given nor the caller's"
+            assert fresh, f"value {index} is neither an argument nor owned by the caller"
             self._add(Empty(value=base))
         if index != base:
             view = View(base=base, value=index)
@@ -143,7 +142,7 @@ class FunctionWriter:
     # -- lines -------------------------------------------------------------------------------------------
 
     def _written(self, returned: set[int], fitting: Sequence[bool]) -> tuple[list[str], bool]:
-        """The lines as source, and whether torch's interpreter runs any of them; `fitting`: which it may."""
+        """Return the source of the lines, and whether torch's interpreter runs any; `fitting`: those that it may."""
         written = [source for view in self.views for source in self._python(view)]
         last_use = {value: i for i, line in enumerate(self.lines) for value in line.uses}
         last_use |= dict.fromkeys(returned, len(self.lines))
@@ -152,7 +151,7 @@ class FunctionWriter:
         for fit, group in groupby(zip(fitting, self.lines, strict=True), key=itemgetter(0)):
             run = [line for _, line in group]
             end += len(run)
-            if fit and sum(isinstance(line, Call) for line in run) >= _WORTH:
+            if fit and sum(isinstance(line, Call) for line in run) >= _MIN_CALLS:
                 native = True
                 results = [v for line in run for v in line.makes if last_use.get(v, -1) >= end]
                 written.append(self._interpreted(run, results))
@@ -161,17 +160,17 @@ class FunctionWriter:
         return written, native
 
     def _fitting(self) -> list[bool]:
-        """Which lines torch's interpreter takes, as far as so many stand together that it matters."""
+        """Return for each line whether torch's interpreter can run it, in a group that is large enough to gain time."""
         found: list[bool] = []
         asked: dict[Any, bool] = {}
         for hooked, group in groupby(self.lines, key=lambda line: isinstance(line, Hooked)):
             lines = list(group)
-            may = self.layout.native and not hooked and sum(isinstance(line, Call) for line in lines) >= _WORTH
+            may = self.layout.native and not hooked and sum(isinstance(line, Call) for line in lines) >= _MIN_CALLS
             found += [may and takes(line, self.layout, asked) for line in lines]
         return found
 
     def _interpreted(self, lines: Sequence[Line], results: Sequence[int]) -> str:
-        """One call for all lines, out of which these values come."""
+        """Return the source of one call that runs all lines and returns the values `results`."""
         run = interpreted(lines, results, self.layout, self.namespace.names)
         tensors = self.namespace.following(run.tensors, run.values)
         arguments = [tensors, *(f"v{value}" for value in run.arguments)]
@@ -188,7 +187,7 @@ class FunctionWriter:
         return self._called(line)
 
     def _called(self, line: Call) -> list[str]:
-        """A call, and what becomes of its results."""
+        """Return the source of a call and of the use of its results."""
         bound, call = line.bound, self._call(line)
         if bound.form is not CallForm.FUNCTIONAL:
             return [f"v{line.born[0][1]} = {call}" if line.born else call]
@@ -196,7 +195,9 @@ class FunctionWriter:
             return [f"v{line.copied[0][1]}.copy_({call})"]
         names = [f"r{i}" for i in range(len(bound.outs))]
         lines = [f"{''.join(f'{n}, ' for n in names) if bound.several else names[0]} = {call}"]
-        lines += [f"{self._hands()}[{number}] = {names[position]}" for position, number in bound.opaque_results]
+        lines += [
+            f"{self._opaque_results()}[{number}] = {names[position]}" for position, number in bound.opaque_results
+        ]
         lines += [f"v{value} = {self._adopted(value, names[i])}" for i, value in (*line.born, *line.adopted)]
         lines += [f"v{value}.copy_({names[i]})" for i, value in line.copied]
         return [*lines, "del " + ", ".join(names)]
@@ -220,7 +221,7 @@ class FunctionWriter:
         return f"v{base}.as_strided({v.shape!r}, {v.strides!r}, {start}{v.offset - b.offset})"
 
     def _adopted(self, index: int, result: str) -> str:
-        """A fresh result as the caller's tensor itself, when it is laid out as planned."""
+        """Return the expression that gives a new result to the caller, copied if its strides are not as planned."""
         v = self.layout.graph.values[index]
         return f"{self.namespace.add('k', _adopt)}({result}, {v.shape!r}, {v.strides!r})"
 
@@ -236,7 +237,7 @@ class FunctionWriter:
         if isinstance(thing, Ref):
             return f"v{thing.value}"
         if isinstance(thing, OpaqueResult):
-            return f"{self._hands()}[{thing.number}]"
+            return f"{self._opaque_results()}[{thing.number}]"
         if isinstance(thing, Live):
             item = "" if thing.item is None else f"[{thing.item}]"
             source = f"{self._constant(thing.optimizer)}.param_groups[{thing.group}][{thing.key!r}]{item}"
@@ -249,24 +250,27 @@ class FunctionWriter:
         )
         return repr(thing) if plain else self._constant(thing)
 
-    def _hands(self) -> str:
-        """What is handed from kernel to kernel, by number: it belongs to the program, as its addresses do."""
-        self.namespace.names.setdefault("handed", {})
-        return "handed"
+    def _opaque_results(self) -> str:
+        """Return the name of the dict of opaque results, by number. It belongs to the program, as its addresses do."""
+        self.namespace.names.setdefault("opaque_results", {})
+        return "opaque_results"
 
     def _constant(self, thing: Any) -> str:
         return self.namespace.add("c", thing)
 
-    def _guards(self) -> str:
-        """Below autograd, views and version counters; and no second cast where autocast was traced."""
-        guards: list[type] = [torch._C._AutoDispatchBelowADInplaceOrView]
-        guards += [torch._C._DisableAutocast] if self.layout.autocast else []
-        return ", ".join(f"{self.namespace.add('k', guard)}()" for guard in guards)
+    def _dispatch_contexts(self) -> str:
+        """Return contexts that skip autograd, views and version counters, and autocast if it was traced already."""
+        contexts: list[type] = [torch._C._AutoDispatchBelowADInplaceOrView]
+        contexts += [torch._C._DisableAutocast] if self.layout.autocast else []
+        return ", ".join(f"{self.namespace.add('k', context)}()" for context in contexts)
 
 
 class _Python:
-    """A function without runs, made when it is first called: while a `TorchDispatchMode` is active, whose own errors
-    come out of Python alone (out of torch's interpreter, they are no more than a `RuntimeError`)."""
+    """A variant of a generated function without TorchScript runs, compiled at its first call.
+
+    It runs while a `TorchDispatchMode` is active: errors that a mode raises keep their type only if ops are called from
+    Python (torch's interpreter turns them into a `RuntimeError`).
+    """
 
     def __init__(self, writer: FunctionWriter, name: str, groups: Sequence[Sequence[int]]) -> None:
         self._make = partial(writer._compiled, name, groups, [False] * len(writer.lines))
@@ -278,7 +282,7 @@ class _Python:
         return self._made(*arguments)
 
 
-def _within(header: str, body: Iterable[str]) -> list[str]:
+def _indented(header: str, body: Iterable[str]) -> list[str]:
     return [header, *(f"    {line}" for line in body)]
 
 
@@ -292,7 +296,7 @@ def _same_elements(one: Value, two: Value) -> bool:
 
 
 def _copies_onto_itself(graph: Graph, bound: BoundOp) -> bool:
-    """A copy whose source gave its bytes to the result (see `memplan.core.in_place`)."""
+    """Whether an op copies a value onto itself, because the result took the bytes of the source in place."""
     if bound.function is not torch.Tensor.copy_:
         return False
     one, two = (graph.values[ref] for ref in refs(bound.args))

@@ -1,4 +1,4 @@
-"""The globals of generated code, and the lists of tensors that follow them."""
+"""The globals of generated code, and the lists of tensors that are updated with them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,33 @@ import torch
 
 @dataclass(slots=True)
 class Namespace:
-    """The globals of generated code: `v12` is value 12, `k3` a kernel, `c4` a constant, `g5` a hook, `s6` a run of ops
-    for torch's interpreter and `l7` the tensors of one that seldom move."""
+    """The globals of generated code.
+
+    `v12` is value 12, `k3` a kernel, `c4` a constant, `g5` a hook, `s6` a run of ops for torch's interpreter, and `l7`
+    the list of tensors of a run, which rarely change.
+    """
 
     names: dict[str, Any] = field(default_factory=dict)
     _known: dict[tuple[str, int], str] = field(default_factory=dict)
-    _places: dict[int, list[tuple[Any, int]]] = field(default_factory=dict)  # of values: a list, and where in it
+    _places: dict[int, list[tuple[Any, int]]] = field(
+        default_factory=dict
+    )  # by value: the lists that contain it, and its position in each
 
     def add(self, prefix: str, thing: Any) -> str:
-        """A name for `thing`; the same object gets the same name."""
+        """Return a name for `thing`; the same object gets the same name."""
         name = self._known.setdefault((prefix, id(thing)), f"{prefix}{len(self._known)}")
-        self.names[name] = thing  # which keeps it alive, so that its id stays its own
+        self.names[name] = thing  # keeps it alive, so that no other object gets its id
         return name
 
     def following(self, tensors: Any, values: Sequence[int | None]) -> str:
-        """A name for a list of tensors, in which those of `values` (None: a constant) are what `move` says."""
+        """Return a name for a list of tensors; `move` updates the elements of `values` (None: a constant)."""
         for position, value in enumerate(values):
             if value is not None:
                 self._places.setdefault(value, []).append((tensors, position))
         return self.add("l", tensors)
 
     def move(self, value: int, tensor: torch.Tensor) -> None:
-        """Let a value be another tensor from now on."""
+        """Replace the tensor of a value, here and in the lists that contain it."""
         self.names[f"v{value}"] = tensor
         for tensors, position in self._places.get(value, ()):
             tensors[position] = tensor

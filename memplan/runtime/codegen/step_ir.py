@@ -1,4 +1,4 @@
-"""What a generated function is made of, before anyone decides who runs it: Python, or torch's own interpreter."""
+"""The lines of a generated function, before it is decided whether Python or torch's interpreter runs them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memplan.trace.traced import Ref
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Which values are static (globals), and the base (value index) of every dynamic storage (by index).
+    """Says which values are static (globals), and the base (value index) of every dynamic storage (by index).
 
-    `placed`: the static values that stay where they are for good, in the arena and its copies on the host, and have
-    dimensions (of constants without any, torch's interpreter may make numbers).
-    `native`: runs of ops may go to torch's interpreter (`torchscript_runs.py`).
+    `placed`: the static values whose address never changes, in the arena and its host memory, and that have dimensions
+    (torch's interpreter may turn zero-dimensional constants into numbers). `fresh_storages`: the storages that the
+    caller will own. `native`: torch's interpreter may execute runs of ops.
     """
 
     graph: Graph
@@ -29,16 +29,16 @@ class Layout:
     native: bool
 
     def base(self, index: int) -> int:
-        """The value that spans the storage of a dynamic value."""
+        """Return the value that spans the storage of a dynamic value."""
         return self.base_of[self.graph.values[index].storage]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One op. `fresh`: without its out arguments, it returns its result in memory of its own.
+    """The call of one op. `fresh`: it is called without its out arguments and returns its result in new memory.
 
-    Of what it returns, by position: `born` become values, `adopted` do too but may have to be laid out anew, `copied`
-    are copied to where a value lives.
+    Its results, as (position, value): `born` become values, `adopted` become values after a copy if their strides are
+    not as planned, and `copied` are copied to the place of a value.
     """
 
     bound: BoundOp
@@ -49,59 +49,59 @@ class Call:
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What it is called with."""
+        """The arguments and keyword arguments of the call."""
         without = self.bound.out_names if self.fresh else ()
         return self.bound.args, {name: a for name, a in self.bound.kwargs.items() if name not in without}
 
     @property
     def makes(self) -> tuple[int, ...]:
-        """The values that exist from here on."""
+        """The values that exist after this line."""
         return tuple(value for _, value in (*self.born, *self.adopted))
 
     @property
     def uses(self) -> tuple[int, ...]:
-        """The values that have to exist."""
+        """The values that must exist before this line."""
         return (*refs(self.arguments), *(value for _, value in self.copied))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Empty:
-    """Memory for the caller, in the layout of value `value`."""
+    """Allocates memory that the caller will own, in the layout of `value`."""
 
     value: int
 
     @property
     def makes(self) -> tuple[int, ...]:
-        """The value itself."""
+        """The value that is allocated."""
         return (self.value,)
 
     @property
     def uses(self) -> tuple[int, ...]:
-        """Nothing."""
+        """No values."""
         return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Value `value` as a view of `base`."""
+    """Makes `value` as a view of `base`."""
 
     base: int
     value: int
 
     @property
     def makes(self) -> tuple[int, ...]:
-        """The view."""
+        """The value of the view."""
         return (self.value,)
 
     @property
     def uses(self) -> tuple[int, ...]:
-        """Its base."""
+        """The base of the view."""
         return (self.base,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooked:
-    """`name()` is called."""
+    """Calls the hook `name()`."""
 
     name: str
     makes: tuple[int, ...] = ()
@@ -112,7 +112,7 @@ Line = Call | Empty | View | Hooked
 
 
 def refs(tree: Any) -> list[int]:
-    """The values that arguments refer to."""
+    """Return the values that arguments refer to."""
     if isinstance(tree, Ref):
         return [tree.value]
     if isinstance(tree, dict):
@@ -123,5 +123,5 @@ def refs(tree: Any) -> list[int]:
 
 
 def same_layout(one: Value, two: Value) -> bool:
-    """Whether two values of one storage are the same tensor."""
+    """Whether two values of one storage have the same dtype, shape, strides and offset."""
     return (one.dtype, one.shape, one.strides, one.offset) == (two.dtype, two.shape, two.strides, two.offset)

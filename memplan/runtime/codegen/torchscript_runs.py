@@ -1,15 +1,14 @@
-"""Runs of ops as one call: torch's own interpreter goes from kernel to kernel in less time than Python's.
+"""Turns runs of ops into one call of torch's TorchScript interpreter, which takes less time per op than Python.
 
-A run becomes a TorchScript graph. Tensors over our own memory are constants of the graph; parameters and what else
-may move one day are one list, given in every call; what moves from call to call comes as arguments; what the caller
-will own is made inside and returned. No pass may touch the graph, least of all one that takes a constant's numbers for
-what they will always be, or leaves out what only others read: whoever calls it turns the executor's optimisation off
-for his thread (`codegen.py`). The interpreter lets other Python threads run meanwhile.
+A run becomes a TorchScript graph. Tensors in the arena are constants of the graph. Parameters and other tensors that
+may move are in one list, which is passed in every call; tensors that change from call to call are arguments; tensors
+that the caller will own are made in the graph and returned. No optimization pass may change the graph: it could fold
+constants, whose contents change, or remove ops whose results are read elsewhere. So the generated code turns the
+executor's optimization off for its thread. The interpreter releases the GIL.
 
-Left to Python is what torch's interpreter does not know (hyperparameters, what is handed from kernel to kernel, our own
-functions), and what may fail for the numbers that it is given with an error that its words do not tell apart: out of
-torch's interpreter comes a plain `RuntimeError`, whatever eager raises, to which `raise_as_eager` gives the kernel's
-own words back, and by these its type.
+Python runs the ops that the interpreter does not know (hyperparameters, opaque results, memplan's own functions), and
+ops that may fail for some numbers with an error whose type cannot be restored: the interpreter raises a plain
+`RuntimeError` for every error, and `raise_as_eager` restores the message of the kernel, and from it the type.
 """
 
 from __future__ import annotations
@@ -30,33 +29,41 @@ from memplan.trace.passes.out_variants import out_names
 from memplan.trace.passes.randomness import draws
 from memplan.trace.traced import Live, OpaqueResult, Ref
 
-# What says of a number out of range what nothing else says, or what is a plain RuntimeError in eager too.
+# Ops whose message for an index out of range is unambiguous, or that raise a plain RuntimeError in eager too.
 _TELLS = {"index_select", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices_backward"}
 _TELLS |= {"_unsafe_index", "_unsafe_index_put"}
 _INDEX_ERROR = re.compile(r"index out of range in self$|Target -?\d+ is out of bounds\.$", re.MULTILINE)
-# In the same words, the first raise an IndexError and the second a RuntimeError.
+# With the same message, the first ops raise an IndexError and the second a RuntimeError.
 _INDEXED = {"index", "index_put", "index_put_"}
 _GATHERED = {"index_add", "index_add_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"}
 _OUT_OF_BOUNDS = re.compile(r"index -?\d+ is out of bounds for dimension \d+ with size \d+$", re.MULTILINE)
 _NUMBERS = {"index", "indices", "target", "repeats", "offsets", "mask_indices"}
 _MAY_FAIL = ("linalg_", "_linalg_", "cholesky", "lu_", "_assert", "_cdist")
-_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError)  # of torch's bindings, for what they do not take
+_FAILURES = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+)  # raised by torch's bindings for arguments that they do not take
 _MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 _TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
-_LEFT = object()  # stands for arguments that are left to Python
+_UNSUPPORTED = object()  # stands for arguments that only Python can pass
 _PLAIN = {"IntType": int, "BoolType": bool, "FloatType": float}
 _FAILED = (
     "The following operation failed in the TorchScript interpreter.\n"
     "Traceback of TorchScript (most recent call last):\nRuntimeError: "
-)  # and no place in a source, which a user's own script would have
+)  # without a source location, which the error of a user's script has
 _NEEDED = ("Graph", "ScriptList", "_create_function_from_graph", "_jit_interpret_graph")
 AVAILABLE = all(hasattr(torch._C, name) for name in _NEEDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreted:
-    """`function(tensors, *arguments)`: `arguments` are values that move, `tensors` is the list of those that seldom do,
-    which are `values` (None: a tensor of no value)."""
+    """A run as a function, called as `function(tensors, *arguments)`.
+
+    `arguments` are the values that change from call to call. `tensors` is the list of static tensors, whose values are
+    `values` (None: a tensor that is no value).
+    """
 
     function: Any
     tensors: Any
@@ -65,9 +72,9 @@ class Interpreted:
 
 
 def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
-    """Whether torch's interpreter runs the same kernel, and nothing can fail there that did not fail in the trial.
+    """Whether torch's interpreter runs the same kernel for a line, and it cannot fail if the trial run did not.
 
-    `asked`: what is known of overloads with arguments of some kinds, and grows.
+    `asked`: a cache of the answers, by overload and kinds of arguments.
     """
     if isinstance(line, Hooked):
         return False
@@ -80,13 +87,15 @@ def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
     if overload is None or overload.namespace != "aten" or line.adopted or line.bound.opaque_results:
         return False
     kinds = _kinds(line.arguments)
-    if _LEFT in kinds:
+    if _UNSUPPORTED in kinds:
         return False
-    if overload._opname.startswith(_MAY_FAIL) or _by_number(line, overload, layout):
+    if overload._opname.startswith(_MAY_FAIL) or _index_may_fail(line, overload, layout):
         return False
-    if any(r.type.kind() != "TensorType" for r in overload._schema.returns):  # a list of tensors is one result there
+    if any(
+        r.type.kind() != "TensorType" for r in overload._schema.returns
+    ):  # the interpreter returns a list of tensors as one result
         return False
-    if draws(overload, *line.arguments) and "Tensor" in overload._overloadname:  # with probabilities of its own
+    if draws(overload, *line.arguments) and "Tensor" in overload._overloadname:  # its probabilities are a tensor
         return False
     key = (overload, line.bound.out_names, kinds)
     if key not in asked:
@@ -94,9 +103,11 @@ def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
     return asked[key]
 
 
-def told_apart(lines: Sequence[Line], fitting: Sequence[bool]) -> tuple[list[bool], bool]:
-    """Which of the lines that `takes` said yes to may run beside each other in one function, and whether what is out of
-    bounds is an `IndexError` there (see `raise_as_eager`)."""
+def separate_index_errors(lines: Sequence[Line], fitting: Sequence[bool]) -> tuple[list[bool], bool]:
+    """Return which of the fitting lines may run in one function, and whether "out of bounds" is an `IndexError` in it.
+
+    Ops that raise different types with the same message are not combined (see `raise_as_eager`).
+    """
     names = [o._opname if isinstance(line, Call) and (o := _overload(line)) is not None else "" for line in lines]
     if not any(fit and name in _GATHERED for fit, name in zip(fitting, names, strict=True)):
         return list(fitting), True
@@ -104,11 +115,11 @@ def told_apart(lines: Sequence[Line], fitting: Sequence[bool]) -> tuple[list[boo
 
 
 def _kinds(thing: Any) -> tuple[Any, ...]:
-    """By what torch's interpreter tells overloads apart: the types of numbers, which things are tensors."""
+    """Return what selects an overload in torch's interpreter: the types of numbers, and which arguments are tensors."""
     if isinstance(thing, (Ref, torch.Tensor)):
         return (torch.Tensor,)
     if isinstance(thing, (OpaqueResult, Live)):
-        return (_LEFT,)
+        return (_UNSUPPORTED,)
     if isinstance(thing, (list, tuple)):
         return (type(thing), *(kind for item in thing for kind in _kinds(item)), None)
     if isinstance(thing, dict):
@@ -117,7 +128,7 @@ def _kinds(thing: Any) -> tuple[Any, ...]:
 
 
 def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, names: Mapping[str, Any]) -> Interpreted:
-    """One function for a run of lines that `takes` said yes to. `names` has the static values, as `v12`."""
+    """Return one function for a run of lines that `takes` accepts. `names` has the static values, as `v12`."""
     used = {v for line in run for v in line.uses} & layout.placed if _constants_are_memory() else set()
     placed = {v: names[f"v{v}"] for v in sorted(used)}
     writer = _Writer(run, layout, placed)
@@ -134,18 +145,21 @@ def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, nam
 
 def _function_of(name: str, graph: Any) -> Any:
     made: Any = torch._C._create_function_from_graph(name, graph)
-    made._torchdynamo_inline = partial(_interpret, graph)  # what torch calls while any thread exports a model
+    made._torchdynamo_inline = partial(_interpret, graph)  # torch calls this while any thread exports a model
     return made
 
 
 def _interpret(graph: Any, *given: Any) -> Any:
-    """The same run by the same interpreter, without the function around it; `given` begins with a run's tensors."""
+    """Run the graph by the same interpreter, without the function; `given` begins with the tensors of the run."""
     tensors = [list(tensors) for tensors in given[:1]]
     return torch._C._jit_interpret_graph(graph, (*tensors, *given[1:]))  # type: ignore[attr-defined]
 
 
 def raise_as_eager(error: RuntimeError, *, indexed: bool) -> None:
-    """Raise an error of a run as the kernel alone would; of others, do nothing. `indexed`: as `told_apart` said."""
+    """Raise an error of a run as the kernel in eager would; return for other errors.
+
+    `indexed`: the second result of `separate_index_errors`.
+    """
     words = str(error)
     if words.startswith(_FAILED):
         said = words.removeprefix(_FAILED).removesuffix("\n")
@@ -155,8 +169,10 @@ def raise_as_eager(error: RuntimeError, *, indexed: bool) -> None:
 
 @cache
 def _constants_are_memory() -> bool:
-    """Whether this torch reads and writes a graph's constants whenever it runs: it computes nothing with them ahead,
-    and leaves nothing out that the graph itself does not read."""
+    """Whether this version of torch reads and writes the memory of a graph's constants at every run.
+
+    It must not fold constants, nor remove ops whose results the graph itself does not read.
+    """
     graph: Any = torch._C.Graph()
 
     def call(name: str, *inputs: Any) -> Any:
@@ -179,14 +195,14 @@ def _constants_are_memory() -> bool:
     return all((one.item(), two.item()) == (i - i * i, 2 * i - i * i) for i, (one, two) in enumerate(found))
 
 
-def _by_number(line: Call, overload: OpOverload, layout: Layout) -> bool:
-    """Whether it is told where to read or write by numbers, and does not tell well enough that one is out of range."""
+def _index_may_fail(line: Call, overload: OpOverload, layout: Layout) -> bool:
+    """Whether an op takes indices, and its error for an index out of range cannot be restored."""
     if overload._opname in _TELLS | _INDEXED | _GATHERED:
         return False
     args, kwargs = line.arguments
     named = {**dict(zip((a.name for a in overload._schema.arguments), args, strict=False)), **kwargs}
-    told = [v for name, thing in named.items() if name in _NUMBERS for v in refs(thing)]
-    return any(layout.graph.values[v].dtype in ("int64", "int32") for v in told)
+    indices = [v for name, thing in named.items() if name in _NUMBERS for v in refs(thing)]
+    return any(layout.graph.values[v].dtype in ("int64", "int32") for v in indices)
 
 
 def _overload(line: Call) -> OpOverload | None:
@@ -194,19 +210,21 @@ def _overload(line: Call) -> OpOverload | None:
 
 
 def _finds(line: Call, layout: Layout) -> bool:
-    """Whether torch's interpreter finds the overload of a call by the arguments."""
+    """Whether torch's interpreter finds the same overload from the arguments of a call."""
     overload = _overload(line)
     try:
-        writer = _Writer([line], layout, {})  # whose graph must outlive what is asked of its nodes
+        writer = _Writer([line], layout, {})  # its graph must outlive the nodes that are read here
         return bool(writer.call(line).schema() == str(overload._schema))  # type: ignore[union-attr]
     except _FAILURES:
         return False
 
 
 class _Writer:
-    """Writes a TorchScript graph: its first input is the list of what does not move from call to call (`static`:
-    values, and tensors of no value), the others are `arguments`, values that the run does not make itself. What is
-    `placed` is there already."""
+    """Writes a TorchScript graph.
+
+    Its first input is the list of static tensors (`static`: values, and tensors that are no values); the others are
+    `arguments`, dynamic values that the run does not make itself. `placed` values become constants.
+    """
 
     def __init__(self, run: Sequence[Line], layout: Layout, placed: Mapping[int, torch.Tensor]) -> None:
         self.layout = layout
@@ -241,7 +259,7 @@ class _Writer:
                 self._insert("aten::copy_", copy, [_TENSOR])
 
     def call(self, line: Call) -> Any:
-        """The node of a call."""
+        """Add a call to the graph; return its node."""
         overload, (args, kwargs) = _overload(line), line.arguments
         assert overload is not None
         outs = [out for name in line.bound.out_names if name in kwargs for out in _as_list(kwargs.pop(name))]
@@ -255,13 +273,13 @@ class _Writer:
         return self._op(overload, given)
 
     def returning(self, results: Sequence[int]) -> Any:
-        """The graph, once all lines are in it."""
+        """Return the graph after adding its outputs; all lines must be in it."""
         if not results:
             self.graph.registerOutput(self._constant(None))
         elif len(results) == 1:
             self.graph.registerOutput(self.known[results[0]])
         else:
-            # a list: of a tuple, whoever takes it out of the interpreter asks the type of every element
+            # a list, because converting a tuple to Python checks the type of every element
             kind = torch._C.ListType(_TENSOR)
             several = self._insert("prim::ListConstruct", [self.known[v] for v in results], [kind])
             self.graph.registerOutput(several.output())
@@ -297,7 +315,7 @@ class _Writer:
         return self._insert(schema.name, inputs, [r.type for r in schema.returns])
 
     def _given(self, thing: Any, kind: Any) -> Any:
-        """An argument of type `kind` as what it is in the graph."""
+        """Return the node of an argument of type `kind`."""
         if isinstance(thing, Ref):
             return self.known[thing.value]
         if isinstance(thing, torch.Tensor):

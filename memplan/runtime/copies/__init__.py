@@ -1,1 +1,4 @@
-"""Copies between the arena and the host that run beside the step: `copies.py` (the protocol), threads on CPU, streams on CUDA."""
+"""Copies between the arena and the host that run beside the step.
+
+Start at `copies.py` (the protocols); `copy_threads.py` copies in threads on the CPU, `copy_streams.py` in CUDA streams.
+"""

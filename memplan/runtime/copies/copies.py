@@ -1,7 +1,6 @@
-"""Copies between the arena and the host that run beside the step: started by one op, waited for by another.
+"""The protocols of copies between the arena and the host: one op starts a copy, another op waits for it.
 
-Copies in one direction run in the order of their starts: in a thread on the CPU (`copy_threads.py`), in a stream on
-CUDA (`copy_streams.py`).
+Copies in one direction run in the order of their starts, in a thread on the CPU and in a stream on CUDA.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 
 
 class Direction(enum.Enum):
-    """Where the bytes go."""
+    """The direction of a copy."""
 
     TO_HOST = "to host"
     TO_DEVICE = "to device"
@@ -21,8 +20,10 @@ class Direction(enum.Enum):
 
 
 class Copy(Protocol):
-    """One planned copy, run once in each step. `stalled`: the seconds that all its waits have taken; `nbytes` and
-    `seconds` (of the last one): what it copies and how long that took, known of copies that are timed.
+    """One planned copy, which runs once in each step.
+
+    `stalled`: the seconds that all its waits have taken. `nbytes` and `seconds`: the bytes and the time of the last
+    run; `seconds` is known only while copies are timed.
     """
 
     stalled: float
@@ -30,30 +31,32 @@ class Copy(Protocol):
 
     @property
     def seconds(self) -> float:
-        """0 where it was not timed."""
+        """The seconds that the last run took; 0 if it was not timed."""
 
     def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Let the bytes of `source` be copied to those of `destination`; both are contiguous."""
+        """Start copying the bytes of `source` to `destination`; both are contiguous."""
 
     def wait(self) -> None:
-        """Return when they are there, or raise what went wrong."""
+        """Return when the copy is complete, or raise the error that it raised."""
 
 
 class Copies(Protocol):
-    """All copies of an arena."""
+    """The copies of one arena."""
 
     def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> Copy:
-        """A new planned copy, into or out of `device` (None: the arena's). Until it is done, it keeps `host` alive, the
-        memory that holds its bytes there."""
+        """Return a new planned copy to or from `device` (None: that of the arena).
+
+        `host` is the host memory of its bytes, which the copy keeps alive until it is complete.
+        """
 
     def time(self, on: bool) -> None:
-        """Take the time of every copy from now on, or of none."""
+        """Start or stop timing copies."""
 
     def drain(self) -> None:
-        """Return when no copy is under way; a copy that is waited for later is done."""
+        """Return when no copy is running; the wait of a copy that has ended returns at once."""
 
     def settle(self) -> None:
-        """Return when every copy that an op has waited for is done for the host too."""
+        """Return when every copy that an op has waited for is complete on the host too."""
 
     def close(self) -> None:
-        """Drain, and give back what copies need."""
+        """Drain, and release the threads, streams or memory that copies use."""

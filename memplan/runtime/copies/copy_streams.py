@@ -1,7 +1,7 @@
-"""Copies on CUDA: by a stream per direction and device.
+"""Copies on CUDA, in a stream for each direction and device.
 
-Events order it with the stream that computes: a copy starts after all that was launched before it, and what follows
-its wait runs after it.
+Events order the streams: a copy starts after all work that was launched before it, and work after its wait runs after
+it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from memplan.runtime.copies.copies import Direction
 
 
 class StreamCopies:
-    """Copies by a stream per direction and device, to and from pinned memory, and from device to device."""
+    """Copies in a stream for each direction and device, to and from pinned memory, and between devices."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -22,10 +22,10 @@ class StreamCopies:
         self._hosts: dict[int, torch.Tensor] = {}
 
     def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> StreamCopy:
-        """A new planned copy.
+        """Return a new planned copy.
 
-        `host` stays until `close`: a stream may wait for a copy that runs on when the program is gone, and torch's
-        allocator of pinned memory, which sees addresses within it only, would give it to somebody else.
+        `host` is kept alive until `close`: a copy may still run when the program is deleted, and torch's allocator of
+        pinned memory does not know that the copy uses it.
         """
         device = device or self.device
         if (direction, device) not in self._streams:
@@ -34,23 +34,23 @@ class StreamCopies:
         return StreamCopy(self, self._streams[direction, device])
 
     def time(self, on: bool) -> None:
-        """See `Copies`."""
+        """Start or stop timing copies."""
         self.timed = on
 
     def drain(self) -> None:
-        """Wait, on the host, for copies that no op has waited for."""
+        """Block the host until all copies that no op has waited for are complete."""
         if self.pending:
             for stream in self._streams.values():
                 stream.synchronize()
             self.pending.clear()
 
     def settle(self) -> None:
-        """Wait, on the host, for all copies: the caller may read what came, and change what went."""
+        """Block the host until all copies are complete: the caller may read their results and change their sources."""
         for stream in self._streams.values():
             stream.synchronize()
 
     def close(self) -> None:
-        """Wait for all copies, those too that streams wait for, and give up the host's memory."""
+        """Block the host until all copies are complete, and release the host memory."""
         for stream in self._streams.values():
             stream.synchronize()
         self.pending.clear()
@@ -58,7 +58,7 @@ class StreamCopies:
 
 
 class StreamCopy:
-    """See `Copy`. It is the computing stream that waits, not the host: `stalled` stays 0."""
+    """A `Copy` in a stream. Waits block the compute stream, not the host, so `stalled` stays 0."""
 
     __slots__ = ("_devices", "_done", "_owner", "_stream", "_times", "nbytes", "stalled")
 
@@ -73,7 +73,7 @@ class StreamCopy:
 
     @property
     def seconds(self) -> float:
-        """Waits, on the host, for its end."""
+        """The seconds that the last run took, after blocking the host until it ends; 0 if it was not timed."""
         if not self._times:
             return 0.0
         begun, ended = self._times
@@ -81,7 +81,7 @@ class StreamCopy:
         return float(begun.elapsed_time(ended)) / 1e3
 
     def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """After the producer of the source, and after the last user of what the destination's bytes held."""
+        """Start the copy after all work launched so far, which may write `source` or still use `destination`."""
         self._devices = tuple({t.device for t in (destination, source) if t.is_cuda})
         for device in self._devices:
             self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -97,7 +97,7 @@ class StreamCopy:
         self._done.record(self._stream)
 
     def wait(self) -> None:
-        """Whatever is launched from now on runs after the copy."""
+        """Make all work that is launched from now on run after the copy."""
         for device in self._devices:
             torch.cuda.current_stream(device).wait_event(self._done)
         self._owner.pending.discard(self)

@@ -1,4 +1,4 @@
-"""Copies on the CPU, where "device" and "host" are two arenas: by a worker thread per direction."""
+"""Copies on the CPU, where "device" and "host" are two arenas, in a worker thread for each direction."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ Before = Callable[[int], object]
 
 
 class ThreadCopies:
-    """Copies by a thread per direction."""
+    """Copies in a worker thread for each direction."""
 
     def __init__(self) -> None:
-        self._lanes: dict[Direction, _Lane] = {}  # those in which something is ever copied
+        self._lanes: dict[Direction, _Lane] = {}  # one for each direction that has copies
         self._timed = False
         self._before: Before | None = None
 
     def before_each(self, action: Before | None) -> None:
-        """Call `action(nbytes)` in the thread before each copy: tests make copies slow, or let them fail."""
+        """Call `action(nbytes)` in the thread before each copy. Tests use it to delay copies or make them fail."""
         self._before = action
         for lane in self._lanes.values():
             lane.before = action
 
     def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> ThreadCopy:
-        """A new planned copy."""
+        """Return a new planned copy."""
         if direction not in self._lanes:
             lane = self._lanes[direction] = _Lane(f"memplan copies {direction.value}")
             lane.before, lane.timed = self._before, self._timed
         return ThreadCopy(self._lanes[direction], host)
 
     def time(self, on: bool) -> None:
-        """See `Copies`."""
+        """Start or stop timing copies."""
         self._timed = on
         for lane in self._lanes.values():
             lane.timed = on
 
     def drain(self) -> None:
-        """Return when no copy is under way."""
+        """Return when no copy is running."""
         for lane in self._lanes.values():
             lane.drain()
 
     def settle(self) -> None:
-        """Nothing is left to do: what a wait says is so."""
+        """Does nothing: a copy is complete when its wait returns."""
 
     def close(self) -> None:
         """Drain, and end the threads; a later copy starts them again."""
@@ -59,7 +59,7 @@ class ThreadCopies:
 
 
 class ThreadCopy:
-    """See `Copy`."""
+    """A `Copy` in a worker thread."""
 
     __slots__ = ("_done", "_error", "_host", "_lane", "nbytes", "seconds", "stalled")
 
@@ -72,7 +72,7 @@ class ThreadCopy:
         self.nbytes = 0
 
     def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Hand the copy to the thread."""
+        """Put the copy in the queue of the thread."""
         assert source.nbytes == destination.nbytes
         self.nbytes = source.nbytes
         self._done.acquire(blocking=False)
@@ -80,7 +80,7 @@ class ThreadCopy:
         self._lane.put(self, partial(_move, destination, source, self._lane.before))
 
     def run(self, move: Action) -> None:
-        """Copy (in the lane's thread)."""
+        """Run the copy, in the thread of the lane."""
         timed = self._lane.timed
         since = perf_counter() if timed else 0.0
         try:
@@ -92,7 +92,7 @@ class ThreadCopy:
         self._done.release()
 
     def wait(self) -> None:
-        """Block until the copy is there."""
+        """Block until the copy is complete; raise the error that it raised."""
         if not self._done.acquire(blocking=False):
             since = perf_counter()
             self._done.acquire()
@@ -104,14 +104,14 @@ class ThreadCopy:
 
 
 def _move(destination: torch.Tensor, source: torch.Tensor, before: Before | None) -> None:
-    """No torch op runs in a lane's thread: each would bring its own pool of threads, and state per thread."""
+    """Copy the bytes with `memmove`: a torch op in this thread would start a thread pool, and thread-local state."""
     if before is not None:
         before(source.nbytes)
-    ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)  # lets go of the interpreter's lock
+    ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)  # releases the GIL
 
 
 class _Lane:
-    """A queue of copies and the thread that runs them, started when it is needed."""
+    """A queue of copies and the thread that runs them, which starts with the first copy."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -119,7 +119,7 @@ class _Lane:
         self._thread: threading.Thread | None = None
         self.before: Before | None = None
         self.timed = False
-        self.pending: set[ThreadCopy] = set()  # started, neither waited for nor drained
+        self.pending: set[ThreadCopy] = set()  # copies that were started, and neither waited for nor drained
 
     def put(self, copy: ThreadCopy, move: Action) -> None:
         if self._thread is None or not self._thread.is_alive():
@@ -139,21 +139,21 @@ class _Lane:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._queue.put((None, _leave))
-        if thread is not threading.current_thread():  # garbage may be collected there
+        self._queue.put((None, _stop))
+        if thread is not threading.current_thread():  # the garbage collector may call close in this thread
             thread.join()
         self.pending.clear()
 
 
-def _leave() -> None:
-    """What ends a lane's thread when it comes to it."""
+def _stop() -> None:
+    """Does nothing: the thread of a lane ends when it takes this from its queue."""
 
 
 def _serve(queue: SimpleQueue[tuple[ThreadCopy | None, Action]]) -> None:
-    """Run what comes, and hold nothing while nothing comes."""
+    """Run the queue of a lane; keep no reference to a copy while waiting for the next."""
     while True:
         copy, action = queue.get()
-        if action is _leave:
+        if action is _stop:
             return
         if copy is None:
             action()

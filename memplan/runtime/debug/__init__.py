@@ -1,1 +1,4 @@
-"""What looks on while a step runs: `sanitizers.py` (poison, red zones), `hooks.py`, `tracker.py`."""
+"""Observes steps while they run.
+
+Start at `hooks.py`, which calls functions of the user; `tracker.py` counts bytes, and `sanitizers.py` checks them.
+"""

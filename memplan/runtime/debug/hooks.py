@@ -1,8 +1,8 @@
-"""Hooks: functions of the user's that see what a step does while it does it, with no change in the model.
+"""Calls hooks (functions of the user) with the events of a running step, without a change in the model.
 
-A program has two pairs of functions: the plain one, and one that tells of every event. The second is generated when
-a hook is first set, over the same bound ops and the same addresses; as long as no hook is set the first one runs,
-and nothing in it knows of hooks.
+A program has two pairs of functions: a plain one, and one that reports every event. The second pair is generated when
+the first hook is added, with the same bound ops and the same addresses. While there is no hook, the plain pair runs,
+and hooks cost nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memplan.runtime.debug.sanitizers import Sanitizers
 
 
 class EventKind(enum.StrEnum):
-    """What happens; the value is the word for people."""
+    """The kind of an event; the value is its name in output."""
 
     OP = "op"
     RECOMPUTE = "recompute"  # an op that has run before in this step
@@ -34,11 +34,11 @@ class EventKind(enum.StrEnum):
     RELOAD_WAIT = "reload wait"
     SEND = "send"  # starts a copy to another device
     SEND_WAIT = "send wait"
-    EVICT = "evict"  # bytes are given up that are had again later; it has an end only
+    EVICT = "evict"  # drops bytes that are restored later; it has an END only
 
 
 class When(enum.StrEnum):
-    """Before it happens, or after."""
+    """Whether an event is reported before or after its op."""
 
     START = "start"
     END = "end"
@@ -46,8 +46,13 @@ class When(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaBlock:
-    """Bytes that a step holds: the name of the storage, "arena" or "host", and how many, alignment included; `device`
-    is where they are by the plan.
+    """A block of bytes that a step holds.
+
+    Attributes:
+        storage: The name of the storage.
+        memory: "arena" or "host".
+        nbytes: Its bytes, alignment included.
+        device: The device of the bytes in the plan.
     """
 
     storage: str
@@ -58,12 +63,22 @@ class ArenaBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent:
-    """One thing that a step does, at `step` of its plan (of `steps`).
+    """An event of a running step: an op, copy, recompute or eviction starts or ends.
 
-    `op` is the name of the op, `target` its kernel, `module` and `source` where it came from, `phase` "forward" or
-    "backward". `storage` is what a copy, a recompute or an eviction is about, by its name without a budget; "" for
-    an op. `taken` are the blocks that the arena and the host hold from this step on (at a start), `given` those that
-    they hold no more after it (at an end).
+    Attributes:
+        kind: Its kind.
+        when: Whether it starts or has ended.
+        step: The step of the schedule, from 0.
+        steps: The number of steps of the schedule.
+        op: The name of the op.
+        target: The kernel of the op.
+        module: The path of the module that the op came from.
+        source: The source line that the op came from.
+        phase: "forward" or "backward".
+        storage: The storage that is copied, recomputed or evicted, by its name in the plan without a budget; "" for
+            an op.
+        taken: At a start, the blocks that the arena and the host hold from this step on.
+        given: At an end, the blocks that they no longer hold after this step.
     """
 
     kind: EventKind
@@ -84,22 +99,28 @@ Hook = Callable[[StepEvent], object]
 
 
 class Observed(Protocol):
-    """What has hooks (a `Runner`)."""
+    """An object whose steps hooks can observe (a `Runner`)."""
 
     def observe(self, emit: Hook | None) -> None:
-        """Tell `emit` of every event from now on; None: of nothing."""
+        """Call `emit` with every event from now on; None stops it."""
 
     def require_observable(self) -> None:
-        """Raise `UnsupportedCall` if no hook can see it."""
+        """Raise `UnsupportedCall` if hooks cannot be called."""
 
 
 class Hooks:
     """The hooks of a compiled module or step, called in the order in which they were added.
 
-    A hook is called with a `StepEvent` in the thread that runs the step, below autograd. It may veto: what it raises
-    at a start comes before its op runs, ends the step there and reaches the caller unchanged. The arena is free for
-    the next step, copies under way are waited for; what the step has already changed (parameters of a whole step,
-    buffers, random numbers) stays changed. Single ops cannot be left out: the plan counts on each.
+    A hook is called with a `StepEvent` in the thread that runs the step, below autograd. It may stop the step: an
+    exception that it raises at the start of an op comes before the op runs, ends the step and reaches the caller
+    unchanged. Running copies are waited for, and the arena is free for the next step. What the step has changed by then
+    (parameters of a whole step, buffers, the state of random generators) stays changed. A hook cannot skip single ops.
+
+    Example:
+        ```python
+        with compiled.hooks.add(lambda event: print(event.step, event.op)):
+            compiled(inputs)
+        ```
     """
 
     def __init__(self) -> None:
@@ -110,9 +131,17 @@ class Hooks:
         return len(self._hooks)
 
     def add(self, hook: Hook) -> Handle:
-        """Call `hook` at every event from the next forward or backward on; the handle takes it away again.
+        """Call `hook` with every event from the next forward or backward on.
 
-        Raises `UnsupportedCall` for recorded CUDA graphs, which are replayed without Python.
+        Args:
+            hook: A function of one `StepEvent`.
+
+        Returns:
+            A handle that removes the hook; it is also a context manager.
+
+        Raises:
+            UnsupportedCall: The step is recorded as a CUDA graph, which is replayed without Python.
+            MemplanError: `hook` is not callable.
         """
         if not callable(hook):
             raise MemplanError(f"{hook!r} cannot be called", where="hooks.add", hint="pass a function of one event")
@@ -123,17 +152,17 @@ class Hooks:
         return handle
 
     def remove(self, handle: Handle) -> None:
-        """Take one hook away; with the last one, the plain functions run again. Removing it twice does nothing."""
+        """Remove a hook. After the last one, the plain functions run again. Removing it twice does nothing."""
         self._set(tuple(h for h in self._hooks if h is not handle))
 
     def attach(self, observed: Observed) -> None:
-        """Let the hooks, now and later, see the steps of `observed`, which is not kept alive."""
+        """Let current and later hooks observe the steps of `observed`, which is not kept alive."""
         self._observed.add(observed)
         if self._hooks:
             observed.observe(self.emit)
 
     def emit(self, event: StepEvent) -> None:
-        """Call every hook."""
+        """Call every hook with an event."""
         for handle in self._hooks:
             handle.hook(event)
 
@@ -145,7 +174,7 @@ class Hooks:
 
 
 class Handle:
-    """One hook that was added: `remove()` takes it away, and so does leaving it as a context."""
+    """A hook that was added. `remove()` removes it, and so does leaving the handle as a context manager."""
 
     __slots__ = ("_hooks", "hook")
 
@@ -154,7 +183,7 @@ class Handle:
         self.hook = hook
 
     def remove(self) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         self._hooks.remove(self)
 
     def __enter__(self) -> Handle:
@@ -177,7 +206,7 @@ _KINDS = {
 
 
 def events_of(plan: Plan) -> tuple[tuple[tuple[StepEvent, ...], tuple[StepEvent, ...]], ...]:
-    """By step: the events before its op, and those after."""
+    """Return for each step the events before its op, and those after it."""
     graph, order = plan.graph, plan.schedule.order
     taken, given = _blocks(plan)
     evicted = _evicted(plan)
@@ -209,7 +238,7 @@ def events_of(plan: Plan) -> tuple[tuple[tuple[StepEvent, ...], tuple[StepEvent,
 
 
 def observing(sanitizers: Sanitizers, plan: Plan, emit: Hook) -> Sanitizers:
-    """`guards`, and around them the events of `plan`."""
+    """Return sanitizers with the events of `plan` around them."""
     events = events_of(plan)
     return Sanitizers(
         tuple((*_calls(emit, before), *sanitizers.before(step)) for step, (before, _) in enumerate(events)),
@@ -219,16 +248,16 @@ def observing(sanitizers: Sanitizers, plan: Plan, emit: Hook) -> Sanitizers:
 
 def _calls(emit: Hook, events: Sequence[StepEvent]) -> list[Callable[[], None]]:
     def call(event: StepEvent) -> Callable[[], None]:
-        def tell() -> None:
+        def report() -> None:
             emit(event)
 
-        return tell
+        return report
 
     return [call(event) for event in events]
 
 
 def _blocks(plan: Plan) -> tuple[list[list[ArenaBlock]], list[list[ArenaBlock]]]:
-    """By step: what is alive from it on, and what is not after it."""
+    """Return for each step the blocks that are alive from it on, and those that are not alive after it."""
     steps = len(plan.schedule.order)
     taken: list[list[ArenaBlock]] = [[] for _ in range(steps)]
     given: list[list[ArenaBlock]] = [[] for _ in range(steps)]
@@ -248,30 +277,30 @@ def _blocks(plan: Plan) -> tuple[list[list[ArenaBlock]], list[list[ArenaBlock]]]
 
 
 def _evicted(plan: Plan) -> dict[int, list[str]]:
-    """Step -> the storages whose bytes are given up after it and had again later: the last touch of a life."""
+    """Return by step the storages whose bytes are dropped after it and restored later."""
     touches: dict[str, list[int]] = {}
     for step, index in enumerate(plan.schedule.order):
         for s in plan.graph.touched(plan.graph.ops[index]):
             if plan.graph.storages[s].planned:
                 touches.setdefault(plan.graph.storages[s].name, []).append(step)
     found: dict[int, list[str]] = {}
-    life: dict[str, str] = {}
+    instance: dict[str, str] = {}
     for e in plan.evictions:
-        before = [s for s in touches.get(life.get(e.storage, e.storage), ()) if s < e.in_trigger]
-        if before:  # else it was streamed, and comes for the first time
+        before = [s for s in touches.get(instance.get(e.storage, e.storage), ()) if s < e.in_trigger]
+        if before:  # otherwise it is host-resident, and is loaded for the first time
             found.setdefault(before[-1], []).append(e.storage)
-        life[e.storage] = e.instance
+        instance[e.storage] = e.instance
     return found
 
 
 def _subject(graph: Graph, index: int) -> int:
-    """The storage of the arena that a copy, or a recompute, is about."""
+    """Return the storage of the arena that an op copies or recomputes."""
     op = graph.ops[index]
     value = op.reads[0] if op.target in (OFFLOAD, OFFLOAD_WAIT, SEND, SEND_WAIT) else op.writes[0]
     return graph.values[value].storage
 
 
 def _bases(plan: Plan) -> Callable[[int], str]:
-    """The name of the storage that a storage is a life of."""
-    base = {life: of for of, life in plan.eviction.instances} if plan.eviction else {}
+    """Return a function from a storage to the name of the traced storage that it is an instance of."""
+    base = {instance: of for of, instance in plan.eviction.instances} if plan.eviction else {}
     return lambda storage: plan.graph.storages[base.get(storage, storage)].name

@@ -1,8 +1,8 @@
-"""Guards: checks that run inside the step, for tests and for the suspicious.
+"""Sanitizers: checks of the bytes while a step runs, for tests and debugging.
 
-`poison` fills a buffer with NaN (0x7F for integers) before its first write and after its last use, so that a
-read outside its lifetime shows in the results. `redzone` puts a pattern on both sides of every buffer and
-looks at all of them after every step, so that a write outside its bytes is caught and named.
+`poison` fills a buffer with NaN (0x7F for integers) before its first write and after its last use, so that a read
+outside its live interval shows in the results. `redzone` writes a pattern on both sides of every buffer and checks it
+after every step, so that a write outside the buffer is found and named.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATTERN = 0xA5
 
 @dataclass(frozen=True, slots=True)
 class Sanitizers:
-    """Hooks by step: what to call before and after the op that runs there."""
+    """The functions to call before and after the op of each step."""
 
     befores: tuple[tuple[Hook, ...], ...] = ()
     afters: tuple[tuple[Hook, ...], ...] = ()
@@ -37,7 +37,7 @@ class Sanitizers:
         return self.afters[step] if self.afters else ()
 
     def around(self, inner: Sanitizers, steps: int) -> Sanitizers:
-        """These, and `inner` between them and the op."""
+        """Return these sanitizers with `inner` between them and the op."""
         return Sanitizers(
             tuple((*self.before(step), *inner.before(step)) for step in range(steps)),
             tuple((*inner.after(step), *self.after(step)) for step in range(steps)),
@@ -49,24 +49,29 @@ SANITIZERS = ("poison", "redzone")
 
 
 def redzone_of(sanitize: str | None, alignment: int) -> int:
-    """Bytes that the plan must leave on each side of every buffer for `sanitize`."""
+    """Return the bytes that the plan must leave on each side of every buffer for `sanitize`."""
     return alignment if sanitize == "redzone" else 0
 
 
 def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Sanitizers:
-    """Poison at birth and after death, in the arena, and on the host where the host itself copies."""
+    """Return sanitizers that poison each buffer before its first write and after its last use.
+
+    They poison the arena, and host memory if the host itself copies.
+    """
     steps = len(plan.schedule.order)
     before: list[list[Hook]] = [[] for _ in range(steps)]
     after: list[list[Hook]] = [[] for _ in range(steps)]
     graph = traced.graph
     dtype_of: dict[str, torch.dtype] = {}
-    for value in sorted(graph.values, key=lambda value: value.dtype == "uint8"):  # as copies see it
+    for value in sorted(
+        graph.values, key=lambda value: value.dtype == "uint8"
+    ):  # uint8 last: it is the dtype of copies
         dtype_of.setdefault(graph.storages[value.storage].name, getattr(torch, value.dtype))
     nbytes = {s.name: s.nbytes for s in graph.storages}
     kept = {graph.storages[graph.values[v].storage].name for v in graph.gradients}
     places: list[tuple[Sequence[Buffer], Mapping[str, int], Memory, int]]
     places = [(plan.problem.buffers, plan.solution.offsets, arena, plan.redzone)]
-    if plan.eviction is not None and arena.device.type == "cpu":  # a GPU copies later than the host runs
+    if plan.eviction is not None and arena.device.type == "cpu":  # a GPU copies after the host has run on
         copies = host_problem(plan.graph, plan.schedule, alignment=plan.alignment).buffers
         places.append((copies, plan.eviction.host.offsets, host, 0))
     for buffers, offsets, memory, redzone in places:
@@ -95,7 +100,7 @@ def _fill(view: torch.Tensor, value: float) -> Hook:
 
 
 def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Sanitizers:
-    """Pattern bytes on both sides of every buffer, drawn at its birth and checked after each step of its life."""
+    """Return sanitizers that write red zones when a buffer becomes alive and check them after each of its steps."""
     steps = len(plan.schedule.order)
     before: list[list[Hook]] = [[] for _ in range(steps)]
     after: list[list[Hook]] = [[] for _ in range(steps)]
@@ -103,21 +108,21 @@ def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Sanitizers:
         low = plan.solution.offsets[buffer.id]
         high = low + buffer.size
         zones = (arena.bytes_at(low, low + plan.redzone), arena.bytes_at(high - plan.redzone, high))
-        before[buffer.live.start].append(_draw(zones))
+        before[buffer.live.start].append(_write_pattern(zones))
         for step in range(buffer.live.start, buffer.live.end):
             op = plan.graph.ops[plan.schedule.order[step]]
             after[step].append(_check(zones, buffer.id, f"{op.name} ({op.target}) at step {step}"))
     return Sanitizers(tuple(map(tuple, before)), tuple(map(tuple, after)))
 
 
-def _draw(zones: tuple[torch.Tensor, ...]) -> Hook:
+def _write_pattern(zones: tuple[torch.Tensor, ...]) -> Hook:
     fills = [_fill(zone, _PATTERN) for zone in zones]
 
-    def draw() -> None:
+    def write() -> None:
         for fill in fills:
             fill()
 
-    return draw
+    return write
 
 
 def _check(zones: tuple[torch.Tensor, ...], name: str, where: str) -> Hook:

@@ -1,4 +1,4 @@
-"""The tracker: what lies in the arena and on the host at each step, counted while the step runs."""
+"""`Tracker`: a hook that counts the bytes in the arena and on the host at each step while it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplan.runtime.debug.hooks import ArenaBlock, EventKind, StepEvent, When
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes:
-    """What one memory holds: how many bytes (alignment included), and the names of the storages, the oldest first."""
+    """The contents of one memory: its bytes (alignment included), and the names of its storages, the oldest first."""
 
     nbytes: int = 0
     tensors: tuple[str, ...] = ()
@@ -19,8 +19,9 @@ class HeldBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracked:
-    """What was held while the op of `step` ran. Steps are those of the plan. `devices`: of what the arena held, what
-    lay on which device, by its name in the plan.
+    """The bytes that were held while the op of `step` (a step of the schedule) ran.
+
+    `devices` divides the contents of the arena by device, by its name in the plan.
     """
 
     step: int
@@ -31,11 +32,22 @@ class Tracked:
 
 
 class Tracker:
-    """A hook that counts: `compiled.hooks.add(tracker)`; one for each thing that is compiled.
+    """A hook that counts the bytes in the arena and on the host while a step runs.
 
-    `steps` is what the last step of training did, or what is done so far of the one that is under way; each call of
-    the model begins anew. Bytes beside the arena (parameters, inputs, outputs, gradients that the caller keeps) are
-    not counted: no plan moves them. A step that ends early has no entries for what did not run.
+    Use one tracker for each compiled module or step. Bytes outside the arena (parameters, inputs, outputs, gradients
+    that the caller keeps) are not counted. A step that ends early has no entries for ops that did not run.
+
+    Attributes:
+        steps: An entry for each op of the last training step, or of the current one so far. Each call of the model
+            clears it.
+
+    Example:
+        ```python
+        tracker = memplan.Tracker()
+        with compiled.hooks.add(tracker):
+            compiled(inputs).sum().backward()
+        print(tracker.peak)  # bytes
+        ```
     """
 
     def __init__(self) -> None:
@@ -43,8 +55,8 @@ class Tracker:
         self._held: dict[str, dict[str, ArenaBlock]] = {"arena": {}, "host": {}}
 
     def __call__(self, event: StepEvent) -> None:
-        """Take one event in."""
-        if event.kind is EventKind.EVICT:  # an end before it has said which blocks go
+        """Count one event."""
+        if event.kind is EventKind.EVICT:  # the END of its op has named the blocks already
             return
         if event.when is When.START:
             self._start(event)
@@ -54,21 +66,21 @@ class Tracker:
 
     @property
     def now(self) -> Tracked | None:
-        """The latest entry of `steps`."""
+        """The latest entry of `steps`; None if there is none."""
         return self.steps[-1] if self.steps else None
 
     @property
     def peak(self) -> int:
-        """The most bytes of the arena that were held at once: the plan's `max_live` after a whole step."""
+        """The most bytes of the arena that were held at once. After a whole step it is the plan's `max_live`."""
         return max((t.arena.nbytes for t in self.steps), default=0)
 
     def peak_of(self, device: str) -> int:
-        """The most bytes that were held at once on one device: the `max_live` of its section of the plan."""
+        """Return the most bytes that were held at once on one device, by its name in the plan."""
         return max((t.devices[device].nbytes for t in self.steps if device in t.devices), default=0)
 
     @property
     def host_peak(self) -> int:
-        """The most bytes on the host that were held at once."""
+        """The most bytes of host memory that were held at once."""
         return max((t.host.nbytes for t in self.steps), default=0)
 
     def _start(self, event: StepEvent) -> None:

@@ -1,1 +1,4 @@
-"""`torch.compile(model, backend="memplan")`."""
+"""The backend of `torch.compile(model, backend="memplan")`.
+
+`backend.py` takes the graphs that dynamo traces, and returns callables that run them at planned addresses.
+"""

@@ -1,10 +1,9 @@
-"""`torch.compile(model, backend="memplan")`: every graph that dynamo finds is planned, forward and backward jointly.
+"""The backend of `torch.compile(model, backend="memplan")`: plans every graph of dynamo, forward and backward jointly.
 
-Dynamo hands over graphs that take all tensors as inputs, parameters included. `GraphModuleWithParams` makes a module of such a
-graph again, so that parameters are addresses in the generated code. A graph break leaves the activations of one
-graph alive while the next runs, and one graph may run several times before its backward (layers that share their
-code): each call that is in flight has a lane, which is a program. Lanes that run in one step share one arena
-(`runtime/shared.py`).
+The graphs of dynamo take all tensors as inputs, parameters included. `GraphModuleWithParams` turns such a graph into a
+module again, so that parameters are addresses in the generated code. At a graph break, the activations of one graph
+stay alive while the next one runs, and one graph may run several times before its backward (layers that share code).
+Each call in flight has its own `GraphInstance`, which is a program. The instances of one training step share one arena.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from memplan.trace.capture.origins import user_of
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
 from memplan.trace.traced import TracedGraph
 
-_MAX_PLANS = 8  # kept of a graph: one for each thread, and each shape where sizes vary
-_MAX_IN_FLIGHT = 64  # calls of one graph whose backward is still to come
+_MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
+_MAX_IN_FLIGHT = 64  # calls of one graph whose backward has not run
 
 
 class GraphModuleWithParams(nn.Module):
-    """A graph of dynamo's that keeps some inputs (by position, with names), and is called with the others."""
+    """A graph of dynamo as a module: it keeps some inputs (by position, with names) and is called with the others."""
 
     def __init__(self, graph: fx.GraphModule, kept: Mapping[int, str], inputs: Sequence[Any]) -> None:
         super().__init__()
@@ -52,24 +51,24 @@ class GraphModuleWithParams(nn.Module):
                 self.register_buffer(name, inputs[i])
 
     def forward(self, *rest: Any) -> Any:
-        """Run the graph as it is."""
+        """Run the graph with the kept inputs and `rest`."""
         given = iter(rest)
         kept = {i: getattr(self, name) for i, name in self._kept.items()}
         return self.graph(*(kept[i] if i in kept else next(given) for i in range(len(rest) + len(kept))))
 
     def follow(self, inputs: Sequence[Any]) -> list[Any]:
-        """Take over the parameters and buffers among the inputs of a call; the others."""
+        """Set the parameters and buffers to those among the inputs of a call; return the other inputs."""
         for i, name in self._kept.items():
             (self._parameters if name in self._parameters else self._buffers)[name] = inputs[i]
         return [x for i, x in enumerate(inputs) if i not in self._kept]
 
     def holds(self, inputs: Sequence[Any]) -> bool:
-        """Whether its parameters and buffers are those of this call."""
+        """Whether the parameters and buffers are those among `inputs`."""
         return all(getattr(self, name) is inputs[i] for i, name in self._kept.items())
 
 
-def _section_of(graph: fx.GraphModule) -> type[GraphModuleWithParams]:
-    """A `GraphModuleWithParams` by the name of what the user has written: a plan and an error say of whom they are."""
+def _named_class(graph: fx.GraphModule) -> type[GraphModuleWithParams]:
+    """Return a subclass of `GraphModuleWithParams` with the name of the user's module, for plans and errors."""
     name = user_of(graph.graph)
     return (
         type(name, (GraphModuleWithParams,), {"__doc__": GraphModuleWithParams.__doc__})
@@ -79,29 +78,32 @@ def _section_of(graph: fx.GraphModule) -> type[GraphModuleWithParams]:
 
 
 class GraphInstance:
-    """A section that is ready to run: one call of it can be in flight. `like`: another lane of the same graph."""
+    """A graph that is ready to run, with at most one call in flight.
+
+    `like`: another instance of the same graph, whose trace, plan and bound ops are reused.
+    """
 
     def __init__(
         self,
-        section: GraphModuleWithParams,
+        module: GraphModuleWithParams,
         inputs: Sequence[Any],
         options: PlanOptions,
-        conductor: ArenaCoordinator,
+        coordinator: ArenaCoordinator,
         hooks: Hooks,
         *,
         owned: bool,
         like: GraphInstance | None,
     ) -> None:
-        self.section = section
-        self.ownership = ObservedOwnership(conductor, self)
+        self.module = module
+        self.ownership = ObservedOwnership(coordinator, self)
         self.role: ArenaSlot | None = None
         self.layouts = 0
         self._options = options
         self._hooks = hooks
         self._owned = owned
-        self._structure = Structure(self.section)
-        rest = self.section.follow(inputs)
-        self.traced: TracedGraph = _trace(self.section, rest, options) if like is None else like.traced
+        self._structure = Structure(self.module)
+        rest = self.module.follow(inputs)
+        self.traced: TracedGraph = _trace(self.module, rest, options) if like is None else like.traced
         self.plan: Plan = options.plan(self.traced) if like is None else like.plan
         self.runner: Runner
         with torch.inference_mode(False):
@@ -112,22 +114,22 @@ class GraphInstance:
 
     @property
     def device(self) -> torch.device:
-        """Where its arena is."""
+        """The device of its arena."""
         return self.traced.device
 
     @property
     def idle(self) -> bool:
-        """Whether it can run now: no backward of its own is to come, nor one whose activations it would overwrite."""
+        """Whether it can run now: it is not in flight, and would not overwrite activations of an instance that is."""
         return self.ownership.pending is None and not (self.role and self.role.disturbed(self, backward=False))
 
     def move(self, plan: Plan, arena: Arena) -> None:
-        """As `shared.Lane.move`."""
+        """Run from now on at the offsets of `plan` in `arena`. It is called while nothing is in flight."""
         with torch.inference_mode(False):
             self.runner = self._run_in(plan, arena, self.runner.program.bound)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        transforms.refuse(inputs, self.section)
-        leaves = self.runner.signature.flatten(tuple(self.section.follow(inputs)), {})
+        transforms.refuse(inputs, self.module)
+        leaves = self.runner.signature.flatten(tuple(self.module.follow(inputs)), {})
         return self.runner(leaves, training=self.traced.training)
 
     def _run_in(self, plan: Plan, arena: Arena, bound: tuple[BoundOp, ...] | None) -> Runner:
@@ -144,14 +146,14 @@ class GraphInstance:
 
 
 class PlannedGraph:
-    """What dynamo calls in the place of a graph: planned at the first call, once more for each other shape."""
+    """The callable that replaces a graph of dynamo. It is planned at the first call, and again for each new shape."""
 
     def __init__(
         self,
         graph: fx.GraphModule,
         inputs: Sequence[Any],
         options: PlanOptions,
-        conductors: ArenaCoordinators,
+        coordinators: ArenaCoordinators,
         hooks: Hooks,
         *,
         owned: bool,
@@ -162,7 +164,7 @@ class PlannedGraph:
         self._options = options
         self._hooks = hooks
         self._owned = owned
-        self._conductors = conductors
+        self._conductors = coordinators
         numbers = numbers_of(graph)
         self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
@@ -170,83 +172,101 @@ class PlannedGraph:
 
     @property
     def lanes(self) -> tuple[GraphInstance, ...]:
-        """All lanes, in the order in which they were needed."""
+        """All instances, in the order in which they were made."""
         return tuple(lane for lanes in self._lanes.values() for lane in lanes)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plan of each shape that was called, as if it were alone."""
+        """The plan of each shape so far, as if the graph had an arena of its own."""
         return tuple(lanes[0].plan for lanes in self._lanes.values())
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph at planned addresses. Raises `UnsupportedGraph` when it cannot be planned."""
-        conductor = self._conductors.mine()
-        conductor.settle()
+        coordinator = self._conductors.mine()
+        coordinator.settle()
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
-        key = conductor, tuple(_layout(x) for x in inputs) if self._varies else (), repr(numbers)
+        key = coordinator, tuple(_layout(x) for x in inputs) if self._varies else (), repr(numbers)
         if key not in self._lanes:
             if len(self._lanes) == _MAX_PLANS:
                 del self._lanes[next(iter(self._lanes))]
             self._lanes[key] = []
-        return self._lane(self._lanes[key], conductor, inputs, numbers)(inputs)
+        return self._lane(self._lanes[key], coordinator, inputs, numbers)(inputs)
 
     def _lane(
         self,
         lanes: list[GraphInstance],
-        conductor: ArenaCoordinator,
+        coordinator: ArenaCoordinator,
         inputs: Sequence[Any],
         numbers: Mapping[str, float],
     ) -> GraphInstance:
-        """An idle lane, best one with these very parameters, or a new one."""
+        """Return an idle instance, preferably one with the same parameters, or a new one."""
         idle = [lane for lane in lanes if lane.idle]
-        found = next((lane for lane in idle if lane.section.holds(inputs)), None)
+        found = next((lane for lane in idle if lane.module.holds(inputs)), None)
         if found is None and len(lanes) >= _MAX_IN_FLIGHT:
             if not idle:
                 what = f"{len(lanes)} calls of this graph wait for their backward"
                 raise InputMismatch(what, where="the call", hint="run the backward, or call under torch.no_grad()")
             found = idle[0]
         if found is None:
-            section = _section_of(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
+            module = _named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
             like = lanes[0] if lanes else None
-            with compile_lock:  # torch traces in one thread at a time
+            with compile_lock:  # torch can trace in one thread at a time
                 found = GraphInstance(
-                    section, inputs, self._options, conductor, self._hooks, owned=self._owned, like=like
+                    module, inputs, self._options, coordinator, self._hooks, owned=self._owned, like=like
                 )
             lanes.append(found)
         return found
 
 
 class ArenaCoordinators:
-    """A conductor for each thread: threads take no turns, so they share no arena."""
+    """An `ArenaCoordinator` for each thread: threads run at the same time, so they cannot share an arena."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     def mine(self) -> ArenaCoordinator:
-        """That of the calling thread."""
-        if not hasattr(self._local, "conductor"):
-            self._local.conductor = ArenaCoordinator()
-        found: ArenaCoordinator = self._local.conductor
+        """Return the coordinator of the calling thread."""
+        if not hasattr(self._local, "coordinator"):
+            self._local.coordinator = ArenaCoordinator()
+        found: ArenaCoordinator = self._local.coordinator
         return found
 
 
 class Backend:
-    """A backend for `torch.compile` with options: `torch.compile(model, backend=memplan.Backend(sanitize="poison"))`.
+    """A backend for `torch.compile`, with options.
 
-    The options are those of `memplan.compile` that are about planning. Graphs that run in one step share one arena,
-    laid out when the first step is complete. `budget`, `policy` and `costs` hold for each graph on its own:
-    `BudgetInfeasible` is raised at the first call of a graph that cannot keep it, and `arena_size` tells what all
-    of them need. `gradients="owned"`: each backward sets the `.grad` of its graph's parameters itself, with the limits
-    that `memplan.compile` names; "arena" raises `UnsupportedCall`. `hooks` see the steps of all graphs. `graphs` are
-    those that it was given and that are still in use, with their plans.
+    Graphs that run in one training step share one arena, which is laid out when the first step is complete. `budget`,
+    `policy` and `costs` apply to each graph on its own: a graph that cannot keep the budget raises `BudgetInfeasible`
+    at its first call.
+
+    Args:
+        gradients: "safe" returns gradients to autograd. "owned": each backward assigns the `.grad` of its graph's
+            parameters itself, with the limits that `memplan.compile` names.
+        options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`, `policy`,
+            `costs`, `divide`, `compress`, `schedule`, `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.
+
+    Attributes:
+        hooks: The hooks that are called with the events of all graphs.
+
+    Raises:
+        UnsupportedCall: `gradients="arena"`, which a step of several graphs cannot support.
+        MemplanError: `device` is set, or an option has an unknown value.
+
+    Example:
+        ```python
+        backend = memplan.Backend(sanitize="poison")
+        compiled = torch.compile(model, backend=backend)
+        compiled(inputs)
+        print(backend.arena_size)  # bytes
+        ```
     """
 
     def __init__(self, *, gradients: str = "safe", **options: Any) -> None:
-        self._asked = {"gradients": gradients, **options}
+        self._arguments = {"gradients": gradients, **options}
         self._options = PlanOptions(**options)
         self._owned = gradients == "owned"
         if stay_in_arena(gradients):
-            what = "graphs of one step share an arena, and where one leaves gradients, the next one's backward runs"
+            what = "graphs of one step share an arena, so a backward would overwrite the gradients of another graph"
             hint = 'memplan.compile(model, inputs, gradients="arena") takes a model that is one graph'
             raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint)
         if self._options.device is not None:
@@ -257,23 +277,23 @@ class Backend:
         self._graphs: list[weakref.ref[PlannedGraph]] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Called by dynamo with each graph that it has traced."""
+        """Return the callable that replaces a graph; dynamo calls this with each graph that it has traced."""
         planned = PlannedGraph(graph, inputs, self._options, self._conductors, self.hooks, owned=self._owned)
         self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned
 
     def __reduce__(self) -> Any:
-        """A copy (of a model that was compiled with it) has the same options, and nothing of what was compiled."""
-        return _remade, (type(self), self._asked)
+        """Return what makes a copy: it has the same options, and no compiled graphs."""
+        return _remade, (type(self), self._arguments)
 
     @property
     def graphs(self) -> tuple[PlannedGraph, ...]:
-        """In the order in which dynamo found them."""
+        """The graphs that are still in use, with their plans, in the order in which dynamo traced them."""
         return tuple(graph for ref in self._graphs if (graph := ref()) is not None)
 
     @property
     def arena_size(self) -> int:
-        """Bytes of all arenas that its graphs have now."""
+        """The bytes of all arenas that its graphs have now."""
         memories = {lane.runner.arena.memory for graph in self.graphs for lane in graph.lanes}
         return sum(memory.numel() for memory in memories)
 
@@ -288,21 +308,21 @@ def _default() -> Backend:
 
 
 def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """`torch.compile(model, backend="memplan")`: the entry point, with default options."""
+    """Return the callable that replaces a graph: the entry point of `backend="memplan"`, with default options."""
     return _default()(graph, inputs)
 
 
-def _trace(section: GraphModuleWithParams, rest: Sequence[Any], options: PlanOptions) -> TracedGraph:
-    """With its backward when autograd would record it now."""
-    train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*section.parameters(), *rest))
-    with torch.inference_mode(False):  # which enables gradients, too
-        return trace_graph(section, tuple(rest), train=train, in_place=options.in_place)
+def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: PlanOptions) -> TracedGraph:
+    """Return the trace of a graph, with its backward if autograd would record the call."""
+    train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
+    with torch.inference_mode(False):  # this enables gradients, too
+        return trace_graph(module, tuple(rest), train=train, in_place=options.in_place)
 
 
 def _is_kept(x: Any) -> bool:
-    """Parameters, and what dynamo marks as a module's (buffers): their addresses stay, and gradients end there.
+    """Whether an input is a leaf parameter or a buffer, whose address rarely changes.
 
-    What stands for a parameter and is none, as in `torch.func.functional_call`, is an input with a gradient.
+    A tensor that replaces a parameter, as in `torch.func.functional_call`, is an input with a gradient.
     """
     if isinstance(x, nn.Parameter):
         return x.is_leaf

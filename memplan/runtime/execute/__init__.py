@@ -1,5 +1,6 @@
-"""A program with its parameters, its way through autograd, and its way out.
+"""Runs a program with the current parameters, through autograd, and returns the model's result.
 
-`trial.py` runs the step once, `program.py` makes it two generated functions, `runner.py` calls them, `autograd_step.py` is the
-link to autograd; `owned_gradients.py`, `arena_gradients.py` and `cuda_graphs.py` are variants; `optimizer_state.py`.
+Start at `runner.py`. `trial.py` runs the step once, `program.py` turns it into two generated functions, and
+`autograd_step.py` connects them to autograd. `owned_gradients.py`, `arena_gradients.py` and `cuda_graphs.py` implement
+options of `compile`; `optimizer_state.py` finds the state of the optimizer.
 """

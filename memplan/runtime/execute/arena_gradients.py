@@ -1,7 +1,7 @@
-"""`gradients="arena"`: parameters' gradients stay where the plan has them, until the next step needs the bytes.
+"""`gradients="arena"`: keeps the gradients of parameters in the arena until the next step needs the bytes.
 
-Freed activations leave room for them, so that a step takes no more than its own peak; outside the arena, they would
-come on top of it. What is still there when the next program begins (`.grad` that nobody has set to None) moves out.
+They use the bytes of freed activations, so that a step takes no more than its own peak; outside the arena, they would
+add to it. A `.grad` that is still set when the next program begins is moved out of the arena.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from memplan.errors import StaleActivationsError
 from memplan.runtime.guards.module_state_guards import ModuleStateGuards
 from memplan.runtime.memory.arena import Arena
 
-_ALONE = 2  # references to the tensor of a `.grad` that only its parameter and its Python object hold
+_ALONE = 2  # references to the tensor of a `.grad` if only its parameter and its Python object refer to it
 
 
 class ArenaGradients:
-    """The gradients of one program that lie in the arena between its steps.
+    """The gradients of one program that are in the arena between its steps.
 
-    `slots` (positions in `held`) are their parameters, `tensors` the addresses. Whatever refers to one of them keeps
-    the whole arena alive.
+    `slots` (positions in `held`) are their parameters, `tensors` their places. A reference to one of them keeps the
+    whole arena alive.
     """
 
     def __init__(
@@ -37,16 +37,16 @@ class ArenaGradients:
 
     def _keep(self, arena: Arena) -> None:
         for storage in self._storages:
-            storage.arena = arena.memory  # type: ignore[attr-defined]  # torch keeps this as long as the storage
+            storage.arena = arena.memory  # type: ignore[attr-defined]  # torch keeps this attribute as long as the storage exists
 
     def _references(self) -> list[int]:
-        """For each storage, how many tensors have it and how many names its Python object has."""
+        """Return for each storage the number of tensors that use it, and of references to its Python object."""
         return [*map(torch._C._storage_Use_Count, self._addresses), *map(sys.getrefcount, self._storages)]
 
     def move_out(self) -> None:
-        """Give each `.grad` that lies here memory of its own.
+        """Move each `.grad` that is in the arena to memory of its own.
 
-        Raises `StaleActivationsError` where something else refers to a gradient: it would be overwritten.
+        Raises `StaleActivationsError` if anything else refers to a gradient, which would be overwritten.
         """
         if self._references() == self._unreferenced:
             return
@@ -65,18 +65,18 @@ class ArenaGradients:
 
 
 def _move(parameter: torch.Tensor, here: set[int]) -> None:
-    """Move `.grad` out of the arena, as the tensor that it is, unless that is a view."""
+    """Move `.grad` out of the arena; it stays the same tensor object, unless it is a view."""
     gradient = parameter.grad
     if gradient is None or gradient.untyped_storage().data_ptr() not in here:
         return
     if gradient._is_view():
         parameter.grad = gradient.clone()
-    elif gradient._use_count() <= _ALONE:  # type: ignore[attr-defined]  # else DLPack or its like has the address
+    elif gradient._use_count() <= _ALONE:  # type: ignore[attr-defined]  # otherwise something like DLPack has its address
         gradient.data = gradient.clone()
 
 
 def _end_failed_backward() -> None:
-    """After an exception in a hook, autograd keeps the gradients that it still had to hand out: until a backward."""
+    """Run an empty backward: after an exception in a hook, autograd keeps undelivered gradients until the next one."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""The one link between a program and autograd: forward and backward of a step as a single autograd node."""
+"""Connects a program to autograd: forward and backward of a step are a single autograd node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _version = attrgetter("_version")
 
 
 class PlannedStep(torch.autograd.Function):
-    """Parameters are inputs, so that their gradients arrive; what the backward reads may not change in between."""
+    """A step as an autograd node. Parameters are inputs, so that autograd accumulates their gradients.
+
+    The backward raises if a tensor that it reads was changed in place after the forward.
+    """
 
     @staticmethod
     def forward(
@@ -34,7 +37,7 @@ class PlannedStep(torch.autograd.Function):
                 step.done = True  # no backward can follow; a kept exception must not block the arena
                 raise
         runner.count_writes(inputs, current)
-        # An output saved as itself would keep its own graph alive for ever.
+        # An output that is saved undetached would keep its own autograd graph alive for ever.
         if True in (outputs := runner.program.saved_outputs):
             saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
         ctx.saved = saved
@@ -72,7 +75,7 @@ class PlannedStep(torch.autograd.Function):
 
 
 class OwningStep(PlannedStep):
-    """The same with one anchor in the place of all parameters, whose gradients it assigns itself (`owned_gradients.py`)."""
+    """A `PlannedStep` with one anchor instead of all parameters, whose gradients it assigns itself."""
 
     @staticmethod
     def forward(
@@ -90,7 +93,7 @@ class OwningStep(PlannedStep):
     def backward(ctx: Any, *grads: Any) -> Any:
         runner, parameters = ctx.runner, ctx.parameters
         anchor = ctx.next_functions[0][0]
-        wanted = torch._C._will_engine_execute_node(anchor)  # not by autograd.grad(loss, inputs)
+        wanted = torch._C._will_engine_execute_node(anchor)  # False in autograd.grad(loss, inputs)
         if wanted:
             runner.owned.require_no_hooks(parameters)
         gradients = PlannedStep.backward(ctx, *grads)[3:]
@@ -99,12 +102,12 @@ class OwningStep(PlannedStep):
         return (None, None, None, None, *gradients[len(parameters) :])
 
 
-def _without_a_look(step: type[PlannedStep]) -> Callable[..., Any]:
-    """`apply`, without a look at each argument for what functorch may have left behind: callers have looked."""
+def _unchecked_apply(step: type[PlannedStep]) -> Callable[..., Any]:
+    """Return `apply` without the check of each argument for functorch wrappers, which the callers do."""
     return super(torch.autograd.Function, step).apply  # type: ignore[misc,no-any-return]
 
 
-run_planned, run_owning = map(_without_a_look, (PlannedStep, OwningStep))
+run_planned, run_owning = map(_unchecked_apply, (PlannedStep, OwningStep))
 
 
 def _changed(watched: Sequence[torch.Tensor], versions: Sequence[int], step: InFlight) -> StaleActivationsError:

@@ -1,9 +1,9 @@
-"""`cuda_graph=True`: a program recorded once and replayed, so that a step costs no Python at all.
+"""`cuda_graph=True`: records a program as CUDA graphs once and replays them, so that a step runs no Python.
 
-A recorded kernel has its addresses for ever. So inputs and tangents are copied into memory that stays, and what
-the caller owns is copied out of memory that stays; the arena, parameters and state stay anyway. Parameters that
-moved, and hyperparameters that changed, are recorded anew. Recording runs the step for real once or twice:
-what it changes (buffers, parameters, optimizer state, random numbers) is put back.
+The addresses of a recorded kernel never change. So inputs and tangents are copied to fixed memory, and results are
+copied from fixed memory to the caller; the arena, parameters and state have fixed addresses already. If parameters move
+or hyperparameters change, the program is recorded again. Recording runs the step once or twice: what that changes
+(buffers, parameters, optimizer state, the state of random generators) is restored.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _CAPTURE = threading.Lock()  # torch captures in one thread of the process at a 
 
 
 class Recorder(Protocol):
-    """Records what a function launches. Recordings of one recorder share their memory, and run in turns."""
+    """Records the kernels that a function launches. Recordings of one recorder share memory and run one at a time."""
 
     def warm_up(self, function: Function) -> None:
-        """Run it once, so that libraries set themselves up before anything is recorded."""
+        """Run `function` once, so that libraries initialize before anything is recorded."""
 
     def record(self, function: Function) -> tuple[Callable[[], None], Any]:
-        """A callable that runs it again on the same memory, and the tensors that it then leaves its results in."""
+        """Return a callable that replays `function` on the same memory, and the tensors that hold its results."""
 
     def placer(self, low: int, high: int) -> Placer:
-        """What lets results be made at addresses of the arena, which spans [low, high)."""
+        """Return a placer that allocates results at addresses of the arena, which spans [low, high)."""
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that recordings keep beside the arena: results, and what kernels allocate by themselves."""
+        """Bytes that recordings keep outside the arena: results, and what kernels allocate by themselves."""
 
 
 class CudaRecorder:
-    """CUDA graphs on one private pool."""
+    """A `Recorder` that captures CUDA graphs with one private memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,25 +57,25 @@ class CudaRecorder:
         self._placers: weakref.WeakSet[PoolPlacer] = weakref.WeakSet()
 
     def warm_up(self, function: Function) -> None:
-        """On a side stream, as recording will."""
+        """Run `function` on the side stream that recording uses."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             function()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def record(self, function: Function) -> tuple[Callable[[], None], Any]:
-        """Capture; the generators of the device are registered with the graph by torch.
+        """Capture `function`. torch registers the random generators of the device with the graph.
 
-        cuBLAS's workspaces are torch's, one per stream: whoever clears them (another graph that is recorded or goes)
-        would take them from under the recorded kernels. So they are made anew in the recording's own pool, by a
-        recording of products alone, so that no place of the arena is asked for them.
+        torch owns the cuBLAS workspaces, one per stream; recording or deleting another graph clears them, while
+        recorded kernels still use them. So they are allocated again in the recording's own pool, by a separate
+        recording of matrix products, so that they take no place of the arena.
         """
-        if not self._graphs:  # the pool of graphs that are gone cannot be used again while a result of theirs is held
+        if not self._graphs:  # the pool of deleted graphs cannot be used again while a result of theirs is alive
             self._pool = torch.cuda.graph_pool_handle()
-        with _workspaces_of_its_own():
+        with _separate_workspaces():
             products, _ = self._capture(partial(_multiply, torch.zeros(16, 16, device=self._device)))
             graph, results = self._capture(function)
-        del products  # not before the pool has another graph
+        del products  # only now that the pool has another graph
         return graph.replay, results
 
     def _capture(self, function: Function) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -87,14 +87,14 @@ class CudaRecorder:
         return graph, results
 
     def placer(self, low: int, high: int) -> PoolPlacer:
-        """See `pool_placement.py`."""
+        """Return a `PoolPlacer` for the arena, which spans [low, high)."""
         made = PoolPlacer(self._device, low, high)
         self._placers.add(made)
         return made
 
     @property
     def pool_bytes(self) -> int:
-        """Segments of the pools, as the allocator lists them, without those that lie in the arena."""
+        """Bytes of the segments of the pools, as the allocator lists them, without those in the arena."""
         pools = {tuple(self._pool)}
         arenas = []
         for placer in self._placers:
@@ -106,8 +106,8 @@ class CudaRecorder:
 
 
 @contextmanager
-def _workspaces_of_its_own() -> Iterator[None]:
-    """As torch.compile's own recordings: what was recorded has them in its pool, where its bytes stay."""
+def _separate_workspaces() -> Iterator[None]:
+    """Clear the cuBLAS workspaces around a recording, as torch.compile does, so that they are in its pool."""
     with _CAPTURE:
         torch._C._cuda_clearCublasWorkspaces()
         try:
@@ -117,18 +117,21 @@ def _workspaces_of_its_own() -> Iterator[None]:
 
 
 def _multiply(square: torch.Tensor) -> None:
-    """By cuBLAS and by cuBLASLt, of which each may have a workspace."""
+    """Run matrix products by cuBLAS and by cuBLASLt, each of which may have a workspace."""
     torch.mm(square, square)
     torch.addmm(square[0], square, square)
 
 
 def make_recorder(device: torch.device, sanitize: str | None) -> Recorder:
-    """The recorder of a device. Raises where there is nothing that could record."""
+    """Return a new recorder for a device. Raises `UnsupportedCall` or `MemplanError` if nothing can be recorded."""
     if device.type != "cuda":
-        raise UnsupportedCall(f"cuda_graph=True needs a CUDA device, the model is on {device}", hint="leave it out")
+        raise UnsupportedCall(
+            f"cuda_graph=True needs a CUDA device, the model is on {device}", hint="leave cuda_graph out"
+        )
     if sanitize == "redzone":
         raise MemplanError(
-            'sanitize="redzone" reads its patterns in every step, which cannot be recorded', hint="poison"
+            'sanitize="redzone" reads its patterns in every step, which cannot be recorded',
+            hint='use sanitize="poison"',
         )
     return CudaRecorder(device)
 
@@ -141,11 +144,14 @@ class _Recording:
     saved: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor, ...]
     live: list[Any]
-    placer: Placer  # holds memory that the recorded kernels use
+    placer: Placer  # keeps memory alive that the recorded kernels use
 
 
 class CudaGraphProgram:
-    """Called like a `Program`; records it at the first call. `whole`: the backward always follows the forward."""
+    """A `Program` that is recorded at its first call and replayed.
+
+    `whole`: forward and backward are one recording, because the backward always follows the forward.
+    """
 
     def __init__(self, program: Program, recorder: Recorder, *, whole: bool) -> None:
         traced = program.traced
@@ -155,7 +161,7 @@ class CudaGraphProgram:
                 raise UnsupportedGraph(f"input {traced.bindings[i].index}", "is changed by the model", hint)
         if any(isinstance(k, Transfer) for k in traced.kernels):
             what = "copies to the host run beside the step, and cannot be recorded with it"
-            raise UnsupportedCall(what, where="cuda_graph=True", hint="policy='recompute', or leave cuda_graph out")
+            raise UnsupportedCall(what, where="cuda_graph=True", hint="use policy='recompute', or leave cuda_graph out")
         _require_on_device(traced)
         self.program = program
         self.recorder = recorder
@@ -168,18 +174,18 @@ class CudaGraphProgram:
         self._recording: _Recording | None = None
 
     def forget(self) -> None:
-        """Record anew at the next call: an address has changed."""
+        """Record again at the next call, because an address has changed."""
         self._recording = None
 
     def forward(self, *inputs: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """As `Program.forward`; what it returns first is the caller's, what it saves is its own."""
+        """Replay the forward. Returns copies of the results, and the saved tensors of the recording."""
         _copy_all(self._inputs, inputs)
         recording = self._ready()
         recording.forward()
-        return tuple(map(_like_it, recording.fresh)), recording.saved
+        return tuple(map(_copied, recording.fresh)), recording.saved
 
     def backward(self, *saved_and_tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """As `Program.backward`, of which only the tangents are looked at."""
+        """Replay the backward, which reads only the tangents of its arguments. Returns copies of the gradients."""
         recording = self._recording
         assert recording is not None, "a backward follows its forward"
         _copy_all(self._tangents, saved_and_tangents[len(recording.saved) :])
@@ -187,7 +193,7 @@ class CudaGraphProgram:
         return tuple(t.clone() for t in recording.gradients)
 
     def step(self, inputs: Sequence[torch.Tensor], tangent: torch.Tensor) -> torch.Tensor:
-        """Forward and backward as one recording; the loss."""
+        """Replay forward and backward as one recording. Returns a copy of the loss."""
         _copy_all(self._inputs, inputs)
         _copy_all(self._tangents, (tangent,))
         recording = self._ready()
@@ -199,7 +205,7 @@ class CudaGraphProgram:
     def _ready(self) -> _Recording:
         live = [x.value() for x in self._live]
         if self._recording is None or self._recording.live != live:
-            self._recording = None  # frees its memory first
+            self._recording = None  # free its memory first
             self._recording = self._record(live)
         return self._recording
 
@@ -219,7 +225,7 @@ class CudaGraphProgram:
             fresh, saved = forward()
             return fresh, saved, backward()
 
-        with torch.no_grad(), self._put_back():
+        with torch.no_grad(), self._restored():
             recorder.warm_up(step)
             start = program.arena.memory.data_ptr()
             placer = recorder.placer(start, start + program.arena.nbytes)
@@ -234,8 +240,8 @@ class CudaGraphProgram:
             return _Recording(replay, replay_backward, fresh, saved, gradients, live, placer)
 
     @contextmanager
-    def _put_back(self) -> Iterator[None]:
-        """What the step changes for good is afterwards as it was: parameters, buffers, state, random numbers."""
+    def _restored(self) -> Iterator[None]:
+        """Restore what the step changes on exit: parameters, buffers, state, and random generators."""
         names, traced = self.program.namespace.names, self.program.traced
         written = [names[f"v{b.value}"] for b in traced.bindings if b.written and b.source is not Source.INPUT]
         before = [t.clone() for t in written]
@@ -255,18 +261,21 @@ def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         target.copy_(source)
 
 
-def _like_it(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, also where other elements lie between its own."""
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides, even if they leave gaps between elements."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _nothing() -> None:
-    """The other half of what is recorded as one."""
+    """Does nothing: the backward of a step that is recorded as one."""
 
 
 def _require_on_device(traced: TracedGraph) -> None:
-    """Raise for a tensor in the host's memory: a recorded kernel would keep the number that it had when recorded. And
-    for an op that only raises: it waits for the device, which no recording may."""
+    """Raise `UnsupportedGraph` for tensors in host memory and for ops that only check and raise.
+
+    A recorded kernel would keep the value that a host tensor had when it was recorded. A check waits for the device,
+    which is not allowed in a recording.
+    """
     graph = traced.graph
     for op in graph.ops:
         if op.only_raises:

@@ -1,4 +1,4 @@
-"""A model with its optimizer: where a step finds the optimizer's state, and what it keeps beside it."""
+"""Finds the state of a model and its optimizer for a step, and holds the step's own state beside it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOAD_OR_COMPILE = "load a checkpoint of the optimizer, or compile the step agai
 
 
 class StepStructure(Structure):
-    """A model with its optimizer, whose state tensors have slots too."""
+    """The structure of a model with its optimizer, whose state tensors have slots too."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -34,21 +34,21 @@ class StepStructure(Structure):
         self._options = list(map(_deciding, optimizer.param_groups))
         self._noted_rates = [group["lr"] for group in optimizer.param_groups]
         super().__init__(model)
-        self.called = getattr(model, "model", model)  # with its loss
+        self.called = getattr(model, "model", model)  # without its loss
         self._note()
         own = {id(p) for group in self._groups for p in group}
         self._updated = [(name, p) for name, p in model.named_parameters() if id(p) in own]
         self._require_no_hooks()
 
     def _note(self) -> None:
-        """The parameters of each group, and the state of all, as they are now."""
+        """Store the current parameters of each group, and the current state of all parameters."""
         groups = self.optimizer.param_groups
         self._groups = [list(group["params"]) for group in groups]
         self._parameters = list(self.optimizer.state)
         self._dicts = list(self.optimizer.state.values())
 
     def modes(self) -> list[bool]:
-        """As `Structure.modes`, after a look at whether the optimizer still has the same parameters, options, state."""
+        """Return the modes, after checking that the optimizer has the same parameters, options and state."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self._groups) or not all(
             _same(group["params"], noted) for group, noted in zip(groups, self._groups, strict=True)
@@ -64,7 +64,7 @@ class StepStructure(Structure):
         return super().modes()
 
     def require_known(self) -> None:
-        """As `Structure.require_known`: eager's step would go on updating what is no longer in the model."""
+        """Raise `InputMismatch` if the optimizer has a parameter that is no longer in the model."""
         for name, p in self._updated:
             if self.model.get_parameter(name) is not p:
                 what = "is another parameter than the optimizer's"
@@ -72,13 +72,13 @@ class StepStructure(Structure):
                 raise InputMismatch(what, where=name, hint=hint)
 
     def _count_hooks(self) -> None:
-        """As `Structure._count_hooks`; those of the optimizer and of what it updates are not called in a step."""
+        """Count module hooks; refuse hooks of the optimizer and its parameters, which a compiled step does not call."""
         if self._hooks_ever != hooks_ever_set():
             self._require_no_hooks()
         super()._count_hooks()
 
     def _require_no_hooks(self) -> None:
-        """Raise `UnsupportedCall` for a hook that eager's backward, or `optimizer.step()`, would have called."""
+        """Raise `UnsupportedCall` for a hook that backward, or `optimizer.step()`, would call in eager."""
         own = self.optimizer
         if any((*_OF_ALL_OPTIMIZERS, own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)):
             raise UnsupportedCall(
@@ -89,7 +89,7 @@ class StepStructure(Structure):
                 raise UnsupportedCall(_SKIPPED, where=name, hint=_HOOKS)
 
     def _require_options(self) -> None:
-        """Raise `InputMismatch` for a group whose parameters would get another update now."""
+        """Raise `InputMismatch` if an option of a group has changed that decides how parameters are updated."""
         for i, (group, noted) in enumerate(zip(self.optimizer.param_groups, self._options, strict=True)):
             for option, now, before in zip(DECIDING, _deciding(group), noted, strict=True):
                 if now != before and not (option == "momentum" and now and before):
@@ -98,7 +98,7 @@ class StepStructure(Structure):
         self._options = list(map(_deciding, self.optimizer.param_groups))
 
     def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
-        """As `Structure.slot`, and for the optimizer's state and what outlives a step beside it, made here at need."""
+        """Return the dict and key of a binding; state that the step keeps itself is created on first use."""
         if binding.source is not Source.STATE:
             return super().slot(binding)
         if binding.key == LEARNING_RATE:
@@ -117,7 +117,7 @@ class StepStructure(Structure):
         return self._state_of(binding.name, binding.key), binding.key
 
     def _state_of(self, name: str, key: str) -> dict[str, Any]:
-        """The optimizer's state of a parameter. Raises `InputMismatch` when `key` is missing there."""
+        """Return the optimizer's state of a parameter. Raises `InputMismatch` if `key` is missing in it."""
         state: dict[str, Any] = self.optimizer.state.get(self.model.get_parameter(name), {})
         if key not in state:
             what = f"the optimizer's state has no {key!r} any more"
@@ -125,7 +125,7 @@ class StepStructure(Structure):
         return state
 
     def accumulated(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The sums of gradients that wait for the next update, by parameter."""
+        """Return the sums of gradients since the last update, by parameter."""
         return {self.model.get_parameter(name): kept[ACCUMULATED] for name, kept in self._accumulated.items()}
 
     def _new_rate(self, name: str) -> dict[str, Any]:
@@ -133,8 +133,7 @@ class StepStructure(Structure):
         return {LEARNING_RATE: torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)}
 
     def follow(self) -> None:
-        """Let what the step keeps beside the optimizer's state say what that says: counters, and learning rates that
-        a recorded step reads from memory."""
+        """Update the counters, and the learning rates that a CUDA graph reads from memory, from the optimizer."""
         if self._counters is not None:
             self._counters.follow()
         if not self._rates:
@@ -147,9 +146,9 @@ class StepStructure(Structure):
 
 
 class Counters:
-    """The step counters of `parameters` in one tensor, of which the optimizer's own are elements.
+    """The step counters of `parameters` in one tensor; the counters in the optimizer's state are views of its elements.
 
-    A counter that someone puts in the place of one (a checkpoint that is loaded) gives it its number.
+    If a counter is replaced (by loading a checkpoint), its number is copied to the element.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -162,14 +161,14 @@ class Counters:
         self._holders: list[dict[str, Any]] = []
 
     def look(self, holders: list[dict[str, Any]]) -> None:
-        """Find the counters in the state of each parameter, where the optimizer has it now."""
+        """Store the current state dicts of the parameters, and update the counters from them."""
         self._holders = holders
         self.follow()
 
     def follow(self) -> None:
-        """Make every counter of the optimizer an element again, with the number that it has.
+        """Replace every counter of the optimizer by its element, which takes its number.
 
-        Raises `InputMismatch` where one is no tensor any more.
+        Raises `InputMismatch` if a counter is missing or no tensor.
         """
         try:
             now = list(map(getitem, self._holders, self._keys))
@@ -178,14 +177,14 @@ class Counters:
         except (KeyError, TypeError) as error:
             what = f"a parameter's {STEP!r} is missing or no tensor"
             raise InputMismatch(what, where="the optimizer's state", hint=_LOAD_OR_COMPILE) from error
-        numbers = [step.clone() for step in now]  # they may be elements of this very tensor, in another order
+        numbers = [step.clone() for step in now]  # they may be elements of the same tensor, in another order
         for holder, number, element in zip(self._holders, numbers, self._elements, strict=True):
             element.copy_(number)
             holder[STEP] = element
 
 
 def _deciding(group: dict[str, Any]) -> list[Any]:
-    """The options of a group that decide which update its parameters get."""
+    """Return the options of a group that decide how its parameters are updated."""
     return list(map(group.get, DECIDING))
 
 

@@ -1,7 +1,7 @@
-"""`gradients="owned"`: the backward gives parameters their `.grad` itself, as autograd's AccumulateGrad would.
+"""`gradients="owned"`: the backward assigns `.grad` of parameters itself, as autograd's AccumulateGrad does.
 
-One anchor stands for all parameters in the autograd graph, which then has two edges instead of one for each
-parameter. What hangs on those edges (hooks, DDP's reducer) would not be called, so its presence raises.
+One anchor replaces all parameters in the autograd graph, which then has two edges instead of one for each parameter.
+Hooks on the nodes of parameters, and DDP's reducer, would not be called, so they raise.
 """
 
 from __future__ import annotations
@@ -18,36 +18,42 @@ _HINT = 'compile with gradients="safe"'
 
 
 class OwnedGradients:
-    """Assigns gradients. `anchor` is what autograd sees in the parameters' place.
+    """Assigns the gradients of parameters. `anchor` is the tensor that autograd sees instead of them.
 
-    `names` are the parameters', `alike` says whose gradient is laid out as the parameter itself.
+    `names` are the names of the parameters; `alike` says which gradients have the layout of their parameter.
     """
 
     def __init__(self, names: Sequence[str], alike: Sequence[bool]) -> None:
         self.anchor = torch.zeros((), requires_grad=True)
         self._names = names
         self._alike = alike
-        self._asked: tuple[int, list[int]] = (-1, [])  # hooks ever set, and the parameters, when none had a hook
+        self._checked: tuple[int, list[int]] = (
+            -1,
+            [],
+        )  # the hooks ever set, and the parameters, when no hook was found
 
     def require_no_reducer(self) -> None:
-        """Raise inside the forward of DistributedDataParallel, which waits for hooks that would not come."""
+        """Raise `UnsupportedCall` inside the forward of DistributedDataParallel, whose hooks would not be called."""
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise UnsupportedCall(
-                'DistributedDataParallel needs the hooks of autograd, which gradients="owned" goes without', hint=_HINT
+                'DistributedDataParallel needs the hooks of autograd, which gradients="owned" does not call', hint=_HINT
             )
 
     def require_no_hooks(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Raise when one of the parameters has a hook, which would not be called."""
-        now = hooks_ever_set(), list(map(id, parameters))  # an id that is another's by now: its hook was set since
+        """Raise `UnsupportedCall` if one of the parameters has a hook, which would not be called."""
+        now = (
+            hooks_ever_set(),
+            list(map(id, parameters)),
+        )  # if an id is reused by another tensor, its hook was set later
         for i, p in enumerate(parameters):
-            if p._backward_hooks or p._post_accumulate_grad_hooks or (now != self._asked and hooks_of_node(p)):
+            if p._backward_hooks or p._post_accumulate_grad_hooks or (now != self._checked and hooks_of_node(p)):
                 raise UnsupportedCall(
                     'has a hook, which gradients="owned" would not call', where=self._names[i], hint=_HINT
                 )
-        self._asked = now
+        self._checked = now
 
     def assign(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Make each gradient its parameter's `.grad`, or add it to the one that is there."""
+        """Set the `.grad` of each parameter, or add the gradient to an existing one."""
         for p, gradient, alike in zip(parameters, gradients, self._alike, strict=True):
             if gradient is None:
                 continue

@@ -1,4 +1,4 @@
-"""A program: one traced step made ready to run at the addresses of its plan, as two generated functions."""
+"""Builds a program: one traced step, ready to run at the addresses of its plan, as two generated functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memplan.runtime.debug.hooks import Hook as EventHook
 from memplan.runtime.debug.hooks import observing
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Hook, Sanitizers
 from memplan.runtime.execute.trial import run_trial
-from memplan.runtime.kernels.fused_updates import joined
+from memplan.runtime.kernels.fused_updates import fuse_updates
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.kernels.pool_placement import Placer, placing
 from memplan.runtime.kernels.transfers import bind_transfers
@@ -33,12 +33,12 @@ _STATIC_SOURCES = (Source.PARAMETER, Source.BUFFER, Source.STATE, Source.CONSTAN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """`forward(*inputs) -> (fresh, saved)`; `backward(*saved, *tangents) -> (gradients,)`.
+    """Two functions: `forward(*inputs) -> (fresh, saved)` and `backward(*saved, *tangents) -> (gradients,)`.
 
-    `inputs` are the bindings (indices) that `forward` takes. `saved` are the values that must be kept for
-    `backward`: inputs, and outputs (`saved_outputs` says which); what lives in the arena needs no keeping.
-    `used_in_backward` are the bindings whose bytes the backward reads. `host` holds what is away from the arena.
-    `last` is called at the end of forward and backward.
+    `fresh` are results that the caller will own. `inputs` are the bindings (indices) that `forward` takes. `saved` are
+    the values outside the arena that are saved for the backward: inputs, and outputs (`saved_outputs` says which).
+    `used_in_backward` are the bindings whose bytes the backward reads. `host` holds offloaded bytes. `last` is called
+    at the end of forward and backward.
     """
 
     traced: TracedGraph
@@ -58,12 +58,12 @@ class Program:
     used_in_backward: frozenset[int]
     last: Hook | None
 
-    def observed(self, emit: EventHook | None, meter: Sanitizers = NO_SANITIZERS) -> Functions:
-        """Forward and backward once more, over the same addresses, telling `emit` of every event (`hooks.py`).
+    def observed(self, emit: EventHook | None, op_timer: Sanitizers = NO_SANITIZERS) -> Functions:
+        """Return forward and backward over the same addresses that call `emit` with every event.
 
-        `meter`: what to call right before and after each op.
+        `op_timer`: the functions to call right before and after each op.
         """
-        sanitizers = self.sanitizers.around(meter, len(self.plan.schedule.order))
+        sanitizers = self.sanitizers.around(op_timer, len(self.plan.schedule.order))
         return _functions(
             self.traced,
             self.layout,
@@ -78,7 +78,7 @@ class Program:
         )
 
     def placed(self, placer: Placer) -> Functions:
-        """Forward and backward once more, for recording: large fallback results are made in place (`pool_placement.py`)."""
+        """Return forward and backward for recording: large functional results are allocated at their planned places."""
         found = {} if self.plan.devices else places(self.plan)
         if not found:
             return self.forward, self.backward
@@ -96,11 +96,11 @@ class Program:
 
     @property
     def stalled(self) -> float:
-        """Seconds that steps have waited for copies so far."""
+        """Seconds that all steps so far have waited for copies."""
         return sum(copy.stalled for copy in self.copies)
 
     def rebind(self, binding: int, tensor: torch.Tensor) -> None:
-        """Let a parameter or buffer live at another address from now on."""
+        """Use another tensor for a parameter or buffer from now on."""
         graph, b = self.traced.graph, self.traced.bindings[binding]
         for index, value in enumerate(graph.values):
             if value.storage == graph.values[b.value].storage:
@@ -119,15 +119,15 @@ def build_program(
 ) -> Program:
     """Bind, measure and compile a step. `tensors` maps bindings (indices) to parameters, buffers, example inputs.
 
-    The program's plan is `plan` with what the trial run found out about the kernels. `bound`: what a trial of the
-    same program elsewhere has bound already.
+    The plan of the program is `plan` with the results of the trial run. `bound`: the bound ops of an earlier trial run
+    of the same program, which is then not run again.
     """
     layout = _layout(traced)
     graph, order = traced.graph, plan.schedule.order
     static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **_on_host(graph, plan, host)}, tensors, layout)
     transfers, copies = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
     if bound is not None:
-        bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # copies are this program's own
+        bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # each program has copies of its own
     else:
         plan, bound = run_trial(traced, plan, layout, static, tensors, transfers=transfers)
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
@@ -138,7 +138,7 @@ def build_program(
     gradient_bases = {layout.base_of.get(graph.values[v].storage, -1) for v in graph.gradients}
     fresh_bases = {layout.base_of[graph.values[v].storage] for v in traced.results.fresh}
     saved = tuple(sorted((touched_late | gradient_bases) & (dynamic_bases | fresh_bases)))
-    last = arena.copies.settle if traced.runs_on else None  # what the caller gets has been copied
+    last = arena.copies.settle if traced.runs_on else None  # results must have arrived before the caller gets them
     forward, backward = _functions(
         traced, layout, namespace, bound=bound, order=order, saved=saved, sanitizers=sanitizers, last=last
     )
@@ -175,11 +175,11 @@ def _functions(
     prefix: str = "",
     join: bool = True,
 ) -> Functions:
-    """The generated forward, and the backward of a step that has one. `join`: run updates together (`fused_updates.py`)."""
+    """Return the generated forward, and backward if the step has one. `join`: fuse consecutive updates."""
     graph = traced.graph
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
-    together = joined(traced, bound, order) if join else {}
-    steps = [(step, together.get(step, bound[op])) for step, op in enumerate(order)]
+    fused = fuse_updates(traced, bound, order) if join else {}
+    steps = [(step, fused.get(step, bound[op])) for step, op in enumerate(order)]
     forward = FunctionWriter(f"{prefix}forward", layout, namespace, [b.value for b in traced.bound(Source.INPUT)])
     _write(forward, steps[:split], sanitizers, last)
     backward = None
@@ -192,9 +192,9 @@ def _functions(
 
 
 def _layout(traced: TracedGraph) -> Layout:
-    """Static is what never moves: the arena, its copies on the host, parameters, buffers, constants.
+    """Return the layout: values in the arena, its host memory, parameters, buffers and constants are static.
 
-    The rest has a base value each.
+    Every other storage has a base value.
     """
     graph = traced.graph
     ours = {i for i, s in enumerate(graph.storages) if s.planned or s.kind is StorageKind.HOST}
@@ -216,17 +216,17 @@ def _layout(traced: TracedGraph) -> Layout:
 
 
 def _in_arena(graph: Graph, plan: Plan, arena: Arena) -> dict[int, torch.UntypedStorage]:
-    """The planned storages (by index) at their offsets."""
+    """Return the planned storages (by index) at their offsets."""
     offsets = plan.solution.offsets
     return {
         index: arena.storage(offsets[s.name] + plan.redzone if s.nbytes else 0, s.nbytes)
         for index, s in enumerate(graph.storages)
-        if s.planned and (s.name in offsets or not s.nbytes)  # the rest no op touches
+        if s.planned and (s.name in offsets or not s.nbytes)  # no op touches the others
     }
 
 
 def _on_host(graph: Graph, plan: Plan, host: Memory) -> dict[int, torch.UntypedStorage]:
-    """The copies on the host (by index) at their offsets."""
+    """Return the host storages (by index) at their offsets."""
     offsets = plan.eviction.host.offsets if plan.eviction else {}
     return {
         index: host.storage(offsets[s.name] if s.nbytes else 0, s.nbytes)
@@ -241,7 +241,7 @@ def _static_tensors(
     tensors: Mapping[int, torch.Tensor],
     layout: Layout,
 ) -> dict[int, torch.Tensor]:
-    """Every static value as a tensor: made once, here. `planned`: the storages that are ours."""
+    """Return every static value as a tensor. `planned`: the storages in the arena and on the host, by index."""
     graph = traced.graph
     binding_of = {graph.values[b.value].storage: i for i, b in reversed(list(enumerate(traced.bindings)))}
     made: dict[int, torch.Tensor] = {}
@@ -256,7 +256,7 @@ def _static_tensors(
 
 
 def _over(tensor: torch.Tensor, traced: TracedGraph, binding: Binding, index: int) -> torch.Tensor:
-    """Value `index` as a view of the bytes of a bound tensor, wherever that one starts in its own storage."""
+    """Return value `index` as a view of a bound tensor, wherever that tensor starts in its storage."""
     return view_within(traced.graph.values[binding.value], traced.graph.values[index], tensor)
 
 
@@ -278,7 +278,7 @@ def _write(
 
 
 def _read_late(traced: TracedGraph, late: Sequence[int]) -> frozenset[int]:
-    """Bindings whose bytes the backward reads: they must not change between forward and backward."""
+    """Return the bindings whose bytes the backward reads, which must not change after the forward."""
     graph = traced.graph
     read = {graph.values[v].storage for i in late for v in graph.ops[i].reads}
     return frozenset(i for i, b in enumerate(traced.bindings) if graph.values[b.value].storage in read)

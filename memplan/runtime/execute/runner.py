@@ -1,4 +1,4 @@
-"""A runner: one program with its parameters, its way through autograd, and its way out."""
+"""Runs one program with the current parameters, through autograd, and assembles the model's result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from memplan.trace.traced import ReturnKind, Source, TracedGraph
 
 
 class Runner:
-    """Calls a program as the model would be called: leaves in, the model's result out."""
+    """Runs a program for a call: takes the leaves of the call and returns the model's result."""
 
     def __init__(
         self,
@@ -44,10 +44,12 @@ class Runner:
         bound: tuple[BoundOp, ...] | None = None,
         hooks: Hooks | None = None,
     ) -> None:
-        """`bound`: as in `build_program`. `hooks`: what sees the steps. `owned`: assign gradients (`owned_gradients.py`).
-        `recorder`: record and replay (`cuda_graphs.py`), `whole`: as one.
+        """Build the program of `plan` in `arena`.
+
+        `owned`: assign `.grad` in the backward. `recorder`: record and replay CUDA graphs; `whole`: one graph for the
+        whole step. `bound`: as in `build_program`. `hooks`: the hooks that observe the steps.
         """
-        traced = follow(traced, plan)  # from here on values are where the plan has them
+        traced = follow(traced, plan)  # values now have the places of the plan
         self.traced = traced
         self.device_type = traced.device.type
         self.arena = arena
@@ -76,11 +78,11 @@ class Runner:
         self.forward = self.program.forward if self.graphed is None else self.graphed.forward
         self.backward = self.program.backward if self.graphed is None else self.graphed.backward
         self._emit: Hook | None = None
-        self._meter = NO_SANITIZERS
+        self._op_timer = NO_SANITIZERS
         self._observed: tuple[Hook | None, Sanitizers, Functions] | None = None
         self._wire()
         self.owned = self._owned() if owned else None
-        # Results of which no gradient comes (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
+        # Results without any gradient (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
         anchored = traced.training and not owned and not self._gradient_order
         self._anchors = (torch.zeros((), requires_grad=True),) if anchored else ()
         self.resident = self._resident()
@@ -88,32 +90,32 @@ class Runner:
             hooks.attach(self)
 
     def require_observable(self) -> None:
-        """Raise `UnsupportedCall` if no hook can see what runs."""
+        """Raise `UnsupportedCall` if hooks cannot be called."""
         if self.graphed is not None:
             what = "a recorded step is replayed without Python, so that no hook could be called"
             raise UnsupportedCall(what, where="cuda_graph=True", hint="leave cuda_graph out to set hooks")
 
     def observe(self, emit: Hook | None) -> None:
-        """Run the functions that tell `emit` of every event (made when first asked for), or None: the plain ones."""
-        self._watch(emit, self._meter)
+        """Call `emit` with every event from now on; None runs the plain functions again."""
+        self._watch(emit, self._op_timer)
 
-    def time(self, meter: Sanitizers) -> None:
-        """Call `meter` right around each op from now on, within what guards and hooks do; `NO_GUARDS`: no more."""
-        self._watch(self._emit, meter)
+    def time(self, op_timer: Sanitizers) -> None:
+        """Call `op_timer` right around each op, inside sanitizers and hooks; `NO_SANITIZERS` stops it."""
+        self._watch(self._emit, op_timer)
 
-    def _watch(self, emit: Hook | None, meter: Sanitizers) -> None:
-        self._emit, self._meter = emit, meter
-        if emit is None and meter is NO_SANITIZERS:
+    def _watch(self, emit: Hook | None, op_timer: Sanitizers) -> None:
+        self._emit, self._op_timer = emit, op_timer
+        if emit is None and op_timer is NO_SANITIZERS:
             self.forward, self.backward = self.program.forward, self.program.backward
             return
         self.require_observable()
         known = self._observed
-        if known is None or known[0] != emit or known[1] is not meter:
-            known = self._observed = (emit, meter, self.program.observed(emit, meter))
+        if known is None or known[0] != emit or known[1] is not op_timer:
+            known = self._observed = (emit, op_timer, self.program.observed(emit, op_timer))
         self.forward, self.backward = known[2]
 
     def _wire(self) -> None:
-        """Work out once what each call needs: whose gradients, which tangents, what is watched, what is returned."""
+        """Compute once what each call needs: the order of gradients, tangents, watched tensors and results."""
         t = self.traced
         slot_of = {binding: i for i, binding in enumerate(self.slots.bindings)}
         of = t.results.gradient_of
@@ -121,7 +123,7 @@ class Runner:
         self._gradient_order = ordered
         self._wanted_slots = [slot_of[of[i]] for i in ordered if of[i] in slot_of]
         self._wanted_inputs = [t.bindings[of[i]].index for i in ordered if of[i] not in slot_of]
-        # of the parameters and buffers as they are: those that get gradients, and those that the backward reads
+        # pick, of the current parameters and buffers, those that get gradients and those that the backward reads
         self.wanted = picking(self._wanted_slots)
         self.watched = picking([slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of])
         self._in_order = picking(ordered)
@@ -132,7 +134,7 @@ class Runner:
         self._fresh_at = {value: i for i, value in enumerate(t.results.fresh)}
         storage_of = [v.storage for v in t.graph.values]
         saved, kept = self.program.saved, {storage_of[v] for v in self.program.saved}
-        # (positions) outputs that are views of what is kept for the backward: to change one in place changes that
+        # positions of outputs that are views of saved tensors: changing one in place changes the saved tensor
         self.views_of_saved = [i for v, i in self._fresh_at.items() if storage_of[v] in kept and v not in saved]
         returned = t.results.returned
         self._single = self._fresh_at.get(returned[0].value) if len(returned) == 1 and t.out_spec.is_leaf() else None
@@ -146,7 +148,7 @@ class Runner:
         return OwnedGradients([self.slots.names[i] for i in self._wanted_slots], alike)
 
     def _resident(self) -> ArenaGradients | None:
-        """The gradients that the plan keeps in the arena, if it does."""
+        """Return the gradients that the plan keeps in the arena; None if there are none."""
         t, namespace = self.traced, self.program.namespace.names
         pairs = zip(self._wanted_slots, self._gradient_order, strict=False)
         found = [(slot, t.results.gradients[i]) for slot, i in pairs]
@@ -159,8 +161,10 @@ class Runner:
     # -- a call ------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: list[Any], current: list[torch.Tensor] | None = None, *, training: bool) -> Any:
-        """Run the forward on checked leaves, with what is `current`; `training`: through autograd, so that a backward
-        can follow."""
+        """Run the forward on checked leaves, with the `current` parameters, and return the model's result.
+
+        `training`: run it through autograd, so that a backward can follow.
+        """
         current = self.current() if current is None else current
         if self._written:
             self.signature.check_apart(leaves, self._written)
@@ -182,13 +186,13 @@ class Runner:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that its CUDA graphs keep in their private pool, beside the arena."""
+        """Bytes outside the arena that its CUDA graphs keep in their private pool."""
         return 0 if self.graphed is None else self.graphed.recorder.pool_bytes
 
     def whole_step(self, leaves: list[Any], tangent: torch.Tensor) -> torch.Tensor:
-        """Run forward and backward of a step whose backward updates the parameters; the loss.
+        """Run forward and backward of a step whose backward updates the parameters; return the loss.
 
-        `tangent` is the gradient of what is minimised with respect to the loss.
+        `tangent` is the gradient of the minimised objective with respect to the loss.
         """
         current = self.current()
         self.signature.check_apart(leaves, self._written)
@@ -205,13 +209,14 @@ class Runner:
         return loss
 
     def current(self) -> list[torch.Tensor]:
-        """Parameters, buffers and state as they are now; the program follows those that moved. Raises
-        `InputMismatch` for what is not as it was traced, constants of Python's too.
+        """Return the current parameters, buffers and state, after updating the program for those that moved.
+
+        Raises `InputMismatch` for a tensor, or a Python value, that is not as it was traced.
         """
         self.constants.require_same()
         current, unmoved = self.slots.look()
         if not unmoved:
-            with self.arena.ownership:  # a run of another thread reads its lists of tensors without Python's lock
+            with self.arena.ownership:  # a run in another thread reads its lists of tensors without the GIL
                 self._follow(current)
         return current
 
@@ -225,14 +230,14 @@ class Runner:
             self._note_written(current)
 
     def _note_written(self, current: Sequence[torch.Tensor]) -> None:
-        """Where the parameters, buffers and state lie that the step changes, and what they are."""
+        """Store the names, by data pointer, of the parameters, buffers and state that the step changes."""
         self._written = {}
         for i in self._written_slots:
             source = self.traced.bindings[self.slots.bindings[i]].source
             self._written[current[i].untyped_storage().data_ptr()] = f"the {source.value} {self.slots.names[i]!r}"
 
     def _assemble(self, fresh: Sequence[torch.Tensor], current: list[torch.Tensor], leaves: list[Any]) -> Any:
-        """The model's result: fresh tensors, and views of them, of inputs or of parameters that autograd knows."""
+        """Return the model's result: new tensors, and views of them, of inputs or of parameters, known to autograd."""
         t = self.traced
         base: dict[int, Any] = {value: fresh[i] for value, i in self._fresh_at.items()}
         for b in t.bindings:
@@ -259,22 +264,21 @@ class Runner:
             return tensor
         return tensor.as_strided(two.shape, two.strides, tensor.storage_offset() + two.offset - one.offset)
 
-    # -- what autograd asks for --------------------------------------------------------------------------
+    # -- called by autograd ------------------------------------------------------------------------------
 
     def count_writes(self, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
-        """Tell autograd that the step changed buffers and inputs, as an in-place op of eager's would."""
+        """Increment the version counters of buffers and inputs that the step changed, as in-place ops do in eager."""
         if self._written_slots:
             known, written = self._counted
             if not all(map(is_, current, known)):
-                written = _counting(current[i] for i in self._written_slots)
+                written = _versioned(current[i] for i in self._written_slots)
                 self._counted = tuple(current), written
             torch.autograd.graph.increment_version(written)
         if self._written_inputs:
-            torch.autograd.graph.increment_version(_counting(inputs[i] for i in self._written_inputs))
+            torch.autograd.graph.increment_version(_versioned(inputs[i] for i in self._written_inputs))
 
     def tangents_from(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], set[int]]:
-        """The incoming gradients of differentiable outputs, laid out as traced, and the positions of those that did
-        not come: zeros."""
+        """Return the tangents with the traced strides, and the positions of missing ones, which are zeros."""
         made, missing = [], set()
         for position, (i, v) in enumerate(self._tangents):
             grad = grads[i]
@@ -290,9 +294,9 @@ class Runner:
         return made, missing
 
     def in_order(self, gradients: Sequence[torch.Tensor], missing: set[int]) -> Sequence[torch.Tensor | None]:
-        """The program's gradients in the order in which `PlannedStep` took its differentiable inputs.
+        """Return the gradients in the order in which `PlannedStep` took its differentiable inputs.
 
-        None for those that depend only on outputs whose gradients did not come: `missing`, as `tangents_from` says it.
+        A gradient is None if it depends only on `missing` tangents (see `tangents_from`).
         """
         if self._anchors:
             return (None,)
@@ -302,8 +306,8 @@ class Runner:
         return [None if needs[i] and needs[i] <= missing else gradients[i] for i in self._gradient_order]
 
 
-def _counting(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Those of which autograd counts the changes."""
+def _versioned(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that have a version counter: all but inference tensors."""
     return tuple(t for t in tensors if not t.is_inference())
 
 

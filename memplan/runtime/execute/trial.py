@@ -1,8 +1,8 @@
-"""The trial run: the step once, op by op, on the example inputs, before anything is compiled.
+"""The trial run: runs the step once, op by op, on the example inputs, before code is generated.
 
-It chooses and verifies each op's callable on real data, and measures what the kernels allocate by themselves.
-Nothing of the user's is changed: writes to parameters, buffers and inputs are left out, and the random state
-is put back.
+It chooses and verifies the callable of each op on real data, and measures what the kernels allocate by themselves. It
+changes no tensor of the user: ops that write to parameters, buffers or inputs are not run, and the state of random
+generators is restored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from memplan.trace.traced import KernelCall, Source, TracedGraph
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
-    """Casts were traced; a kernel must not be cast again."""
+    """Return a context that disables autocast: casts are part of the trace, and must not happen twice."""
     return torch.autocast(device.type, enabled=False)
 
 
@@ -37,9 +37,9 @@ def run_trial(
     *,
     transfers: Mapping[int, BoundOp],
 ) -> tuple[Plan, tuple[BoundOp, ...]]:
-    """The bound ops (indexed like the graph's) and the plan with measured kernels and temporaries.
+    """Return the plan with measured kernels and temporaries, and the bound ops (indexed like those of the graph).
 
-    `transfers` are bound already; here they copy at once.
+    `transfers` are bound already; in the trial run they copy immediately.
     """
     env = [*(static.get(index) for index in range(len(traced.graph.values))), *[None] * traced.handed]
     fill_dynamic(env, traced, layout, tensors)
@@ -47,7 +47,7 @@ def run_trial(
     with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast(traced.device):
         bound = _bind_by_running(traced, plan, layout, env, transfers)
         temporaries = None
-        if not torch.autograd.profiler._is_profiler_enabled:  # a session of the user's would be ended
+        if not torch.autograd.profiler._is_profiler_enabled:  # it would end a session of the user
             temporaries = _measure(traced, plan, layout, bound, env)
     ops = zip(plan.graph.ops, bound, strict=True)
     measured = tuple(replace(op, direct=b.form is not CallForm.FUNCTIONAL) for op, b in ops)
@@ -61,12 +61,12 @@ def _bind_by_running(
     env: list[torch.Tensor | None],
     transfers: Mapping[int, BoundOp],
 ) -> tuple[BoundOp, ...]:
-    binder = KernelSelector(traced.graph)
+    selector = KernelSelector(traced.graph)
     bound = dict(transfers)
     for index in plan.schedule.order:
         kernel = traced.kernels[index]
         if isinstance(kernel, KernelCall):
-            bound[index] = binder.bind(kernel, env)
+            bound[index] = selector.bind(kernel, env)
         if leaves_users_alone(traced, layout, index):
             run_bound(bound[index], env)
     return tuple(bound[index] for index in range(len(bound)))
@@ -79,7 +79,7 @@ def _measure(
     bound: Sequence[BoundOp],
     env: list[torch.Tensor | None],
 ) -> tuple[int, ...]:
-    """Bytes outside the arena while each op runs, without those that become the caller's own tensors."""
+    """Return for each op the most bytes outside the arena while it runs, without those that the caller will own."""
     graph = traced.graph
     order = [i for i in plan.schedule.order if leaves_users_alone(traced, layout, i)]
     thunks: list[Callable[[], None]] = [partial(run_bound, bound[i], env) for i in order]
@@ -94,7 +94,7 @@ def _measure(
 
 
 def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int) -> bool:
-    """Whether an op can be tried: it changes nothing of the user's, nor raises for the numbers of the example."""
+    """Whether an op can be tried: it changes no tensor of the user, and is not a check that only raises."""
     graph = traced.graph
     if graph.ops[index].only_raises:
         return False
@@ -106,7 +106,10 @@ def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int) -> bool:
 def fill_dynamic(
     env: list[torch.Tensor | None], traced: TracedGraph, layout: Layout, tensors: Mapping[int, torch.Tensor]
 ) -> None:
-    """Stand-ins for what moves: the example inputs, ones for tangents, memory for what the caller will own."""
+    """Fill `env` with stand-ins for dynamic values.
+
+    They are the example inputs, ones for tangents, and new memory for results that the caller will own.
+    """
     graph = traced.graph
     owner: dict[int, torch.UntypedStorage] = {}
     base: dict[int, tuple[Value, int]] = {}
@@ -146,7 +149,7 @@ def run_bound(bound: BoundOp, env: list[torch.Tensor | None]) -> None:
             if out is not None:
                 destination = env[out]
                 assert destination is not None
-                if result.shape != destination.shape:  # which a copy may take for what it has to repeat
+                if result.shape != destination.shape:  # otherwise the copy may broadcast it
                     reason = f"its result is {tuple(result.shape)}, and was traced as {tuple(destination.shape)}"
                     hint = "call the model once before compiling it, if it takes sizes from its first call"
                     raise UnsupportedGraph(str(bound.overload), reason, hint)

@@ -1,5 +1,6 @@
-"""Whether a call is the one that was planned: inputs, Python values, module state, as dynamo's guards check it.
+"""Checks whether a call is the one that was planned, as dynamo's guards do, and raises for the first difference.
 
-`input_guards.py` (arguments), `layout_guards.py` (tensors), `python_value_guards.py`, `module_state_guards.py` (parameters,
-buffers, submodules), `hook_counts.py`, `transforms.py` (`torch.func`). Each raises or reports the first difference.
+Start at `input_guards.py` (arguments) and `module_state_guards.py` (parameters, buffers, submodules).
+`layout_guards.py` and `python_value_guards.py` compare tensors and Python values; `hook_counts.py` counts hooks;
+`transforms.py` refuses `torch.func`, and `ranks.py` steps that do not synchronize the ranks of a process group.
 """

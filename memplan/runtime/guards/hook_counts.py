@@ -1,6 +1,7 @@
-"""Hooks of autograd and of modules: whether anyone has set one, as torch counts them in the whole process.
+"""Counts the hooks that are set on autograd nodes and modules; torch numbers them in the whole process.
 
-To ask a node of autograd how many it has, one must be set and removed again. Those of ours count as nobody's.
+The hooks of an autograd node can only be counted by adding one and removing it again. Hooks that memplan adds for this
+are subtracted.
 """
 
 from __future__ import annotations
@@ -10,30 +11,30 @@ from torch.utils.hooks import RemovableHandle
 
 
 class _Ours:
-    """How many hooks memplan itself has set in this process, only to ask."""
+    """The number of hooks that memplan itself has added in this process to count others."""
 
     count = 0
 
 
 def hooks_ever_set() -> int:
-    """How many hooks others have set so far, of whatever object: while it is the same, none was added."""
+    """Return how many hooks others have added so far, on any object: while the number is the same, none was added."""
     return RemovableHandle.next_id - _Ours.count
 
 
 def hooks_of_node(parameter: torch.Tensor) -> int:
-    """How many hooks the node has that accumulates a parameter's gradient."""
+    """Return how many hooks the node has that accumulates the gradient of a parameter."""
     if not parameter.requires_grad:
         return 0
-    with torch.inference_mode(False), torch.enable_grad():  # else there is no node to ask
+    with torch.inference_mode(False), torch.enable_grad():  # otherwise there is no node
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     count = 0
     for register in (node.register_hook, node.register_prehook):
-        _Ours.count += 1  # before torch does: no thread may note a number that others reach later
-        mine = register(_nothing)
-        count += len(mine.hooks_dict_ref() or ()) - 1
-        mine.remove()
+        _Ours.count += 1  # before torch counts it: no other thread may see a number that real hooks reach later
+        probe = register(_nothing)
+        count += len(probe.hooks_dict_ref() or ()) - 1
+        probe.remove()
     return count
 
 
 def _nothing(*_: object) -> None:
-    """Never called."""
+    """Does nothing; it is never called."""

@@ -1,4 +1,4 @@
-"""What a compiled step may be called with: the example's structure, shapes, dtypes, devices and constants."""
+"""Checks the arguments of a call: structure, shapes, dtypes, devices and constants must be those of the example."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from memplan.trace.traced import Source, TracedGraph
 
 
 class InputGuards:
-    """Checks a call against the traced one and turns it into the tensors that `forward` takes."""
+    """Compares a call with the traced one and returns the tensors that the program takes."""
 
     def __init__(self, traced: TracedGraph, forward: Callable[..., Any], *, changes_model: bool) -> None:
-        """`forward`: what takes the arguments; where it takes keywords as a dict, it may see their order."""
+        """Prepare the checks. `forward`: the function that takes the arguments; with `**kwargs` it sees their order."""
         self.spec = traced.in_spec
         self.examples = traced.example_inputs
         self.bound = [b.index for b in traced.bound(Source.INPUT)]
@@ -32,7 +32,7 @@ class InputGuards:
         self._count = self.spec.children()[0].num_children
         plain = pytree.tree_flatten((tuple(range(self._count)), dict.fromkeys(self._names, 0)))[1]
         simple = len(tensors) == len(self.examples) and self.spec == plain
-        self._alike = LayoutGuards(self.examples).check if simple else None
+        self._same_layout = LayoutGuards(self.examples).check if simple else None
         self.tensors = picking(self.bound)
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
@@ -41,18 +41,18 @@ class InputGuards:
         self._check_ties = len(tensors) > 1 and (bool(self._written) or changes_model or shared)
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool = False) -> list[Any]:
-        """The leaves of a call; `training`: through autograd.
+        """Return the leaves of a call; `training`: autograd records it.
 
         Raises `InputMismatch` naming the first difference from the traced call.
         """
         if (
-            self._alike is not None
+            self._same_layout is not None
             and len(args) == self._count
             and kwargs.keys() == self._names.keys()
             and (self._any_order or list(kwargs) == list(self._names))
         ):
             leaves = [*args, *map(kwargs.__getitem__, self._names)] if kwargs else list(args)
-            alike = self._alike(*leaves)
+            alike = self._same_layout(*leaves)
         else:
             leaves, alike = self.leaves_of(args, kwargs), False
         if alike:
@@ -64,21 +64,21 @@ class InputGuards:
         return leaves
 
     def leaves_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The leaves of a call in the order of the example's; keywords of named parameters may come in any.
+        """Return the leaves of a call in the order of the example; keywords of named parameters may be in any order.
 
-        Raises `InputMismatch` for another structure; what the leaves are is not looked at.
+        Raises `InputMismatch` for another structure; the leaves themselves are not checked.
         """
         if self._any_order:
             kwargs = {**{name: kwargs[name] for name in self._names if name in kwargs}, **kwargs}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != self.spec:
-            what = f"the call has {_shape_of_call(spec)}, the plan was made for {_shape_of_call(self.spec)}"
+            what = f"the call has {_describe_call(spec)}, the plan was made for {_describe_call(self.spec)}"
             what += "" if spec.num_leaves != self.spec.num_leaves else "; containers, or the order of keys, differ"
             raise _mismatch("arguments", what)
         return leaves
 
     def _lay_out(self, leaves: list[Any]) -> None:
-        """Put what has other strides than the example's into memory that has those. Raises as `flatten` does."""
+        """Replace leaves that have other strides than the example by copies with its strides. Raises as `flatten`."""
         given = leaves if not self._check_ties else list(leaves)
         for i, shape, dtype, device, strides in self._expected:
             x = leaves[i]
@@ -87,41 +87,44 @@ class InputGuards:
             if x.shape != shape or x.dtype is not dtype or x.device != device or x.layout is not torch.strided:
                 wanted = f"the plan was made for {dtype} {tuple(shape)} on {device}"
                 raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} ({x.layout}) on {x.device}, {wanted}")
-            if _has_ways_of_its_own(type(x)):
+            if _overrides_operations(type(x)):
                 what = f"is a {type(x).__name__}, whose operations are its own; the plan was made for a plain tensor"
                 raise _mismatch(f"input {i}", what)
             if x.stride() != strides:
-                leaves[i] = self._laid_out(i, x, strides)
+                leaves[i] = self._with_strides(i, x, strides)
         for i, _ in self._constants:
             self.check_constant(i, leaves[i])
         self.check_ties(given)
 
     def check_constant(self, i: int, leaf: Any) -> None:
-        """Raise when leaf `i`, which is no tensor, is not the example's."""
+        """Raise `InputMismatch` if leaf `i`, which is no tensor, differs from that of the example."""
         constant = self.examples[i]
         if type(leaf) is not type(constant) or not same_constant(leaf, constant):
             raise _mismatch(f"input {i}", f"is {leaf!r}, the plan was made for {constant!r}")
 
     def check_ties(self, leaves: Sequence[Any]) -> None:
-        """Raise when it matters that tensors share memory, and they do in another way than the example's."""
+        """Raise `InputMismatch` if tensors share memory in another way than those of the example, and it matters."""
         if self._check_ties and _ties(leaves) != self._ties:
             what = "tensors share memory in another way than those that the plan was made for"
             raise _mismatch("inputs", what)
 
-    def _laid_out(self, i: int, x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    def _with_strides(self, i: int, x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         if i in self._written:
             what = f"has strides {x.stride()}, the plan was made for {strides}, and the model changes it in place"
             raise _mismatch(f"input {i}", what)
         return laid_out(x, strides, f"input {i}")
 
     def _require_no_gradients(self, leaves: list[Any]) -> None:
-        """Raise when an input wants a gradient that was not traced (it would silently get none)."""
+        """Raise `InputMismatch` if an input requires a gradient that was not traced (it would get none)."""
         for i in self._unplanned:
             if leaves[i].requires_grad:
                 raise _mismatch(f"input {i}", "requires a gradient, the plan was made for one that does not")
 
     def check_apart(self, leaves: list[Any], written: Mapping[int, str]) -> None:
-        """Raise when an input shares its memory with what the step changes (`written`: data pointer -> what)."""
+        """Raise `InputMismatch` if an input shares memory with a tensor that the step changes.
+
+        `written`: the names of these tensors, by data pointer.
+        """
         for i in self.bound:
             what = written.get(leaves[i].untyped_storage().data_ptr())
             if what is not None:
@@ -129,7 +132,7 @@ class InputGuards:
 
 
 def laid_out(x: torch.Tensor, strides: Sequence[int], where: str) -> torch.Tensor:
-    """A copy of an input with these strides; raises `InputMismatch` where its elements would share bytes."""
+    """Return a copy of an input with these strides; raise `InputMismatch` if its elements would share bytes."""
     if may_overlap(x.shape, strides):
         what = f"has strides {x.stride()}, the plan was made for {tuple(strides)}, under which elements share bytes"
         hint = "compile with a dense example (x.contiguous()), which any layout is copied to, or choose another"
@@ -138,7 +141,7 @@ def laid_out(x: torch.Tensor, strides: Sequence[int], where: str) -> torch.Tenso
 
 
 def _parameters_of(forward: Callable[..., Any]) -> set[str]:
-    """The parameters that it names."""
+    """Return the names of the parameters of `forward`, without `*args` and `**kwargs`."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     try:
         return {name for name, p in inspect.signature(forward).parameters.items() if p.kind not in kinds}
@@ -147,7 +150,7 @@ def _parameters_of(forward: Callable[..., Any]) -> set[str]:
 
 
 def picking(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What takes the elements at these positions of a sequence, in one call."""
+    """Return a function that returns the elements at these positions of a sequence."""
     if len(positions) > 1:
         return itemgetter(*positions)
     if positions:
@@ -156,21 +159,21 @@ def picking(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]
 
 
 def _ties(leaves: Sequence[Any]) -> dict[int, int]:
-    """For each tensor (by position) the position of the first that shares its memory."""
+    """Return for each tensor (by position) the position of the first tensor that shares its memory."""
     first: dict[int, int] = {}
     tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     return {i: first.setdefault(x.untyped_storage().data_ptr() or -i, i) for i, x in tensors}
 
 
-def _has_ways_of_its_own(kind: type[torch.Tensor]) -> bool:
-    """Whether a class of tensors says itself what operations on it do."""
+def _overrides_operations(kind: type[torch.Tensor]) -> bool:
+    """Whether a tensor class defines its own `__torch_function__` or `__torch_dispatch__`."""
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     plain = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
     return function not in plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def same_constant(one: Any, two: Any) -> bool:
-    """Whether two values of one type, which are no tensors, are one constant of a trace."""
+    """Whether two values of one type, which are no tensors, are the same constant of a trace."""
     if isinstance(one, (float, complex)):  # NaN is NaN, and -0.0 is not 0.0
         return repr(one) == repr(two)
     return one is two or bool(one == two)
@@ -181,7 +184,7 @@ def _mismatch(where: str, what: str) -> InputMismatch:
     return InputMismatch(what, where=where, hint=hint)
 
 
-def _shape_of_call(spec: pytree.TreeSpec) -> str:
+def _describe_call(spec: pytree.TreeSpec) -> str:
     args, kwargs = spec.children()
     names = f" and keywords {', '.join(map(str, kwargs.context))}" if kwargs.num_children else ""
     return f"{args.num_children} positional arguments{names} ({spec.num_leaves} leaves in all)"

@@ -1,4 +1,4 @@
-"""Where a model keeps its submodules, parameters and buffers, so that a program notices when they moved."""
+"""Checks on every call which submodules, parameters and buffers a model has, and where they are."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from memplan.runtime.guards.layout_guards import LayoutGuards
 from memplan.trace.traced import Binding, Source, TracedGraph
 
 _HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # which call or hand over what they have, few or many
+_CONTAINERS = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+)  # their forward or caller uses however many submodules they have
 COMPILE_AGAIN = "compile the model again after changing it (or once, by memplan.compile with on_mismatch='replan')"
 _training = attrgetter("training")
 _data_ptr = torch.Tensor.data_ptr
 
 
 class Structure:
-    """The module tree of a model, checked on every call: which submodules it has, and their modes.
+    """The module tree of a model, checked on every call: its submodules and their training flags.
 
-    `version` grows whenever a submodule was replaced, so that whoever looked something up looks again.
+    `version` increases whenever a submodule was replaced: what was looked up before must be looked up again.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.called = model  # what takes the arguments of a call
+        self.called = model  # the module that takes the arguments of a call
         self.version = 0
         self._look()
 
@@ -48,32 +52,34 @@ class Structure:
         self._states = [m.__dict__ for m in self.modules]
         self._patched = list(map(contains, self._states, repeat("forward")))
         growing = [m._modules for m in self.modules if m._modules or isinstance(m, _CONTAINERS)]
-        self._dicts = [*growing, *self._states]  # whose sizes tell of what is new in them
+        self._dicts = [*growing, *self._states]  # their sizes change if anything is added or removed
         self._sizes = list(map(len, self._dicts))
-        self._plain = all("training" in state for state in self._states)  # no property, as a compiled module's is
+        self._plain = all(
+            "training" in state for state in self._states
+        )  # not so in a compiled module, where it is a property
 
     def modes(self) -> list[bool]:
-        """The training flag of every submodule, after a look at whether they are still the same ones.
+        """Return the training flag of every submodule, after checking that the submodules are the same.
 
-        Raises `InputMismatch` when a submodule was replaced by one of another type, or hooks came or went.
+        Raises `InputMismatch` if a submodule was replaced by one of another type, or hooks were added or removed.
         """
         if list(map(dict.get, self._holders, self._keys)) != self._children:
-            self._look_again()
+            self._refresh_submodules()
         if list(map(len, self._dicts)) != self._sizes:
-            self._look_at_new()
+            self._check_sizes()
         if self._hook_count or self._hooks_ever != hooks_ever_set():
             self._count_hooks()
         if self._plain:
             return list(map(getitem, self._states, repeat("training")))
         return list(map(_training, self.modules))
 
-    def _look_at_new(self) -> None:
-        """Modules have got or lost submodules, or attributes, of which a forward matters.
+    def _check_sizes(self) -> None:
+        """Look for submodules and `forward` attributes that were added or removed.
 
-        Raises `InputMismatch` for a submodule that has been given a forward of its own, or has lost it.
+        Raises `InputMismatch` if `forward` was set on a submodule, or removed from it.
         """
         if sum(len(m._modules) for m in self.modules) != len(self._children):
-            self._look_again()
+            self._refresh_submodules()
         for i, (state, patched) in enumerate(zip(self._states, self._patched, strict=True)):
             if ("forward" in state) is not patched:
                 where = self.name_of(i) or "the model"
@@ -86,9 +92,9 @@ class Structure:
             raise InputMismatch("module hooks were added or removed", where="the model", hint=COMPILE_AGAIN)
         self._hooks_ever = ever
 
-    def _look_again(self) -> None:
+    def _refresh_submodules(self) -> None:
         types, before = _types(self.model), self._types
-        if list(types.items()) != list(before.items()):  # and nothing is noted: the next call raises, too
+        if list(types.items()) != list(before.items()):  # nothing is stored, so that the next call raises too
             names = {**before, **types}
             name = next((name for name in names if before.get(name) is not types.get(name)), "")
             was, now = (found[name].__name__ if name in found else "nothing" for found in (before, types))
@@ -96,11 +102,11 @@ class Structure:
             raise InputMismatch(what, where=name or "the model", hint=COMPILE_AGAIN)
         count = self._hook_count
         self._look()
-        self._hook_count, self._hooks_ever = count, -1  # to be counted again
+        self._hook_count, self._hooks_ever = count, -1  # -1: they are counted again
         self.version += 1
 
     def require_modes(self, modes: list[bool]) -> None:
-        """Raise `InputMismatch` naming the first submodule whose training flag is not that of `modes`."""
+        """Raise `InputMismatch` naming the first submodule whose training flag differs from `modes`."""
         now = self.modes()
         if now != modes:
             i = next(i for i, (one, two) in enumerate(zip(now, modes, strict=True)) if one != two)
@@ -111,23 +117,23 @@ class Structure:
             )
 
     def require_known(self) -> None:
-        """Called when parameters moved; raises `InputMismatch` where something else still has the old ones."""
+        """Raise `InputMismatch` if something else still has the old parameters; called after parameters moved."""
 
     def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
-        """The dict and the key under which the model keeps a parameter or buffer."""
+        """Return the dict and the key under which the model keeps a parameter or buffer."""
         path, _, key = binding.name.rpartition(".")
         owner = self.model.get_submodule(path)
         return (owner._parameters if key in owner._parameters else owner._buffers), key
 
     def name_of(self, index: int) -> str:
-        """Qualified name of a submodule ("h.0.attn"), by its index in `modes()`."""
+        """Return the qualified name of a submodule ("h.0.attn"), by its index in `modes()`."""
         return next(str(name) for name, m in self.model.named_modules() if m is self.modules[index])
 
 
 class ModuleStateGuards:
-    """The parameters and buffers of a traced step, looked up in the module on every call.
+    """The parameters, buffers and state of a traced step, looked up in the module on every call.
 
-    A slot is a module's own dict and a key in it, so that replaced parameters are seen too.
+    A slot is a dict of a module and a key in it, so that replaced parameters are found too.
     """
 
     def __init__(self, structure: Structure, traced: TracedGraph) -> None:
@@ -139,7 +145,7 @@ class ModuleStateGuards:
         tensors = self.tensors()
         self._devices = [t.device for t in tensors]
         self._ties = _ties(tensors)
-        self._free = all(first == i for i, (first, _) in enumerate(self._ties))  # each in memory of its own
+        self._free = all(first == i for i, (first, _) in enumerate(self._ties))  # no two share memory
         self._note(tensors, self._state(tensors))
 
     def _look(self) -> None:
@@ -148,23 +154,26 @@ class ModuleStateGuards:
         self._version = self._structure.version
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors as they are now, in the order of `bindings`."""
+        """Return the current tensors, in the order of `bindings`."""
         if self._version != self._structure.version:
             self._look()
         return list(map(getitem, self._holders, self._keys))
 
     def look(self) -> tuple[list[torch.Tensor], bool]:
-        """As `tensors`, and whether each lies where it was noted and is what it was; False: `moved` knows."""
+        """Return the current tensors, and whether all are certain to have the stored address and layout.
+
+        If not, `moved` compares them one by one.
+        """
         tensors = self.tensors()
-        return tensors, self._alike(*tensors) and list(map(_data_ptr, tensors)) == self._pointers
+        return tensors, self._same_layout(*tensors) and list(map(_data_ptr, tensors)) == self._pointers
 
     def _note(self, tensors: Sequence[torch.Tensor], state: list[tuple[Any, ...]]) -> None:
         self._noted = state
         self._pointers = [pointer for pointer, *_ in state]
-        self._alike = LayoutGuards(tensors).check
+        self._same_layout = LayoutGuards(tensors).check
 
     def _state(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
-        """Where each tensor lives, and how it is laid out. Raises `InputMismatch` for one that is gone."""
+        """Return the address and layout of each tensor. Raises `InputMismatch` for one that is None."""
         try:
             return [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors]
         except AttributeError as error:
@@ -172,11 +181,11 @@ class ModuleStateGuards:
             raise InputMismatch("is None, the plan was made for a tensor", where=name, hint=COMPILE_AGAIN) from error
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Positions whose tensor lives elsewhere than noted; notes where they live now.
+        """Return the positions of tensors whose address differs from the stored one, and store the current addresses.
 
-        Raises `InputMismatch` for a tensor that is not what was traced (shape, dtype, device, strides,
-        requires_grad), and when tensors are no longer tied as they were (parts of one memory, as
-        `vector_to_parameters` makes them, are tied only where they overlap).
+        Raises `InputMismatch` for a tensor that differs from the traced one (shape, dtype, device, strides,
+        requires_grad), and if tensors do not share memory as they did. Parts of one storage that do not overlap, as
+        `vector_to_parameters` makes them, do not count as shared.
         """
         state = self._state(tensors)
         for i, (now, then) in enumerate(zip(state, self._noted, strict=True)):
@@ -204,9 +213,9 @@ def _describe(state: tuple[Any, ...], device: torch.device) -> str:
 
 
 def _ties(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """For each tensor the position of the first that shares its memory, and how far behind that it starts.
+    """Return for each tensor the position of the first that shares its memory, and its distance from that in bytes.
 
-    Tensors without memory (freed, as FSDP does between steps, or empty) share none.
+    Tensors without memory (empty, or freed, as FSDP does between steps) share none.
     """
     first: dict[int, int] = {}
     found = []
@@ -217,12 +226,12 @@ def _ties(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether no byte belongs to two of them."""
+    """Whether no byte belongs to two of the tensors."""
     spans = sorted((t.data_ptr(), t.data_ptr() + _span(t)) for t in tensors if t.numel())
     return all(one[1] <= two[0] for one, two in pairwise(spans))
 
 
 def _span(t: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Return the bytes from the first element of a tensor to the end of its last."""
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     return int(last + 1) * t.element_size()

@@ -1,6 +1,7 @@
-"""Whether what forward reads of Python is still what was traced: dropout rates, temperatures, a loss's weight.
+"""Checks whether the Python values that `forward` reads (dropout rates, temperatures) are those that were traced.
 
-Each call looks at all of them, by two passes of C over lists; only where one is another object is it looked at closely.
+Each call compares the identities of all of them, in two passes over lists that run in C; values are compared only if an
+identity differs.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from memplan.runtime.guards.input_guards import same_constant
 from memplan.runtime.guards.module_state_guards import COMPILE_AGAIN, Structure
 from memplan.trace.capture.python_values import GONE, Reading
 
-_OF_MODULES = ("_modules", "_parameters", "_buffers")  # dicts that stay; submodules are `Structure`'s to look at
+_OF_MODULES = ("_modules", "_parameters", "_buffers")  # dicts that are never replaced; `Structure` checks submodules
 _HINT = f"{COMPILE_AGAIN}; a registered buffer, changed in place, may have another value in each step"
 
 
 class PythonValueGuards:
-    """The `readings` of a traced step, to be compared with what they are now."""
+    """Compares the `readings` of a traced step with the current values."""
 
     def __init__(self, structure: Structure, readings: Sequence[Reading]) -> None:
         self._structure = structure
         self._readings = readings
-        self._version: int | None = None  # nothing is noted yet
+        self._version: int | None = None  # nothing is stored yet
 
     def require_same(self) -> None:
-        """Raise `InputMismatch` naming the first value that is another one now."""
+        """Raise `InputMismatch` naming the first value that has changed."""
         try:
             if (
                 self._version == self._structure.version
@@ -39,17 +40,17 @@ class PythonValueGuards:
                 and list(map(len, self._sized)) == self._lengths
             ):
                 return
-        except (LookupError, AttributeError, ValueError):  # one is gone, which is looked at closely
+        except (LookupError, AttributeError, ValueError):  # one is gone: the comparison below names it
             pass
         for reading in self._readings:
             now = reading.now(self._structure.model)
-            if not _same(now, reading.value):
-                what = f"is {_shown(now)}, the plan was made for {_shown(reading.value)}"
+            if not _same_value(now, reading.value):
+                what = f"is {_describe(now)}, the plan was made for {_describe(reading.value)}"
                 raise InputMismatch(what, where=_name(reading), hint=_HINT)
         self._look()
 
     def _look(self) -> None:
-        """Note where each value is, and what leads there beside submodules."""
+        """Store where each value is, and every object on the path to it except submodules."""
         items: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}
         attributes: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}
         self._sized: list[Any] = []
@@ -73,24 +74,24 @@ class PythonValueGuards:
         self._version = self._structure.version
 
 
-def _same(now: Any, before: Any) -> bool:
+def _same_value(now: Any, before: Any) -> bool:
     if now is before:
         return True
     if type(now) is not type(before) or isinstance(now, torch.Tensor):
         return False
     if isinstance(now, tuple):
-        return len(now) == len(before) and all(map(_same, now, before))
+        return len(now) == len(before) and all(map(_same_value, now, before))
     return repr(now) == repr(before) if isinstance(now, np.generic) else same_constant(now, before)
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)} (object {id(value):#x})"
     return "gone" if value is GONE else repr(value)
 
 
 def _name(reading: Reading) -> str:
-    """As the user would write it, without the model itself: "drop.p", "config.scale", "loss_fn.__defaults__[0]"."""
+    """Return a reading as the user would write it: "drop.p", "config.scale", "loss_fn.__defaults__[0]"."""
     words = "" if reading.root is None else getattr(reading.root, "__name__", "what forward reads from outside")
     submodule = False
     for link in reading.path:

@@ -1,6 +1,7 @@
-"""Whole steps in a process group: ranks that each update their own parameters drift apart, so that must be asked for.
+"""Refuses whole steps in a process group that do not synchronize ranks, unless the user asks for that.
 
-`DistributedDataParallel` averages gradients by hooks of its own in C++, which a compiled step does not run.
+Ranks that each update their own parameters drift apart. `DistributedDataParallel` averages gradients in hooks in C++,
+which a compiled step does not run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _HINT = (
 
 
 def require_no_reducer(model: nn.Module) -> None:
-    """Raise `UnsupportedCall` for parameters whose gradients a DistributedDataParallel averages."""
+    """Raise `UnsupportedCall` if a DistributedDataParallel averages the gradient of a parameter."""
     if not _in_group():
         return
     held = {id(p) for ddp in _live_reducers() for p in ddp.parameters()}
@@ -33,7 +34,7 @@ def require_no_reducer(model: nn.Module) -> None:
 
 
 def require_collective(traced: Iterable[TracedGraph]) -> None:
-    """Raise `UnsupportedCall` for a step of several ranks none of whose programs holds a collective."""
+    """Raise `UnsupportedCall` if there are several ranks and no program of the step contains a collective."""
     ranks = torch.distributed.get_world_size() if _in_group() else 1
     if ranks > 1 and not any(op.target.startswith(_COLLECTIVES) for t in traced for op in t.graph.ops):
         what = "the step holds no collective, so that each rank would train on its own"
@@ -45,6 +46,6 @@ def _in_group() -> bool:
 
 
 def _live_reducers() -> list[nn.parallel.DistributedDataParallel]:
-    """By the type itself: `isinstance` would ask proxies, which may answer anything."""
+    """Return all live instances. It compares types, because proxies may give any answer to `isinstance`."""
     kind = nn.parallel.DistributedDataParallel
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]

@@ -1,4 +1,4 @@
-"""Transforms around a call (`torch.func`, forward-mode derivatives), which would have to see into a planned step.
+"""Refuses calls inside transforms (`torch.func`, forward-mode derivatives), which cannot transform a planned step.
 
 Kernels that write to planned addresses have no batching rules and no tangents: results would be wrong, or zeros.
 """
@@ -19,12 +19,12 @@ active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def around() -> bool:
-    """Whether a transform may be around this call: False in a usual step, at the cost of one C call."""
+    """Whether a transform may be active around this call. It costs one C call."""
     return active() or forward_ad._current_level >= 0
 
 
 def refusal(arguments: Any, model: nn.Module) -> UnsupportedCall | None:
-    """What to raise for a call of `model` with these arguments; None where no transform asks anything of it."""
+    """Return the error for a call of `model` with these arguments; None if no transform applies to them."""
     hint = 'call the original model there; memplan.compile(..., on_mismatch="eager") does'
     if active():
         what = "a planned step cannot run inside torch.func's transforms (grad, vmap, jvp, jacrev, ...)"
@@ -41,6 +41,6 @@ def _is_dual(tensor: torch.Tensor) -> bool:
 
 
 def refuse(arguments: Any, model: nn.Module) -> None:
-    """Raise `UnsupportedCall` for a call that a transform would have to see into."""
+    """Raise `UnsupportedCall` if a transform applies to this call."""
     if around() and (refused := refusal(arguments, model)):
         raise refused

@@ -1,5 +1,5 @@
-"""Which Python callable runs each op of the plan, and writes where it is told.
+"""Selects the Python callable that runs each op of the plan and writes its result to the planned address.
 
-Start at `kernel_selection.py` (candidates are tried on the real thing, `probe.py` judges); the other files are kernels
-that need more than a call.
+Start at `kernel_selection.py`, which tries candidates on real tensors; `probe.py` compares their results. The other
+files contain kernels that need more than one call.
 """

@@ -1,4 +1,4 @@
-"""Callables of torch that may run a kernel from Python, and the arguments that suit them: to be tried (`kernel_selection.py`)."""
+"""Lists torch callables that may run a kernel from Python, and their arguments, as candidates for the trial run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _METHODS = {
     *("copy_", "fill_", "zero_", "mul_", "add_", "sub_", "div_", "masked_fill_", "bernoulli_", "index_add_"),
     "index_put_",
 }
-# Those that lowering rules and optimizers call; the dispatcher would parse their lists and keywords for twice as long.
+# Functions that lowering rules and optimizers call; the dispatcher takes twice as long to parse their arguments.
 _FUNCTIONS = {
     *("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_foreach_add_", "_foreach_zero_", "index_select", "arange"),
 }
@@ -24,9 +24,9 @@ _ARITHMETIC = ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
 
 
 def in_place_function(kernel: KernelCall) -> Function:
-    """`Tensor.copy_` and its like are bound directly; other mutating ops go through the dispatcher."""
+    """Return the callable of a mutating op: a method such as `Tensor.copy_` if there is one, else the dispatcher's."""
     name = kernel.target._opname
-    whole = name == "index_put_" and None in kernel.args[1]  # dimensions that are not indexed: methods take no None
+    whole = name == "index_put_" and None in kernel.args[1]  # some dimensions are not indexed: methods take no None
     if name in _METHODS and not kernel.kwargs and not whole:
         method: Function = getattr(torch.Tensor, name)
         return method
@@ -38,7 +38,7 @@ def in_place_function(kernel: KernelCall) -> Function:
 
 
 def scalars_as_tensors(kernel: KernelCall, graph: Graph) -> tuple[Any, ...]:
-    """The arguments, with a number as second operand made the tensor that each call would make of it."""
+    """Return the arguments with a number as second operand replaced by the tensor that each call would make of it."""
     args = kernel.args
     if kernel.target._opname not in _ARITHMETIC or kernel.target._overloadname != "Tensor":
         return args
@@ -50,7 +50,7 @@ def scalars_as_tensors(kernel: KernelCall, graph: Graph) -> tuple[Any, ...]:
 
 
 def fast_bindings(kernel: KernelCall) -> tuple[Function, ...]:
-    """Python bindings without the dispatcher's boxed argument parsing; they may mean another overload: try them."""
+    """Return Python bindings that avoid the dispatcher's boxed argument parsing; they may call another overload."""
     name = kernel.target._opname
     spaces = (torch._C._VariableFunctions, torch._C._nn)
     return tuple(getattr(space, name) for space in spaces if hasattr(space, name))

@@ -1,9 +1,9 @@
-"""Convolutions that write where they are told: oneDNN's fused sum, started from zero.
+"""Convolutions that write to a given tensor: oneDNN's fused sum, added to zeros.
 
-`aten.convolution` has no `out=` kernel, but oneDNN can add a convolution to what is there already (Inductor fuses
-residual connections that way). Added to zero, it is the convolution, without the result's second copy. In one
-dimension, eager's own kernel sees two, the first of size 1, and so does this one. There is no such sum for transposed
-convolutions.
+`aten.convolution` has no `out=` kernel, but oneDNN can add a convolution to a tensor (Inductor fuses residual
+connections that way). Added to zeros, it gives the convolution without a copy of the result. One-dimensional
+convolutions run as two-dimensional ones with a first dimension of size 1, as in eager. oneDNN has no such sum for
+transposed convolutions.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Any
 import torch
 
 Function = Callable[..., Any]
-# Bytes of a result, by dimensions of the input, below which the longer call costs more than the copy that it saves.
+# By dimensions of the input, the bytes of a result below which the longer call costs more than the copy that it saves.
 _WORTH = {3: 1 << 18, 4: 1 << 16, 5: 1 << 16}
 
 
 def direct_convolutions(args: Sequence[Any], nbytes: int) -> tuple[Function, ...]:
-    """Callables that take the arguments of `aten.convolution` and `out`, to be tried: they may give other bits.
+    """Return callables that take the arguments of `aten.convolution` and `out`; the caller must compare their results.
 
-    None for what eager would not compute with oneDNN. Which zero the sum may start from, so that a result of -0.0
-    stays one, is a matter of the kernel: `keeps_signs` finds out.
+    There are none if eager would not use oneDNN. Whether the sum must start from 0.0 or -0.0, so that results of -0.0
+    keep their sign, depends on the kernel: `keeps_signs` tests it.
     """
     x, weight, bias, *how = args
     stride, padding, dilation, transposed, output_padding, groups = how
     tensors = [t for t in (x, weight, bias) if t is not None]
     if any(t.device.type != "cpu" or t.dtype is not torch.float32 for t in tensors):
         return ()
-    if transposed or nbytes < _WORTH.get(x.dim(), nbytes + 1) or (add := _adds_convolution()) is None:
+    if transposed or nbytes < _WORTH.get(x.dim(), nbytes + 1) or (add := _adding_convolution()) is None:
         return ()
     used = torch._C._select_conv_backend(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     if used.name != "Mkldnn":
         return ()
-    convolve = _convolve_line if x.dim() == 3 else _convolve
+    convolve = _convolve_1d if x.dim() == 3 else _convolve
     return tuple(f for zero in (0.0, -0.0) if keeps_signs(f := partial(convolve, add, zero), args))
 
 
 def keeps_signs(function: Function, args: Sequence[Any]) -> bool:
-    """Whether sums of zeros have the sign that they have in `aten.convolution`."""
+    """Whether zeros in the results of `function` have the same signs as in those of `aten.convolution`."""
     x, weight, bias, *how = args
     biases = [None] if bias is None else [torch.full_like(bias, zero) for zero in (0.0, -0.0)]
     for zero in (0.0, -0.0):
@@ -77,7 +77,7 @@ def _convolve(  # noqa: PLR0917  (the op's own signature)
     return out
 
 
-def _convolve_line(
+def _convolve_1d(
     add: Function,
     zero: float,
     x: torch.Tensor,
@@ -93,8 +93,8 @@ def _convolve_line(
 
 
 @cache
-def _adds_convolution() -> Function | None:
-    """oneDNN's convolution that adds to its first argument, where torch was built with it."""
+def _adding_convolution() -> Function | None:
+    """Return oneDNN's convolution that adds to its first argument; None if torch was built without oneDNN."""
     try:
         overload: Function = torch.ops.mkldnn._convolution_pointwise_.binary._op
     except AttributeError:

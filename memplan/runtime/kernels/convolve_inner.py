@@ -1,7 +1,8 @@
-"""What `aten.convolution` and its backward come down to on the CPU, called without the choice that they make each time.
+"""Finds the kernel that `aten.convolution` and its backward call on the CPU, so that it can be called directly.
 
-Which algorithm runs depends on shapes, dtypes and threads (aten/src/ATen/native/Convolution.cpp): torch itself is asked
-once. Its own for few numbers (`_slow_conv2d`) has true out variants, so that no result is copied; oneDNN's has none.
+The algorithm depends on shapes, dtypes and threads (Convolution.cpp in PyTorch); torch is asked for it once. The
+algorithm for small inputs (`_slow_conv2d`) has true out variants, so that no result is copied; that of
+oneDNN has none.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from torch._ops import OpOverload
 
 Arguments = Callable[[Sequence[Any]], tuple[Any, ...]]
 aten = torch.ops.aten
-_DIMENSIONS = 4  # of images: what has another number is seen as images first
+_DIMENSIONS = 4  # of a batch of images; `aten.convolution` reshapes other inputs first
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inner:
-    """`overload`, perhaps an out variant, takes what `arguments` makes of the arguments of the op."""
+    """An overload (possibly an out variant), and the function that converts the arguments of the op to its own."""
 
     overload: OpOverload
     arguments: Arguments
 
 
 def inner_convolution(target: OpOverload, args: Sequence[Any], *, apart: bool) -> Inner | None:
-    """What runs inside `target`, one of `CONVOLUTIONS`, with these arguments, where that can be called: to be tried.
+    """Return the kernel that `target`, one of `CONVOLUTIONS`, calls with these arguments; None if none is callable.
 
-    `apart`: the results share no bytes with the arguments, so that they may be written while those are read.
+    The caller must compare its results. `apart`: the results share no bytes with the arguments, so that out variants
+    may be used.
     """
     backward = target is aten.convolution_backward.default
     x, weight = args[1:3] if backward else args[:2]
@@ -38,7 +40,7 @@ def inner_convolution(target: OpOverload, args: Sequence[Any], *, apart: bool) -
     if x.dim() != _DIMENSIONS or any(t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
         return None
     stride, padding, dilation, transposed, output_padding, groups = args[4:10] if backward else args[3:9]
-    if transposed or (backward and not all(args[10])):  # out variants want memory for every result
+    if transposed or (backward and not all(args[10])):  # out variants need memory for every result
         return None
     bias = weight.new_empty(weight.shape[0]) if backward else args[2]
     used = torch._C._select_conv_backend(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)

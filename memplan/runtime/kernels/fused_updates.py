@@ -1,4 +1,4 @@
-"""Updates that follow one another, run by one call: torch's fused optimizer kernels take lists."""
+"""Fuses consecutive parameter updates into one call: torch's fused optimizer kernels take lists."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memplan.trace.optimizer.update_groups import kind_of
 from memplan.trace.traced import KernelCall, TracedGraph
 
 
-def joined(traced: TracedGraph, bound: Sequence[BoundOp], order: Sequence[int]) -> Mapping[int, BoundOp | None]:
-    """What to call at the steps where updates of one kind follow one another: all of them at the first, then nothing.
+def fuse_updates(traced: TracedGraph, bound: Sequence[BoundOp], order: Sequence[int]) -> Mapping[int, BoundOp | None]:
+    """Return what to call at steps of consecutive updates of one kind: all updates at the first, None at the others.
 
-    Nothing runs in between, so that every gradient exists at the first of them, and is alive.
+    No other op runs in between, so that every gradient exists and is alive at the first of them.
     """
     found: dict[int, BoundOp | None] = {}
     kinds = [kind_of(k, traced.graph) if isinstance(k, KernelCall) else None for k in traced.kernels]
@@ -24,12 +24,12 @@ def joined(traced: TracedGraph, bound: Sequence[BoundOp], order: Sequence[int]) 
             end += 1
         if end > start + 1 and kinds[order[start]] is not None and bound[order[start]].form is CallForm.IN_PLACE:
             found |= dict.fromkeys(range(start, end))
-            found[start] = _one([bound[op] for op in order[start:end]])
+            found[start] = _fuse([bound[op] for op in order[start:end]])
         start = end
     return found
 
 
-def _one(several: Sequence[BoundOp]) -> BoundOp:
-    """A call with the lists of all of them."""
-    lists = zip(*(bound.args for bound in several), strict=True)
-    return replace(several[0], args=tuple([item for one in of for item in one] for of in lists))
+def _fuse(updates: Sequence[BoundOp]) -> BoundOp:
+    """Return one call with the lists of all updates."""
+    lists = zip(*(bound.args for bound in updates), strict=True)
+    return replace(updates[0], args=tuple([item for one in of for item in one] for of in lists))

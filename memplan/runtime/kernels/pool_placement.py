@@ -1,8 +1,8 @@
-"""Large results of kernels that cannot be told where to write, made at their planned address while they are recorded.
+"""Places large results of kernels without out arguments at their planned addresses while a CUDA graph is recorded.
 
-One `torch.cuda.MemPool` for each, whose allocator answers the request for the result with the address that was planned
-for it. A recorded kernel keeps its addresses, so this is needed once. What does not work out, because the
-kernel asks for its memory in another way, is copied to its place as ever.
+Each such result gets a `torch.cuda.MemPool`, whose allocator returns the planned address for the request of that
+result. A recorded kernel keeps its addresses, so this happens once. If a kernel requests its memory in another way, its
+result is copied to the planned address as usual.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from memplan.runtime.kernels.kernel_selection import BoundOp
 
 
 class Placer(Protocol):
-    """Lets a tensor be made at an address."""
+    """Allocates a tensor at a given address."""
 
     def at(self, address: int, nbytes: int) -> AbstractContextManager[None]:
-        """Inside, the first tensor of `nbytes` bytes is made at `address`, if that can be."""
+        """Within the context, allocate the first tensor of `nbytes` bytes at `address`, if possible."""
 
 
 class PoolPlacer:
-    """By pools of CUDA memory. `low` and `high` are the addresses of an arena and of its end."""
+    """A `Placer` that uses CUDA memory pools. `low` and `high` are the addresses where an arena begins and ends."""
 
     def __init__(self, device: torch.device, low: int, high: int) -> None:
         self._device = device
         self._made: tuple[PlaceAllocator, Any] | None = None
         self.low, self.high = low, high
-        self.pools: list[Any] = []  # which may not go before what was recorded in them
+        self.pools: list[Any] = []  # they must outlive the graphs that were recorded in them
 
     @contextmanager
     def at(self, address: int, nbytes: int) -> Iterator[None]:
-        """In a pool of its own, that is not split: nothing else can lie behind the result."""
+        """Use a pool for this result alone, without splitting: no other tensor can follow the result in its block."""
         allocator, handle = self._ready()
         pool = torch.cuda.MemPool(handle, no_split=True)
         self.pools.append(pool)
@@ -52,25 +52,25 @@ class PoolPlacer:
             exchange = runtime.cudaThreadExchangeStreamCaptureMode
             allocator = PlaceAllocator(cuda_backing(runtime), exchange, self.low, self.high)
             self._made = allocator, torch._C._cuda_customAllocator(*allocator.pointers)
-            weakref.finalize(self, _give_up, self.pools, allocator)
+            weakref.finalize(self, _delete_pools, self.pools, allocator)
         return self._made
 
 
-def _give_up(pools: list[Any], allocator: PlaceAllocator) -> None:
-    """Pools give their memory back through the allocator: it goes last."""
+def _delete_pools(pools: list[Any], allocator: PlaceAllocator) -> None:
+    """Delete the pools before the allocator, through which they free their memory."""
     pools.clear()
     del allocator
 
 
 def cuda_runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
+    """Return the CUDA runtime library that torch has loaded."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 
 
 def placing(
     bound: Sequence[BoundOp], places: Mapping[int, PlannedPlace], tensors: Mapping[str, Any], placer: Placer
 ) -> tuple[BoundOp, ...]:
-    """`bound` (indexed like the graph's ops), with the ops of `places` making that result where it is planned.
+    """Return `bound` (indexed like the ops of the graph), with the ops of `places` writing to their planned places.
 
     `tensors` are the values by name ("v12").
     """
@@ -83,7 +83,7 @@ def placing(
 
 
 def _placed(bound: BoundOp, place: PlannedPlace, target: torch.Tensor, placer: Placer) -> Callable[..., Any]:
-    """Returns `target` itself where the kernel has written just there: copying it onto itself does nothing."""
+    """Return a callable that returns `target` itself if the kernel wrote to its address, so that no copy is needed."""
     position = bound.outs.index(place.value)
     address = target.untyped_storage().data_ptr()
 

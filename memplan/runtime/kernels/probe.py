@@ -1,6 +1,6 @@
-"""Trying callables: whether one gives the same bytes as another, and where it is told to.
+"""Tries callables: checks whether one gives the same bytes as another, and writes them to its out arguments.
 
-Throw-away results lie in memory that cannot be resized, so that a kernel which would resize its `out=` is found out.
+Scratch results are in memory that cannot be resized, so that a kernel that resizes its `out=` fails.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from memplan.core.graph import Graph
 from memplan.runtime.memory.arena import Memory, view_of
 
 Function = Callable[..., Any]
-# How a binding says that it does not take these arguments.
+# The errors that a binding raises for arguments that it does not take.
 _REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError)
 
 
 def writes(
     function: Function, args: Any, kwargs: Mapping[str, Any], scratch: Sequence[torch.Tensor], expected: Sequence[Any]
 ) -> bool:
-    """Whether `function`, whose out arguments are among `kwargs` and are the tensors of `scratch`, fills these with
-    the bytes of `expected` and leaves them where they are."""
+    """Whether `function` writes the bytes of `expected` to its out arguments, and does not move or resize them.
+
+    The out arguments are the tensors of `scratch`, which are also in `kwargs`.
+    """
     before = [(t.data_ptr(), t.shape, t.stride()) for t in scratch]
     try:
         if _resizes(function, args, kwargs, scratch):
@@ -37,9 +39,9 @@ def writes(
 
 
 def _resizes(function: Function, args: Any, kwargs: Mapping[str, Any], scratch: Sequence[torch.Tensor]) -> bool:
-    """Whether a result of no dimension first holds something larger, as that of `binary_cross_entropy` does.
+    """Whether a zero-dimensional result is larger at first, as that of `binary_cross_entropy` is.
 
-    Torch would print a warning, which nothing in Python can catch; it has none for results that are empty yet.
+    torch would print a warning that Python cannot catch; it prints none for results that are still empty.
     """
     if not any(t.dim() == 0 for t in scratch):
         return False
@@ -50,7 +52,7 @@ def _resizes(function: Function, args: Any, kwargs: Mapping[str, Any], scratch: 
 
 
 def returns(function: Function, args: Any, kwargs: Mapping[str, Any], expected: Sequence[Any]) -> bool:
-    """Whether `function` returns what has the bytes of `expected`."""
+    """Whether `function` returns the bytes of `expected`."""
     try:
         results = as_tuple(function(*args, **kwargs))
     except _REFUSALS:
@@ -68,7 +70,7 @@ def _same(one: Any, two: Any) -> bool:
 
 
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Same dtype, shape and bits (NaN equals NaN, 0.0 is not -0.0), whatever the strides."""
+    """Whether two tensors have the same dtype, shape and bits (NaN equals NaN, 0.0 is not -0.0), for any strides."""
     if one.dtype != two.dtype or one.shape != two.shape:
         return False
     if one.dtype == torch.bool:
@@ -77,13 +79,13 @@ def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in order, as bytes; strides of tensors of 0 or 1 elements may be anything."""
+    """Return the elements of a tensor in order, as bytes. Tensors of 0 or 1 elements may have any strides."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def scratch(graph: Graph, index: int) -> torch.Tensor:
-    """Throw-away memory with the layout of a value, in a storage that cannot be resized, filled with 0xFF."""
+    """Return a scratch tensor with the layout of a value, in a storage that cannot be resized, filled with 0xFF."""
     value = graph.values[index]
     storage = graph.storages[value.storage]
     memory = Memory(storage.nbytes, torch.device(storage.device))
@@ -94,5 +96,5 @@ def scratch(graph: Graph, index: int) -> torch.Tensor:
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
-    """The results of an op that returns one, or a sequence of them."""
+    """Return the results of an op as a tuple."""
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)

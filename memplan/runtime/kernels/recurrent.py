@@ -1,6 +1,7 @@
-"""oneDNN's LSTM: it hands its backward a workspace, and makes one only while gradients are enabled.
+"""Runs oneDNN's LSTM, which returns a workspace for its backward only while gradients are enabled.
 
-A compiled forward runs where autograd has disabled them, an inference of ours perhaps where they are enabled.
+A compiled forward runs with gradients disabled by autograd; an inference program may run with gradients enabled. So the
+functions here set the mode themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _LAYER = torch.ops.aten.mkldnn_rnn_layer.default._op
 
 
 def layer_function(*, workspace: bool) -> Callable[..., Any]:
-    """What runs `aten.mkldnn_rnn_layer`, with a workspace as its last result or with None."""
+    """Return the function that runs `aten.mkldnn_rnn_layer`, with a workspace as its last result or with None."""
     return _with_workspace if workspace else _without_workspace
 
 

@@ -1,4 +1,4 @@
-"""Binding the copies of a plan: one op starts a copy, another waits for it."""
+"""Binds the copies of a plan: one op starts a copy, another op waits for it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _DIRECTIONS = {OFFLOAD: Direction.TO_HOST, RELOAD: Direction.TO_DEVICE, SEND: Di
 def bind_transfers(
     graph: Graph, kernels: Sequence[KernelCall | Transfer], order: Sequence[int], copies: Copies, host: torch.Tensor
 ) -> tuple[dict[int, BoundOp], tuple[Copy, ...]]:
-    """What each transfer (by op index) calls, and the copies that they start; `host` is the memory that holds those.
+    """Return the bound op of each transfer (by op index), and the copies in the order of their starts.
 
-    Raises `InvalidEviction` for a wait without its start.
+    `host` is the memory of offloaded bytes. Raises `InvalidEviction` for a wait without a start.
     """
     bound: dict[int, BoundOp] = {}
-    made: list[Copy] = []
-    flying: dict[tuple[int, int], Copy] = {}
+    started: list[Copy] = []
+    in_flight: dict[tuple[int, int], Copy] = {}
     for index in order:
         kernel = kernels[index]
         if isinstance(kernel, KernelCall):
@@ -36,15 +36,15 @@ def bind_transfers(
             there = graph.values[source if kernel.target == OFFLOAD else destination].storage
             device = torch.device(graph.storages[there].device)
             copy = copies.copy(_DIRECTIONS[kernel.target], host, device)
-            flying[_storages(graph, source, destination)] = copy
-            made.append(copy)
+            in_flight[_storages(graph, source, destination)] = copy
+            started.append(copy)
             bound[index] = _bound(CallForm.START, copy.start, Ref(destination), Ref(source))
         else:
-            ended = flying.pop(_storages(graph, source, kernel.reads[1]), None)
+            ended = in_flight.pop(_storages(graph, source, kernel.reads[1]), None)
             if ended is None:
                 raise InvalidEviction("waits for a copy that was not started", where=graph.ops[index].name)
             bound[index] = _bound(CallForm.WAIT, ended.wait)
-    return bound, tuple(made)
+    return bound, tuple(started)
 
 
 def _storages(graph: Graph, source: int, destination: int) -> tuple[int, int]:

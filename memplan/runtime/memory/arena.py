@@ -1,7 +1,7 @@
-"""The arena: one allocation, made once, and the tensors that are nothing but addresses in it.
+"""The arena: one block of memory, allocated once, and the tensors at addresses in it.
 
-Every buffer gets a storage of its own that cannot be resized. Views of one big tensor would share a version
-counter, would move under `as_strided`'s absolute offsets, and would let a kernel resize into its neighbours.
+Every buffer gets a storage of its own that cannot be resized. Views of one large tensor would share a version counter,
+would move under the absolute offsets of `as_strided`, and would let a kernel resize into neighbouring buffers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from memplan.runtime.copies.copies import Copies
 from memplan.runtime.copies.copy_streams import StreamCopies
 from memplan.runtime.copies.copy_threads import ThreadCopies
 from memplan.runtime.memory.arena_ownership import ArenaOwnership
-from memplan.runtime.memory.stream_ordering import make_turns
+from memplan.runtime.memory.stream_ordering import make_stream_ordering
 
 
 class Memory:
-    """`nbytes` bytes on `device`, never moved; `pinned`: of the host, such that a GPU can copy them by itself.
+    """A block of `nbytes` bytes on `device` that never moves; `pinned`: page-locked host memory, for GPU copies.
 
-    Tensors made from it do not keep it alive: whoever holds them holds the memory.
+    Tensors made from it do not keep it alive: their owner must also keep a reference to the memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
@@ -36,11 +36,11 @@ class Memory:
         self.device = self.memory.device
 
     def bytes_at(self, low: int, high: int) -> torch.Tensor:
-        """The bytes [low, high) as a tensor."""
+        """Return the bytes [low, high) as a tensor."""
         return self.memory[low:high]
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        """A non-resizable storage of `nbytes` bytes at `offset`."""
+        """Return a non-resizable storage of `nbytes` bytes at `offset`."""
         assert 0 <= offset <= offset + nbytes <= self.nbytes
         pointer = self.memory.data_ptr() + offset
         made: Any = torch._C._construct_storage_from_data_pointer(pointer, self.device, nbytes)
@@ -48,40 +48,42 @@ class Memory:
 
 
 class Arena(Memory):
-    """Where a step lives. Programs that share it take turns (`ownership`), and share what copies to the host."""
+    """The memory of a step. Programs that share it run one at a time (`ownership`) and share its copies to the host."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         super().__init__(nbytes, device)
         self.copies = make_copies(self.device)
-        weakref.finalize(self, self.copies.close)  # before its bytes are given back
-        self.ownership = ArenaOwnership(self.copies.drain, make_turns(self.device))
+        weakref.finalize(self, self.copies.close)  # before its bytes are freed
+        self.ownership = ArenaOwnership(self.copies.drain, make_stream_ordering(self.device))
         self._host = Memory(0, torch.device("cpu"))
 
     def host(self, nbytes: int) -> Memory:
-        """The memory on the host beside the arena: that of the programs before, where it is large enough."""
+        """Return at least `nbytes` of host memory for offloaded bytes; earlier memory is reused if large enough."""
         if nbytes > self._host.nbytes:
             self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
         return self._host
 
     def turned(self, plan: Plan) -> Arena | None:
-        """The arena as a program of `plan` sees it, when it fits."""
+        """Return the arena as a program of `plan` uses it; None if the plan does not fit."""
         return self if plan.arena_size <= self.nbytes else None
 
 
 def make_copies(device: torch.device) -> Copies:
-    """What copies between an arena on `device` and the host. Nothing is started before the first copy is."""
+    """Return the copies between an arena on `device` and the host. No thread or stream starts before the first copy."""
     return StreamCopies(device) if device.type == "cuda" else ThreadCopies()
 
 
 class Arenas(Arena):
-    """An arena on each of several devices: an offset is one of the plan's `sections`, laid end to end."""
+    """An arena on each of several devices. Offsets count through the device arenas of the plan, laid end to end."""
 
     def __init__(self, sections: Sequence[DeviceArena]) -> None:
         super().__init__(0, torch.device(sections[0].device))
         self._memories = tuple(Memory(section.size, torch.device(section.device)) for section in sections)
-        self.ownership.turn = make_turns(*dict.fromkeys(memory.device for memory in self._memories))
+        self.ownership.turn = make_stream_ordering(*dict.fromkeys(memory.device for memory in self._memories))
         self._sections = tuple(sections)
-        self._owner: Arena | None = None  # of a view: what closes the copies when it is gone
+        self._owner: Arena | None = (
+            None  # of a view: the arena that it was made from, which closes the copies when freed
+        )
 
     def bytes_at(self, low: int, high: int) -> torch.Tensor:
         memory, start = self._at(low)
@@ -97,12 +99,12 @@ class Arenas(Arena):
             return None
         if plan.devices == self._sections:
             return self
-        other = copy.copy(self)  # the same memories, copies and ledger
+        other = copy.copy(self)  # it shares memories, copies and ownership
         other._sections, other._owner = plan.devices, self
         return other
 
     def _at(self, offset: int) -> tuple[Memory, int]:
-        """The memory that holds the byte at `offset`, and the offset of its first."""
+        """Return the memory that holds the byte at `offset`, and the offset of the first byte of that memory."""
         for section, memory in zip(reversed(self._sections), reversed(self._memories), strict=True):
             if section.start <= offset and (section.size or not section.start):
                 return memory, section.start
@@ -110,14 +112,16 @@ class Arenas(Arena):
 
 
 def arena_for(plan: Plan, device: torch.device, room: int = 0) -> Arena:
-    """An arena for `plan`, never larger than its budget: raises `InvalidPlan`. `room`: bytes to have at least, where
-    it is on one device."""
+    """Return a new arena for `plan`. Raises `InvalidPlan` if the plan exceeds its own budget.
+
+    `room`: the least size in bytes of an arena on one device.
+    """
     require_budget(plan)
     return Arenas(plan.devices) if plan.devices else Arena(max(plan.arena_size, room), device)
 
 
 def arena_for_all(plans: Sequence[Plan], device: torch.device, room: int = 0) -> Arena:
-    """An arena in which the programs of several plans take turns, on every device as large as the largest wants it."""
+    """Return a new arena that is large enough, on every device, for each of the plans."""
     largest = arena_for(max(plans, key=lambda plan: plan.arena_size), device, room)
     if all(largest.turned(plan) for plan in plans):
         return largest
@@ -126,26 +130,26 @@ def arena_for_all(plans: Sequence[Plan], device: torch.device, room: int = 0) ->
 
 
 def view_of(storage: torch.UntypedStorage, value: Value, offset: int | None = None) -> torch.Tensor:
-    """The tensor that `value` describes, over `storage`, at `offset` (elements; default: its own)."""
+    """Return the tensor that `value` describes, over `storage`, at `offset` (in elements; by default its own)."""
     empty = torch.empty(0, dtype=dtype_of(value), device=storage.device)
     return empty.set_(storage, value.offset if offset is None else offset, value.shape, value.strides)
 
 
 def view_within(base: Value, value: Value, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of `value`, which is a view of `base`, when `tensor` is the one of `base`."""
+    """Return the tensor of `value`, a view of `base`, given the tensor of `base`."""
     return view_of(tensor.untyped_storage(), value, offset_within(base, value, int(tensor.storage_offset())))
 
 
 def offset_within(base: Value, value: Value, start: int) -> int:
-    """Storage offset (elements of `value`) when `base` starts at `start` (elements of `base`) in its storage.
+    """Return the storage offset of `value`, in its elements, if `base` starts at `start`, in elements of `base`.
 
-    Both describe the same bytes as traced; at run time the base may lie elsewhere in a larger storage.
+    Both describe the same bytes in the trace; at run time the base may be at another place of a larger storage.
     """
     return value.offset + (start - base.offset) * dtype_of(base).itemsize // dtype_of(value).itemsize
 
 
 def dtype_of(value: Value) -> torch.dtype:
-    """The torch dtype of a value."""
+    """Return the torch dtype of a value."""
     found = getattr(torch, value.dtype)
     assert isinstance(found, torch.dtype)
     return found

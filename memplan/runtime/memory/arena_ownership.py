@@ -1,7 +1,7 @@
-"""Who owns the arena's bytes right now: the rules that keep a step in flight honest.
+"""Tracks which step owns the bytes of an arena, and raises if another step would overwrite them.
 
-An arena holds one step's activations. So a forward may not start while another one's backward is still to
-come, and a backward runs once. Each breach raises instead of being silently wrong.
+An arena holds the activations of one step. A forward may not start before the backward of the last forward has run,
+and a backward runs once. A violation raises `StaleActivationsError`; results are never silently wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memplan.errors import StaleActivationsError
 
 
 class InFlight:
-    """The activations of one forward. Lives as long as its autograd graph; `done` after its backward."""
+    """The activations of one forward. It exists as long as its autograd graph; `done` is set by its backward."""
 
     __slots__ = ("__weakref__", "done", "number")
 
@@ -24,11 +24,11 @@ class InFlight:
 
 
 class ArenaOwnership:
-    """Which step owns an arena; programs that share the arena share the ledger.
+    """Tracks which step owns an arena; programs that share the arena share this object.
 
-    `drain()` returns when no copy into or out of the arena is under way. A step that ends early leaves none.
-    `move_out()`, where a backward has left something in the arena, takes it out before the bytes are used again.
-    `turn()` lets what is launched from now on wait for the steps before (`stream_ordering.py`).
+    `drain()` returns when no copy into or out of the arena is running; it is called if a step ends early.
+    `move_out()`, if set, moves gradients that a backward left in the arena out of it before the bytes are used again.
+    `turn()` makes the work launched from now on wait for the steps before, if they ran on other streams.
     """
 
     def __init__(self, drain: Callable[[], None], turn: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ class ArenaOwnership:
         self.move_out: Callable[[], None] | None = None
 
     def __enter__(self) -> ArenaOwnership:
-        """Hold the arena while a program runs; raise when another thread holds it."""
+        """Lock the arena while a program runs; raise `StaleActivationsError` if another thread has locked it."""
         if not self._lock.acquire(blocking=False):
             raise StaleActivationsError(
                 "another thread is running a step in this arena",
@@ -56,7 +56,7 @@ class ArenaOwnership:
             self._lock.release()
 
     def begin(self, *, keep: bool) -> InFlight:
-        """Start a step, or raise `StaleActivationsError` when one is in flight; `keep`: a backward will follow."""
+        """Start a step, or raise `StaleActivationsError` if one is in flight; `keep`: a backward will follow."""
         self.steps += 1
         self.require_free(f"forward {self.steps}")
         step = InFlight(self.steps)
@@ -64,7 +64,7 @@ class ArenaOwnership:
         return step
 
     def require_free(self, who: str) -> None:
-        """Raise `StaleActivationsError` when a step is in flight; else no copy is under way either."""
+        """Raise `StaleActivationsError` if a step is in flight; otherwise wait for all copies and earlier steps."""
         if self.pending is not None:
             raise StaleActivationsError(
                 f"{who} would overwrite the activations of forward {self.pending.number}, whose backward has not run",
@@ -74,20 +74,20 @@ class ArenaOwnership:
         if self.move_out is not None:
             self.move_out()
             self.move_out = None
-        self.drain()  # of a forward that was given up
+        self.drain()  # copies of a forward whose backward will not run
         self.turn()
 
     @property
     def pending(self) -> InFlight | None:
-        """The step whose backward is still to come, if its autograd graph is still alive."""
+        """The step whose backward has not run, if its autograd graph is still alive."""
         step = self._current()
         return None if step is None or step.done else step
 
     def end(self, step: InFlight) -> None:
-        """The backward of `step` begins; raise unless the arena still holds what it needs."""
+        """Start the backward of `step`; raise `StaleActivationsError` unless the arena still holds its activations."""
         if step.done:
             raise StaleActivationsError(
-                f"backward ran twice for forward {step.number}; its activations were given up by the first",
+                f"backward ran twice for forward {step.number}; its activations were released by the first",
                 hint="run the forward again, or add the losses before one backward",
             )
         if self._current() is not step:

@@ -1,4 +1,4 @@
-"""What a step on a device wants of the memory that its model stays in."""
+"""Prepares the host memory of a model whose step runs on another device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from memplan.trace.traced import TracedGraph
 
 
 def prepare_host(model: nn.Module, traced: TracedGraph, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Make ready what `traced` copies from and to: on CUDA, the bytes of parameters, buffers and optimizer state move,
-    once, to memory that cannot be swapped out, which the GPU copies by itself; the tensors stay the same objects.
+    """Pin the parameters, buffers and optimizer state that a step on CUDA copies from and to the host.
+
+    Their bytes move to page-locked memory, once; the tensors stay the same objects.
     """
     if traced.runs_on and traced.device.type == "cuda":
         pin(model.parameters())
@@ -22,7 +23,7 @@ def prepare_host(model: nn.Module, traced: TracedGraph, optimizer: torch.optim.O
 
 
 def pin(tensors: Iterable[torch.Tensor]) -> None:
-    """Move the bytes of tensors to pinned memory, in place; tensors that share their memory go on doing so."""
+    """Move the bytes of tensors to pinned memory, in place; tensors that share memory still share it."""
     moved: dict[int, torch.UntypedStorage] = {}
     for t in tensors:
         storage = t.untyped_storage()

@@ -1,6 +1,6 @@
-"""Measuring: the bytes that kernels allocate by themselves, which no fake tensor can tell.
+"""Measures the bytes that kernels allocate by themselves, which fake tensors cannot show.
 
-The step runs once more, op by op, under torch's profiler, which sees every allocation of the device.
+The step runs once more, op by op, under torch's profiler, which records every allocation on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def peak_bytes(thunks: Sequence[Callable[[], None]], device: torch.device) -> list[int]:
-    """For each thunk, the most bytes (above those at its start) that were allocated while it ran."""
+    """Return for each thunk the most bytes (above those at its start) that were allocated while it ran."""
     with quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
         for i, thunk in enumerate(thunks):
             with torch.autograd.profiler.record_function(f"memplan::{i}"):
@@ -47,7 +47,7 @@ def _peaks(windows: dict[int, tuple[int, int]], allocations: list[tuple[int, int
 
 @contextmanager
 def quiet_kineto() -> Iterator[None]:
-    """Kineto reports its own start and stop on stderr unless it is told not to when it starts."""
+    """Keep Kineto from reporting its start and stop on stderr; the setting is read when it starts."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = "99"
     try:

@@ -1,7 +1,7 @@
-"""Steps of one arena on several CUDA streams: each waits for the one before it, whose bytes it overwrites.
+"""Orders the steps of one arena on several CUDA streams: each waits for the one before, whose bytes it overwrites.
 
-Eager's tensors are their own on each stream. An arena is one for all, so what a step launches must run after what the
-last step launched, on whatever stream that was.
+Eager allocates separate tensors on each stream. All steps share the arena, so the work that a step launches must run
+after the work of the last step, on whatever stream that ran.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from collections.abc import Callable
 
 import torch
 
-Turn = Callable[[], None]
+Order = Callable[[], None]
 
 
-def make_turns(*devices: torch.device) -> Turn:
-    """What to call when a step begins. On the CPU there is nothing to wait for."""
-    turns = [StreamOrdering(device) for device in devices if device.type == "cuda"]
-    if len(turns) < 2:
-        return turns[0] if turns else _nothing
+def make_stream_ordering(*devices: torch.device) -> Order:
+    """Return the function to call when a step begins. On the CPU it does nothing: steps run one after another."""
+    orderings = [StreamOrdering(device) for device in devices if device.type == "cuda"]
+    if len(orderings) < 2:
+        return orderings[0] if orderings else _nothing
 
-    def all_turns() -> None:
-        for turn in turns:
-            turn()
+    def order_all() -> None:
+        for order in orderings:
+            order()
 
-    return all_turns
+    return order_all
 
 
 class StreamOrdering:
-    """Lets the current stream of a device wait for the one that had the last turn, when it is another."""
+    """Makes the current stream of a device wait for the stream of the last step, if that is another one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,7 +35,7 @@ class StreamOrdering:
         self._last: torch.cuda.Stream | None = None
 
     def __call__(self) -> None:
-        """Take the next turn. While somebody captures the step, what was before is theirs to wait for."""
+        """Order the current stream after the last one. During a capture, the capturing code orders the streams."""
         raw: int = torch._C._cuda_getCurrentRawStream(self._device.index)
         if raw == self._raw or torch.cuda.is_current_stream_capturing():
             return
@@ -46,4 +46,4 @@ class StreamOrdering:
 
 
 def _nothing() -> None:
-    """Steps on the CPU run one after another."""
+    """Does nothing: steps on the CPU run one after another."""

@@ -1,1 +1,5 @@
-"""Calls for which there is no plan run as eager, and what they save is offloaded on demand (`on_mismatch="passive"`)."""
+"""On-demand offload (`on_mismatch="passive"`): runs calls that have no plan eagerly, within the budget.
+
+Start at `on_demand_offload.py`; `saved_tensors.py` and `live_bytes.py` hold and count the saved activations, and
+`eager_step.py` runs a whole training step.
+"""

@@ -1,4 +1,4 @@
-"""A whole training step for which there is no plan, as eager takes it: what `compile_step` runs passively."""
+"""Runs a whole training step that has no plan eagerly, for `compile_step(..., on_mismatch="passive")`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def eager_step(
     update: bool,
     clip_grad_norm: float | None,
 ) -> torch.Tensor:
-    """The loss (detached) of a batch, after its backward, and after the optimizer's step where `update` says so.
+    """Run forward, backward and, if `update`, the optimizer's step; return the loss of the batch, detached.
 
-    `run(model, *batch, **kwargs)` calls the model. `.grad` is left alone; gradients that wait for an update are added
-    where the planned step keeps them. Raises `UnsupportedCall` for a gradient that it keeps nowhere.
+    `run(model, *batch, **kwargs)` calls the model. `.grad` is not changed; with `accumulate`, gradients are added to
+    the sums that the planned step keeps. Raises `UnsupportedCall` for a gradient that has no such sum.
     """
     optimizer = structure.optimizer
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -37,7 +37,7 @@ def eager_step(
             loss = run(structure.model, *batch, **kwargs)
             loss.backward(torch.full_like(loss, 1 / accumulate))
         if accumulate > 1:
-            _add(structure, parameters)
+            _accumulate(structure, parameters)
         if update:
             if clip_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
@@ -51,8 +51,8 @@ def eager_step(
     return result
 
 
-def _add(structure: StepStructure, parameters: list[torch.Tensor]) -> None:
-    """Add the gradients to those of the calls before, which become the parameters' own."""
+def _accumulate(structure: StepStructure, parameters: list[torch.Tensor]) -> None:
+    """Add the gradients to the sums of earlier calls, and set these as `.grad` of the parameters."""
     totals = structure.accumulated()
     for p in parameters:
         total = totals.get(p)

@@ -1,4 +1,4 @@
-"""The bytes of a device that are alive, of those that a step made: counted storage by storage while it runs."""
+"""Counts the live bytes that a step allocated on a device, storage by storage, while it runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class LiveBytes:
-    """Storages of `device` that were added, until they are gone. `peak`: the most bytes that were alive at once.
+    """The live bytes of storages on `device` that were added. `peak`: the most bytes that were alive at once.
 
-    What is gone is noticed only where it matters: what was alive the last time, and all that came since, is an upper
-    bound.
+    Freed storages are subtracted only when the number is needed; until then, the bytes that were alive at the last
+    count and all that were added since are an upper bound.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class LiveBytes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are alive now."""
+        """The bytes that are alive now."""
         for key, (weak, nbytes) in list(self._known.items()):
             if weak.expired():  # type: ignore[no-untyped-call]
                 del self._known[key]
@@ -52,7 +52,7 @@ class LiveBytes:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but strided bytes."""
+    """Whether a tensor is a plain strided tensor: no subclass, no lazy conjugate or negation, not quantized."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

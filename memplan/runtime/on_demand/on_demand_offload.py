@@ -1,9 +1,10 @@
-"""Passive mode: a call that no plan is for runs as it is, and what it saves is evicted on demand (Capuchin's term).
+"""On-demand offload: runs a call that has no plan, and offloads its saved activations when the budget is reached.
 
-The model runs eagerly. What its ops make on the device is counted while it lives; before an op would pass the budget,
-the activation that was saved first, which the backward needs last, goes to the host, and comes back when it is asked
-for. Results, gradients and everything else of autograd are eager's own. Not counted, as in planned steps: parameters,
-inputs, gradients of parameters, and what kernels allocate by themselves. The arena lies idle beside it.
+Capuchin calls this the passive mode. The model runs eagerly, and the live bytes that its ops allocate on the device are
+counted. Before an op would exceed the budget, the activation that was saved first (the backward reads it last) is
+copied to the host; it is copied back when the backward needs it. Results and gradients are those of eager. As in
+planned steps, parameters, inputs, gradients of parameters and the temporaries of kernels are not counted. The arena is
+not used.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from memplan.runtime.on_demand.live_bytes import LiveBytes, is_plain
 from memplan.runtime.on_demand.saved_tensors import SavedBlock, SavedTensor
 
 _log = logging.getLogger("memplan")
-# nodes that hand the gradient of a parameter on as a view of it
+# nodes that return the gradient of a parameter as a view
 _VIEWS = ("TBackward", "ViewBackward", "TransposeBackward", "PermuteBackward", "ReshapeAliasBackward", "UnsafeView")
 
 
 def passive_for(reason: MemplanError, plan: Plan, device: torch.device) -> OnDemandOffload | None:
-    """How a call runs for which there is no plan, because of `reason`: within the budget of `plan`, if it has one."""
-    eviction = plan.eviction  # one for another device says nothing of the host, where the model is
+    """Return what runs a call that has no plan because of `reason`: within the budget of `plan`; None without a budget.
+
+    It logs a warning.
+    """
+    eviction = plan.eviction  # the budget of another device does not apply to the host, where the model is
     budget = None if eviction is None or eviction.device else eviction.budget
     how = "eagerly" if budget is None else f"eagerly within {format_bytes(budget)}"
     where = f"{reason.where}: " if reason.where else ""
@@ -41,16 +45,19 @@ def passive_for(reason: MemplanError, plan: Plan, device: torch.device) -> OnDem
 
 
 class OnDemandOffload:
-    """One call and its backward, within `budget` bytes of `device` where that is possible.
+    """Runs one call and its backward within `budget` bytes of `device`, if possible.
 
-    `living` counts what was made; `evicted` and `fetched` are the bytes that went to the host and came back.
+    `living` counts the live bytes; `evicted` and `fetched` are the bytes that were copied to the host and
+    back.
     """
 
     def __init__(self, budget: int, device: torch.device) -> None:
         self.budget = budget
         self.living = LiveBytes(device)
         self.evicted = self.fetched = 0
-        self._blocks: weakref.WeakValueDictionary[int, SavedBlock] = weakref.WeakValueDictionary()  # the oldest first
+        self._blocks: weakref.WeakValueDictionary[int, SavedBlock] = (
+            weakref.WeakValueDictionary()
+        )  # in the order of saving, the oldest first
         self._ages = count()
         self._block_of: weakref.WeakValueDictionary[int, SavedBlock] = (
             weakref.WeakValueDictionary()
@@ -58,14 +65,14 @@ class OnDemandOffload:
         self._reserved = 0
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call `function`; its backward, whenever it comes, is seen too."""
+        """Call `function` and return its result; its backward, whenever it runs, is kept within the budget too."""
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         given = {x.grad_fn for x in inputs if x.grad_fn is not None}
         with torch.autograd.graph.saved_tensors_hooks(self._pack, SavedTensor.unpack), _Watch(self):
             result = function(*args, **kwargs)
         tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         for node in _nodes(tensors, given):
-            self._follow(node, given)
+            self._watch_node(node, given)
         return result
 
     @property
@@ -76,7 +83,7 @@ class OnDemandOffload:
     # -- bytes -------------------------------------------------------------------------------------------
 
     def make_room(self, nbytes: int) -> None:
-        """Evict, the oldest first, until `nbytes` more fit, or nothing is left to evict."""
+        """Offload saved activations, the oldest first, until `nbytes` more fit or none is left."""
         free = self.budget - nbytes - self._reserved
         if not self.living.exceeds(free):
             return
@@ -87,7 +94,7 @@ class OnDemandOffload:
                     return
 
     def fetch(self, nbytes: int) -> torch.UntypedStorage:
-        """New memory on the device, counted."""
+        """Return new memory on the device, after making room for it, and count it."""
         self.make_room(nbytes)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.living.device)
         self.living.add([memory])
@@ -98,17 +105,17 @@ class OnDemandOffload:
 
     def _pack(self, tensor: torch.Tensor) -> SavedTensor:
         block, storage = None, tensor.untyped_storage() if is_plain(tensor) else None
-        if storage is not None and storage in self.living:  # made in this call
+        if storage is not None and storage in self.living:  # allocated in this call
             block = self._block_of.get(storage._cdata)
-            if block is None or block.host is not None:  # what was evicted had this address, or had these bytes once
+            if block is None or block.host is not None:  # the block of an offloaded storage whose address was reused
                 block = SavedBlock(self.fetch, storage.nbytes())
                 self._block_of[storage._cdata] = self._blocks[next(self._ages)] = block
         return SavedTensor(tensor, block)
 
     # -- the backward ------------------------------------------------------------------------------------
 
-    def _follow(self, node: torch.autograd.graph.Node, given: set[Any]) -> None:
-        """Make room for what a node of the backward makes, and count that."""
+    def _watch_node(self, node: torch.autograd.graph.Node, given: set[Any]) -> None:
+        """Register hooks that make room for the results of a node of the backward, and count them."""
         counted = [f is not None and f not in given and not _of_parameter(f) for f, _ in node.next_functions]
         coming = 0
         for (function, index), one in zip(node.next_functions, counted, strict=True):
@@ -132,31 +139,31 @@ class OnDemandOffload:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes room before each op, and counts what it made."""
+    """Makes room before each op, and counts what it allocated."""
 
-    def __init__(self, passive: OnDemandOffload) -> None:
+    def __init__(self, offload: OnDemandOffload) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._passive = passive
+        self._offload = offload
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         coming = _bytes_of_results(func, args, kwargs)
         if coming:
-            self._passive.make_room(coming)
+            self._offload.make_room(coming)
         result = func(*args, **kwargs)
         if _makes(func):
-            self._passive.living.add(pytree.tree_leaves(result))
+            self._offload.living.add(pytree.tree_leaves(result))
         return result
 
 
 def _makes(func: Any) -> bool:
-    """Whether a result of `func` is no view of an argument."""
+    """Whether a result of `func` is new, and no view of an argument."""
     returns = func._schema.returns
     return any(r.alias_info is None for r in returns)
 
 
 def _bytes_of_results(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """Bytes that an op is going to make, from its results on the meta device; 0 where that cannot be known."""
+    """Return the bytes that an op will allocate, from its results on the meta device; 0 if that is unknown."""
     if not _makes(func) or kwargs.get("generator") is not None:
         return 0
 
@@ -170,13 +177,13 @@ def _bytes_of_results(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         results = pytree.tree_leaves(func(*args, **kwargs))
-    except Exception:  # an op without a meta kernel, or whose result depends on numbers: counted once it is there
+    except Exception:  # no meta kernel, or the size of the result depends on data: it is counted after the op
         return 0
     return sum(r.untyped_storage().nbytes() for r in results if isinstance(r, torch.Tensor))
 
 
 def _nodes(tensors: Sequence[torch.Tensor], given: set[Any]) -> Iterator[torch.autograd.graph.Node]:
-    """The nodes of the backward from `tensors` down to leaves, and to what is `given`."""
+    """Yield the nodes of the backward from `tensors` to the leaves and to the nodes `given`."""
     stack: list[Any] = [t.grad_fn for t in tensors]
     seen = {None, *given}
     while stack:
@@ -193,7 +200,7 @@ def _accumulates(node: Any) -> bool:
 
 
 def _of_parameter(node: Any) -> bool:
-    """Whether what a node takes becomes the gradient of a leaf."""
+    """Whether the gradient that a node takes becomes the gradient of a leaf, perhaps as a view."""
     while not _accumulates(node):
         following = [function for function, _ in node.next_functions if function is not None]
         if len(following) != 1 or not node.name().startswith(_VIEWS):

@@ -1,4 +1,4 @@
-"""What autograd saves of a step that runs passively: it may leave the device, and comes back when it is asked for."""
+"""Holds the tensors that autograd saves in a call with on-demand offload; they may be offloaded and fetched again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplan.errors import StaleActivationsError
 
 
 class SavedBlock:
-    """The bytes of a storage that the backward needs, on the device or on the host; `fetch` makes room for them."""
+    """The bytes of a saved storage, on the device or on the host; `fetch` allocates memory on the device for them."""
 
     def __init__(self, fetch: Callable[[int], torch.UntypedStorage], nbytes: int) -> None:
         self.fetch, self.nbytes = fetch, nbytes
@@ -21,11 +21,11 @@ class SavedBlock:
 
     @property
     def present(self) -> bool:
-        """Whether this holds bytes of the device."""
+        """Whether the block has bytes on the device."""
         return self.host is None or self.back is not None
 
     def evict(self) -> int:
-        """Give up the bytes on the device; how many were copied for that."""
+        """Release the bytes on the device; return how many bytes were copied to the host."""
         copied = 0
         if self.host is None:
             source = _whole(next(s.tensor for s in self.saved if s.tensor is not None).untyped_storage(), self.nbytes)
@@ -40,7 +40,7 @@ class SavedBlock:
         return copied
 
     def storage(self) -> torch.UntypedStorage:
-        """The bytes, on the device again."""
+        """Return the bytes on the device, copied back from the host if needed."""
         if self.back is None:
             assert self.host is not None
             back = self.fetch(self.nbytes)
@@ -51,7 +51,7 @@ class SavedBlock:
 
 
 class SavedTensor:
-    """A tensor that a node saved; `block` None: it stays where it is."""
+    """A tensor that a node of autograd saved; with `block` None it is never offloaded."""
 
     __slots__ = ("__weakref__", "block", "changed", "layout", "tensor", "version")
 
@@ -64,17 +64,17 @@ class SavedTensor:
             block.saved.add(self)
 
     def leave(self) -> None:
-        """The bytes go: note whether they are still what was saved."""
+        """Drop the tensor before its bytes are offloaded, and store whether it was changed since it was saved."""
         if self.tensor is not None:
             self.changed = self.tensor._version != self.version
             self.tensor = None
 
     def unpack(self) -> torch.Tensor:
-        """The tensor. Raises `StaleActivationsError` when it was changed in place since it was saved."""
+        """Return the tensor. Raises `StaleActivationsError` if it was changed in place since it was saved."""
         if self.changed or (self.tensor is not None and self.tensor._version != self.version):
             raise StaleActivationsError(
                 "a tensor that the backward needs was changed in place after it was saved",
-                where="passive mode",
+                where='on_mismatch="passive"',
                 hint="change it after the backward, or change a copy",
             )
         if self.tensor is not None:

@@ -1,1 +1,5 @@
-"""Measured steps, and plans made from what was measured (`costs="measure"`; Capuchin's measured and guided execution)."""
+"""Measures steps while they train and makes plans from the measured costs (`costs="measure"`).
+
+Start at `profile_guided.py`, which chooses the plans. `op_timer.py` times the ops of a program, and `measurement.py` is
+the result. Capuchin calls this measured and guided execution.
+"""

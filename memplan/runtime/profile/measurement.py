@@ -1,4 +1,4 @@
-"""What was measured of a compiled step while it trained: what each op, access and copy took (Capuchin's term)."""
+"""`Measurement`: the measured seconds of the ops, accesses and copies of a compiled step while it trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memplan.runtime.copies.copies import Direction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """An op touches a storage at `step` of the plan, `seconds` after the step began."""
+    """One access of an op to a storage, at `step` of the schedule, `seconds` after the training step began."""
 
     op: str
     step: int
@@ -24,7 +24,10 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accesses:
-    """All accesses of one storage (all its lives), the op that first made it and the storages which that read."""
+    """All accesses of one storage, with the op that produced it first and the storages that this op read.
+
+    Recomputed and reloaded instances of the storage count too. `nbytes` is its size.
+    """
 
     storage: str
     nbytes: int
@@ -34,15 +37,15 @@ class Accesses:
 
     @property
     def count(self) -> int:
-        """How many ops of a step touch it, recomputes and copies counted."""
+        """The number of ops of a step that access the storage, recomputes and copies included."""
         return len(self.accesses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyTime:
-    """A copy of `storage` (index; `nth` in its direction): started and waited for at these steps of the plan.
+    """A copy of `storage` (an index), the `nth` of that storage in its direction.
 
-    `seconds` is how long it took, `stall` how long its wait was.
+    `started` and `waited` are steps of the schedule, `seconds` is the time of the copy, and `stall` that of its wait.
     """
 
     storage: int
@@ -58,10 +61,15 @@ class CopyTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What `samples` steps of `plan` took: medians of seconds.
+    """The measured seconds of a plan, as medians over training steps.
 
-    `op_seconds[k]` is the time of the op at step k, waits included; `begun[k]` when it began, after the step did.
-    `costs` are the costs that follow: what the next plan is made from.
+    Attributes:
+        plan: The plan that was measured.
+        samples: The number of measured training steps.
+        begun: For each step of the schedule, when its op began, in seconds after the training step began.
+        op_seconds: For each step of the schedule, the seconds of its op, waits included.
+        copies: The times of the copies.
+        costs: The measured costs, from which the next plan is made.
     """
 
     plan: Plan
@@ -73,21 +81,24 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        """Of one step: all ops and waits, without what the user does between forward and backward."""
+        """The seconds of one training step: all ops and waits, without the time between forward and backward."""
         return sum(self.op_seconds)
 
     @property
     def stall(self) -> float:
-        """Of these, the seconds spent waiting for copies."""
+        """The part of `seconds` that is spent waiting for copies."""
         return sum(copy.stall for copy in self.copies)
 
     @property
     def late(self) -> tuple[CopyTime, ...]:
-        """The reloads that were waited for."""
+        """The reloads that ops had to wait for."""
         return tuple(c for c in self.copies if c.direction is Direction.TO_DEVICE and c.stall > 0)
 
     def accesses(self, name: str) -> Accesses:
-        """All accesses of the storage of that name (without a budget). Raises `UnknownName`."""
+        """Return all accesses of a storage, by its name in the plan without a budget.
+
+        Raises `UnknownName` if there is no such storage.
+        """
         graph, base = self.plan.graph, bases(self.plan)
         found: list[Access] = []
         made = None
@@ -113,6 +124,6 @@ class Measurement:
 
 
 def bases(plan: Plan) -> Callable[[int], int]:
-    """Of a storage, the storage of the traced graph that it is a life of."""
-    base: Mapping[int, int] = {life: of for of, life in plan.eviction.instances} if plan.eviction else {}
+    """Return a function from a storage to the storage of the traced graph that it is an instance of."""
+    base: Mapping[int, int] = {instance: of for of, instance in plan.eviction.instances} if plan.eviction else {}
     return lambda storage: base.get(storage, storage)

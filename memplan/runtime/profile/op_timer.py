@@ -1,6 +1,6 @@
-"""Measured execution: a `OpTimer` stands right around each op of a program.
+"""Measured execution: an `OpTimer` times each op of a program.
 
-It sees whole steps only: one that ends early, or whose backward is never called, leaves nothing.
+It counts whole steps only: a step that ends early, or whose backward is never called, is not counted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from memplan.runtime.execute.program import Program
 from memplan.runtime.memory.arena import Arena, Memory
 from memplan.runtime.profile.measurement import CopyTime, Measurement, bases
 
-_PROBES = (1 << 12, 1 << 26)  # bytes of the copies that are tried where a step has none, as far as the arena has them
-_ROUNDS = 3  # of each; the median counts
+_PROBES = (1 << 12, 1 << 26)  # bytes of the copies that are timed if a step has too few, at most the size of the arena
+_ROUNDS = 3  # copies of each size
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A planned copy, and where its start and its wait stand."""
+    """A planned copy, and the steps of the schedule of its start and its wait."""
 
     storage: int
     nth: int
@@ -40,7 +40,7 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One whole step: when each op began and ended, and (bytes, seconds, stall) of each transfer."""
+    """One whole training step: when each op began and ended, and (bytes, seconds, stall) of each transfer."""
 
     begun: tuple[float, ...]
     ended: tuple[float, ...]
@@ -48,17 +48,17 @@ class _Sample:
 
 
 class _Marks(Protocol):
-    """Moments: two for each op."""
+    """Points in time, two for each op."""
 
     def mark(self, index: int) -> Callable[[], None]:
-        """What notes the moment `index` when it is called."""
+        """Return a function that records point `index` when it is called."""
 
     def seconds(self) -> list[float]:
-        """Of each moment, after the first one."""
+        """Return the seconds of each point after the first one."""
 
 
 class OpTimer:
-    """Times the whole steps of a program. `guards` is what its runner calls (`Runner.time`)."""
+    """Times the whole steps of a program. Its runner calls `sanitizers` around each op (`Runner.time`)."""
 
     def __init__(self, program: Program) -> None:
         self.plan = program.plan
@@ -78,13 +78,13 @@ class OpTimer:
 
     @property
     def samples(self) -> int:
-        """How many whole steps were timed."""
+        """The number of whole steps that were timed."""
         return len(self._samples)
 
     def measurement(self, base: CostModel, arena: Arena, *, skip: int = 0) -> Measurement:
-        """The medians of all steps but the first `skip`; costs of what was not measured are those of `base`.
+        """Return the medians of all steps after the first `skip`; other costs are those of `base`.
 
-        The arena is free: where the steps made no copies of two sizes in a direction, it is tried what they take.
+        The arena must be free: if the steps had no copies of two sizes in a direction, copies are timed in it.
         """
         samples = self._samples[skip:]
         assert samples
@@ -140,14 +140,14 @@ class OpTimer:
         begun, ended = tuple(at[::2]), tuple(at[1::2])
         copies = []
         for t, before in zip(self._transfers, self._stalled, strict=True):
-            host = self._device.type != "cuda"  # there it is the stream that waits
+            host = self._device.type != "cuda"  # on CUDA the stream waits, not the host
             stall = t.copy.stalled - before if host else ended[t.waited] - begun[t.waited]
             copies.append((t.copy.nbytes, t.copy.seconds, stall))
         self._samples.append(_Sample(begun, ended, tuple(copies)))
 
 
 def probe(arena: Arena, direction: Direction) -> list[tuple[int, float]]:
-    """(bytes, seconds) of copies between the arena, which must be free, and the host."""
+    """Return (bytes, seconds) of copies between the arena, which must be free, and the host."""
     found = []
     arena.copies.time(True)
     for nbytes in sorted({min(n, arena.nbytes) for n in _PROBES}):
@@ -164,13 +164,13 @@ def probe(arena: Arena, direction: Direction) -> list[tuple[int, float]]:
 
 
 class _HostMarks:
-    """By the host's clock."""
+    """Points in time by the clock of the host."""
 
     def __init__(self, count: int) -> None:
         self._at = [0.0] * count
 
     def mark(self, index: int) -> Callable[[], None]:
-        """See `_Marks`."""
+        """Return a function that records point `index` when it is called."""
         at = self._at
 
         def note() -> None:
@@ -179,18 +179,18 @@ class _HostMarks:
         return note
 
     def seconds(self) -> list[float]:
-        """See `_Marks`."""
+        """Return the seconds of each point after the first one."""
         return [at - self._at[0] for at in self._at]
 
 
 class _CudaMarks:
-    """By events of the stream that computes."""
+    """Points in time by events of the compute stream."""
 
     def __init__(self, count: int) -> None:
         self._events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]
 
     def mark(self, index: int) -> Callable[[], None]:
-        """See `_Marks`."""
+        """Return a function that records point `index` when it is called."""
         event = self._events[index]
 
         def note() -> None:
@@ -199,13 +199,13 @@ class _CudaMarks:
         return note
 
     def seconds(self) -> list[float]:
-        """See `_Marks`; waits for the step."""
+        """Return the seconds of each point after the first one, after waiting for the end of the step."""
         self._events[-1].synchronize()
         return [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
 
 
 def _transfers(program: Program) -> Iterator[_Transfer]:
-    """The planned copies in the order of their starts, which is that of `program.copies`."""
+    """Yield the planned copies in the order of their starts, which is that of `program.copies`."""
     graph, order = program.plan.graph, program.plan.schedule.order
     base = bases(program.plan)
     waits: dict[tuple[int, int], list[int]] = {}

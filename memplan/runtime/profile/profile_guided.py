@@ -1,9 +1,9 @@
-"""Guided execution: the first steps run under a safe plan and are measured, later ones under a plan made from that.
+"""Profile-guided plans: the first steps run with a safe plan and are measured; later plans use the measured costs.
 
-A `ProfileGuide` accompanies one runner. Between steps it looks at what was measured and may answer with another runner for
-the same arena. First the policy decides again, with measured costs. Then, while reloads are waited for, they start
-earlier (Capuchin's feedback), until none stalls, nothing can start earlier within the budget, or `REPLANS` is
-reached. At last the plan that was measured to be the fastest is the one that stays, and nothing is measured any more.
+A `ProfileGuide` belongs to one runner. Between steps it reads the measurement and may replace the runner by another
+one in the same arena. First the policy decides again, with measured costs. Then, while steps wait for reloads, reloads
+start earlier (Capuchin's feedback), until none stalls, none can start earlier within the budget, or `REPLANS` is
+reached. Then the fastest measured plan is kept, and measuring ends.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from memplan.runtime.profile.op_timer import OpTimer
 from memplan.trace import device_costs
 from memplan.trace.traced import TracedGraph
 
-WARM = 1  # steps of a plan that are not counted: pages are touched and caches filled in the first
-SAMPLES = 5  # steps that are: their median ignores two that something else disturbed
-REPLANS = 8  # at most: each takes a search, a placement and a trial run; most late reloads are in time after two
-WORTH = 0.01  # of a step's time: what waits for reloads that take less is not worth another plan
-OFF = 0.25  # of the predicted time: where the measured one is as far off, the policy is asked again,
-ASKED = 2  # times in all: it is what takes the longest
+WARM = 1  # first steps of a plan that are not counted: they touch pages and fill caches
+SAMPLES = 5  # steps that are counted; the median ignores two that were disturbed
+REPLANS = 8  # the most new plans: each takes a search, a placement and a trial run; two are usually enough
+WORTH = 0.01  # share of a step's time: shorter waits for reloads are not worth another plan
+OFF = 0.25  # share of the predicted time: if the measured time differs by more, the policy decides again,
+ASKED = 2  # times at most, because that takes the longest
 
 PlanWith = Callable[[Policy, CostModel], Plan]
 Build = Callable[[Plan], Runner]
@@ -45,7 +45,7 @@ _log = logging.getLogger("memplan")
 
 
 def remembered(policy: str | Policy) -> Remembered:
-    """The policy, remembering what it decides."""
+    """Return the policy wrapped so that it remembers its decision."""
     decide = fit_policy(policy)
 
     def quick(workload: Any) -> Events:
@@ -55,7 +55,7 @@ def remembered(policy: str | Policy) -> Remembered:
 
 
 def require_measurable(*, cuda_graph: bool, dynamic_shapes: Any = None) -> None:
-    """Raise `UnsupportedCall` for what is replayed as a whole, in which nothing can be timed, and for many shapes."""
+    """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, and for dynamic shapes."""
     if cuda_graph:
         hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
         raise UnsupportedCall("a recorded step is replayed without Python", where="costs='measure'", hint=hint)
@@ -65,19 +65,17 @@ def require_measurable(*, cuda_graph: bool, dynamic_shapes: Any = None) -> None:
 
 
 def room_for(plan: Plan, policy: Remembered | None) -> int:
-    """Bytes that the arena of a measured step needs, so that each plan within the budget has room; 0 without."""
+    """Return the bytes of an arena in which every plan within the budget fits; 0 if nothing is evicted."""
     return plan.eviction.budget if policy is not None and policy.events is not None and plan.eviction else 0
 
 
 def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[TracedGraph, Plan, Remembered]:
-    """A plan within the budget by the costs that are known of the device, with the step as it divides it, and what its
-    policy decided.
-    """
+    """Return the step, a plan within the budget by the default costs of the device, and the policy that decided it."""
     if len(traced.runs_on) > 1:
         what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"
         raise UnsupportedCall(what, where="costs='measure'", hint="pass costs of your own, or one device")
     options = replace(options, costs=None)
-    if options.divide:  # which tries several ways: the policy is asked about the one that is taken
+    if options.divide:  # the division is chosen first; the policy then decides about the divided step
         traced, plan = options.settle(traced, None)
         assert plan.eviction is not None
         options = replace(options, divide=None, budget=plan.eviction.budget)
@@ -88,7 +86,7 @@ def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[TracedGraph, P
 def guide_of(
     options: PlanOptions, traced: TracedGraph, runner: Runner, policy: Remembered, build: Build
 ) -> ProfileGuide:
-    """The guide of a runner of `safe_plan`; every plan keeps the bytes of its budget."""
+    """Return the guide of a runner of `safe_plan`; all its plans keep the same budget."""
     eviction = runner.plan.eviction
     assert eviction is not None
 
@@ -99,9 +97,10 @@ def guide_of(
 
 
 class ProfileGuide:
-    """See the module. `plan_with(policy, costs)` plans the step anew within the budget, `build(plan)` makes a runner.
+    """Chooses the runners of a measured step.
 
-    `measurements` are those of all plans that ran so far, each with its plan, in order; `done`: there will be no more.
+    `plan_with(policy, costs)` makes a new plan within the budget, and `build(plan)` makes a runner. `measurements` are
+    those of all plans so far, in order; `done`: measuring has ended.
     """
 
     def __init__(self, runner: Runner, policy: Remembered, plan_with: PlanWith, build: Build) -> None:
@@ -121,11 +120,11 @@ class ProfileGuide:
         return not self.done and self._meter.samples >= WARM + SAMPLES and self.runner.arena.ownership.pending is None
 
     def turn(self) -> Runner:
-        """The runner of the next steps: the same one, or one for a new plan. Call it when it is `due`.
+        """Return the runner of the next steps: the same one, or one with a new plan. Call it only if `due`.
 
-        Errors of memplan's own end the guidance, with a warning; the plan that runs stays.
+        After a `MemplanError`, it logs a warning, keeps the current plan and ends measuring.
         """
-        self.runner.current()  # what is not as it was traced is the caller's to hear of
+        self.runner.current()  # raises to the caller if the model is not as it was traced
         try:
             with torch.inference_mode(False):
                 return self._turn()
@@ -139,7 +138,7 @@ class ProfileGuide:
             self._stop()
             raise
 
-    # -- what comes next ---------------------------------------------------------------------------------
+    # -- the next plan -----------------------------------------------------------------------------------
 
     def _turn(self) -> Runner:
         with self.runner.arena.ownership:
@@ -155,7 +154,7 @@ class ProfileGuide:
         return self.runner
 
     def _next(self, measured: Measurement) -> tuple[tuple[Plan, Events] | None, str]:
-        """The next plan and its events, and why; or None, and why not."""
+        """Return the next plan with its events, or None, and the reason."""
         eviction = measured.plan.eviction
         assert eviction is not None
         if len(self.measurements) > REPLANS:
@@ -176,7 +175,7 @@ class ProfileGuide:
         return found, f"{len(late)} reloads stalled" if found else "no room for reloads to start earlier"
 
     def _planned(self, policies: tuple[Policy, ...]) -> tuple[Plan, Events] | None:
-        """What `Guided` says, planned; None when it says what ran already."""
+        """Return a plan with the events that `Guided` decides; None if they are those of the current plan."""
         policy = Remembered(Guided(self._events, self._leads, policies), self._policy.__name__)
         plan = self._plan_with(policy, self._costs)
         if policy.events is None or policy.events == self._events:
@@ -184,7 +183,7 @@ class ProfileGuide:
         return plan, policy.events
 
     def _settle(self, reason: str) -> Runner:
-        """End the guidance with the fastest plan so far."""
+        """End measuring, and return a runner of the fastest plan so far."""
         best = min(range(len(self.measurements)), key=lambda i: self.measurements[i].seconds)
         measured, now = self.measurements[best], self.measurements[-1]
         self._stop()
@@ -219,19 +218,21 @@ class ProfileGuide:
 
 
 class MeasuredStep:
-    """What may be guided, and keeps the measurements of the plans that it ran."""
+    """A module or step that can be compiled with `costs="measure"`, with its measurements."""
 
     _measurements: Sequence[Measurement]
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """With `costs="measure"`: what was measured of each plan so far (of a whole step: of the program that updates),
-        in the order in which they ran."""
+        """The measurements of all plans so far, in the order in which they ran (with `costs="measure"`).
+
+        For a whole step, they are those of the program that updates the parameters.
+        """
         return tuple(self._measurements)
 
     @property
     def measurement(self) -> Measurement | None:
-        """The latest of `measurements`; None before the first steps were measured."""
+        """The latest of `measurements`; None before the first one."""
         return self._measurements[-1] if self._measurements else None
 
 
@@ -240,7 +241,7 @@ def _id(plan: Plan) -> str:
 
 
 def _figures(measured: Measurement) -> str:
-    """What was predicted, by which costs, and what was measured."""
+    """Return the predicted and the measured times of a plan as text, with the name of the costs."""
     eviction = measured.plan.eviction
     assert eviction is not None
     return (

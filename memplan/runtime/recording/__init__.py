@@ -1,1 +1,4 @@
-"""`memplan.record`: what one run of any function allocates, and its replay at planned addresses."""
+"""`memplan.record`: records the allocations of one run of any function, plans them, and replays them on CUDA.
+
+`recorded.py` runs the function and returns a `Recording`; `memplan/recording/` has the allocator and the tape.
+"""

@@ -1,8 +1,8 @@
-"""`memplan.record`: what one run of any function allocates, how little it would need if placed by plan, and its replay.
+"""`memplan.record`: records the allocations of one run of any function, plans them, and replays them on CUDA.
 
-For what cannot be traced. The profiler sees every allocation of the device, in whatever language it was asked
-for; so does memplan's own allocator, where a program has installed it for CUDA. Each becomes a buffer, alive from
-its allocation to its release; the solver places them. With the allocator, later runs can be served from the plan.
+It is for functions that cannot be traced. The profiler reports every allocation on the device, from any language; so
+does memplan's own allocator, if the program has installed it for CUDA. Each allocation becomes a buffer that is alive
+until its release; the solver assigns offsets. With the allocator, later runs can use the planned addresses.
 """
 
 from __future__ import annotations
@@ -33,10 +33,16 @@ _log = logging.getLogger("memplan")
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """One run's allocations, placed. Sizes are bytes, steps are allocations and releases in their order.
+    """The allocations of one run, and their planned offsets. `memplan.record` makes it.
 
-    `problem` holds what was released again within the run; `kept` is what was not (results, state made in it),
-    and `peak` the most that was allocated at once, both together, above what there was before.
+    Attributes:
+        problem: A buffer for each allocation that was released within the run. Sizes are bytes; steps count
+            allocations and releases in their order.
+        solution: The offsets of the buffers, in bytes.
+        kept: The bytes that were not released within the run (results, new state).
+        peak: The most bytes that were allocated at once, above those before the run.
+        tape: The allocations and releases, in order, with their planned offsets.
+        allocator: The installed allocator that recorded the run; None if the profiler did.
     """
 
     problem: Problem
@@ -48,11 +54,21 @@ class Recording:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Serve what the block allocates from one arena, at the planned addresses, as long as it is the recorded run.
+        """Serve the allocations of the `with` block from one arena, at the planned addresses.
 
-        At the first allocation that differs from the recorded ones, or would overwrite something that is still alive,
-        the rest of the block gets ordinary memory; that is logged once (logger "memplan"). Raises `UnsupportedCall`
-        unless memplan's allocator was installed when this was recorded.
+        From the first allocation that differs from the recorded ones, or would overwrite live bytes, the rest of the
+        block gets ordinary memory; that is logged once (logger "memplan").
+
+        Raises:
+            UnsupportedCall: memplan's allocator was not installed when the run was recorded.
+
+        Example:
+            ```python
+            memplan.install_allocator()  # before anything uses CUDA
+            recording = memplan.record(step, device="cuda")
+            with recording.replay():
+                step()
+            ```
         """
         allocator = self.allocator
         if allocator is None:
@@ -72,12 +88,12 @@ class Recording:
 
     @property
     def arena_size(self) -> int:
-        """Bytes of an arena for everything that does not outlive the run."""
+        """The bytes of an arena for all allocations that were released within the run."""
         return self.solution.arena_size
 
     @property
     def max_live(self) -> int:
-        """Largest sum of live buffer sizes: no layout needs less."""
+        """The largest sum of live buffer sizes, in bytes: no arena is smaller."""
         return self.problem.max_live
 
     @property
@@ -86,7 +102,7 @@ class Recording:
         return 1 - self.max_live / self.arena_size if self.arena_size else 0.0
 
     def report(self) -> str:
-        """The figures and the largest buffers at the peak, as text."""
+        """Return the sizes, and the largest buffers at the peak, as text."""
         alive = sorted(self.problem.alive_at(self.problem.peak_step), key=lambda b: -b.size)
         lines = [
             f"{len(self.problem.buffers)} allocations",
@@ -97,19 +113,28 @@ class Recording:
         return "\n".join(lines)
 
     def to_text(self) -> str:
-        """The step x partition table, as `Plan.to_text`."""
+        """Return the table of steps and partitions as text, like `Plan.to_text`."""
         return partition_table(self.problem)
 
 
-_installed: list[Allocator] = []  # at most one, as the process has
+_installed: list[Allocator] = []  # at most one in a process
 
 
 def install_allocator() -> None:
-    """Let all CUDA memory of this process come from memplan's allocator, so that recorded runs can be replayed.
+    """Install memplan's CUDA allocator in this process, so that recorded runs can be replayed.
 
-    Process-wide, and only before CUDA is first used: raises `UnsupportedCall` when it is too late, or without CUDA.
-    PyTorch's own statistics (`torch.cuda.memory_allocated`, snapshots) are not available with it, and memory that one
-    stream allocates must not be used on another one after its release (`record_stream` has no effect).
+    It must be called before CUDA is first used, and holds for the whole process. PyTorch's statistics
+    (`torch.cuda.memory_allocated`, snapshots) are not available with it, and memory that one stream allocates must not
+    be used on another stream after its release (`record_stream` has no effect). A second call does nothing.
+
+    Raises:
+        UnsupportedCall: CUDA is not available, or is in use already.
+
+    Example:
+        ```python
+        memplan.install_allocator()  # first thing in the program
+        recording = memplan.record(step, device="cuda")
+        ```
     """
     if _installed:
         return
@@ -135,11 +160,29 @@ def record(
     solver: Any = "auto",
     time_limit: float | None = None,
 ) -> Recording:
-    """Run `step_fn()` and plan what it allocated on `device`; `warm_up` runs come first, so that caches are full.
+    """Run `step_fn()`, and plan the memory that it allocated on `device`.
 
-    Nothing is changed in how `step_fn` runs: this plans and reports. On CUDA, later runs can be served from the plan
-    (`Recording.replay`) when the program began with `memplan.install_allocator()`.
-    Raises `MemplanError` when another profiler is running.
+    The way in which `step_fn` runs is not changed. On CUDA, later runs can use the planned addresses
+    (`Recording.replay`) if the program has called `memplan.install_allocator()` first.
+
+    Args:
+        step_fn: A function without arguments.
+        device: The device whose allocations are recorded.
+        warm_up: The number of runs before the recorded one, which fill caches.
+        solver: The solver that assigns offsets, as in `memplan.solve`.
+        time_limit: The time limit of the solver, in seconds.
+
+    Returns:
+        The recorded allocations and their offsets.
+
+    Raises:
+        MemplanError: Another profiler is running.
+
+    Example:
+        ```python
+        recording = memplan.record(lambda: model(inputs).sum().backward())
+        print(recording.peak, recording.arena_size)  # bytes
+        ```
     """
     if torch.autograd.profiler._is_profiler_enabled:
         raise MemplanError("another profiler is running", hint="record outside of it")
@@ -148,7 +191,7 @@ def record(
     for _ in range(warm_up):
         step_fn()
     watch = _profiled if allocator is None else _hooked(allocator)
-    events = _without_collecting(lambda: watch(step_fn, device))
+    events = _without_garbage_collection(lambda: watch(step_fn, device))
     return recording_of(events, alignment_of(device), allocator, solver=solver, time_limit=time_limit)
 
 
@@ -160,7 +203,7 @@ def recording_of(
     solver: Any = "auto",
     time_limit: float | None = None,
 ) -> Recording:
-    """What was allocated and released, in order, as a problem and its solution. `alignment` is in bytes."""
+    """Return a recording of allocations and releases in order. `alignment` is in bytes."""
     buffers, kept = _buffers(events, alignment)
     problem = Problem(buffers=tuple(buffers))
     solution = solve(problem, solver=solver, time_limit=time_limit)
@@ -174,8 +217,8 @@ def recording_of(
     )
 
 
-def _without_collecting(function: Callable[[], list[TapeEvent]]) -> list[TapeEvent]:
-    """Call it with no collection of garbage in between."""
+def _without_garbage_collection(function: Callable[[], list[TapeEvent]]) -> list[TapeEvent]:
+    """Return `function()`, called with garbage collection disabled."""
     gc.collect()
     collecting = gc.isenabled()
     gc.disable()
@@ -187,7 +230,7 @@ def _without_collecting(function: Callable[[], list[TapeEvent]]) -> list[TapeEve
 
 
 def _profiled(step_fn: Callable[[], Any], device: torch.device) -> list[TapeEvent]:
-    """The allocations and releases of one run, in order, as the profiler sees them."""
+    """Return the allocations and releases of one run, in order, as the profiler reports them."""
     with quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
         result = step_fn()
     del result
@@ -196,7 +239,10 @@ def _profiled(step_fn: Callable[[], Any], device: torch.device) -> list[TapeEven
 
 
 def _hooked(allocator: Allocator) -> Callable[[Callable[[], Any], torch.device], list[TapeEvent]]:
-    """The same as the installed allocator sees them, which knows no ops; what the run returns outlives it."""
+    """Return a function that records one run by the installed allocator, which does not know ops.
+
+    The result of the run is freed after the recording.
+    """
 
     def watch(step_fn: Callable[[], Any], _: torch.device) -> list[TapeEvent]:
         allocator.start_recording()
@@ -212,7 +258,7 @@ def _hooked(allocator: Allocator) -> Callable[[Callable[[], Any], torch.device],
 
 
 def _allocations(nodes: Any, op: str) -> Iterator[tuple[int, Any, str]]:
-    """(time, allocation, innermost op) of every memory event in the profiler's tree."""
+    """Yield (time, allocation, innermost op) of every memory event in the profiler's tree."""
     for node in nodes:
         if node.tag == torch._C._profiler._EventType.Allocation:
             yield node.start_time_ns, node.extra_fields, op
@@ -221,7 +267,7 @@ def _allocations(nodes: Any, op: str) -> Iterator[tuple[int, Any, str]]:
 
 
 def _buffers(events: Sequence[TapeEvent], alignment: int) -> tuple[list[Buffer], int]:
-    """A buffer for each allocation that is released again, and the bytes of those that are not."""
+    """Return a buffer for each allocation that is released again, and the bytes of those that are not."""
     made = [(step, event) for step, event in enumerate(events) if event.nbytes > 0]
     buffers, kept = [], 0
     for (birth, event), live in zip(made, lives(events), strict=True):
@@ -235,7 +281,7 @@ def _buffers(events: Sequence[TapeEvent], alignment: int) -> tuple[list[Buffer],
 
 
 def _peak(events: Sequence[TapeEvent]) -> int:
-    """The most bytes above those at the start; releases of what was there before lower nothing."""
+    """Return the most bytes above those at the start; releases of earlier allocations are not counted."""
     now = peak = 0
     known: set[int] = set()
     for event in events:
