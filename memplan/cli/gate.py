@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to check against what: rules of the command line come before an entry's, those before the project's.
+    """Hold what is checked against what: rules of the command line come before an entry's, those before the project's.
 
     `verify`: prove again what the plans say, each proof within `time_limit` seconds; then no limit is needed.
     """

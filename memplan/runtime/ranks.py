@@ -45,6 +45,6 @@ def _in_group() -> bool:
 
 
 def _live_reducers() -> list[nn.parallel.DistributedDataParallel]:
-    """By the type itself: `isinstance` would ask proxies, which may answer anything."""
+    """Find live DistributedDataParallel objects by their type: `isinstance` would ask proxies, which may lie."""
     kind = nn.parallel.DistributedDataParallel
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]

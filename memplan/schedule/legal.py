@@ -48,7 +48,7 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
 
 
 def _made_with(graph: Graph, writer: Mapping[int, int], storage: int) -> tuple[int, ...]:
-    """What the op has written that wrote a storage last."""
+    """Return the storages that the last writer of a storage has written."""
     return graph.written(graph.ops[writer[storage]]) if storage in writer else ()
 
 

@@ -31,7 +31,7 @@ class Race:
 
     @property
     def arena(self) -> int | None:
-        """Of the best valid placement so far, bytes."""
+        """Bytes of the arena of the best valid placement so far; None before there is one."""
         return self.answers.arena
 
     def run(self, seed: int) -> None:

@@ -46,7 +46,7 @@ def _formatted(position: int) -> Layout:
 
 
 def _pointwise(*positions: int) -> Layout:
-    """As the first of these arguments that says how, without its gaps; only results that have the shape of each."""
+    """Dense strides in the order of the first of these arguments that has one; for results with the shape of each."""
 
     def layout(shape: tuple[int, ...], *args: Any) -> Any:
         if any(tuple(args[position].shape) != tuple(shape) for position in positions):
@@ -57,7 +57,7 @@ def _pointwise(*positions: int) -> Layout:
 
 
 def _resized(shape: tuple[int, ...], x: torch.Tensor, *args: Any) -> Any:
-    """As the tensor that is resized where it has the shape already, contiguous where it has not."""
+    """Strides of the resized tensor, without gaps, where it has the shape already; contiguous ones where it has not."""
     return _pointwise(0)(shape, x) or make_contiguous_strides_for(shape)
 
 

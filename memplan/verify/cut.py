@@ -1,4 +1,4 @@
-"""What every order of a graph needs at one point, by networkx: shares no code with the prover in `memplan.schedule`.
+"""Minimum cuts by networkx: what every order needs at one point. Shares no code with the prover in `memplan.schedule`.
 
 While an op runs, some ops have run and the others have not. Those that have are closed: with each op, all that must
 run before it. A storage is alive if the op touches it, or if one that has run touched it and one that has not will.
