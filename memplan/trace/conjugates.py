@@ -69,8 +69,8 @@ class _Resolver:
         self.graph.erase_node(node)
 
     def _numbers(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """Return a node that computes the numbers of a lazy view: before the op that reads it, or where the view is made
-        if the caller gets it."""
+        """Return a node that computes the numbers of a lazy view: before the op that reads it, or where the view
+        is made if the caller gets it."""
         if node in self.computed:
             return self.computed[node]
         if user.op != "output":
