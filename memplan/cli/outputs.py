@@ -44,7 +44,7 @@ def _same(one: Path, two: Path) -> bool:
     """Return whether both paths are the same file; links are followed."""
     try:
         return one.resolve() == two.resolve() or (one.exists() and two.exists() and one.samefile(two))
-    except OSError:
+    except (OSError, RuntimeError):  # a link that leads to itself
         return False
 
 

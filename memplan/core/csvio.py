@@ -87,7 +87,7 @@ def parse_problem(content: bytes, where: str, *, capacity: int | None = None) ->
 
 
 def _parse(text: str, where: str) -> tuple[Buffer, ...]:
-    rows = csv.reader(io.StringIO(text), strict=True)
+    rows = csv.reader(io.StringIO(text, newline=None), strict=True)
     try:
         header = [name.strip() for name in next(rows, [])]
         missing = [name for name in _REQUIRED if name not in header]
@@ -126,7 +126,7 @@ def _number(name: str, text: str, where: str) -> int:
     if _WHOLE.fullmatch(text) is None:
         what = f"{name} is {clip(repr(text))}, not a whole number"
         raise UnreadableFile(what, where=where, hint="write it in decimal digits, without a unit")
-    if len(text.strip()) > _DIGITS:
+    if len(text.strip().lstrip("+-0")) > _DIGITS:
         what = f"{name} is {clip(text.strip())}, more than {_DIGITS} digits"
         raise UnreadableFile(what, where=where, hint="sizes are in bytes, lower and upper in steps")
     return int(text)

@@ -23,10 +23,10 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     require_place(path)
     with _named(path):
         data = content if isinstance(content, bytes) else content.encode()
-        target = path.resolve()
-        if target.exists() and not target.is_file():
-            target.write_bytes(data)
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
             return
+        target = path.resolve()
         scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
             scratch.write_bytes(data)
@@ -39,6 +39,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 def require_place(path: Path) -> None:
     """Raise `UnreadableFile` unless `path` can be a file: its folder exists, and `path` is not a folder itself."""
     with _named(path):
+        if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe
+            return
         folder = path.resolve().parent
         if path.is_dir():
             fault, hint = "it is a folder", "give the name of a file"
@@ -55,11 +57,12 @@ def require_place(path: Path) -> None:
 def _named(path: Path) -> Iterator[None]:
     """Raise errors of the operating system as `UnreadableFile` that names `path` and no temporary file.
 
-    A `ValueError` means that the name or the text is not possible for a file.
+    A `ValueError` means that the name or the text is not possible for a file, a `RuntimeError` that a link leads to
+    itself.
     """
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         hint = "name a file that can be written"
         raise UnreadableFile(f"cannot be written: {reason}", where=str(path), hint=hint) from error

@@ -30,11 +30,19 @@ _ROWWISE_NAMES = """
 POINTWISE = frozenset(f"aten.{name}" for name in _POINTWISE_NAMES.split())
 # ATen ops whose CPU kernels finish reading a row before they write it.
 ROWWISE = frozenset(f"aten.{name}" for name in _ROWWISE_NAMES.split())
-# The ops among them that multiply or divide: their kernels round complex numbers differently in place.
+# The ops among them that multiply or divide (sums: by alpha): their kernels round complex numbers differently in place.
 COMPLEX_PRODUCTS = frozenset(
     f"aten.{name}"
     for name in (
-        *("mul.Tensor", "div.Tensor", "addcmul.default", "lerp.Scalar", "pow.Tensor_Scalar"),
+        *(
+            "mul.Tensor",
+            "div.Tensor",
+            "addcmul.default",
+            "lerp.Scalar",
+            "pow.Tensor_Scalar",
+            "add.Tensor",
+            "sub.Tensor",
+        ),
         *("silu_backward.default", "tanh_backward.default", "sigmoid_backward.default"),
     )
 )

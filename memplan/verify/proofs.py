@@ -12,6 +12,7 @@ from memplan.core.plan import Plan
 from memplan.core.problem import Problem
 from memplan.core.schedule import Evidence, Schedule
 from memplan.core.units import format_exact
+from memplan.errors import MemplanError
 from memplan.schedule import order
 from memplan.schedule.select import POLICIES
 from memplan.solvers import solve
@@ -81,9 +82,12 @@ def _order(plan: Plan, seconds: float | None) -> Proof:
     if not graph.ops:
         return _by_cut(schedule, 0, "no op", "a sum")
     op = next(index for index, op in enumerate(graph.ops) if op.name == schedule.proof)
-    least = within(seconds, least_at, graph, op)
+    how = f"networkx's minimum_cut at {schedule.proof} did not end within {seconds or 0:g} s"
+    try:
+        least = within(seconds, least_at, graph, op)
+    except MemplanError as error:  # its process ended
+        least, how = None, f"networkx's minimum_cut at {schedule.proof} gave no answer: {error.what}"
     if least is None:
-        how = f"networkx's minimum_cut at {schedule.proof} did not end within {seconds:g} s"
         return Proof(of="order", state=State.CLAIMED, bound=schedule.bound, how=how, independent=True)
     return _by_cut(schedule, least, f"the minimum cut at {schedule.proof}", "networkx's minimum_cut")
 
@@ -99,8 +103,11 @@ def _searched(graph: Graph, schedule: Schedule, seconds: float | None) -> Proof:
     """Return the proof of the bound by repeating the search that is said to have proven it."""
     name = "auto" if schedule.evidence is Evidence.SEARCH else _search_of(schedule.policy)
     called = "the portfolio's search" if name == "auto" else f"the long search {name!r}"
-    found = within(seconds, _repeat_search, graph, name, seconds is not None)
     state, how = State.CLAIMED, f"{called} did not end within {seconds or 0:g} s"
+    try:
+        found = within(seconds, _repeat_search, graph, name, seconds is not None)
+    except MemplanError as error:  # of the search or of its process, which says nothing of the claim
+        found, how = None, f"{called} gave no answer: {error.what}"
     if found is not None and found.bound >= schedule.bound:
         state, how = State.PROVEN, f"by repeating {called}, the code that proves it first"
     elif found is not None and found.max_live < schedule.bound:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,23 @@ def test_what_cannot_be_written_leaves_no_scratch_file(tmp_path: Path, monkeypat
         str(tmp_path / "out.csv"),
     )
     assert not list(tmp_path.iterdir())
+
+
+def test_lines_may_end_as_on_any_system_and_numbers_begin_with_zeros() -> None:
+    for end in ("\n", "\r\n", "\r"):
+        problem = parse_problem(end.join([HEAD, f"a,0,1,{'0' * 30}7", ""]).encode(), "x")
+        assert problem.buffers == (Buffer(id="a", size=7, live=Interval(0, 1)),)
+
+
+def test_a_pipe_is_written_to_and_a_link_to_itself_is_no_place(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    try:
+        write_atomic(Path(f"/dev/fd/{writer}"), "text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+        os.close(writer)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(UnreadableFile, match="cannot be written"):
+        write_atomic(loop, "text")

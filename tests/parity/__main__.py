@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*refusals.changes(expected, after), sep="\n")
         refusals.write(after)
         expected = after
-    found = refusals.findings(verdicts, expected, complete=complete)
+    found = refusals.findings(verdicts, expected, refusals.expected(refusals.ROUNDINGS), complete=complete)
     print(*found, sep="\n")
     if asked.names:
         print(*(f"{v.case}: {v.result} ({v.seconds:.1f} s) {v.reason}".rstrip() for v in verdicts), sep="\n")

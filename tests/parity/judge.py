@@ -1,6 +1,6 @@
 """Comparing what contenders give: bits, closeness, and what a caller sees of a tensor besides its values.
 
-In half precision a sum may cancel so far that its digits are rounding errors: eager's own then change with the layout
+A sum may cancel so far that its digits are rounding errors: eager's own then change with the layout
 of what is added. So the gradient of a factor, which is such a sum, may differ from eager's by the tolerance times the
 sum of the absolute values of its terms, where it has aot_eager's bits (`Outcome.magnitudes`, `close(scale=...)`).
 """

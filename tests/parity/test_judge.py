@@ -197,7 +197,7 @@ def _altered(change: Callable[[torch.Tensor], Any]) -> Callable[[nn.Module], Cal
 )
 def test_a_wrong_result_is_found(change: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = _with(monkeypatch, _altered(change))
-    assert verdict.result is Result.WRONG
+    assert verdict.result is (Result.ROUNDED if "other bits" in reason else Result.WRONG)
     assert reason in verdict.reason
 
 

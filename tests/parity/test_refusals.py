@@ -43,6 +43,16 @@ def test_findings(verdict: Verdict, complaint: str | None) -> None:
         assert f"python -m tests.parity '{verdict.case}'" in found[0]
 
 
+def test_what_rounds_otherwise_must_be_listed_and_do_so() -> None:
+    rounded, wrong, passed = (_verdict(r, "bits", "r|x") for r in (Result.ROUNDED, Result.WRONG, Result.PASSED))
+    listed = {"r|x": "why"}
+    assert refusals.findings([rounded], {}, listed) == []
+    assert "rounded otherwise: bits" in refusals.findings([rounded], {})[0]
+    assert "wrong: bits" in refusals.findings([wrong], {}, listed)[0]
+    assert "delete the line" in refusals.findings([passed], {}, listed)[0]
+    assert "no such case" in refusals.findings([], {}, listed, complete=True)[0]
+
+
 def test_a_line_for_no_case_is_found_when_all_cases_ran() -> None:
     other = _verdict(Result.PASSED, case="b|x")
     assert refusals.findings([other], _EXPECTED) == []

@@ -7,10 +7,14 @@ from enum import StrEnum
 
 
 class Result(StrEnum):
-    """The result of a case. A sweep fails for all but PASSED, NO_REFERENCE and a REFUSED that is expected."""
+    """The result of a case. A sweep fails for all but PASSED, NO_REFERENCE, and REFUSED and ROUNDED where expected.
+
+    ROUNDED: equal to eager up to rounding, and not aot_eager's bits.
+    """
 
     PASSED = "passed"
     REFUSED = "refused"
+    ROUNDED = "rounded otherwise"
     WRONG = "wrong"
     UNTYPED = "untyped"
     TOO_SLOW = "too slow"

@@ -139,3 +139,19 @@ def test_no_gradient_is_lost_of_a_conjugate_returned_beside_what_it_is_of() -> N
     net, x = _Weighted(_and_its_conjugate, 4, 4), torch.randn(4, 4, dtype=_COMPLEX)
     with pytest.raises(UnsupportedGraph, match="no gradient would reach"):
         memplan_compile(net, (x,))
+
+
+@pytest.mark.parametrize("op", [torch.add, torch.sub])
+def test_sums_with_a_complex_factor_have_eagers_bits(op: Any) -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(7, 9, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = op(x * self.w, x.t().contiguous().t(), alpha=1.7 + 0.3j).sin()
+            return result
+
+    model, x = Sums(), torch.randn(7, 9, dtype=torch.complex64)
+    with torch.no_grad():
+        assert torch.equal(memplan_compile(model, x, train=False)(x), model(x))

@@ -197,3 +197,13 @@ def test_the_users_settings_stay_as_they_are() -> None:
         finally:
             torch._C._set_mkldnn_enabled(before)
         assert bool(targets & set(_KERNELS)) == enabled
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_states_of_any_layout_are_read_as_eager_reads_them(bidirectional: bool, train: bool) -> None:
+    lstm, x = nn.LSTM(4, 6, num_layers=2, bidirectional=bidirectional).train(train), torch.randn(5, 3, 4)
+    state = [torch.randn(6, 3, 4 if bidirectional else 2).permute(2, 1, 0) for _ in range(2)]
+    ours, theirs = memplan_compile(lstm, (x, tuple(state)))(x, tuple(state)), lstm(x, tuple(state))
+    assert torch.equal(ours[0], theirs[0])
+    assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))

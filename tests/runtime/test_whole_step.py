@@ -568,3 +568,13 @@ def test_a_model_with_hooks_of_its_own_is_asked_once(monkeypatch: pytest.MonkeyP
         "memplan.runtime.execute.optimizer_state.hooks_of_node", lambda _: pytest.fail("nobody has set a hook")
     )
     step(x)
+
+
+def test_a_forward_that_is_replaced_later_is_noticed() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.randn(3, 4)
+    step = compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda out: out.sum(), x)
+    step(x)
+    was = net[0].forward
+    net[0].forward = lambda given: was(given) / 2
+    with pytest.raises(InputMismatch):
+        step(x)

@@ -247,3 +247,44 @@ def test_a_refusal_behind_torch_compile_names_the_users_function() -> None:
     with pytest.raises(UnsupportedGraph) as caught:
         compiled(torch.ones(4))
     assert "Section" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval()])
+def test_norms_of_two_types_are_refused_as_in_eager(layer: nn.Module) -> None:
+    x = torch.randn(4, 3).double()
+    with pytest.raises(RuntimeError):
+        layer(x)
+    with pytest.raises(UnsupportedGraph, match="takes one type, and is given float64 and float32"):
+        plan(layer, x)
+
+
+def test_a_norm_may_have_activations_in_half_precision() -> None:
+    layer, x = nn.LayerNorm(3), torch.randn(4, 3).bfloat16()
+    assert layer(x).shape == x.shape
+    assert plan(layer, x).graph.ops
+
+
+def test_a_view_of_a_parameter_that_has_no_bytes_in_the_trace_is_refused() -> None:
+    class Real(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.w.real, (self.w * x).abs()
+
+    with pytest.raises(UnsupportedGraph, match="a view of a parameter or an input"):
+        plan(Real(), torch.randn(4, 3))
+
+
+def test_paddings_that_are_symbols_have_no_type() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2, 3, 3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.conv2d(x, self.w, padding=(x.shape[2] // 4, 1)).sum()
+
+    height = torch.export.Dim("height", min=4, max=64)
+    assert memplan_plan(Padded(), torch.randn(1, 3, 8, 8), dynamic_shapes={"x": {2: height}}).symbols

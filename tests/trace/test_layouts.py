@@ -220,3 +220,16 @@ def test_what_a_kernel_lays_out_is_not_copied() -> None:
     model = Odd(ODD["mean squares"]).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     x, y = torch.randn(2, 3, 11, 11).contiguous(memory_format=torch.channels_last), torch.randn(2, 8, 9, 9)
     assert not any(op.target in ("aten.copy_.default", "aten.clone.default") for op in trace(model, (x, y)).graph.ops)
+
+
+def test_an_operand_that_is_broadcast_says_nothing_of_the_layout() -> None:
+    class Broadcast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.rand(3) + 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.xlogy(x, self.w)
+
+    model, x = Broadcast(), torch.rand(4, 3)
+    assert torch.equal(memplan_compile(model, x)(x), model(x))

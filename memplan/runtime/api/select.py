@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from memplan.runtime.memory.arena import Arena
 from memplan.trace.capture.front_ends import NoBackward, autocast_dtype
 
 _MAX_RUNNERS = 8
+_MAX_REFUSED = 64  # calls of which it is known that they cannot be planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Selector:
         self._builder, self._structure = builder, builder.structure
         self.main = main
         self._follows = follows and not main.traced.training
-        self._refused: dict[Any, MemplanError] = {}  # why a call that eager would record has no program
+        self._refused: dict[Any, str] = {}  # why a call that eager would record has no program
         self.main_modes = self._structure.modes()
         self._runners: dict[Any, Runner] = {}
 
@@ -84,16 +86,17 @@ class Selector:
 
     def _cached(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
         if key not in self._runners:
+            made = self._built(key, args, kwargs, train=train)
             if len(self._runners) >= _MAX_RUNNERS:
                 del self._runners[next(iter(self._runners))]
-            self._runners[key] = self._built(key, args, kwargs, train=train)
+            self._runners[key] = made
         return self._runners[key]
 
     def _records(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call goes through autograd."""
         if not torch.is_grad_enabled() or not self._follows:
             return self.main.traced.training and torch.is_grad_enabled()
-        given = (*pytree.tree_leaves((args, kwargs)), *self.main.slots.tensors())
+        given = chain(self.main.slots.tensors(), pytree.tree_leaves((args, kwargs)))
         return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 
     def _built(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
@@ -109,7 +112,9 @@ class Selector:
             except InputMismatch:
                 raise
             except MemplanError as error:
-                self._refused[key] = error
+                if len(self._refused) >= _MAX_REFUSED:
+                    del self._refused[next(iter(self._refused))]
+                self._refused[key] = str(error)
         raise RunsEagerly(f"it cannot be planned with its backward ({self._refused[key]})")
 
     def _require_free(self, arena: Arena | None) -> None:

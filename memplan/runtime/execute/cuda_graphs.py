@@ -23,6 +23,7 @@ from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.execute.program import Program
 from memplan.runtime.kernels.pool_placement import Placer, PoolPlacer
 from memplan.runtime.memory.arena import dtype_of
+from memplan.trace.passes.overlapping_strides import may_overlap
 from memplan.trace.traced import KernelCall, Live, Source, TracedGraph, Transfer
 
 Function = Callable[[], Any]
@@ -262,7 +263,9 @@ def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy with the same strides, even if they leave gaps between elements."""
+    """Return a copy with the same strides, even if they leave gaps; a dense one where elements share bytes."""
+    if may_overlap(tensor.shape, tensor.stride()):
+        return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 

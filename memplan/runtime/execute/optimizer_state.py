@@ -45,7 +45,7 @@ class StepStructure(Structure):
         groups = self.optimizer.param_groups
         self._groups = [list(group["params"]) for group in groups]
         self._parameters = list(self.optimizer.state)
-        self._dicts = list(self.optimizer.state.values())
+        self._optimizer_states = list(self.optimizer.state.values())
 
     def modes(self) -> list[bool]:
         """Return the modes, after checking that the optimizer has the same parameters, options and state."""
@@ -58,7 +58,7 @@ class StepStructure(Structure):
         if list(map(_deciding, groups)) != self._options:
             self._require_options()
         state = self.optimizer.state
-        if not (_same(state, self._parameters) and _same(state.values(), self._dicts)):
+        if not (_same(state, self._parameters) and _same(state.values(), self._optimizer_states)):
             self._note()
             self.version += 1
         return super().modes()

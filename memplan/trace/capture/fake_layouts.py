@@ -53,12 +53,12 @@ def _formatted(position: int) -> Layout:
 def _pointwise(*positions: int) -> Layout:
     """Return the layout of the first of these arguments that determines one, without its gaps.
 
-    It applies only to results that have the shape of the first of them.
+    It applies only to results that have the shape of each of them.
     """
 
     def layout(shape: tuple[int, ...], *args: Any) -> Any:
         """Return the strides, or None for a result of another shape."""
-        if tuple(args[positions[0]].shape) != tuple(shape):
+        if any(tuple(args[position].shape) != tuple(shape) for position in positions):
             return None
         return compute_elementwise_output_strides(*(args[position] for position in positions))
 
@@ -66,7 +66,7 @@ def _pointwise(*positions: int) -> Layout:
 
 
 def _resized(shape: tuple[int, ...], x: torch.Tensor, *args: Any) -> Any:
-    """Return the layout of the resized tensor if it has the shape already, else the contiguous one."""
+    """Return the layout of the resized tensor, without gaps, if it has the shape already, else the contiguous one."""
     return _pointwise(0)(shape, x) or make_contiguous_strides_for(shape)
 
 

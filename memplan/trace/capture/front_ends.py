@@ -136,8 +136,8 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
     if train and not has_backward:
         raise NoBackward(
             type(model).__name__,
-            "has no output that requires a gradient, so there is no backward to plan",
-            "give the model parameters that require gradients, or pass train=False (memplan.compile)",
+            "computes no output that requires a gradient, so there is no backward to plan",
+            "return what is computed from parameters that require gradients (no views of them), or pass train=False",
         )
     return Captured(
         graph_module=graph_module,

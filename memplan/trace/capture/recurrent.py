@@ -61,7 +61,7 @@ def _onednn_lstm(  # noqa: PLR0917  (the op's own signature)
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `aten.lstm.input` as eager does where oneDNN supports it (`lstm_mkldnn` in native/mkldnn/RNN.cpp)."""
-    hidden, cell = state
+    hidden, cell = (s.contiguous() for s in state)  # the kernel reads them as if they were, whatever their strides
     size, directions, ends = hidden.size(2), 2 if bidirectional else 1, []
     given = _by_direction(weights, has_biases)
     x = x.transpose(0, 1) if batch_first else x

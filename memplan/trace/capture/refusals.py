@@ -26,6 +26,12 @@ _OF_ONE_TYPE = {
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default),
     *(aten.addmv.default, aten.dot.default, aten.vdot.default, aten.convolution.default),
 }
+_NORMALISATIONS = {  # of one type, but for activations in half precision beside parameters in float32
+    *(aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default),
+    *(aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats),
+    *(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default),
+}
+_HALVES = ("float16", "bfloat16")
 
 
 def require_traceable(model: Any) -> None:
@@ -70,7 +76,9 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
     failure = _FAILED_ON_FAKES.search(str(error))
     if failure is not None:  # eager's own error, within dynamo's traceback
         words = " ".join(failure["words"].replace("\\n", " ").split())
-        hint = "check the shapes and types of the example inputs: model(*example_inputs) fails in eager too"
+        hint = "check the shapes and types of the example inputs: model(*example_inputs) should fail in eager too"
+        if "fake impl" in words or "register_fake" in words or "Meta" in words:
+            hint = "say what the op returns for tensors without data (torch.library.register_fake)"
         return UnsupportedGraph(name, f"forward fails on inputs like the example's: {words}", hint)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"
@@ -113,12 +121,13 @@ def keywords_of(example_kwargs: Any) -> dict[str, Any]:
 
 
 def require_same_types(graph: fx.Graph) -> None:
-    """Raise `UnsupportedGraph` for products of several types, which eager refuses and fake tensors do not."""
+    """Raise `UnsupportedGraph` for products and norms of several types, which eager refuses and fake tensors do not."""
     for node in graph.nodes:
-        if node.target in _OF_ONE_TYPE:
-            tensors = [n.meta["val"] for n in node.all_input_nodes]
+        if node.target in _OF_ONE_TYPE or node.target in _NORMALISATIONS:
+            tensors = [v for n in node.all_input_nodes if isinstance(v := n.meta["val"], torch.Tensor)]
             found = list(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
-            if len(found) > 1:
+            mixed = node.target in _NORMALISATIONS and found[0] in _HALVES and set(found[1:]) <= {"float32"}
+            if len(found) > 1 and not mixed:
                 what = f"forward fails in eager: {node.target} takes one type, and is given {' and '.join(found)}"
                 shapes = ", ".join(str(list(t.shape)) for t in tensors)
                 hint = "give the example inputs the type of the parameters, x.to(dtype), or run under torch.autocast"

@@ -21,6 +21,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
 from memplan.errors import UnsupportedGraph
@@ -190,6 +192,9 @@ class _Builder:
             else:
                 what, hint = "an object that is no tensor inside the graph", "draw random numbers without a generator="
             raise self._unsupported(node, what, hint)
+        if isinstance(tensor, FakeTensor) or isinstance(node.meta.get("val"), FunctionalTensor):  # no bytes behind it
+            what = "a view of a parameter or an input that tracing took for a constant"
+            raise self._unsupported(node, what, "return a copy of it (.clone())")
         val = node.meta.get("val", tensor)
         origin = replace(origin_of(node), op=node.meta.get(FOLDED, GIVEN))
         storage = self.alias_classes.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
