@@ -1,9 +1,9 @@
 """Takes the mutation score of a module: how many small faults put into it its own tests notice.
 
-    python scripts/mutate.py memplan/validate.py                    all mutants
-    python scripts/mutate.py memplan/evict/fit.py --most 60         a sample of at most 60, the same for the same seed
-    python scripts/mutate.py memplan/check.py --share 0.2 --lines 130-180
-    python scripts/mutate.py memplan/check.py --tests tests/test_check.py,tests/test_rules.py
+    python scripts/mutate.py memplan/core/validate.py               all mutants
+    python scripts/mutate.py memplan/planning/fit.py --most 60      a sample of at most 60, the same for the same seed
+    python scripts/mutate.py memplan/check/check.py --share 0.2 --lines 130-180
+    python scripts/mutate.py memplan/check/check.py --tests tests/check/test_check.py,tests/check/test_rules.py
 
 Needs the extra `mutation` (cosmic-ray, which makes the mutants and runs the tests). Works on copies of the checkout,
 one for each job, so that the checkout is never changed. Prints killed, survived and timeouts, and every survivor with
@@ -34,14 +34,17 @@ _SLACK, _LEAST_SECONDS = 4.0, 20.0  # a mutant may take so many times what the t
 
 # Which tests judge a module, where they are not those that bear its name (see `tests_of`).
 JUDGES: Mapping[str, tuple[str, ...]] = {
-    "memplan/baseline.py": ("tests/test_baseline.py", "tests/cli/test_gate.py"),
-    "memplan/check.py": ("tests/test_check.py", "tests/test_baseline.py", "tests/test_rules.py"),
-    "memplan/files.py": ("tests/test_csvio.py", "tests/cli/test_outputs.py", "tests/cli/test_interrupts.py"),
-    "memplan/inplace.py": ("tests/test_inplace.py",),
-    "memplan/runtime/ledger.py": ("tests/runtime/test_calls.py", "tests/runtime/test_loops.py"),
-    "memplan/runtime/runner.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
-    "memplan/runtime/signature.py": ("tests/runtime/test_calls.py", "tests/runtime/test_alike.py"),
-    "memplan/runtime/slots.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
+    "memplan/check/baseline.py": ("tests/check/test_baseline.py", "tests/cli/test_gate.py"),
+    "memplan/check/check.py": (
+        "tests/check/test_check.py",
+        "tests/check/test_baseline.py",
+        "tests/check/test_rules.py",
+    ),
+    "memplan/core/files.py": ("tests/core/test_csvio.py", "tests/cli/test_outputs.py", "tests/cli/test_interrupts.py"),
+    "memplan/runtime/memory/arena_ownership.py": ("tests/runtime/test_calls.py", "tests/runtime/test_loops.py"),
+    "memplan/runtime/execute/runner.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
+    "memplan/runtime/guards/input_guards.py": ("tests/runtime/test_calls.py", "tests/runtime/test_layout_guards.py"),
+    "memplan/runtime/guards/module_state_guards.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
 }
 
 
@@ -69,16 +72,19 @@ class CannotScoreError(Exception):
 
 
 def tests_of(module: str) -> tuple[str, ...]:
-    """The tests that judge `module`: those of the table, else the file of its name, else the folder of its package.
+    """The tests that judge `module`: those of the table, else the file of its name or the folder of its package.
 
+    Packages without either are judged by the tests of the package around them.
     Raises `CannotScoreError` where there are none of these.
     """
     if module in JUDGES:
         return JUDGES[module]
-    package, stem = Path(module).parent.relative_to("memplan"), Path(module).stem
-    for candidate in (Path("tests") / package / f"test_{stem}.py", Path("tests") / package):
-        if candidate != Path("tests") and (ROOT / candidate).exists():
-            return (str(candidate),)
+    room, stem = Path("tests") / Path(module).parent.relative_to("memplan"), Path(module).stem
+    while room != Path("tests").parent:
+        for candidate in (room / f"test_{stem}.py", room):
+            if candidate != Path("tests") and (ROOT / candidate).exists():
+                return (str(candidate),)
+        room = room.parent
     raise CannotScoreError(f"no tests are known for {module}: give --tests, or add it to JUDGES in scripts/mutate.py")
 
 

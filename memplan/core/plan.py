@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memplan.analysis.forecast import Forecast
     from memplan.report.summary import Report
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _MODEL_KINDS = (
     StorageKind.PARAMETER,
     StorageKind.OPTIMIZER_STATE,

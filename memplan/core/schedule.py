@@ -112,3 +112,8 @@ def _touched_bytes(graph: Graph, op: Op) -> int:
 def working_set_bound(graph: Graph) -> int:
     """Bytes of the largest working set."""
     return working_set(graph)[0]
+
+
+def is_proven_again(schedule: Schedule) -> bool:
+    """Whether the bound is proven again when a plan is read from a file; if not, it is only claimed from then on."""
+    return schedule.evidence is not Evidence.LONG_SEARCH

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memplan.core import lifetimes
 from memplan.core.evictions import check_record
 from memplan.core.graph import Graph, check_graph
+from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.core.problem import Solution, Status
-from memplan.core.schedule import (
-    Schedule,
-    live_bytes,
-    require_evidence,
-    require_legal,
-    working_set_bound,
-)
+from memplan.core.schedule import Schedule, live_bytes, working_set_bound
 from memplan.core.validate import validate
 from memplan.errors import InvalidPlan
-
-if TYPE_CHECKING:
-    pass
+from memplan.schedule.evidence import require_evidence
 
 
 def check_consistency(plan: Plan) -> None:

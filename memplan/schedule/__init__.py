@@ -8,10 +8,10 @@ minimum cuts (`bounds/`), and searches if the cuts leave a gap (`search/`). `sel
 from __future__ import annotations
 
 from memplan.core.legal_orders import predecessors, require_legal
-from memplan.core.schedule import Evidence, Schedule, live_bytes, make_schedule, working_set_bound
+from memplan.core.schedule import Evidence, Schedule, is_proven_again, live_bytes, make_schedule, working_set_bound
 from memplan.schedule.barrier import Barrier, accumulated, price
 from memplan.schedule.bounds.cut import cut_bound
-from memplan.schedule.evidence import is_proven_again, require_evidence
+from memplan.schedule.evidence import require_evidence
 from memplan.schedule.policies.traced import traced
 from memplan.schedule.select import POLICIES, Policy, order
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.core.graph import Graph
-from memplan.core.schedule import Evidence, Schedule, working_set
+from memplan.core.schedule import Evidence, Schedule, is_proven_again, working_set
 from memplan.errors import InvalidPlan
 from memplan.schedule.bounds.cut import cut_bound
 from memplan.schedule.select import order
@@ -36,8 +36,3 @@ def require_evidence(graph: Graph, schedule: Schedule) -> None:
     proven = cut_bound(graph, index) if schedule.evidence is Evidence.CUT else working_set(graph)[0]
     if proven != schedule.bound:
         raise InvalidPlan(f"says {schedule.bound}, its evidence gives {proven}", where="schedule.bound")
-
-
-def is_proven_again(schedule: Schedule) -> bool:
-    """Whether `require_evidence` proves the bound again; if not, a bound that was read from a file is only claimed."""
-    return schedule.evidence is not Evidence.LONG_SEARCH

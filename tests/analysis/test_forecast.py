@@ -17,7 +17,7 @@ from memplan.errors import BudgetInfeasible, MemplanError, UnknownName
 from memplan.trace import plan_traced, trace
 from tests.graph_strategies import plans
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
-from tests.runtime.test_streamed import _plan as streamed_plan
+from tests.runtime.test_host_resident import _plan as streamed_plan
 
 _ON_DEVICE = (Residence.ARENA, Residence.OUTSIDE)
 

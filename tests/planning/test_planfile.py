@@ -64,7 +64,10 @@ def test_seconds_spent_are_no_part_of_the_file() -> None:
 
 
 def test_two_hash_seeds_give_the_same_bytes() -> None:
-    code = "from memplan.planning.planfile import to_text; from tests.samples import sample_plan; print(to_text(sample_plan()))"
+    code = (
+        "from memplan.planning.planfile import to_text; from tests.samples import sample_plan; "
+        "print(to_text(sample_plan()))"
+    )
     texts = {
         subprocess.run(
             [sys.executable, "-c", code],

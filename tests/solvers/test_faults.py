@@ -18,7 +18,7 @@ from memplan.solvers import solve, thresholds
 from memplan.solvers.arrays import heuristics
 from memplan.solvers.arrays.instance import PieceOutcome
 from memplan.solvers.baselines.greedy import Greedy
-from memplan.solvers.search import capacity_search, cpsat_model, eject, solve_at_capacity
+from memplan.solvers.search import capacity_search, cpsat_model, eject, solve_at_capacity, squeaky_wheel
 from tests.strategies import knotted
 
 
@@ -81,16 +81,30 @@ class _Fault:
 
 _FAULTS = [
     _Fault(module=Greedy, name="solve", wrong=_greedy, source="greedy", lowered={"SMALL": 400}),
-    _Fault(module=race, name="first_answers", wrong=_zeros, source="quick.first_answers"),
-    _Fault(module=quick, name="first_fit", wrong=_fitted, source="quick.first_answers"),
-    _Fault(module=quick, name="online", wrong=_zeros, source="quick.first_answers", lowered={"PAIRS": 0}),
-    _Fault(module=attempt, name="first_answers", wrong=_zeros, source="attempt.attempt"),
-    _Fault(module=attempt, name="search", wrong=_searched, source="attempt.attempt", lowered={"QUICK": 0}),
-    _Fault(module=attempt, name="_place_large", wrong=_solved, source="attempt.attempt", lowered={"LARGE": 0}),
-    _Fault(module=attempt, name="_attempt", wrong=_solved, source="attempt.attempt"),
-    _Fault(module=eject.Ejection, name="run", wrong=_ejected, source="attempt.attempt", lowered={"HEAD_START": 0}),
-    _Fault(module=squeaky, name="rounds", wrong=_zeros, source="squeaky.rounds", lowered={"LARGE": 0}),
-    _Fault(module=cpsat_model, name="decide", wrong=_solved, source="attempt.attempt"),
+    _Fault(module=capacity_search, name="first_answers", wrong=_zeros, source="heuristics.first_answers"),
+    _Fault(module=heuristics, name="first_fit", wrong=_fitted, source="heuristics.first_answers"),
+    _Fault(module=heuristics, name="online", wrong=_zeros, source="heuristics.first_answers", lowered={"PAIRS": 0}),
+    _Fault(module=solve_at_capacity, name="first_answers", wrong=_zeros, source="solve_at_capacity.attempt"),
+    _Fault(
+        module=solve_at_capacity,
+        name="search",
+        wrong=_searched,
+        source="solve_at_capacity.attempt",
+        lowered={"QUICK": 0},
+    ),
+    _Fault(
+        module=solve_at_capacity,
+        name="_place_large",
+        wrong=_solved,
+        source="solve_at_capacity.attempt",
+        lowered={"LARGE": 0},
+    ),
+    _Fault(module=solve_at_capacity, name="_attempt", wrong=_solved, source="solve_at_capacity.attempt"),
+    _Fault(
+        module=eject.Ejection, name="run", wrong=_ejected, source="solve_at_capacity.attempt", lowered={"HEAD_START": 0}
+    ),
+    _Fault(module=squeaky_wheel, name="rounds", wrong=_zeros, source="squeaky_wheel.rounds", lowered={"LARGE": 0}),
+    _Fault(module=cpsat_model, name="decide", wrong=_solved, source="solve_at_capacity.attempt"),
 ]
 _ALL = pytest.mark.parametrize("fault", _FAULTS, ids=lambda fault: fault.name)
 
@@ -152,7 +166,7 @@ def test_where_every_heuristic_fails_the_simplest_placements_step_in(
     with pytest.warns(SolverFault) as heard:
         solution = solve(problem, work_limit=0)
     assert dict(solution.offsets) == dict(expected)
-    assert [str(w.message).split(" gave")[0] for w in heard][:2] == ["quick.first_answers", "greedy"]
+    assert [str(w.message).split(" gave")[0] for w in heard][:2] == ["heuristics.first_answers", "greedy"]
 
 
 def test_a_bound_that_a_placement_refutes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from memplan.solvers.arrays.instance import PieceOutcome
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of, subset
 from memplan.solvers.base import finish
 from memplan.solvers.limits import Budget, SolverLimits
-from memplan.solvers.search import cpsat_model, eject, solve_at_capacity, squeaky_wheel
+from memplan.solvers.search import cpsat_model, eject, solve_at_capacity, squeaky_wheel, tree_search
 from memplan.solvers.search.reduce import reduce
 from tests.strategies import knotted, layered_problems
 
@@ -141,15 +141,20 @@ def _always(*_: object) -> bool:
 @pytest.mark.parametrize(
     ("lowered", "module", "name", "counts"),
     [
-        (("PAIRS",), quick, "online", _is_raised),
+        (("PAIRS",), heuristics, "online", _is_raised),
         (("FEW",), fit_kernel, "fit", lambda *args: bool((args[4] > 0).any())),
         ((), fit_kernel, "fit_few", lambda *args: bool((args[4] > 0).any())),
-        (("LARGE",), attempt, "_place_large", _is_raised),
-        (("LARGE", "PAIRS"), attempt, "_place_large", _is_raised),
-        (("LARGE", "TRACKED", "ADDED"), attempt, "fill", lambda core, order, *_: _is_raised(core) and len(order) > 0),
-        (("LARGE",), squeaky, "rounds", _always),
+        (("LARGE",), solve_at_capacity, "_place_large", _is_raised),
+        (("LARGE", "PAIRS"), solve_at_capacity, "_place_large", _is_raised),
+        (
+            ("LARGE", "TRACKED", "ADDED"),
+            solve_at_capacity,
+            "fill",
+            lambda core, order, *_: _is_raised(core) and len(order) > 0,
+        ),
+        (("LARGE",), squeaky_wheel, "rounds", _always),
         (("HEAD_START",), eject.Ejection, "run", lambda ejection, *_: _is_raised(ejection.piece.core)),
-        ((), search, "joined", lambda piece, *_: _is_raised(piece.core)),
+        ((), tree_search, "joined", lambda piece, *_: _is_raised(piece.core)),
         ((), cpsat_model, "decide", _is_raised),
         (("COMPILED",), sequence, "_compiled", _always),
     ],

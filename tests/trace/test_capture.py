@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import memplan
 from benchmarks.zoo import ZOO
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
@@ -287,4 +288,4 @@ def test_paddings_that_are_symbols_have_no_type() -> None:
             return nn.functional.conv2d(x, self.w, padding=(x.shape[2] // 4, 1)).sum()
 
     height = torch.export.Dim("height", min=4, max=64)
-    assert memplan_plan(Padded(), torch.randn(1, 3, 8, 8), dynamic_shapes={"x": {2: height}}).symbols
+    assert memplan.plan(Padded(), torch.randn(1, 3, 8, 8), dynamic_shapes={"x": {2: height}}).symbols

@@ -42,7 +42,7 @@ class CapacitySearch:
         if not self.core.n:
             return
         for offsets in first_answers(self.core):
-            self._offer(offsets, "quick.first_answers")
+            self._offer(offsets, "heuristics.first_answers")
             if self._is_done():
                 return
         if self.arena is None and not self._fall_back():
@@ -80,7 +80,7 @@ class CapacitySearch:
     def _promote(self, budget: Budget) -> None:
         goal = self.core.max_offset(self.bound)
         for offsets in squeaky_wheel.rounds(self.core, goal, budget):
-            self._offer(offsets, "squeaky.rounds")
+            self._offer(offsets, "squeaky_wheel.rounds")
             if self._is_done():
                 return
 
@@ -112,7 +112,7 @@ class CapacitySearch:
         memory: dict[bytes, Learnt] | None = None,
     ) -> PieceOutcome:
         outcome, offsets = attempt(self.core, self.core.max_offset(capacity), budget, seed, hint=hint, memory=memory)
-        if outcome is PieceOutcome.SOLVED and not self._offer(offsets, "attempt.attempt"):
+        if outcome is PieceOutcome.SOLVED and not self._offer(offsets, "solve_at_capacity.attempt"):
             if memory is not None:  # it may be invalid too
                 memory.clear()
             return PieceOutcome.LIMIT
