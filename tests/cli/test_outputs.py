@@ -96,7 +96,7 @@ def test_concurrent_updates_of_a_baseline_all_survive(tmp_path: Path) -> None:
         sample_plan().save(tmp_path / name)
     # All wait for the lock once they have their figures, and are let go together.
     code = (
-        "import sys; from memplan import baseline; from memplan.cli import main\n"
+        "import sys; from memplan.check import baseline; from memplan.cli import main\n"
         "real = baseline.update_baseline\n"
         "def update(*args, **options):\n"
         "    print('ready', file=sys.stderr, flush=True); sys.stdin.readline(); return real(*args, **options)\n"

@@ -142,7 +142,7 @@ def test_fuzz_every_solver_on_larger_problems(name: str) -> None:
 _SCRIPT = """
 import json
 from benchmarks.instances import planted
-from memplan.solve import solve
+from memplan.solvers import solve
 solution = solve(planted(120, seed=5, density=0.95), work_limit=20000, seed=3, minimize=True)
 print(json.dumps([dict(solution.offsets), solution.arena_size, solution.status.name, solution.bound]))
 """
