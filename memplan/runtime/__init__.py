@@ -2,7 +2,7 @@
 
 Start at `api/` (what users call). A call goes through `guards/` (is it the step that was planned?) and `execute/`
 (autograd, generated code); `memory/` holds the arena, `kernels/` chooses the callable of each op, `codegen/` generates
-the code of the step. Beside them: `copies/`, `profile/`, `on_demand/`, `recording/`, `debug/`, and `dynamo/` (the
+the code of the step. Beside them: `copies/`, `profiling/`, `on_demand/`, `recording/`, `debug/`, and `dynamo/` (the
 torch.compile backend).
 """
 

@@ -7,7 +7,7 @@ Start at `tracing.py`. It runs `capture/` (one joint graph on fake tensors), the
 
 from __future__ import annotations
 
-from memplan.trace.capture.front_ends import Captured, capture
+from memplan.trace.capture.front_ends import Captured
 from memplan.trace.planning import (
     ARENA,
     GRADIENTS,
@@ -29,7 +29,6 @@ __all__ = [
     "Captured",
     "TracedGraph",
     "alignment_of",
-    "capture",
     "device_costs",
     "layout_solver",
     "plan",

@@ -19,7 +19,7 @@ from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, U
 from memplan.evict.events import Events
 from memplan.evict.workload import Workload
 from memplan.runtime import CompiledModule, CompiledStep
-from memplan.runtime.profile.profile_guided import REPLANS, SAMPLES, WARM
+from memplan.runtime.profiling.profile_guided import REPLANS, SAMPLES, WARM
 from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, QUICK, everything
 from tests.runtime.virtual import virtual

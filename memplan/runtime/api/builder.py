@@ -19,7 +19,7 @@ from memplan.runtime.guards.module_state_guards import Structure
 from memplan.runtime.memory.arena import Arena, arena_for
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import Options
-from memplan.runtime.profile.profile_guided import ProfileGuide, guide_of, require_measurable, room_for, safe_plan
+from memplan.runtime.profiling.profile_guided import ProfileGuide, guide_of, require_measurable, room_for, safe_plan
 from memplan.trace import ARENA, trace
 from memplan.trace.traced import TracedGraph
 

@@ -23,7 +23,7 @@ from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, passive_for
 from memplan.runtime.options import Options, device_for, given_plan
-from memplan.runtime.profile.profile_guided import MeasuredStep, ProfileGuide
+from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
 from memplan.trace.capture.refusals import keywords_of, require_traceable
 
 if TYPE_CHECKING:

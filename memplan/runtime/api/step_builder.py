@@ -19,7 +19,7 @@ from memplan.runtime.guards.ranks import require_collective
 from memplan.runtime.memory.arena import arena_for_all
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import PlanOptions, require_recordable
-from memplan.runtime.profile.profile_guided import ProfileGuide, guide_of, require_measurable, room_for, safe_plan
+from memplan.runtime.profiling.profile_guided import ProfileGuide, guide_of, require_measurable, room_for, safe_plan
 from memplan.trace import trace_step
 from memplan.trace.optimizer.updates import Accumulate
 from memplan.trace.traced import TracedGraph

@@ -25,7 +25,7 @@ from memplan.runtime.memory.arena import dtype_of
 from memplan.runtime.on_demand.eager_step import eager_step
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, passive_for
 from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice
-from memplan.runtime.profile.profile_guided import MeasuredStep, ProfileGuide
+from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
 from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.optimizer.updates import Accumulate
 

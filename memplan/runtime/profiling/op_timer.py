@@ -20,7 +20,7 @@ from memplan.runtime.copies.copies import Copy, Direction
 from memplan.runtime.debug.sanitizers import Sanitizers
 from memplan.runtime.execute.program import Program
 from memplan.runtime.memory.arena import Arena, Memory
-from memplan.runtime.profile.measurement import CopyTime, Measurement, bases
+from memplan.runtime.profiling.measurement import CopyTime, Measurement, bases
 
 _PROBES = (1 << 12, 1 << 26)  # bytes of the copies that are timed if a step has too few, at most the size of the arena
 _ROUNDS = 3  # copies of each size

@@ -27,8 +27,8 @@ from memplan.planning.budget import cost_model
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.options import PlanOptions
-from memplan.runtime.profile.measurement import Measurement
-from memplan.runtime.profile.op_timer import OpTimer
+from memplan.runtime.profiling.measurement import Measurement
+from memplan.runtime.profiling.op_timer import OpTimer
 from memplan.trace import device_costs
 from memplan.trace.traced import TracedGraph
 
