@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memplan.cli.compare import TARGET, Format, print_sections
+from memplan.cli.compare import TARGET, TextFormat, print_sections
 
 if TYPE_CHECKING:
     from memplan.planning.frontier import Frontier, Rival
@@ -24,7 +24,7 @@ def budget(
     compare: Annotated[
         bool, typer.Option("--torch/--no-torch", help="Beside it: torch's activation_memory_budget (models only).")
     ] = True,
-    form: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TABLE,
+    form: Annotated[TextFormat, typer.Option("--format", help="What to print.")] = TextFormat.TABLE,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Draw it: one page, no network.")] = None,
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it as a still picture.")] = None,
     png: Annotated[

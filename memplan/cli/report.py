@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memplan.report.summary import Report
 
 
-class Format(enum.StrEnum):
+class ReportFormat(enum.StrEnum):
     """The output formats of the report."""
 
     TABLE = "table"
@@ -43,7 +43,9 @@ def report(
     ],
     *,
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward alone, without gradients.")] = False,
-    form: Annotated[Format, typer.Option("--format", help="What to print; github: also a job summary.")] = Format.TABLE,
+    form: Annotated[
+        ReportFormat, typer.Option("--format", help="What to print; github: also a job summary.")
+    ] = ReportFormat.TABLE,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write every figure to FILE, exact, as JSON.")
     ] = None,
@@ -128,12 +130,12 @@ def _draw(plan: Plan, wanted: Pictures) -> None:
             write(path, picture)
 
 
-def _print(figures: Report, form: Format) -> None:
-    if form is Format.JSON:
+def _print(figures: Report, form: ReportFormat) -> None:
+    if form is ReportFormat.JSON:
         from memplan.report.jsonform import report_json
 
         typer.echo(json.dumps(report_json(figures), indent=2, allow_nan=False))
-    elif form is Format.MARKDOWN:
+    elif form is ReportFormat.MARKDOWN:
         from memplan.report.markdown import report_markdown
 
         typer.echo(report_markdown(figures), nl=False)
@@ -141,7 +143,7 @@ def _print(figures: Report, form: Format) -> None:
         from memplan.report.table import ReportTable
 
         console().print(ReportTable(figures))
-    if form is Format.GITHUB:
+    if form is ReportFormat.GITHUB:
         from memplan.cli.github import add_summary, notice
         from memplan.core.units import format_exact
         from memplan.report.lines import title, verdict

@@ -6,6 +6,6 @@ minimum cuts by networkx and shares no code with the prover; `within.py` stops a
 
 from __future__ import annotations
 
-from memplan.verify.proofs import Proof, State, verify
+from memplan.verify.proofs import Proof, ProofState, verify
 
-__all__ = ["Proof", "State", "verify"]
+__all__ = ["Proof", "ProofState", "verify"]

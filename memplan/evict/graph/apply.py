@@ -45,7 +45,7 @@ def apply(workload: Workload, events: Iterable[Event]) -> Applied:
 
 
 @dataclass(slots=True)
-class _Life:
+class _StorageState:
     """The current life of a storage: where its bytes are, as indices of the new graph's storages."""
 
     device: int | None = None
@@ -67,7 +67,7 @@ class _GraphBuilder:
     ops: list[Op] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     instances: list[tuple[int, int]] = field(default_factory=list)  # (base storage, its further life)
-    lives: list[_Life] = field(default_factory=list)
+    lives: list[_StorageState] = field(default_factory=list)
     ran: list[int] = field(default_factory=list)
     moved: dict[tuple[int, int], int] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)  # storage -> the number of its further lives
@@ -80,7 +80,7 @@ class _GraphBuilder:
         self.values, self.storages = list(g.values), list(g.storages)
         self.ran = [0] * len(g.ops)
         self.forward_left = g.forward_ops
-        self.lives = [_Life(device=None if i in w.held else i) for i in range(len(g.storages))]
+        self.lives = [_StorageState(device=None if i in w.held else i) for i in range(len(g.storages))]
         for s in w.streamed - w.fresh:
             self.lives[s].host, self.lives[s].clean = s, True
 
@@ -176,7 +176,7 @@ class _GraphBuilder:
 
     # -- where things are --------------------------------------------------------------------------------
 
-    def _on_device(self, s: int, where: str) -> _Life:
+    def _on_device(self, s: int, where: str) -> _StorageState:
         life = self.lives[s]
         if life.device is None or life.dropped or life.copying is Kind.RELOAD:
             raise InvalidEviction("its bytes are not on the device", where=where)

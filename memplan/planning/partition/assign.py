@@ -42,7 +42,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Life:
+class _StorageInterval:
     """A planned storage: its bytes, its home unit, its first and last step, and the (step, unit) of every op that
     computes with it."""
 
@@ -115,7 +115,7 @@ def _best(m: int, count: int, add: Callable[[int, int, int, _Worth], _Worth]) ->
     return found
 
 
-def _lives(graph: Graph, units: Units, alignment: int) -> list[_Life]:
+def _lives(graph: Graph, units: Units, alignment: int) -> list[_StorageInterval]:
     touched: dict[int, list[tuple[int, int]]] = {}
     ends: dict[int, tuple[int, int]] = {}
     for step, op in enumerate(graph.ops):
@@ -128,11 +128,11 @@ def _lives(graph: Graph, units: Units, alignment: int) -> list[_Life]:
     for s, (first, last) in ends.items():
         size = -(-graph.storages[s].nbytes // alignment) * alignment
         touches = tuple(touched.get(s, ()))
-        found.append(_Life(size, touches[0][1] if touches else 0, first, last, touches))
+        found.append(_StorageInterval(size, touches[0][1] if touches else 0, first, last, touches))
     return found
 
 
-def _price(lives: Sequence[_Life], steps: int, start: int, end: int, link: Link) -> tuple[int, float]:
+def _price(lives: Sequence[_StorageInterval], steps: int, start: int, end: int, link: Link) -> tuple[int, float]:
     """The max live bytes of a device that runs the units [start, end), and the seconds of the transfers to it."""
     change = np.zeros(steps + 1, np.int64)
     seconds = 0.0

@@ -48,14 +48,14 @@ class Divided:
 
 def divide(graph: Graph, sources: Sequence[int], device_of: Sequence[int], names: Sequence[str]) -> Divided:
     """`graph`, whose ops are in schedule order, with op i on device `names[device_of[i]]` and with transfers."""
-    builder = _Builder(graph, tuple(device_of), tuple(names))
+    builder = _PartitionBuilder(graph, tuple(device_of), tuple(names))
     for i, op in enumerate(graph.ops):
         builder.op(i, op, sources[i])
     return builder.finish()
 
 
 @dataclass(slots=True)
-class _Builder:
+class _PartitionBuilder:
     """Builds the graph of several devices, op by op."""
 
     graph: Graph

@@ -20,7 +20,7 @@ _MAX_REFUSED = 64  # calls of which it is known that they cannot be planned
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class CallState:
     """The state in which a call is made: whether autograd records it, and the training flag of every submodule."""
 
     grad: bool
@@ -66,7 +66,7 @@ class Selector:
             self._check_modes(modes)
             leaves = main.signature.flatten(args, kwargs)
             example = pytree.tree_unflatten(leaves, main.signature.spec)
-            runner = self._cached(State(grad, tuple(modes)), *example, train=grad)
+            runner = self._cached(CallState(grad, tuple(modes)), *example, train=grad)
         self._require_free(runner.arena)
         return runner, runner.signature.flatten(args, kwargs, training=grad)
 
@@ -79,7 +79,7 @@ class Selector:
         )
         grad = self._records(args, kwargs)
         autocast = autocast_dtype(self.main.device_type)
-        state = State(grad, tuple(self._structure.modes()))
+        state = CallState(grad, tuple(self._structure.modes()))
         runner = self._cached((state, autocast, str(spec), layouts), args, kwargs, train=grad)
         self._require_free(runner.arena)
         return runner, runner.signature.flatten(args, kwargs)

@@ -23,7 +23,7 @@ import torch.utils._pytree as pytree
 
 from memplan.errors import InputMismatch, InvalidShapes, ShapeOutOfRange, UnsupportedGraph
 from memplan.runtime.api.builder import Builder
-from memplan.runtime.api.select import Selector, State, require_autocast
+from memplan.runtime.api.select import Selector, CallState, require_autocast
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.input_guards import laid_out
 from memplan.runtime.kernels.kernel_selection import BoundOp, with_arguments
@@ -78,7 +78,7 @@ class ShapedSelector(Selector):
         self.family = Family(*builder.symbolic(args, kwargs, train, frozenset()))
         _check_buckets(self._bucketing, self.family)
         flat, self.spec = pytree.tree_flatten((args, kwargs))
-        self._main_state = State(train, tuple(self._structure.modes()))
+        self._main_state = CallState(train, tuple(self._structure.modes()))
         self._families = {self._main_state: [self.family]}
         self.programs: OrderedDict[Any, Runner] = OrderedDict()
         main = self._new(self._main_state, flat, args, kwargs)
@@ -95,7 +95,7 @@ class ShapedSelector(Selector):
         require_autocast(self.main)
         self._check_modes(modes)
         flat = self.main.signature.leaves_of(args, kwargs)
-        key = (State(grad, tuple(modes)), _shapes(flat))
+        key = (CallState(grad, tuple(modes)), _shapes(flat))
         runner = self.programs.get(key)
         if runner is None:
             self._require_free(self._builder.arena)
@@ -113,7 +113,7 @@ class ShapedSelector(Selector):
 
     # -- the programs that are kept ----------------------------------------------------------------------
 
-    def _keep(self, key: tuple[State, Any], runner: Runner) -> None:
+    def _keep(self, key: tuple[CallState, Any], runner: Runner) -> None:
         """Keep a program, and drop the least recently used ones beyond the limit."""
         self.programs[key] = runner
         if key[0] == self._main_state:
@@ -134,14 +134,14 @@ class ShapedSelector(Selector):
 
     # -- new programs ------------------------------------------------------------------------------------
 
-    def _made(self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
+    def _made(self, state: CallState, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
         """Return a new program, after checking the call and that the model is still what was traced."""
         self._require_same_kind(flat)
         self.main.current()
         self.family.plan.require_in_range(self.family.trace.values_of(flat))
         return self._new(state, flat, args, kwargs)
 
-    def _new(self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
+    def _new(self, state: CallState, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
         """Return a program of the first family that covers the call, else of a new family, else for this call alone."""
         families = self._families.setdefault(state, [])
         for family in families:
@@ -159,7 +159,12 @@ class ShapedSelector(Selector):
         return self._built((state, _shapes(flat)), args, kwargs, train=state.grad)
 
     def _covering(
-        self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], fixed: frozenset[str]
+        self,
+        state: CallState,
+        flat: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fixed: frozenset[str],
     ) -> tuple[Family, dict[str, int]] | None:
         """Return a new family and the values of a call in it; None if no family of several sizes covers the call."""
         try:

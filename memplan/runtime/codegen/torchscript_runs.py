@@ -131,7 +131,7 @@ def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, nam
     """Return one function for a run of lines that `takes` accepts. `names` has the static values, as `v12`."""
     used = {v for line in run for v in line.uses} & layout.placed if _constants_are_memory() else set()
     placed = {v: names[f"v{v}"] for v in sorted(used)}
-    writer = _Writer(run, layout, placed)
+    writer = _TorchScriptWriter(run, layout, placed)
     for line in run:
         writer.write(line)
     tensors = [thing if isinstance(thing, torch.Tensor) else names[f"v{thing}"] for thing in writer.static]
@@ -213,13 +213,13 @@ def _finds(line: Call, layout: Layout) -> bool:
     """Whether torch's interpreter finds the same overload from the arguments of a call."""
     overload = _overload(line)
     try:
-        writer = _Writer([line], layout, {})  # its graph must outlive the nodes that are read here
+        writer = _TorchScriptWriter([line], layout, {})  # its graph must outlive the nodes that are read here
         return bool(writer.call(line).schema() == str(overload._schema))  # type: ignore[union-attr]
     except _FAILURES:
         return False
 
 
-class _Writer:
+class _TorchScriptWriter:
     """Writes a TorchScript graph.
 
     Its first input is the list of static tensors (`static`: values, and tensors that are no values); the others are

@@ -96,7 +96,7 @@ class GraphInstance:
     ) -> None:
         self.module = module
         self.ownership = ObservedOwnership(coordinator, self)
-        self.role: ArenaSlot | None = None
+        self.slot: ArenaSlot | None = None
         self.layouts = 0
         self._options = options
         self._hooks = hooks
@@ -120,7 +120,7 @@ class GraphInstance:
     @property
     def idle(self) -> bool:
         """Whether it can run now: it is not in flight, and would not overwrite activations of an instance that is."""
-        return self.ownership.pending is None and not (self.role and self.role.disturbed(self, backward=False))
+        return self.ownership.pending is None and not (self.slot and self.slot.disturbed(self, backward=False))
 
     def move(self, plan: Plan, arena: Arena) -> None:
         """Run from now on at the offsets of `plan` in `arena`. It is called while nothing is in flight."""
@@ -164,57 +164,57 @@ class PlannedGraph:
         self._options = options
         self._hooks = hooks
         self._owned = owned
-        self._conductors = coordinators
+        self._coordinators = coordinators
         numbers = numbers_of(graph)
         self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
-        self._lanes: dict[Any, list[GraphInstance]] = {}
+        self._instances: dict[Any, list[GraphInstance]] = {}
 
     @property
-    def lanes(self) -> tuple[GraphInstance, ...]:
+    def instances(self) -> tuple[GraphInstance, ...]:
         """All instances, in the order in which they were made."""
-        return tuple(lane for lanes in self._lanes.values() for lane in lanes)
+        return tuple(instance for instances in self._instances.values() for instance in instances)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan of each shape so far, as if the graph had an arena of its own."""
-        return tuple(lanes[0].plan for lanes in self._lanes.values())
+        return tuple(instances[0].plan for instances in self._instances.values())
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph at planned addresses. Raises `UnsupportedGraph` when it cannot be planned."""
-        coordinator = self._conductors.mine()
+        coordinator = self._coordinators.mine()
         coordinator.settle()
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
         key = coordinator, tuple(_layout(x) for x in inputs) if self._varies else (), repr(numbers)
-        if key not in self._lanes:
-            if len(self._lanes) == _MAX_PLANS:
-                del self._lanes[next(iter(self._lanes))]
-            self._lanes[key] = []
-        return self._lane(self._lanes[key], coordinator, inputs, numbers)(inputs)
+        if key not in self._instances:
+            if len(self._instances) == _MAX_PLANS:
+                del self._instances[next(iter(self._instances))]
+            self._instances[key] = []
+        return self._instance(self._instances[key], coordinator, inputs, numbers)(inputs)
 
-    def _lane(
+    def _instance(
         self,
-        lanes: list[GraphInstance],
+        instances: list[GraphInstance],
         coordinator: ArenaCoordinator,
         inputs: Sequence[Any],
         numbers: Mapping[str, float],
     ) -> GraphInstance:
         """Return an idle instance, preferably one with the same parameters, or a new one."""
-        idle = [lane for lane in lanes if lane.idle]
-        found = next((lane for lane in idle if lane.module.holds(inputs)), None)
-        if found is None and len(lanes) >= _MAX_IN_FLIGHT:
+        idle = [instance for instance in instances if instance.idle]
+        found = next((instance for instance in idle if instance.module.holds(inputs)), None)
+        if found is None and len(instances) >= _MAX_IN_FLIGHT:
             if not idle:
-                what = f"{len(lanes)} calls of this graph wait for their backward"
+                what = f"{len(instances)} calls of this graph wait for their backward"
                 raise InputMismatch(what, where="the call", hint="run the backward, or call under torch.no_grad()")
             found = idle[0]
         if found is None:
             module = _named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
-            like = lanes[0] if lanes else None
+            like = instances[0] if instances else None
             with compile_lock:  # torch can trace in one thread at a time
                 found = GraphInstance(
                     module, inputs, self._options, coordinator, self._hooks, owned=self._owned, like=like
                 )
-            lanes.append(found)
+            instances.append(found)
         return found
 
 
@@ -273,12 +273,12 @@ class Backend:
             hint = "memplan.compile(model, inputs, device=...) takes one"
             raise MemplanError("graphs of torch.compile run where they are", where="device", hint=hint)
         self.hooks = Hooks()
-        self._conductors = ArenaCoordinators()
+        self._coordinators = ArenaCoordinators()
         self._graphs: list[weakref.ref[PlannedGraph]] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the callable that replaces a graph; dynamo calls this with each graph that it has traced."""
-        planned = PlannedGraph(graph, inputs, self._options, self._conductors, self.hooks, owned=self._owned)
+        planned = PlannedGraph(graph, inputs, self._options, self._coordinators, self.hooks, owned=self._owned)
         self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned
 
@@ -294,7 +294,7 @@ class Backend:
     @property
     def arena_size(self) -> int:
         """The bytes of all arenas that its graphs have now."""
-        memories = {lane.runner.arena.memory for graph in self.graphs for lane in graph.lanes}
+        memories = {instance.runner.arena.memory for graph in self.graphs for instance in graph.instances}
         return sum(memory.numel() for memory in memories)
 
 

@@ -28,10 +28,10 @@ def compute_conjugates(graph: fx.Graph) -> None:
     """
     if any(_is_lazy(node) or node.target in _LAZY for node in graph.nodes):
         _refuse_lazy_results(graph)
-        _Resolver(graph).resolve()
+        _LazyViewResolver(graph).resolve()
 
 
-class _Resolver:
+class _LazyViewResolver:
     """Walks a graph once; `plain` maps a lazy view to the same view without its conjugate and negative bits."""
 
     def __init__(self, graph: fx.Graph) -> None:

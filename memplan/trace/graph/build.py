@@ -64,7 +64,7 @@ def build(
     one). `resident`: gradients of parameters that kernels can write in place are planned too, and stay in the arena to
     the end of the step. Raises `UnsupportedGraph` with the node that cannot be planned.
     """
-    return _Builder(captured, model, needs, alias_classes or AliasClasses(), resident=resident).build()
+    return _FxReader(captured, model, needs, alias_classes or AliasClasses(), resident=resident).build()
 
 
 def _is_gradient_of_parameter(desc: Any) -> bool:
@@ -89,7 +89,7 @@ def written_by_kernel(node: fx.Node) -> bool:
     return isinstance(source.target, OpOverload) and out_variant(source.target) is not None
 
 
-class _Builder:
+class _FxReader:
     """Reads one fx graph; `alias_classes` records its values and storages."""
 
     def __init__(
