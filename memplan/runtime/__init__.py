@@ -8,9 +8,11 @@ torch.compile backend).
 
 from __future__ import annotations
 
-from memplan.runtime.api.module import CompiledModule, compile
+from memplan.runtime.api.compile import compile
+from memplan.runtime.api.compile_step import compile_step
+from memplan.runtime.api.compiled_module import CompiledModule
+from memplan.runtime.api.compiled_step import CompiledStep
 from memplan.runtime.api.profiling import profile
-from memplan.runtime.api.whole_step import CompiledStep, compile_step
 from memplan.runtime.debug.hooks import StepEvent
 from memplan.runtime.debug.tracker import Tracker
 from memplan.runtime.recording.recorded import Recording, install_allocator, record

@@ -15,7 +15,7 @@ from memplan.errors import InputMismatch
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.cuda_graphs import make_recorder
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena, arena_for
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import Options
@@ -39,7 +39,7 @@ class Builder:
 
     def __init__(self, model: nn.Module, options: Options, hooks: Hooks) -> None:
         self.model, self.hooks = model, hooks
-        self.structure = Structure(model)
+        self.module_guards = ModuleGuards(model)
         self.measures = options.measures
         if self.measures:
             require_measurable(cuda_graph=options.cuda_graph, dynamic_shapes=options.dynamic_shapes)
@@ -94,7 +94,7 @@ class Builder:
         options = self.options
         with torch.inference_mode(False):
             return Runner(
-                self.structure,
+                self.module_guards,
                 traced,
                 plan,
                 self._arena_for(plan, traced.device, room),

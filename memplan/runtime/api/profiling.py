@@ -23,7 +23,7 @@ from memplan.runtime.api.builder import require_real
 from memplan.runtime.execute.program import Program
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.execute.trial import fill_dynamic, leaves_users_alone, run_bound, without_autocast
-from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import arena_for
 from memplan.trace import device_costs, plan_traced, trace
 from memplan.trace.capture.refusals import keywords_of
@@ -74,7 +74,7 @@ def profile(
     require_real(model, args, keywords_of(example_kwargs))
     traced = trace(model, args, example_kwargs, train=train)
     plan = plan_traced(traced, schedule="traced")
-    runner = Runner(Structure(model), traced, plan, arena_for(plan, traced.device), sanitize=None)
+    runner = Runner(ModuleGuards(model), traced, plan, arena_for(plan, traced.device), sanitize=None)
     seconds = _op_seconds(runner.program, rounds)
     base = DEVICES[device_costs(traced.device)]
     graph = traced.graph

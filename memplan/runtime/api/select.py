@@ -40,11 +40,11 @@ class Selector:
     """
 
     def __init__(self, builder: Builder, main: Runner, *, follows: bool = False) -> None:
-        self._builder, self._structure = builder, builder.structure
+        self._builder, self._module_guards = builder, builder.module_guards
         self.main = main
         self._follows = follows and not main.traced.training
         self._refused: dict[Any, str] = {}  # why a call that eager would record has no program
-        self.main_modes = self._structure.modes()
+        self.main_modes = self._module_guards.modes()
         self._runners: dict[Any, Runner] = {}
 
     @property
@@ -58,17 +58,17 @@ class Selector:
         Raises `InputMismatch` naming the first difference from what the module was compiled for.
         """
         main = self.main
-        modes = self._structure.modes()
+        modes = self._module_guards.modes()
         grad = self._records(args, kwargs)
         require_autocast(main)
         runner = main
         if modes != self.main_modes or grad is not main.traced.training:
             self._check_modes(modes)
-            leaves = main.signature.flatten(args, kwargs)
-            example = pytree.tree_unflatten(leaves, main.signature.spec)
+            leaves = main.input_guards.flatten(args, kwargs)
+            example = pytree.tree_unflatten(leaves, main.input_guards.spec)
             runner = self._cached(CallState(grad, tuple(modes)), *example, train=grad)
         self._require_free(runner.arena)
-        return runner, runner.signature.flatten(args, kwargs, training=grad)
+        return runner, runner.input_guards.flatten(args, kwargs, training=grad)
 
     def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
         """Return the runner, kept for reuse, for a call that differs from the example; it has a plan of its own."""
@@ -79,10 +79,10 @@ class Selector:
         )
         grad = self._records(args, kwargs)
         autocast = autocast_dtype(self.main.device_type)
-        state = CallState(grad, tuple(self._structure.modes()))
+        state = CallState(grad, tuple(self._module_guards.modes()))
         runner = self._cached((state, autocast, str(spec), layouts), args, kwargs, train=grad)
         self._require_free(runner.arena)
-        return runner, runner.signature.flatten(args, kwargs)
+        return runner, runner.input_guards.flatten(args, kwargs)
 
     def _cached(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
         if key not in self._runners:
@@ -96,7 +96,7 @@ class Selector:
         """Whether a call goes through autograd."""
         if not torch.is_grad_enabled() or not self._follows:
             return self.main.traced.training and torch.is_grad_enabled()
-        given = chain(self.main.slots.tensors(), pytree.tree_leaves((args, kwargs)))
+        given = chain(self.main.parameter_guards.tensors(), pytree.tree_leaves((args, kwargs)))
         return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 
     def _built(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
@@ -125,7 +125,7 @@ class Selector:
     def _check_modes(self, modes: list[bool]) -> None:
         """Raise `InputMismatch` unless all modes are as compiled, or the whole module is in eval mode."""
         if any(modes):
-            self._structure.require_modes(self.main_modes)
+            self._module_guards.require_modes(self.main_modes)
 
 
 def require_autocast(runner: Runner) -> None:

@@ -13,7 +13,7 @@ from memplan.core.plan import Plan
 from memplan.evict.feedback import Remembered
 from memplan.runtime.api.builder import require_real
 from memplan.runtime.execute.cuda_graphs import make_recorder
-from memplan.runtime.execute.optimizer_state import StepStructure
+from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.ranks import require_collective
 from memplan.runtime.memory.arena import arena_for_all
@@ -52,8 +52,8 @@ class StepBuilder:
 
     def build(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], kinds: Sequence[Accumulate | None], given: Plan | None
-    ) -> tuple[StepStructure, list[Runner], list[ProfileGuide]]:
-        """Return the structure that the programs act on, a program for each of `kinds`, and the guides.
+    ) -> tuple[StepGuards, list[Runner], list[ProfileGuide]]:
+        """Return the module_guards that the programs act on, a program for each of `kinds`, and the guides.
 
         Each program has the `given` plan or a new one. There are guides only if steps are measured and something is
         evicted.
@@ -71,13 +71,13 @@ class StepBuilder:
             planned = [safe_plan(options, t) for t in traced]
         else:
             planned = [(*options.settle(t, given), None) for t in traced]
-        structure = StepStructure(self._loss, self._optimizer)
+        module_guards = StepGuards(self._loss, self._optimizer)
         room = max(room_for(plan, policy) for _, plan, policy in planned)
         arena = arena_for_all([plan for _, plan, _ in planned], device, room)
 
         def runner_of(t: TracedGraph, plan: Plan) -> Runner:
             view = arena.turned(plan) or arena
-            return Runner(structure, t, plan, view, sanitize=options.sanitize, recorder=recorder, whole=True)
+            return Runner(module_guards, t, plan, view, sanitize=options.sanitize, recorder=recorder, whole=True)
 
         runners = [runner_of(t, plan) for t, plan, _ in planned]
         guides = [
@@ -85,7 +85,7 @@ class StepBuilder:
             for (t, _, policy), runner in zip(planned, runners, strict=True)
             if policy is not None and policy.events is not None
         ]
-        return structure, runners, guides
+        return module_guards, runners, guides
 
     def _trace(self, batch: tuple[Any, ...], kwargs: dict[str, Any], kind: Accumulate | None) -> TracedGraph:
         return trace_step(

@@ -23,7 +23,7 @@ from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
-from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaSlot, ObservedOwnership, part_of
@@ -56,7 +56,7 @@ class GraphModuleWithParams(nn.Module):
         kept = {i: getattr(self, name) for i, name in self._kept.items()}
         return self.graph(*(kept[i] if i in kept else next(given) for i in range(len(rest) + len(kept))))
 
-    def follow(self, inputs: Sequence[Any]) -> list[Any]:
+    def set_kept(self, inputs: Sequence[Any]) -> list[Any]:
         """Set the parameters and buffers to those among the inputs of a call; return the other inputs."""
         for i, name in self._kept.items():
             (self._parameters if name in self._parameters else self._buffers)[name] = inputs[i]
@@ -101,8 +101,8 @@ class GraphInstance:
         self._options = options
         self._hooks = hooks
         self._owned = owned
-        self._structure = Structure(self.module)
-        rest = self.module.follow(inputs)
+        self._module_guards = ModuleGuards(self.module)
+        rest = self.module.set_kept(inputs)
         self.traced: TracedGraph = _trace(self.module, rest, options) if like is None else like.traced
         self.plan: Plan = options.plan(self.traced) if like is None else like.plan
         self.runner: Runner
@@ -129,12 +129,12 @@ class GraphInstance:
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         transforms.refuse(inputs, self.module)
-        leaves = self.runner.signature.flatten(tuple(self.module.follow(inputs)), {})
+        leaves = self.runner.input_guards.flatten(tuple(self.module.set_kept(inputs)), {})
         return self.runner(leaves, training=self.traced.training)
 
     def _run_in(self, plan: Plan, arena: Arena, bound: tuple[BoundOp, ...] | None) -> Runner:
         return Runner(
-            self._structure,
+            self._module_guards,
             self.traced,
             plan,
             arena,

@@ -52,10 +52,10 @@ class InputGuards:
             and (self._any_order or list(kwargs) == list(self._names))
         ):
             leaves = [*args, *map(kwargs.__getitem__, self._names)] if kwargs else list(args)
-            alike = self._same_layout(*leaves)
+            same_layout = self._same_layout(*leaves)
         else:
-            leaves, alike = self.leaves_of(args, kwargs), False
-        if alike:
+            leaves, same_layout = self.leaves_of(args, kwargs), False
+        if same_layout:
             self.check_ties(leaves)
         else:
             self._lay_out(leaves)

@@ -40,7 +40,7 @@ class PathStep:
     key: Any
     attribute: bool
 
-    def follow(self, owner: Any) -> Any:
+    def of(self, owner: Any) -> Any:
         """Return the object that this step leads to from `owner`."""
         return getattr(owner, self.key) if self.attribute else owner[self.key]
 
@@ -71,7 +71,7 @@ class Reading:
         found: Any = model if self.root is None else self.root
         try:
             for link in self.path:
-                found = link.follow(found)
+                found = link.of(found)
             return len(found) if self.length else found
         except (AttributeError, LookupError, TypeError):
             return GONE

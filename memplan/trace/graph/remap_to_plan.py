@@ -44,7 +44,7 @@ def _without(plan: Plan, traced: Graph) -> Graph:
     return replace(traced, values=values, storages=storages)
 
 
-def follow(traced: TracedGraph, plan: Plan) -> TracedGraph:
+def remap_to_plan(traced: TracedGraph, plan: Plan) -> TracedGraph:
     """Return `traced` with the graph of `plan` as it is placed in the arena, and a kernel for each of its ops."""
     kernels: tuple[KernelCall | Transfer, ...] = traced.kernels
     if plan.eviction is not None:

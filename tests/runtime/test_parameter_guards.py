@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from memplan.errors import InputMismatch
-from memplan.runtime.guards.module_state_guards import ModuleStateGuards, Structure
+from memplan.runtime.guards.module_guards import ModuleGuards
+from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.trace import trace
 
 
@@ -16,8 +17,8 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def _slots(model: nn.Module) -> ModuleStateGuards:
-    return ModuleStateGuards(Structure(model), trace(model, torch.randn(2, 4)))
+def _slots(model: nn.Module) -> ParameterGuards:
+    return ParameterGuards(ModuleGuards(model), trace(model, torch.randn(2, 4)))
 
 
 def _free(model: nn.Module) -> None:
@@ -35,7 +36,7 @@ def test_freed_parameters_share_no_memory() -> None:
     model = _net()
     traced = trace(model, torch.randn(2, 4))
     _free(model)
-    slots = ModuleStateGuards(Structure(model), traced)
+    slots = ParameterGuards(ModuleGuards(model), traced)
     _fill(model)
     assert slots.moved(slots.tensors()) == [0, 1, 2, 3]
     assert slots.moved(slots.tensors()) == []
@@ -68,7 +69,7 @@ def test_parts_with_gaps_count_to_their_last_element() -> None:
     for layer in model:
         layer.weight = nn.Parameter(torch.randn(2, 4)[:, :2])
     net = nn.Sequential(*model)
-    slots = ModuleStateGuards(Structure(net), trace(net, torch.randn(2, 2)))
+    slots = ParameterGuards(ModuleGuards(net), trace(net, torch.randn(2, 2)))
     shared = torch.randn(12)
     model[0].weight.data = shared.as_strided((2, 2), (4, 1), 0)
     model[1].weight.data = shared.as_strided((2, 2), (4, 1), 5)
