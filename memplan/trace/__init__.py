@@ -7,7 +7,7 @@ Start at `tracing.py`. It runs `capture/` (one joint graph on fake tensors), the
 
 from __future__ import annotations
 
-from memplan.trace.capture.front_ends import Captured, capture
+from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.planning import (
     ARENA,
     GRADIENTS,

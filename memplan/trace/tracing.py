@@ -14,7 +14,7 @@ from torch import fx, nn
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import UnsupportedGraph
-from memplan.trace.capture.front_ends import Captured, capture
+from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.compression.pack import pack_masks

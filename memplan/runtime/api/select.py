@@ -13,7 +13,7 @@ from memplan.errors import InputMismatch, MemplanError
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import Arena
-from memplan.trace.capture.front_ends import NoBackward, autocast_dtype
+from memplan.trace.capture.joint_graph import NoBackward, autocast_dtype
 
 _MAX_RUNNERS = 8
 _MAX_REFUSED = 64  # calls of which it is known that they cannot be planned

@@ -16,7 +16,8 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from memplan.errors import InvalidShapes, MemplanError, UnsupportedGraph
 from memplan.symbolic.sizes import SizesWriter
-from memplan.trace.capture.front_ends import READINGS, Captured, captured, dynamo, export_joint, prepare
+from memplan.trace.capture.front_ends import READINGS, dynamo
+from memplan.trace.capture.joint_graph import Captured, captured, export_joint, prepare
 from memplan.trace.capture.refusals import unsupported
 from memplan.trace.dynamic.dims import Dims, Range
 from memplan.trace.dynamic.symbols import Translator

@@ -26,7 +26,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
 from memplan.errors import UnsupportedGraph
-from memplan.trace.capture.front_ends import Captured
+from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.capture.origins import origin_of, place_of
 from memplan.trace.graph.alias_classes import AliasClasses
 from memplan.trace.graph.opaque_outputs import is_literal, is_mixed, opaque_positions, used_positions
