@@ -66,5 +66,5 @@ def _from_to(graph: Graph, op: Op) -> tuple[int, int]:
 
 
 def _is_compression(name: str) -> bool:
-    """Whether an op of this name compresses or decompresses a storage."""
+    """Return whether an op of this name compresses or decompresses a storage."""
     return any(part in name for part in (PACKING, PACKED, UNPACKED, UNPACKING))

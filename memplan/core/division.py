@@ -11,7 +11,7 @@ _HINT = "pass True, a number of blocks (2 or more), or memplan.Division(...)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How chains of row-independent ops (such as a loss head: softmax, cross-entropy, their gradients) are divided.
+    """Settings for running chains of row-independent ops (softmax, cross-entropy, their gradients) block by block.
 
     Each chain runs one block of rows after the other, so that its intermediate tensors exist one block at a time. The
     results are bitwise the same, unless `sums` is set.

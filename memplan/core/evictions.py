@@ -94,7 +94,7 @@ class DeviceArena:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionPlan:
-    """How a plan keeps its budget. The plan's graph has an op for every recomputation and every copy.
+    """The record of how a plan keeps its budget. The plan's graph has an op for every recomputation and every copy.
 
     `budget` is in bytes. `costs` names the cost model that predicted `seconds` (of a training step), `stall` (the part
     of them spent waiting for copies) and `base_seconds` (without evictions). `sources[i]` is the op of the traced graph

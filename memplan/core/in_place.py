@@ -94,7 +94,7 @@ def _whole_results(graph: Graph, op: Op) -> list[int]:
 
 
 def _fits(graph: Graph, op: Op, out: int, storage: int) -> bool:
-    """Whether `out` can take the bytes of `storage`, which `op` reads."""
+    """Return whether `out` can take the bytes of `storage`, which `op` reads."""
     result, host = graph.values[out], graph.storages[storage]
     own = graph.storages[result.storage]
     if not host.planned or not host.nbytes or (host.nbytes, host.device) != (own.nbytes, own.device):
@@ -111,5 +111,5 @@ def _same_place(one: Value, two: Value) -> bool:
 
 
 def _spans(value: Value) -> bool:
-    """Whether the value's elements fill its storage, each stored once."""
+    """Return whether the value's elements fill its storage, each stored once."""
     return value.offset == 0 and 0 not in value.shape and value.dense

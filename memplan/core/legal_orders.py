@@ -9,7 +9,7 @@ from memplan.errors import InvalidPlan
 
 
 def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
-    """For each op (by index), the ops that must run directly before it.
+    """Return, for each op (by index), the ops that must run directly before it.
 
     Two ops that touch one storage keep their traced order if one of them writes it. Random ops keep their order, so
     that a seed gives the same numbers; so do collectives, which all ranks must start in the same order. An op that
@@ -53,7 +53,7 @@ def _made_with(graph: Graph, writer: Mapping[int, int], storage: int) -> tuple[i
 
 
 def _outlives(storage: Storage) -> bool:
-    """Whether the storage belongs to the model, the optimizer or the caller, and existed before the step."""
+    """Return whether the storage belongs to the model, the optimizer or the caller, and existed before the step."""
     return not storage.planned and storage.kind not in (StorageKind.OUTPUT, StorageKind.GRADIENT)
 
 

@@ -148,7 +148,7 @@ class Plan:
 
     @cached_property
     def transient(self) -> tuple[int, ...]:
-        """For each op (by index), bytes outside the arena while it runs: measured, or else its fallback results."""
+        """The bytes outside the arena while each op (by index) runs: measured, or else its fallback results."""
         if self.temporaries is not None:
             return self.temporaries
         return tuple(self.graph.functional_bytes(op) for op in self.graph.ops)
@@ -206,7 +206,7 @@ class Plan:
         return self.arena_size + max(self.transient, default=0)
 
     def forecast(self, name: str) -> Forecast:
-        """Where the storage called `name` is at each step, and at which steps it is used."""
+        """Return where the storage called `name` is at each step, and at which steps it is used."""
         forecast = _function("memplan.analysis.forecast", "forecast")
         found: Forecast = forecast(self, name)
         return found

@@ -52,11 +52,11 @@ class Interval:
         return self.end == self.start
 
     def is_disjoint(self, other: Interval) -> bool:
-        """Whether the two intervals have no step in common."""
+        """Return whether the two intervals have no step in common."""
         return self.end <= other.start or other.end <= self.start
 
     def is_alive_at_step(self, step: int) -> bool:
-        """Whether `step` is in the interval."""
+        """Return whether `step` is in the interval."""
         return self.start <= step < self.end
 
 

@@ -115,5 +115,5 @@ def working_set_bound(graph: Graph) -> int:
 
 
 def is_proven_again(schedule: Schedule) -> bool:
-    """Whether the bound is proven again when a plan is read from a file; if not, it is only claimed from then on."""
+    """Return whether the bound is proven again when a plan is read from a file; if not, it is only claimed then."""
     return schedule.evidence is not Evidence.LONG_SEARCH

@@ -39,7 +39,7 @@ class Workload:
 
     @cached_property
     def size(self) -> tuple[int, ...]:
-        """For each storage, its arena bytes while it is on the device; 0 if the arena does not hold it."""
+        """The arena bytes of each storage while it is on the device; 0 if the arena does not hold it."""
         return tuple(
             -(-s.nbytes // self.alignment) * self.alignment if i in self.held else 0
             for i, s in enumerate(self.graph.storages)
@@ -47,18 +47,18 @@ class Workload:
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, the storages with arena bytes whose content it reads."""
+        """The storages with arena bytes whose content each op reads."""
         g, held = self.graph, self.held
         return tuple(tuple(dict.fromkeys(s for v in op.reads if (s := g.values[v].storage) in held)) for op in g.ops)
 
     @cached_property
     def writes(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, the storages with arena bytes that it writes."""
+        """The storages with arena bytes that each op writes."""
         return tuple(tuple(s for s in self.graph.written(op) if s in self.held) for op in self.graph.ops)
 
     @cached_property
     def writers(self) -> tuple[tuple[int, ...], ...]:
-        """For each storage, the ops that write it, in order."""
+        """The ops that write each storage, in order."""
         found: list[list[int]] = [[] for _ in self.graph.storages]
         for i, op in enumerate(self.graph.ops):
             for s in self.graph.written(op):
@@ -67,7 +67,7 @@ class Workload:
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
-        """For each storage, the ops that read or write it, in order."""
+        """The ops that read or write each storage, in order."""
         found: list[list[int]] = [[] for _ in self.graph.storages]
         for i, op in enumerate(self.graph.ops):
             for s in self.graph.touched(op):
@@ -76,22 +76,22 @@ class Workload:
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """For each op, its seconds."""
+        """The seconds of each op."""
         return self.costs.seconds(self.graph)
 
     @cached_property
     def to_host(self) -> tuple[float, ...]:
-        """For each storage, the seconds to copy it to the host."""
+        """The seconds to copy each storage to the host."""
         return tuple(self.costs.to_host.seconds(s.nbytes) for s in self.graph.storages)
 
     @cached_property
     def to_device(self) -> tuple[float, ...]:
-        """For each storage, the seconds to copy it to the device."""
+        """The seconds to copy each storage to the device."""
         return tuple(self.costs.to_device.seconds(s.nbytes) for s in self.graph.storages)
 
     @cached_property
     def pairs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each op, the (result, input) storages that may be in place, in the order in which they are tried."""
+        """The (result, input) storages of each op that may be in place, in the order in which they are tried."""
         values = self.graph.values
         found = []
         for op in self.graph.ops:
@@ -103,7 +103,7 @@ class Workload:
 
     @cached_property
     def redo_until(self) -> tuple[int, ...]:
-        """For each storage, the last position before which its writers can run again to recompute it; -1: never."""
+        """The last position, for each storage, before which its writers can run again to recompute it; -1: never."""
         g, n = self.graph, len(self.graph.ops)
         found = []
         for s, writers in enumerate(self.writers):
@@ -120,7 +120,7 @@ class Workload:
 
     @cached_property
     def recomputable(self) -> tuple[bool, ...]:
-        """For each storage, whether running its writers again gives the same bytes, bit by bit."""
+        """Whether running the writers of each storage again gives the same bytes, bit by bit."""
         return tuple(self._recomputable(s) for s in range(len(self.graph.storages)))
 
     @cached_property

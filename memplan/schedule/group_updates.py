@@ -89,7 +89,7 @@ class _Slack:
         self._left: list[int] = [min(h - now for h, now in zip(highest, both, strict=True)) for both in pairs]
 
     def has(self, step: int, nbytes: int) -> bool:
-        """Whether `nbytes` more bytes (rounded up) at a step leave max live unchanged."""
+        """Return whether `nbytes` more bytes (rounded up) at a step leave max live unchanged."""
         return nbytes <= self._left[step]
 
     def kept_by(self, op: int, step: int) -> int | None:

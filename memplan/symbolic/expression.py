@@ -113,7 +113,7 @@ def _parse(text: str, where: str) -> ast.expr:
 
 
 def _check(node: ast.expr, symbols: frozenset[str], text: str, where: str) -> bool:
-    """Whether `node` is a condition. Raises `InvalidPlan` naming the first part that is not allowed."""
+    """Return whether `node` is a condition. Raises `InvalidPlan` naming the first part that is not allowed."""
     parts = _parts(node, symbols)
     if parts is None:
         raise _not_allowed(node, text, where)

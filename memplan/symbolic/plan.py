@@ -110,7 +110,7 @@ class SymbolicPlan:
         values_of(self.symbols, values)
 
     def covers(self, values: Mapping[str, int]) -> bool:
-        """Whether all conditions hold for these values, which must be in range; if not, they need another plan."""
+        """Return whether all conditions hold for these values, which must be in range; others need another plan."""
         return self._resolver.covers(values)
 
     @cached_property

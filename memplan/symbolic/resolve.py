@@ -60,7 +60,7 @@ class Resolver:
         self.resolved: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Plan] = OrderedDict()
 
     def covers(self, values: Mapping[str, int]) -> bool:
-        """Whether all conditions hold for values in range."""
+        """Return whether all conditions hold for values in range."""
         return all(self._hold(*values_of(self.symbols, values)))
 
     def place(self, values: Mapping[str, int], *, thorough: bool = False) -> Placement:
@@ -76,7 +76,7 @@ class Resolver:
         )
 
     def resolve(self, values: Mapping[str, int], within: Mapping[str, int] | None = None) -> Plan:
-        """As `SymbolicPlan.resolve`."""
+        """Return the plan for these values; see `SymbolicPlan.resolve`."""
         given = self._checked(values)
         key = (given, given if within is None else self._checked(within))
         if key in self.resolved:

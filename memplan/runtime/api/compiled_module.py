@@ -254,5 +254,8 @@ class CompiledModule(nn.Module, MeasuredStep):
 
 
 def _in_this_thread() -> bool:
-    """Whether this thread is tracing, judged by its dispatch modes: torch's flag is set while any thread exports."""
+    """Return whether this thread is tracing.
+
+    It is judged by the thread's dispatch modes, because torch's flag is set while any thread exports.
+    """
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0

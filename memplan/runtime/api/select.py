@@ -93,7 +93,7 @@ class Selector:
         return self._runners[key]
 
     def _records(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call goes through autograd."""
+        """Return whether a call goes through autograd."""
         if not torch.is_grad_enabled() or not self._follows:
             return self.main.traced.training and torch.is_grad_enabled()
         given = chain(self.main.parameter_guards.tensors(), pytree.tree_leaves((args, kwargs)))

@@ -287,7 +287,7 @@ def _indented(header: str, body: Iterable[str]) -> list[str]:
 
 
 def _same_elements(one: Value, two: Value) -> bool:
-    """Whether both are contiguous and start at the same place."""
+    """Return whether both are contiguous and start at the same place."""
     return (
         one.offset == two.offset
         and all(v.strides == tuple(math.prod(v.shape[i + 1 :]) for i in range(len(v.shape))) for v in (one, two))
@@ -296,7 +296,7 @@ def _same_elements(one: Value, two: Value) -> bool:
 
 
 def _copies_onto_itself(graph: Graph, bound: BoundOp) -> bool:
-    """Whether an op copies a value onto itself, because the result took the bytes of the source in place."""
+    """Return whether an op copies a value onto itself, because the result took the bytes of the source in place."""
     if bound.function is not torch.Tensor.copy_:
         return False
     one, two = (graph.values[ref] for ref in refs(bound.args))

@@ -123,5 +123,5 @@ def refs(tree: Any) -> list[int]:
 
 
 def same_layout(one: Value, two: Value) -> bool:
-    """Whether two values of one storage have the same dtype, shape, strides and offset."""
+    """Return whether two values of one storage have the same dtype, shape, strides and offset."""
     return (one.dtype, one.shape, one.strides, one.offset) == (two.dtype, two.shape, two.strides, two.offset)

@@ -67,7 +67,7 @@ class Interpreted:
 
 
 def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
-    """Whether torch's interpreter runs the same kernel for a line, and it cannot fail if the trial run did not.
+    """Return whether torch's interpreter runs the same kernel for a line, and it cannot fail if the trial run did not.
 
     `asked`: a cache of the answers, by overload and kinds of arguments.
     """
@@ -164,7 +164,7 @@ def raise_as_eager(error: RuntimeError, *, indexed: bool) -> None:
 
 @cache
 def _constants_are_memory() -> bool:
-    """Whether this version of torch reads and writes the memory of a graph's constants at every run.
+    """Return whether this version of torch reads and writes the memory of a graph's constants at every run.
 
     It must not fold constants, nor remove ops whose results the graph itself does not read.
     """
@@ -191,7 +191,7 @@ def _constants_are_memory() -> bool:
 
 
 def _index_may_fail(line: Call, overload: OpOverload, layout: Layout) -> bool:
-    """Whether an op takes indices, and its error for an index out of range cannot be restored."""
+    """Return whether an op takes indices, and its error for an index out of range cannot be restored."""
     if overload._opname in _TELLS | _INDEXED | _GATHERED:
         return False
     args, kwargs = line.arguments
@@ -201,7 +201,7 @@ def _index_may_fail(line: Call, overload: OpOverload, layout: Layout) -> bool:
 
 
 def _finds(line: Call, layout: Layout) -> bool:
-    """Whether torch's interpreter finds the same overload from the arguments of a call."""
+    """Return whether torch's interpreter finds the same overload from the arguments of a call."""
     overload = overload_of(line)
     try:
         writer = TorchScriptWriter([line], layout, {})  # its graph must outlive the nodes that are read here

@@ -40,7 +40,7 @@ class GraphModuleWithParams(nn.Module):
         return [x for i, x in enumerate(inputs) if i not in self._kept]
 
     def holds(self, inputs: Sequence[Any]) -> bool:
-        """Whether the parameters and buffers are those among `inputs`."""
+        """Return whether the parameters and buffers are those among `inputs`."""
         return all(getattr(self, name) is inputs[i] for i, name in self._kept.items())
 
 
@@ -55,7 +55,7 @@ def named_class(graph: fx.GraphModule) -> type[GraphModuleWithParams]:
 
 
 def is_kept(x: Any) -> bool:
-    """Whether an input is a leaf parameter or a buffer, whose address rarely changes.
+    """Return whether an input is a leaf parameter or a buffer, whose address rarely changes.
 
     A tensor that replaces a parameter, as in `torch.func.functional_call`, is an input with a gradient.
     """

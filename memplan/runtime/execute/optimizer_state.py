@@ -189,5 +189,5 @@ def _deciding(group: dict[str, Any]) -> list[Any]:
 
 
 def _same(ones: Any, others: Any) -> bool:
-    """Whether two collections hold the same objects in the same order."""
+    """Return whether two collections hold the same objects in the same order."""
     return len(ones) == len(others) and all(map(is_, ones, others))

@@ -94,7 +94,7 @@ def _measure(
 
 
 def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int) -> bool:
-    """Whether an op can be tried: it changes no tensor of the user, and is not a check that only raises."""
+    """Return whether an op can be tried: it changes no tensor of the user, and is not a check that only raises."""
     graph = traced.graph
     if graph.ops[index].only_raises:
         return False

@@ -166,14 +166,14 @@ def _ties(leaves: Sequence[Any]) -> dict[int, int]:
 
 
 def _overrides_operations(kind: type[torch.Tensor]) -> bool:
-    """Whether a tensor class defines its own `__torch_function__` or `__torch_dispatch__`."""
+    """Return whether a tensor class defines its own `__torch_function__` or `__torch_dispatch__`."""
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     plain = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
     return function not in plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def same_constant(one: Any, two: Any) -> bool:
-    """Whether two values of one type, which are no tensors, are the same constant of a trace."""
+    """Return whether two values of one type, which are no tensors, are the same constant of a trace."""
     if isinstance(one, (float, complex)):  # NaN is NaN, and -0.0 is not 0.0
         return repr(one) == repr(two)
     return one is two or bool(one == two)

@@ -110,7 +110,7 @@ def _ties(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether no byte belongs to two of the tensors."""
+    """Return whether no byte belongs to two of the tensors."""
     spans = sorted((t.data_ptr(), t.data_ptr() + _span(t)) for t in tensors if t.numel())
     return all(one[1] <= two[0] for one, two in pairwise(spans))
 

@@ -212,7 +212,7 @@ class KernelSelector:
         return (_Choice(inner.overload._op, names, arguments=inner.arguments, overload=inner.overload),)
 
     def _overlaps(self, kernel: KernelCall) -> bool:
-        """Whether a result shares a storage with an argument, which matters only to kernels that write in place."""
+        """Return whether a result shares a storage with an argument; only kernels that write in place care."""
         leaves = pytree.tree_leaves((kernel.args, kernel.kwargs))
         read = {self.graph.values[leaf.value].storage for leaf in leaves if isinstance(leaf, Ref)}
         return any(out is not None and self.graph.values[out].storage in read for out in kernel.outs)
@@ -220,7 +220,7 @@ class KernelSelector:
     def _returns_as_planned(
         self, choice: _Choice, kernel: KernelCall, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
     ) -> bool:
-        """Whether a choice, called without out arguments, returns the planned layout.
+        """Return whether a choice, called without out arguments, returns the planned layout.
 
         It is True only for results that the caller will own: they need no memory beforehand.
         """
@@ -233,7 +233,7 @@ class KernelSelector:
         return all(self._laid_out(made, out) for made in (choice.function(*args, **kwargs), *expected))
 
     def _laid_out(self, made: Any, out: int | None) -> bool:
-        """Whether a new result can serve as the value `out`: it is alone in its storage and has the planned strides."""
+        """Return whether a new result can be the value `out`: alone in its storage, with the planned strides."""
         if out is None or not isinstance(made, torch.Tensor):
             return False
         value = self.graph.values[out]

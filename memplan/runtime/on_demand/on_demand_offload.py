@@ -157,7 +157,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _makes(func: Any) -> bool:
-    """Whether a result of `func` is new, and no view of an argument."""
+    """Return whether a result of `func` is new, and no view of an argument."""
     returns = func._schema.returns
     return any(r.alias_info is None for r in returns)
 
@@ -200,7 +200,7 @@ def _accumulates(node: Any) -> bool:
 
 
 def _of_parameter(node: Any) -> bool:
-    """Whether the gradient that a node takes becomes the gradient of a leaf, perhaps as a view."""
+    """Return whether the gradient that a node takes becomes the gradient of a leaf, perhaps as a view."""
     while not _accumulates(node):
         following = [function for function, _ in node.next_functions if function is not None]
         if len(following) != 1 or not node.name().startswith(_VIEWS):

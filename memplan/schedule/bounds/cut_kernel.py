@@ -12,7 +12,7 @@ BEFORE, FREE, AFTER = 1, 0, -1
 
 @CompiledKernel
 def sides_of(v, before, after, pred_ptr, pred, succ_ptr, succ):
-    """For each op: BEFORE if it must run before `v`, AFTER if it is `v` or must run after it, else FREE.
+    """Return, for each op: BEFORE if it must run before `v`, AFTER if it is `v` or must run after it, else FREE.
 
     `before` and `after` are ops (-1 for none) that are assumed to run before and after `v`, with their predecessors and
     successors.

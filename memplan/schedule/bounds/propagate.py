@@ -59,7 +59,7 @@ def propagate(core: GraphArrays, order: Ints, target: int, work: int) -> Propaga
 
 
 def _excluded(core: GraphArrays, first: int, then: int, target: int, work: int) -> tuple[bool, int]:
-    """Whether every order with `first` before `then` is proven to need more than `target`, and the work left."""
+    """Return whether every order with `first` before `then` is proven to need more than `target`, and the work left."""
     for op, before, after in ((then, first, -1), (first, -1, then)):
         found = cut(core, op, before=before, after=after)
         work -= found.work

@@ -31,7 +31,7 @@ COUNTERS = "step counters"  # key of the tensor that holds the counters of many 
 
 
 class Accumulate(enum.Enum):
-    """What a step does with its gradients when several steps make one update."""
+    """The use that a step makes of its gradients when several steps make one update."""
 
     ADD = "add them to those of earlier steps"
     UPDATE = "add them, update the parameters, and start from zero again"
