@@ -113,6 +113,10 @@ class CompiledModule(nn.Module, MeasuredStep):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, with the arguments of the original.
 
+        Args:
+            args: The positional arguments: tensors with the shapes, dtypes and devices of the example.
+            kwargs: The keyword arguments.
+
         Returns:
             What the original returns.
 
@@ -120,6 +124,11 @@ class CompiledModule(nn.Module, MeasuredStep):
             InputMismatch: The call, or the model, differs from what was compiled (see `on_mismatch`).
             UnsupportedCall: The call needs what a planned step does not have, such as `torch.func` transforms.
             StaleActivationsError: The arena still holds the activations of a forward whose backward has not run.
+
+        Example:
+            ```python
+            compiled(inputs).sum().backward()
+            ```
         """
         # this module is part of a model that is being traced: the outer plan contains it
         if torch.compiler.is_compiling() and _in_this_thread():
@@ -216,16 +225,54 @@ class CompiledModule(nn.Module, MeasuredStep):
         self._original.training = mode
 
     def train(self, mode: bool = True) -> CompiledModule:
-        """Set the mode of the original and its submodules; return this module."""
+        """Set the training flag of the original and its submodules.
+
+        Args:
+            mode: True to train, False to evaluate.
+
+        Returns:
+            This module.
+
+        Example:
+            ```python
+            compiled.train()
+            ```
+        """
         self._original.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the `state_dict` of the original, whose hooks and extra state apply."""
+        """Return the `state_dict` of the original, whose hooks and extra state apply.
+
+        Args:
+            args: Those of `torch.nn.Module.state_dict`.
+            kwargs: Those of `torch.nn.Module.state_dict`.
+
+        Returns:
+            The parameters and buffers, by the original's names.
+
+        Example:
+            ```python
+            torch.save(compiled.state_dict(), "model.pt")
+            ```
+        """
         return self._original.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a `state_dict` into the original, which shares its parameters with this module."""
+        """Load a `state_dict` into the original, which shares its parameters with this module.
+
+        Args:
+            args: Those of `torch.nn.Module.load_state_dict`.
+            kwargs: Those of `torch.nn.Module.load_state_dict`.
+
+        Returns:
+            The missing and the unexpected keys.
+
+        Example:
+            ```python
+            compiled.load_state_dict(torch.load("model.pt"))
+            ```
+        """
         return self._original.load_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -80,6 +80,10 @@ class CompiledStep(MeasuredStep):
     def __call__(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
         """Run a step on a batch like the example batch.
 
+        Args:
+            batch: The parts of the batch: tensors with the shapes, dtypes and devices of the example.
+            kwargs: Keyword arguments of the model.
+
         Returns:
             The loss, detached.
 
@@ -87,6 +91,11 @@ class CompiledStep(MeasuredStep):
             InputMismatch: The batch, the model or the optimizer differs from what was compiled.
             UnsupportedCall: A hook was added that a compiled step would not call, or a transform is active.
             StaleActivationsError: Another thread is running a step in this arena.
+
+        Example:
+            ```python
+            loss = step(inputs, targets)
+            ```
         """
         transforms.refuse((batch, kwargs), self._module_guards.model)
         runner = self._updating
