@@ -322,7 +322,7 @@ def test_a_plan_for_another_graph_names_the_first_difference(tmp_path: Path) -> 
     memplan_plan(_linear(4), torch.randn(3, 4)).save(path)
     with pytest.raises(PlanMismatch, match="primals_1"):
         memplan_compile(_linear(5), torch.randn(3, 5), plan=path)
-    path.write_text(path.read_text().replace('"schema_version":1', '"schema_version":99'))
+    path.write_text(path.read_text().replace('"schema_version":2', '"schema_version":99'))
     with pytest.raises(InvalidPlan, match="99"):
         memplan_compile(_linear(4), torch.randn(3, 4), plan=path)
 

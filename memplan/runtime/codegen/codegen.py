@@ -18,13 +18,13 @@ import torch
 
 from memplan.core.graph import Graph, Value
 from memplan.runtime.codegen.namespace import Namespace
-from memplan.runtime.codegen.step_ir import Call, Empty, Hooked, Layout, Line, View, refs, same_layout
+from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs, same_layout
 from memplan.runtime.codegen.torchscript_runs import interpreted, raise_as_eager, separate_index_errors, takes
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
 from memplan.trace.traced import Live, OpaqueResult, Ref
 
-Hook = Callable[[], None]
+Callback = Callable[[], None]
 _MIN_CALLS = 3  # in a run: fewer calls take less time from Python than entering torch's interpreter
 
 
@@ -79,9 +79,9 @@ class FunctionWriter:
                 (born if position in bound.as_planned else adopted).append((position, out))
         self._add(Call(bound=bound, born=tuple(born), adopted=tuple(adopted), copied=tuple(copied)))
 
-    def hook(self, function: Hook) -> None:
+    def callback(self, function: Callback) -> None:
         """Add a call of `function()` here (sanitizers, hooks)."""
-        self._add(Hooked(name=self.namespace.add("g", function)))
+        self._add(CallbackLine(name=self.namespace.add("g", function)))
 
     def finish(self, groups: Sequence[Sequence[int]]) -> Callable[..., Any]:
         """Compile the function, which returns a tuple of values for each group."""
@@ -163,9 +163,9 @@ class FunctionWriter:
         """Return for each line whether torch's interpreter can run it, in a group that is large enough to gain time."""
         found: list[bool] = []
         asked: dict[Any, bool] = {}
-        for hooked, group in groupby(self.lines, key=lambda line: isinstance(line, Hooked)):
+        for callbacks, group in groupby(self.lines, key=lambda line: isinstance(line, CallbackLine)):
             lines = list(group)
-            may = self.layout.native and not hooked and sum(isinstance(line, Call) for line in lines) >= _MIN_CALLS
+            may = self.layout.native and not callbacks and sum(isinstance(line, Call) for line in lines) >= _MIN_CALLS
             found += [may and takes(line, self.layout, asked) for line in lines]
         return found
 
@@ -178,7 +178,7 @@ class FunctionWriter:
         return f"{', '.join(f'v{value}' for value in results)} = {call}" if results else call
 
     def _python(self, line: Line) -> list[str]:
-        if isinstance(line, Hooked):
+        if isinstance(line, CallbackLine):
             return [f"{line.name}()"]
         if isinstance(line, Empty):
             return [f"v{line.value} = {self._empty(self.layout.graph.values[line.value])}"]

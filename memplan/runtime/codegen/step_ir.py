@@ -100,15 +100,15 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hooked:
-    """Calls the hook `name()`."""
+class CallbackLine:
+    """Calls the callback `name()`."""
 
     name: str
     makes: tuple[int, ...] = ()
     uses: tuple[int, ...] = ()
 
 
-Line = Call | Empty | View | Hooked
+Line = Call | Empty | View | CallbackLine
 
 
 def refs(tree: Any) -> list[int]:

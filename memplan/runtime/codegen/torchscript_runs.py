@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from memplan.runtime.codegen.step_ir import Call, Empty, Hooked, Layout, Line, View, refs
+from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs
 from memplan.runtime.codegen.torchscript_writer import TENSOR, TorchScriptWriter, overload_of
 from memplan.trace.passes.randomness import draws
 from memplan.trace.traced import Live, OpaqueResult, Ref
@@ -71,7 +71,7 @@ def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
 
     `asked`: a cache of the answers, by overload and kinds of arguments.
     """
-    if isinstance(line, Hooked):
+    if isinstance(line, CallbackLine):
         return False
     if isinstance(line, Empty):
         return True
