@@ -8,7 +8,7 @@ from dataclasses import replace
 from memplan.core.graph import Graph
 
 
-def taken(graph: Graph, order: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+def used_candidates(graph: Graph, order: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
     """Pairs (op, the in-place candidate that it uses) in a legal `order`.
 
     Of the candidates whose input has its last use at the op, it is the one with the most bytes, the first of equals.
@@ -32,7 +32,7 @@ def placed(graph: Graph, order: Sequence[int]) -> Graph:
     if not any(op.inplace_candidates for op in graph.ops):
         return graph
     host: dict[int, int] = {}  # storage -> the first storage that had its bytes
-    for _, (result, read) in taken(graph, order):
+    for _, (result, read) in used_candidates(graph, order):
         given = graph.values[read].storage
         host[graph.values[result].storage] = host.get(given, given)
     values = tuple(replace(v, storage=host[v.storage]) if v.storage in host else v for v in graph.values)

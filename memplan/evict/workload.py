@@ -18,8 +18,8 @@ class Workload:
     """A scheduled step that has to fit into a budget. `graph.ops` are in the order in which they run.
 
     `sources[i]` is the index of op i in the traced graph. `budget` and all sizes are bytes, sizes rounded up to
-    `alignment`. `streamed` are the host-resident storages: those of the model and the caller (parameters, optimizer
-    state, inputs, outputs, gradients) that live on the host and take arena bytes only while they are loaded. `device`
+    `alignment`. `host_resident` are the storages of the model and the caller (parameters, optimizer state, inputs,
+    outputs, gradients) that live on the host and take arena bytes only while they are loaded. `device`
     is the device that they are loaded to ("": each stays on its own).
     """
 
@@ -28,7 +28,7 @@ class Workload:
     costs: CostModel
     budget: int
     alignment: int = 1
-    streamed: frozenset[int] = frozenset()
+    host_resident: frozenset[int] = frozenset()
     device: str = ""
 
     def within(self, budget: int) -> Workload:
@@ -135,14 +135,14 @@ class Workload:
         """
         first = self.graph.forward_ops
         border = self.border(events)
-        given = [s for s in sorted(self.streamed - self.fresh - self.late) if self.uses[s]]
-        again = [s for s in sorted(self.late | self.due) if self.uses[s] and self.uses[s][-1] >= first]
-        changed = [s for s in sorted(self.streamed) if self.writers[s]]
+        given = [s for s in sorted(self.host_resident - self.fresh - self.late) if self.uses[s]]
+        reloads = [s for s in sorted(self.late | self.due) if self.uses[s] and self.uses[s][-1] >= first]
+        changed = [s for s in sorted(self.host_resident) if self.writers[s]]
         return (
             *_copied(Kind.RELOAD, given),
             *events[:border],
             *_copied(Kind.OFFLOAD, sorted(self.due)),
-            *_copied(Kind.RELOAD, again),
+            *_copied(Kind.RELOAD, reloads),
             *events[border:],
             *_copied(Kind.OFFLOAD, [s for s in changed if s not in self.due or self.writers[s][-1] >= first]),
         )
@@ -165,7 +165,7 @@ class Workload:
     def fresh(self) -> frozenset[int]:
         """The host-resident storages that the step creates for the caller: there is nothing to load before."""
         made = (StorageKind.OUTPUT, StorageKind.GRADIENT)
-        return frozenset(s for s in self.streamed if self.graph.storages[s].kind in made)
+        return frozenset(s for s in self.host_resident if self.graph.storages[s].kind in made)
 
     @cached_property
     def due(self) -> frozenset[int]:
@@ -175,17 +175,17 @@ class Workload:
         n = self.graph.forward_ops
         if n == len(self.graph.ops):
             return frozenset()
-        return frozenset(s for s in self.streamed if self.writers[s] and self.writers[s][0] < n)
+        return frozenset(s for s in self.host_resident if self.writers[s] and self.writers[s][0] < n)
 
     @cached_property
     def late(self) -> frozenset[int]:
         """The host-resident storages that exist only when the backward begins: the incoming gradients."""
-        return frozenset(s for s in self.streamed if self.graph.storages[s].kind is StorageKind.TANGENT)
+        return frozenset(s for s in self.host_resident if self.graph.storages[s].kind is StorageKind.TANGENT)
 
     @cached_property
     def held(self) -> frozenset[int]:
         """The storages that take arena bytes while they are on the device: planned or host-resident."""
-        return frozenset(i for i, s in enumerate(self.graph.storages) if s.planned or i in self.streamed)
+        return frozenset(i for i, s in enumerate(self.graph.storages) if s.planned or i in self.host_resident)
 
     def _recomputable(self, storage: int) -> bool:
         """Return whether a planned storage is written, before its first reader, only by ops that can run twice.

@@ -137,7 +137,7 @@ def eviction_of(fitted: Fitted, plan: Plan, policy: str, asked: Workload) -> Evi
 def bytes_of(budget: Budget | None, workload: Workload, policy: Policy) -> int:
     """The bytes of a budget; None means the bytes needed without a budget. Raises `InvalidSize`."""
     hint = "give bytes (8589934592), a text ('8GiB'), a share of the need without a budget (0.5, '50%'), or 'min'"
-    if budget is None and workload.streamed:
+    if budget is None and workload.host_resident:
         return measure(workload, workload.plain).peak
     if budget == "min":
         return smallest(workload, policy)

@@ -20,7 +20,7 @@ from memplan.planning.consistency import check_consistency
 from memplan.schedule import cut_bound
 from memplan.symbolic.expression import Expression, evaluator, holder
 from memplan.symbolic.resolve import Placement, Resolver
-from memplan.symbolic.sizes import Sizes, always_alike, as_taken, check_sizes
+from memplan.symbolic.sizes import Sizes, check_sizes, with_stable_candidates, with_used_candidates
 from memplan.symbolic.symbols import Symbol, check_symbols, values_of
 
 
@@ -240,7 +240,7 @@ def make_symbolic(
 
     Raises `InvalidPlan` if sizes, conditions and plan do not belong together.
     """
-    graph = as_taken(plan.graph, plan.schedule.order)
+    graph = with_used_candidates(plan.graph, plan.schedule.order)
     made = SymbolicPlan(
         symbols=tuple(symbols),
         conditions=tuple(conditions),
@@ -266,7 +266,7 @@ def _proven(graph: Graph, schedule: Schedule) -> Schedule:
 
 def stable(graph: Graph, sizes: Sizes) -> Graph:
     """Return the graph to plan for the hints, with only the in-place candidates that exist for all values."""
-    return always_alike(graph, sizes)
+    return with_stable_candidates(graph, sizes)
 
 
 def check_symbolic(made: SymbolicPlan) -> None:
@@ -285,7 +285,10 @@ def check_symbolic(made: SymbolicPlan) -> None:
     if made.plan.eviction is not None:
         raise InvalidPlan("has evictions, which hold for one size only", where="plan.eviction")
     graph = made.plan.graph
-    if always_alike(graph, made.sizes) != graph or as_taken(graph, made.plan.schedule.order) != graph:
+    if (
+        with_stable_candidates(graph, made.sizes) != graph
+        or with_used_candidates(graph, made.plan.schedule.order) != graph
+    ):
         raise InvalidPlan("has in-place candidates that other values do not have", where="plan.graph")
     check_sizes(graph, made.sizes, made.symbols, evaluator(made.sizes.expressions, names))
     hints = tuple(s.hint for s in made.symbols)

@@ -55,15 +55,15 @@ class KernelCall:
     """The call that an op of the graph makes: a kernel and its arguments.
 
     `outs`: the values of its results (None where it returns none); empty for an op that only changes its arguments.
-    `several`: it returns a sequence, even if of one result. `opaque_results`: (position, number) of each opaque result
-    (see `OpaqueResult`).
+    `returns_sequence`: it returns a sequence, even if of one result. `opaque_results`: (position, number) of each
+    opaque result (see `OpaqueResult`).
     """
 
     target: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
-    several: bool = False
+    returns_sequence: bool = False
     opaque_results: tuple[tuple[int, int], ...] = ()
 
 
@@ -200,6 +200,6 @@ class TracedGraph:
         return tuple(b for b in self.bindings if b.source is source)
 
     @property
-    def handed(self) -> int:
+    def opaque_count(self) -> int:
         """The number of opaque results, which go from kernel to kernel (see `OpaqueResult`)."""
         return 1 + max((n for k in self.kernels if isinstance(k, KernelCall) for _, n in k.opaque_results), default=-1)

@@ -36,7 +36,7 @@ def _streamed(workload: Workload) -> Events:
     """Each is loaded for each op that uses it, one op ahead; and written back when the op changed it."""
     events: list[Event] = []
     for i in range(len(workload.graph.ops)):
-        used = [s for s in workload.graph.touched(workload.graph.ops[i]) if s in workload.streamed]
+        used = [s for s in workload.graph.touched(workload.graph.ops[i]) if s in workload.host_resident]
         events += [Event(Kind.RELOAD, s) for s in used]
         events += [Event(Kind.RELOADED, s) for s in used]
         events.append(Event(Kind.RUN, i))
@@ -49,10 +49,10 @@ def _streamed(workload: Workload) -> Events:
 
 def _plan(traced: TracedGraph) -> Plan:
     """The plan in which all parameters and all optimizer state are streamed."""
-    streamed = frozenset(i for i, s in enumerate(traced.graph.storages) if s.kind in STREAMED)
+    host_resident = frozenset(i for i, s in enumerate(traced.graph.storages) if s.kind in STREAMED)
     alignment = alignment_of(traced.device)
     workload = make_workload(traced.graph, order(traced.graph).order, FAST_LINK, alignment)
-    workload = replace(workload, streamed=streamed)
+    workload = replace(workload, host_resident=host_resident)
     workload = replace(workload, budget=measure(workload, _streamed(workload)).peak)
     assert workload.budget < measure(workload, workload.plain).peak
     fitted = fit(traced.graph, workload, _streamed)

@@ -67,7 +67,7 @@ def dtr_addresses(workload: Workload, *, heuristic: Heuristic = h_dtr) -> Events
 
 
 def _run(workload: Workload, heuristic: Heuristic, memory: SimulatedMemory) -> Events:
-    return EvictionSimulator(workload, memory, _Dropper(workload, heuristic)).walk()
+    return EvictionSimulator(workload, memory, _Dropper(workload, heuristic)).simulate()
 
 
 class _Dropper:

@@ -45,6 +45,6 @@ def flow(workload: Workload) -> Events:
     found = [overlapped(workload, genoa(workload))]
     with suppress(BudgetInfeasible):
         found.insert(
-            0, overlapped(workload, EvictionSimulator(workload, ByteCounter(workload.budget), _Furthest()).walk())
+            0, overlapped(workload, EvictionSimulator(workload, ByteCounter(workload.budget), _Furthest()).simulate())
         )
     return min(found, key=lambda events: measure(workload, events).seconds)

@@ -19,7 +19,7 @@ from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena, arena_for
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import Options
-from memplan.runtime.profile.profile_guided import ProfileGuide, guide_of, require_measurable, room_for, safe_plan
+from memplan.runtime.profile.profile_guided import ProfileGuide, arena_room, guide_of, require_measurable, safe_plan
 from memplan.trace import ARENA, trace
 from memplan.trace.traced import TracedGraph
 
@@ -63,7 +63,7 @@ class Builder:
         """
         with torch.inference_mode(False):
             traced, plan, policy = safe_plan(self.options, self._trace(args, kwargs, train))
-            runner = self.assemble(traced, plan, room_for(plan, policy))
+            runner = self.assemble(traced, plan, arena_room(plan, policy))
             if policy.events is None:
                 return runner, None
             return runner, guide_of(self.options, traced, runner, policy, partial(self.assemble, traced))
@@ -128,7 +128,7 @@ class Builder:
         arena = self.arena
         if arena is None or (self.options.dynamic_shapes is not None and max(plan.arena_size, room) > arena.nbytes):
             arena = self.arena = arena_for(plan, device, room)
-        return arena.turned(plan) or arena_for(plan, device)
+        return arena.view_for(plan) or arena_for(plan, device)
 
 
 def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -96,7 +96,7 @@ class CompiledModule(nn.Module, MeasuredStep):
             self.__dict__.update(_guide=guide, _measurements=[] if guide is None else guide.measurements)
         else:
             main = builder.build(args, kwargs, train, self._given)
-        self.__dict__.update(_selector=Selector(builder, main, follows=self._train is None), plan=main.plan)
+        self.__dict__.update(_selector=Selector(builder, main, backward_on_demand=self._train is None), plan=main.plan)
 
     def _compile_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
         """Compile for every shape within `dynamic_shapes`."""
@@ -105,7 +105,7 @@ class CompiledModule(nn.Module, MeasuredStep):
         if self._given is not None:
             hint = "leave plan= out: the symbolic plan is made when compiling"
             raise InvalidShapes("a plan is for one shape", where="plan with dynamic_shapes", hint=hint)
-        selector = ShapedSelector(self._builder, args, kwargs, train=train, follows=self._train is None)
+        selector = ShapedSelector(self._builder, args, kwargs, train=train, backward_on_demand=self._train is None)
         self.__dict__.update(_selector=selector, plan=selector.main.plan, symbolic=selector.family.plan)
 
     # -- calling -----------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class CompiledModule(nn.Module, MeasuredStep):
                 return self._run_eagerly(why, args, kwargs)
         except RunsEagerly as why:
             return self._run_eagerly(why, args, kwargs)
-        if self._guide is not None and runner is self._selector.main and self._guide.due:
+        if self._guide is not None and runner is self._selector.main and self._guide.ready:
             runner = self._advance(self._guide)
             current = runner.current()
         return runner(leaves, current, training=runner.traced.training)
@@ -196,7 +196,7 @@ class CompiledModule(nn.Module, MeasuredStep):
     def _advance(self, guide: ProfileGuide) -> Runner:
         """Return the runner that the guide chooses, and use it from now on."""
         try:
-            runner = self._selector.main = guide.turn()
+            runner = self._selector.main = guide.next_runner()
         finally:
             if guide.done:
                 self.__dict__["_guide"] = None

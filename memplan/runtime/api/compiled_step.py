@@ -132,10 +132,10 @@ class CompiledStep(MeasuredStep):
     def _advance(self, runner: Runner) -> Runner:
         """Return the runner that replaces `runner` from now on, if its guide has chosen one, else `runner`."""
         guide = next((g for g in self._guides if g.runner is runner), None)
-        if guide is None or not guide.due:
+        if guide is None or not guide.ready:
             return runner
         try:
-            new = guide.turn()
+            new = guide.next_runner()
         finally:
             self._guides = tuple(g for g in self._guides if not g.done)
         if new is not runner:

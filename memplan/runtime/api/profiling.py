@@ -94,7 +94,7 @@ def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
     """Return the median seconds by op index, for all ops that change no tensor of the user."""
     traced, order = program.traced, program.plan.schedule.order
     names = program.namespace.names
-    env = [*(names.get(f"v{index}") for index in range(len(traced.graph.values))), *[None] * traced.handed]
+    env = [*(names.get(f"v{index}") for index in range(len(traced.graph.values))), *[None] * traced.opaque_count]
     layout = program.layout
     tensors = {
         i: traced.example_inputs[b.index].detach() for i, b in enumerate(traced.bindings) if b.source is Source.INPUT

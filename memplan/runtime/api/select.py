@@ -35,14 +35,14 @@ class Selector:
     """Finds the runner for a call; a state that is new gets a new runner.
 
     `main` runs calls in the state in which the module was compiled. Calls under `no_grad` and in eval mode run other
-    runners in the same arena. `follows`: if `main` has no backward, a call that eager would record gets a program that
-    has one; if that cannot be planned, or its backward has not run yet, calls run eagerly (`RunsEagerly`).
+    runners in the same arena. `backward_on_demand`: if `main` has no backward, a call that eager would record gets a
+    program that has one; if that cannot be planned, or its backward has not run yet, calls run eagerly (`RunsEagerly`).
     """
 
-    def __init__(self, builder: Builder, main: Runner, *, follows: bool = False) -> None:
+    def __init__(self, builder: Builder, main: Runner, *, backward_on_demand: bool = False) -> None:
         self._builder, self._module_guards = builder, builder.module_guards
         self.main = main
-        self._follows = follows and not main.traced.training
+        self._backward_on_demand = backward_on_demand and not main.traced.training
         self._refused: dict[Any, str] = {}  # why a call that eager would record has no program
         self.main_modes = self._module_guards.modes()
         self._runners: dict[Any, Runner] = {}
@@ -94,7 +94,7 @@ class Selector:
 
     def _records(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a call goes through autograd."""
-        if not torch.is_grad_enabled() or not self._follows:
+        if not torch.is_grad_enabled() or not self._backward_on_demand:
             return self.main.traced.training and torch.is_grad_enabled()
         given = chain(self.main.parameter_guards.tensors(), pytree.tree_leaves((args, kwargs)))
         return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
@@ -102,7 +102,7 @@ class Selector:
     def _built(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
         """Return a new program; it has a backward if eager would record the call and something requires a gradient."""
         self._require_free(self._builder.arena)  # the trial run overwrites its bytes
-        if not (self._follows and train):
+        if not (self._backward_on_demand and train):
             return self._builder.build(args, kwargs, train)
         if key not in self._refused:
             try:
@@ -119,7 +119,7 @@ class Selector:
 
     def _require_free(self, arena: Arena | None) -> None:
         """Raise `RunsEagerly` if an evaluation would overwrite saved activations, whose backward may never run."""
-        if self._follows and arena is not None and arena.ownership.pending is not None:
+        if self._backward_on_demand and arena is not None and arena.ownership.pending is not None:
             raise RunsEagerly("results of an earlier call are alive, with their backward")
 
     def _check_modes(self, modes: list[bool]) -> None:

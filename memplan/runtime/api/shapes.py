@@ -71,7 +71,13 @@ class ShapedSelector(Selector):
     """A `Selector` with a program for every shape, made from a `Family` that covers it, or for this shape alone."""
 
     def __init__(
-        self, builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool, follows: bool = False
+        self,
+        builder: Builder,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        train: bool,
+        backward_on_demand: bool = False,
     ) -> None:
         self._builder, self._module_guards = builder, builder.module_guards
         self._bucketing: Mapping[str, int] = builder.options.bucketing or {}
@@ -82,7 +88,7 @@ class ShapedSelector(Selector):
         self._families = {self._main_state: [self.family]}
         self.programs: OrderedDict[Any, Runner] = OrderedDict()
         main = self._new(self._main_state, flat, args, kwargs)
-        super().__init__(builder, main, follows=follows)
+        super().__init__(builder, main, backward_on_demand=backward_on_demand)
         self._keep((self._main_state, _shapes(flat)), main)
 
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:

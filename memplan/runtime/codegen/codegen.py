@@ -191,10 +191,10 @@ class FunctionWriter:
         bound, call = line.bound, self._call(line)
         if bound.form is not CallForm.FUNCTIONAL:
             return [f"v{line.born[0][1]} = {call}" if line.born else call]
-        if not bound.several and line.copied and line.copied[0][1] in self.layout.static:
+        if not bound.returns_sequence and line.copied and line.copied[0][1] in self.layout.static:
             return [f"v{line.copied[0][1]}.copy_({call})"]
         names = [f"r{i}" for i in range(len(bound.outs))]
-        lines = [f"{''.join(f'{n}, ' for n in names) if bound.several else names[0]} = {call}"]
+        lines = [f"{''.join(f'{n}, ' for n in names) if bound.returns_sequence else names[0]} = {call}"]
         lines += [
             f"{self._opaque_results()}[{number}] = {names[position]}" for position, number in bound.opaque_results
         ]

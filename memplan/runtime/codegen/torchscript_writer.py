@@ -86,8 +86,8 @@ class TorchScriptWriter:
         else:
             # a list, because converting a tuple to Python checks the type of every element
             kind = torch._C.ListType(TENSOR)
-            several = self._insert("prim::ListConstruct", [self.known[v] for v in results], [kind])
-            self.graph.registerOutput(several.output())
+            results_list = self._insert("prim::ListConstruct", [self.known[v] for v in results], [kind])
+            self.graph.registerOutput(results_list.output())
         return self.graph
 
     def _view(self, line: View) -> Any:

@@ -53,7 +53,7 @@ class BoundOp:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
-    several: bool = False
+    returns_sequence: bool = False
     opaque_results: tuple[tuple[int, int], ...] = ()
     out_names: tuple[str, ...] = ()
     returns: bool = False
@@ -91,12 +91,15 @@ class _Choice:
 
 @dataclass(slots=True)
 class KernelSelector:
-    """Binds the ops of a graph one after another; equal calls (op, shapes, strides, dtypes) are tried once."""
+    """Selects the kernels of the ops of a graph one after another; equal calls are tried once.
+
+    Calls are equal if op, shapes, strides and dtypes are.
+    """
 
     graph: Graph
     known: dict[Any, _Choice] = field(default_factory=dict)
 
-    def bind(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
+    def select(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         """Choose the callable for `kernel`, given real tensors for its `Ref`s. Outputs are not written."""
         if not kernel.outs:
             function = adds_rows(kernel, self.graph) or in_place_function(kernel)
@@ -119,7 +122,7 @@ class KernelSelector:
             args=scalars_as_tensors(kernel, self.graph) if choice.scalars else choice.arguments(kernel.args),
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
-            several=kernel.several,
+            returns_sequence=kernel.returns_sequence,
             opaque_results=kernel.opaque_results,
             out_names=choice.names or (),
             returns=choice.returns,

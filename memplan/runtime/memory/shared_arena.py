@@ -99,7 +99,7 @@ class ObservedOwnership(ArenaOwnership):
 
     def join(self, whole: ArenaOwnership) -> None:
         """Drain copies and order streams as the whole arena does, which all its parts share."""
-        self.drain, self.turn = whole.drain, whole.turn
+        self.drain, self.order_streams = whole.drain, whole.order_streams
 
     def give_up(self) -> None:
         """Drop the activations of the step in flight, which are overwritten: its backward will raise."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 
 from memplan.trace.capture.effects import exporting, refuse_random, require_same_call, settle_side_effects
-from memplan.trace.capture.python_values import noting_guards, options_of_layers
+from memplan.trace.capture.python_values import options_of_layers, recording_guards
 from memplan.trace.capture.recurrent import RecurrentAsEager
 
 READINGS = "memplan's readings"  # key of a graph's Python values in its metadata
@@ -39,7 +39,7 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
-    with warnings.catch_warnings(record=True) as caught, noting_guards(model) as readings, _as_export_does():
+    with warnings.catch_warnings(record=True) as caught, recording_guards(model) as readings, _as_export_does():
         warnings.simplefilter("always")
         module = front(*args, **kwargs)
     meta_of(module)[READINGS] = tuple(readings)

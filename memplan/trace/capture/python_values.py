@@ -78,7 +78,7 @@ class Reading:
 
 
 @contextlib.contextmanager
-def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
+def recording_guards(model: nn.Module) -> Iterator[list[Reading]]:
     """Collect the readings of `model` while dynamo captures it for export; none if this torch version does not report
     them.
     """
@@ -90,7 +90,7 @@ def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
         yield found
         return
 
-    def noting(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded(function: Any, *args: Any, **kwargs: Any) -> Any:
         """Capture as dynamo does, and add the readings of its guards."""
         out = capture(function, *args, **kwargs)
         if function is not model:  # another thread exports
@@ -101,7 +101,7 @@ def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
             found.extend(_readings(made.output_graph.guards, made.f_globals, forward))
         return out
 
-    with mock.patch.object(functional_export, "fullgraph_capture", noting):
+    with mock.patch.object(functional_export, "fullgraph_capture", recorded):
         yield found
 
 
@@ -192,11 +192,11 @@ def options_of_layers(model: nn.Module) -> Iterator[Reading]:
 
 def with_values(readings: Iterable[Reading], model: nn.Module) -> tuple[Reading, ...]:
     """Return the readings with their current values, without those whose values cannot be compared."""
-    noted = (replace(reading, value=reading.now(model)) for reading in readings)
-    noted = (
-        reading for reading in noted if reading.beyond_modules() != (_TRAINING,)
+    current = (replace(reading, value=reading.now(model)) for reading in readings)
+    found = (
+        reading for reading in current if reading.beyond_modules() != (_TRAINING,)
     )  # module modes have a guard of their own
-    kept = (reading for reading in noted if _is_plain(reading.value) or _is_constant_tensor(reading))
+    kept = (reading for reading in found if _is_plain(reading.value) or _is_constant_tensor(reading))
     return tuple(reading for reading in kept if not _is_computed(reading, model))
 
 

@@ -297,7 +297,7 @@ class _FxReader:
         )
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)
         kwargs = {**dict(kwargs), **node.meta.get("live", {})}
-        several = isinstance(node.meta["val"], (tuple, list))
+        returns_sequence = isinstance(node.meta["val"], (tuple, list))
         opaque_results = tuple((i, opaque.number) for (n, i), opaque in self.opaque_of.items() if n is node)
         self.kernels.append(
             KernelCall(
@@ -305,7 +305,7 @@ class _FxReader:
                 args=tuple(args),
                 kwargs=kwargs,
                 outs=outs,
-                several=several,
+                returns_sequence=returns_sequence,
                 opaque_results=opaque_results,
             )
         )
