@@ -39,7 +39,7 @@ memplan report model.py:gpt2 --save plan.json  keep the plan
 
 memplan budget model.py:gpt2                   what less memory costs in time
 
-memplan explain plan.json                      who is alive at the peak, why
+memplan explain plan.json                      which buffers are alive at the peak
 
 memplan diff old.json plan.json                what changed
 
@@ -55,7 +55,7 @@ List models, baseline and limits in pyproject.toml under \\[tool.memplan]; then 
 
 [bold]Exit codes[/bold]
 
-0 well, 1 over a limit or nothing fits, 2 bad input, 3 a bug in memplan, 130 interrupted
+0 success, 1 over a limit or nothing fits, 2 bad input, 3 a bug in memplan, 130 interrupted
 """
 
 app = typer.Typer(

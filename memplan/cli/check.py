@@ -49,7 +49,7 @@ def check(
         ),
     ] = None,
     update_baseline: Annotated[
-        bool, typer.Option("--update-baseline", help="Write the figures of now to the baseline.")
+        bool, typer.Option("--update-baseline", help="Write the current figures to the baseline.")
     ] = False,
     max_arena: Annotated[
         str | None, typer.Option("--max-arena", metavar="SIZE", help="The same as --fail-over arena:SIZE.")
@@ -64,7 +64,7 @@ def check(
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward of a model alone.")] = False,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Prove again what a plan says of all orders and layouts; exit 1 where it fails."),
+        typer.Option("--verify", help="Prove a plan's claims about all orders and layouts again; exit 1 if one fails."),
     ] = False,
     time_limit: Annotated[
         float | None,

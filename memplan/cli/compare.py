@@ -61,7 +61,9 @@ def explain(
     from memplan.report.explain_form import explain_json, explain_sections, explain_title
 
     if at != "peak" and not (at.isascii() and at.isdigit() and len(at) < 10):
-        raise InvalidSize(f"{at!r} is no step", where="--at", hint="write a number of 0 or more, or peak")
+        raise InvalidSize(
+            f"{at!r} is not a step of the plan", where="--at", hint="write a number of 0 or more, or peak"
+        )
     found = explain_plan(obtain(target), None if at == "peak" else int(at))
     print_sections(form, explain_title(found), explain_sections(found), lambda: explain_json(found))
 

@@ -53,13 +53,11 @@ def report(
         Path | None, typer.Option("--save", metavar="FILE", help="Write the plan itself to FILE, for check.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Draw the arena: one page, zoom, hover, no network.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Draw the arena as one page, to zoom and hover.")
     ] = None,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="Draw the arena as a still picture.")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the arena as an SVG picture.")] = None,
     png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="The same in pixels; needs memplan\\[png].")
+        Path | None, typer.Option("--png", metavar="FILE", help="The same as PNG; needs memplan\\[png].")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write trace events, for ui.perfetto.dev.")
@@ -76,7 +74,7 @@ def report(
     ] = "safe",
     costs: Annotated[
         str | None,
-        typer.Option("--costs", metavar="DEVICE|FILE", help="By whose times: a100, h100, h200, cpu, a file."),
+        typer.Option("--costs", metavar="DEVICE|FILE", help="The cost model: a100, h100, h200, cpu, a file."),
     ] = None,
     solver: Annotated[
         str, typer.Option("--solver", metavar="NAME", help="Which solver places the buffers: auto or its name.")

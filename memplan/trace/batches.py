@@ -199,7 +199,7 @@ class _Search:
         except MemplanError:
             raise
         except Exception as error:
-            hint = "make(batch) runs on fake tensors: build the model and inputs without looking at numbers"
+            hint = "make(batch) runs on fake tensors: build the model and its inputs without reading values of tensors"
             raise UnsupportedGraph(
                 f"make({batch})", f"{type(error).__name__}: {error}".splitlines()[0], hint
             ) from error

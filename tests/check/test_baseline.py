@@ -77,7 +77,7 @@ def test_a_gain_is_told() -> None:
 
 
 def test_growth_without_a_baseline_is_bad_input() -> None:
-    with pytest.raises(InvalidSize, match="counts from a baseline"):
+    with pytest.raises(InvalidSize, match="is relative to a baseline"):
         check(sample_plan(), [parse_rule("arena:+0")])
 
 

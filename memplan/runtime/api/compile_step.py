@@ -155,6 +155,6 @@ def _require_no_gradients(batch: Any) -> None:
     """Raise `UnsupportedCall` for an input that requires a gradient: a compiled step computes none for inputs."""
     for i, leaf in enumerate(pytree.tree_leaves(batch)):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            what = "requires a gradient, which a compiled step does not give"
+            what = "requires a gradient, which a compiled step does not compute"
             hint = "pass it detached; make what computes it a part of the model, or use memplan.compile"
             raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint)

@@ -120,7 +120,7 @@ class Selector:
     def _require_free(self, arena: Arena | None) -> None:
         """Raise `RunsEagerly` if an evaluation would overwrite saved activations, whose backward may never run."""
         if self._backward_on_demand and arena is not None and arena.ownership.pending is not None:
-            raise RunsEagerly("results of an earlier call are alive, with their backward")
+            raise RunsEagerly("results of an earlier call, whose backward has not run, are still alive")
 
     def _check_modes(self, modes: list[bool]) -> None:
         """Raise `InputMismatch` unless all modes are as compiled, or the whole module is in eval mode."""

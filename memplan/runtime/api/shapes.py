@@ -205,7 +205,7 @@ class ShapedSelector(Selector):
         """Raise `InputMismatch` if a leaf differs from the example in more than the dimensions that vary."""
         examples, varying = self.main.input_guards.examples, self.family.trace.dims.leaves
         for i, (x, example) in enumerate(zip(flat, examples, strict=True)):
-            where, hint = f"input {i}", "pass what the example is like, or compile for this input too"
+            where, hint = f"input {i}", "pass an input like the example, or compile another module for this one"
             if not isinstance(example, torch.Tensor):
                 self.main.input_guards.check_constant(i, x)
             elif not isinstance(x, torch.Tensor):

@@ -51,11 +51,11 @@ class Backend:
         self._owned = gradients == "owned"
         if stay_in_arena(gradients):
             what = "graphs of one step share an arena, so a backward would overwrite the gradients of another graph"
-            hint = 'memplan.compile(model, inputs, gradients="arena") takes a model that is one graph'
+            hint = 'use memplan.compile(model, inputs, gradients="arena"), for a model that is one graph'
             raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint)
         if self._options.device is not None:
-            hint = "memplan.compile(model, inputs, device=...) takes one"
-            raise MemplanError("graphs of torch.compile run where they are", where="device", hint=hint)
+            hint = "use memplan.compile(model, inputs, device=...), which copies to a device"
+            raise MemplanError("graphs of torch.compile run on the device of their tensors", where="device", hint=hint)
         self.hooks = Hooks()
         self._coordinators = ArenaCoordinators()
         self._graphs: list[weakref.ref[PlannedGraph]] = []

@@ -53,7 +53,7 @@ class StepGuards(ModuleGuards):
         if len(groups) != len(self._groups) or not all(
             _same(group["params"], stored) for group, stored in zip(groups, self._groups, strict=True)
         ):
-            what = "its groups have other parameters than when the step was compiled"
+            what = "its groups do not have the parameters that they had when the step was compiled"
             raise InputMismatch(what, where="the optimizer", hint=COMPILE_AGAIN)
         if list(map(_deciding, groups)) != self._options:
             self._require_options()
@@ -67,7 +67,7 @@ class StepGuards(ModuleGuards):
         """Raise `InputMismatch` if the optimizer has a parameter that is no longer in the model."""
         for name, p in self._updated:
             if self.model.get_parameter(name) is not p:
-                what = "is another parameter than the optimizer's"
+                what = "is not the parameter that the optimizer has"
                 hint = "load without assign=True, or make the optimizer anew and compile the step again"
                 raise InputMismatch(what, where=name, hint=hint)
 

@@ -88,7 +88,9 @@ class InputGuards:
                 wanted = f"the plan was made for {dtype} {tuple(shape)} on {device}"
                 raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} ({x.layout}) on {x.device}, {wanted}")
             if _overrides_operations(type(x)):
-                what = f"is a {type(x).__name__}, whose operations are its own; the plan was made for a plain tensor"
+                what = (
+                    f"is a {type(x).__name__}, which defines its own operations; the plan was made for a plain tensor"
+                )
                 raise _mismatch(f"input {i}", what)
             if x.stride() != strides:
                 leaves[i] = self._with_strides(i, x, strides)
@@ -105,7 +107,7 @@ class InputGuards:
     def check_ties(self, leaves: Sequence[Any]) -> None:
         """Raise `InputMismatch` if tensors share memory in another way than those of the example, and it matters."""
         if self._check_ties and _ties(leaves) != self._ties:
-            what = "tensors share memory in another way than those that the plan was made for"
+            what = "tensors do not share memory as those of the example do"
             raise _mismatch("inputs", what)
 
     def _with_strides(self, i: int, x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -78,7 +78,7 @@ class ModuleGuards:
         for i, (state, patched) in enumerate(zip(self._states, self._patched, strict=True)):
             if ("forward" in state) is not patched:
                 where = self.name_of(i) or "the model"
-                raise InputMismatch("its forward is another function", where=where, hint=COMPILE_AGAIN)
+                raise InputMismatch("its forward was replaced by another function", where=where, hint=COMPILE_AGAIN)
         self._sizes = list(map(len, self._dicts))
 
     def _count_hooks(self) -> None:

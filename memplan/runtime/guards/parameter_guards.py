@@ -84,7 +84,7 @@ class ParameterGuards:
                 raise InputMismatch(what, where=self.names[i], hint=COMPILE_AGAIN)
         moved = [i for i, (now, then) in enumerate(zip(state, self._expected, strict=True)) if now[0] != then[0]]
         if _ties(tensors) != self._ties and not (self._free and _apart(tensors)):
-            what = "parameters that shared their memory no longer do, or the other way round"
+            what = "parameters do not share memory as they did when the model was compiled"
             raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=COMPILE_AGAIN)
         self._module_guards.require_known()
         self._store(tensors, state)

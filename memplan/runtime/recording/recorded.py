@@ -212,7 +212,7 @@ def record(
         ```
     """
     if torch.autograd.profiler._is_profiler_enabled:
-        raise MemplanError("another profiler is running", hint="record outside of it")
+        raise MemplanError("another profiler is running", hint="call memplan.record outside of that profiler")
     device = torch.device(device)
     allocator = _installed[0] if _installed and device.type == "cuda" else None
     for _ in range(warm_up):

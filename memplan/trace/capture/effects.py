@@ -59,7 +59,7 @@ def require_same_call(model: nn.Module, first: fx.Graph, second: fx.Graph, undo:
     if str(first) != str(second):
         for back in undo:
             back()
-        reason = "forward does something else in its first call (to initialise, to warm up)"
+        reason = "forward does something different in its first call, such as an initialisation"
         raise UnsupportedGraph(type(model).__name__, reason, "call the model once, then compile it")
 
 

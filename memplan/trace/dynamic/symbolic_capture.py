@@ -230,7 +230,7 @@ def sized_kernel(kernel: KernelCall, translator: Translator, writer: SizesWriter
         if isinstance(leaf, torch.SymInt):
             return Sized(writer.add(translator.text(translator.expression(leaf))))
         if isinstance(leaf, _SYMBOLIC):
-            what = f"takes {leaf}, which varies with a size but is no whole number"
+            what = f"takes {leaf}, which varies with a size but is not a whole number"
             raise UnsupportedGraph(str(kernel.target), what, "leave that dimension out of dynamic_shapes")
         return leaf
 

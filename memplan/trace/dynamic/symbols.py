@@ -123,7 +123,7 @@ class Translator:
             try:
                 Expression(text, self.names)
             except InvalidPlan as error:
-                what = f"a size that is no whole-number expression ({text})"
+                what = f"a size that is not a whole-number expression ({text})"
                 raise UnsupportedGraph("dynamic_shapes", what, "leave that dimension out of dynamic_shapes") from error
             self._texts[expression] = text
         return self._texts[expression]

@@ -48,7 +48,7 @@ class SymbolicTrace:
             for dim, v in varying.items():
                 x = flat[i]
                 if not isinstance(x, torch.Tensor) or x.dim() <= dim:
-                    raise ShapeOutOfRange("is no tensor of that many dimensions", where=f"input {i}")
+                    raise ShapeOutOfRange("is not a tensor with that number of dimensions", where=f"input {i}")
                 value, rest = divmod(int(x.shape[dim]) - v.offset, v.factor)
                 if rest or found.setdefault(v.symbol, value) != value:
                     what = f"dimension {dim} is {x.shape[dim]}, the plan was made for {v}"

@@ -179,8 +179,8 @@ class _FxReader:
     def _effects(self, token: fx.Node) -> UnsupportedGraph:
         """Return the error for ops with effects, which take and return a token in the order in which they must run."""
         names = {str(user.args[1]) for user in token.users if len(user.args) > 1}
-        what = f"an op that does more than compute its results: {', '.join(sorted(names))}"
-        hint = "take one that does not, or run it outside of the model"
+        what = f"an op with side effects: {', '.join(sorted(names))}"
+        hint = "use an op without side effects, or call it outside of the model"
         return self._unsupported(token, what, hint)
 
     def _constant(self, node: fx.Node) -> None:
@@ -190,7 +190,10 @@ class _FxReader:
             if isinstance(tensor, fx.GraphModule):
                 what, hint = "control flow inside the graph (a higher-order op)", "avoid torch.cond and scan"
             else:
-                what, hint = "an object that is no tensor inside the graph", "draw random numbers without a generator="
+                what, hint = (
+                    "an object inside the graph that is not a tensor",
+                    "draw random numbers without a generator=",
+                )
             raise self._unsupported(node, what, hint)
         if isinstance(tensor, FakeTensor) or isinstance(node.meta.get("val"), FunctionalTensor):  # no bytes behind it
             what = "a view of a parameter or an input that tracing took for a constant"
