@@ -48,7 +48,7 @@ Divide = bool | int | Division | None
 
 
 def division_of(divide: Divide) -> Division | None:
-    """The `Division` that the option `divide=` stands for, or None for no division. Raises `InvalidSize`."""
+    """Return the `Division` that the option `divide=` stands for, or None for no division. Raises `InvalidSize`."""
     if divide is None or isinstance(divide, Division):
         return divide
     if isinstance(divide, bool):
@@ -62,7 +62,7 @@ COMPRESSIONS = ("bits", "int8")  # "bits": masks as bits; "int8": also real numb
 
 
 def compression_of(compress: str | None) -> str:
-    """The compression that the option `compress=` stands for, or "" for none. Raises `InvalidSize`."""
+    """Return the compression that the option `compress=` stands for, or "" for none. Raises `InvalidSize`."""
     if compress is None or compress == "":
         return ""
     if compress not in COMPRESSIONS:

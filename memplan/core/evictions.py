@@ -43,7 +43,7 @@ class Eviction:
 
 
 def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Eviction, ...]:
-    """Every eviction that is followed by another use of the storage.
+    """Return every eviction that is followed by another use of the storage.
 
     `instances` are pairs (storage, storage that holds the same contents later), in the order of first use.
     """

@@ -50,7 +50,7 @@ _COPY = "aten.copy_.default"
 
 
 def with_inplace_candidates(graph: Graph) -> Graph:
-    """The graph with `Op.inplace_candidates` filled in: which results may take the bytes of which inputs.
+    """Return the graph with `Op.inplace_candidates` filled in: which results may take the bytes of which inputs.
 
     The order decides which of them are used: the op must be the last use of the input. Outputs, gradients and storages
     that are not planned are never candidates.
@@ -68,7 +68,7 @@ def with_inplace_candidates(graph: Graph) -> Graph:
 
 
 def _inplace_candidates(graph: Graph, op: Op, new: set[int], kept: set[int]) -> Iterator[tuple[int, int]]:
-    """Pairs (result, input), one for each result in `new` and each storage whose bytes it could take."""
+    """Yield pairs (result, input), one for each result in `new` and each storage whose bytes it could take."""
     if not new or not _can_overwrite(graph, op):
         return
     for out in _whole_results(graph, op):
@@ -89,7 +89,7 @@ def _can_overwrite(graph: Graph, op: Op) -> bool:
 
 
 def _whole_results(graph: Graph, op: Op) -> list[int]:
-    """The results of `op` that fill a planned storage completely, in order."""
+    """Return the results of `op` that fill a planned storage completely, in order."""
     return [v for v in op.writes if _spans(graph.values[v]) and graph.storages[graph.values[v].storage].planned]
 
 

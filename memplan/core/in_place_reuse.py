@@ -9,7 +9,7 @@ from memplan.core.graph import Graph
 
 
 def used_candidates(graph: Graph, order: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Pairs (op, the in-place candidate that it uses) in a legal `order`.
+    """Yield pairs (op, the in-place candidate that it uses) in a legal `order`.
 
     Of the candidates whose input has its last use at the op, it is the one with the most bytes, the first of equals.
     Linear in the storages that the ops touch.
@@ -26,8 +26,8 @@ def used_candidates(graph: Graph, order: Sequence[int]) -> Iterator[tuple[int, t
 
 
 def placed(graph: Graph, order: Sequence[int]) -> Graph:
-    """The graph with in-place reuse applied under a legal `order`: a result that takes the bytes of an input becomes a
-    value of that input's storage. Ops and their candidates are unchanged.
+    """Return the graph with in-place reuse applied under a legal `order`: a result that takes the bytes of an input
+    becomes a value of that input's storage. Ops and their candidates are unchanged.
     """
     if not any(op.inplace_candidates for op in graph.ops):
         return graph

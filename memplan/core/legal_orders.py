@@ -48,7 +48,7 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
 
 
 def _made_with(graph: Graph, writer: Mapping[int, int], storage: int) -> tuple[int, ...]:
-    """All storages written by the op that wrote `storage` last."""
+    """Return all storages written by the op that wrote `storage` last."""
     return graph.written(graph.ops[writer[storage]]) if storage in writer else ()
 
 

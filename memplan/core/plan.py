@@ -41,7 +41,7 @@ _MODEL_KINDS = (
 
 
 def _function(module: str, name: str) -> Any:
-    """The function `name` of a package that itself imports `Plan`; imported when a method of `Plan` needs it."""
+    """Return the function `name` of a package that itself imports `Plan`; imported when a method of `Plan` needs it."""
     return getattr(import_module(module), name)
 
 

@@ -39,7 +39,8 @@ class Fitted:
 def make_workload(
     graph: Graph, order: tuple[int, ...], costs: CostModel, alignment: int, *, device: str = ""
 ) -> Workload:
-    """The workload of a scheduled graph for eviction policies, with a budget of 0; `Workload.within` sets another.
+    """Return the workload of a scheduled graph for eviction policies, with a budget of 0; `Workload.within` sets
+    another.
 
     `device` is the device of a step whose model and inputs are on the host; "" if the step runs where they are.
     """
@@ -87,7 +88,7 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
 
 
 def smallest(workload: Workload, policy: Policy) -> int:
-    """The smallest budget, bytes, for which `policy` finds a solution.
+    """Return the smallest budget, bytes, for which `policy` finds a solution.
 
     It is found by bisection between the largest working set and the peak. The result is a budget that was tried: a
     policy that uses less than its budget need not find a solution for less.

@@ -37,7 +37,7 @@ class Assignment:
     seconds: float
 
     def device_of(self, unit: int) -> int:
-        """The device, by position, that runs `unit`."""
+        """Return the device, by position, that runs `unit`."""
         return next(k for k, end in enumerate(self.ends) if unit < end)
 
 
@@ -97,7 +97,7 @@ _Worth = tuple[float, float]
 
 
 def _best(m: int, count: int, add: Callable[[int, int, int, _Worth], _Worth]) -> tuple[_Worth, tuple[int, ...]]:
-    """The least cost of dividing `m` units into `count` runs, which may be empty, and the ends of the runs."""
+    """Return the least cost of dividing `m` units into `count` runs, which may be empty, and the ends of the runs."""
     best: list[tuple[_Worth, tuple[int, ...]] | None] = [((0.0, 0.0), ()), *([None] * m)]
     for k in range(count):
         after: list[tuple[_Worth, tuple[int, ...]] | None] = [None] * (m + 1)
@@ -133,7 +133,7 @@ def _lives(graph: Graph, units: Units, alignment: int) -> list[_StorageInterval]
 
 
 def _price(lives: Sequence[_StorageInterval], steps: int, start: int, end: int, link: Link) -> tuple[int, float]:
-    """The max live bytes of a device that runs the units [start, end), and the seconds of the transfers to it."""
+    """Return the max live bytes of a device that runs the units [start, end), and the seconds of transfers to it."""
     change = np.zeros(steps + 1, np.int64)
     seconds = 0.0
     for life in lives:
