@@ -12,7 +12,6 @@ from memplan.runtime.api.compile import compile
 from memplan.runtime.api.compile_step import compile_step
 from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.runtime.api.compiled_step import CompiledStep
-from memplan.runtime.api.profiling import profile
 from memplan.runtime.debug.hooks import StepEvent
 from memplan.runtime.debug.tracker import Tracker
 from memplan.runtime.recording.recorded import Recording, install_allocator, record
@@ -26,6 +25,5 @@ __all__ = [
     "compile",
     "compile_step",
     "install_allocator",
-    "profile",
     "record",
 ]
