@@ -238,7 +238,7 @@ def test_graphs_kept_for_ever_do_not_grow_the_record() -> None:
     step = torch.compile(Broken().eval(), backend=backend)
     for _ in range(300):
         step(torch.ones(4, 8)).backward()
-    assert len(backend._coordinators.mine()._events) <= 1024
+    assert len(backend._coordinators.of_this_thread()._events) <= 1024
     kept.sum().backward()
 
 

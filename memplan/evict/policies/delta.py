@@ -75,7 +75,7 @@ class _Delta:
     def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
         return min(candidates, key=lambda s: (self._filter(candidate(device, self._around, s)), s))
 
-    def way(self, device: DeviceState, storage: int) -> EvictionKind:
+    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
         w, by = device.workload, device.next_use(storage)
         released = Released(
             recompute=device.seconds(storage) + self._around.seconds(device, storage),

@@ -45,7 +45,7 @@ class Evictor(Protocol):
         """Return the storage to evict next, one of `candidates` (never empty)."""
         ...
 
-    def way(self, device: DeviceState, storage: int) -> EvictionKind:
+    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
         """Return how to evict `storage`; called only where both kinds are possible."""
         ...
 
@@ -116,8 +116,8 @@ class DeviceState:
                 raise self.infeasible("nothing is left to be given up")
             s = self.evictor.choose(self, candidates)
             ways = self._ways(s)
-            way = ways[0] if len(ways) == 1 else self.evictor.way(self, s)
-            if way is EvictionKind.DROP:
+            kind = ways[0] if len(ways) == 1 else self.evictor.choose_kind(self, s)
+            if kind is EvictionKind.DROP:
                 self.drop(s)
             else:
                 self.swap_out(s)

@@ -19,7 +19,12 @@ import torch
 from memplan.core.graph import Graph, Value
 from memplan.runtime.codegen.namespace import Namespace
 from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs, same_layout
-from memplan.runtime.codegen.torchscript_runs import interpreted, raise_as_eager, separate_index_errors, takes
+from memplan.runtime.codegen.torchscript_runs import (
+    can_interpret,
+    make_interpreted,
+    raise_as_eager,
+    separate_index_errors,
+)
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
 from memplan.trace.traced import Live, OpaqueResult, Ref
@@ -166,12 +171,12 @@ class FunctionWriter:
         for callbacks, group in groupby(self.lines, key=lambda line: isinstance(line, CallbackLine)):
             lines = list(group)
             may = self.layout.native and not callbacks and sum(isinstance(line, Call) for line in lines) >= _MIN_CALLS
-            found += [may and takes(line, self.layout, asked) for line in lines]
+            found += [may and can_interpret(line, self.layout, asked) for line in lines]
         return found
 
     def _interpreted(self, lines: Sequence[Line], results: Sequence[int]) -> str:
         """Return the source of one call that runs all lines and returns the values `results`."""
-        run = interpreted(lines, results, self.layout, self.namespace.names)
+        run = make_interpreted(lines, results, self.layout, self.namespace.names)
         tensors = self.namespace.following(run.tensors, run.values)
         arguments = [tensors, *(f"v{value}" for value in run.arguments)]
         call = f"{self.namespace.add('s', run.function)}({', '.join(arguments)})"

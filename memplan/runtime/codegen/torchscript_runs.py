@@ -28,14 +28,14 @@ from memplan.trace.passes.randomness import draws
 from memplan.trace.traced import Live, OpaqueResult, Ref
 
 # Ops whose message for an index out of range is unambiguous, or that raise a plain RuntimeError in eager too.
-_TELLS = {"index_select", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices_backward"}
-_TELLS |= {"_unsafe_index", "_unsafe_index_put"}
+_UNAMBIGUOUS = {"index_select", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices_backward"}
+_UNAMBIGUOUS |= {"_unsafe_index", "_unsafe_index_put"}
 _INDEX_ERROR = re.compile(r"index out of range in self$|Target -?\d+ is out of bounds\.$", re.MULTILINE)
 # With the same message, the first ops raise an IndexError and the second a RuntimeError.
-_INDEXED = {"index", "index_put", "index_put_"}
-_GATHERED = {"index_add", "index_add_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+_RAISES_INDEX_ERROR = {"index", "index_put", "index_put_"}
+_RAISES_RUNTIME_ERROR = {"index_add", "index_add_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"}
 _OUT_OF_BOUNDS = re.compile(r"index -?\d+ is out of bounds for dimension \d+ with size \d+$", re.MULTILINE)
-_NUMBERS = {"index", "indices", "target", "repeats", "offsets", "mask_indices"}
+_INDEX_ARGUMENTS = {"index", "indices", "target", "repeats", "offsets", "mask_indices"}
 _MAY_FAIL = ("linalg_", "_linalg_", "cholesky", "lu_", "_assert", "_cdist")
 _FAILURES = (
     RuntimeError,
@@ -44,7 +44,7 @@ _FAILURES = (
     AttributeError,
 )  # raised by torch's bindings for arguments that they do not take
 _UNSUPPORTED = object()  # stands for arguments that only Python can pass
-_FAILED = (
+_ERROR_PREFIX = (
     "The following operation failed in the TorchScript interpreter.\n"
     "Traceback of TorchScript (most recent call last):\nRuntimeError: "
 )  # without a source location, which the error of a user's script has
@@ -66,7 +66,7 @@ class Interpreted:
     arguments: tuple[int, ...]
 
 
-def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
+def can_interpret(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
     """Return whether torch's interpreter runs the same kernel for a line, and it cannot fail if the trial run did not.
 
     `asked`: a cache of the answers, by overload and kinds of arguments.
@@ -94,7 +94,7 @@ def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
         return False
     key = (overload, line.bound.out_names, kinds)
     if key not in asked:
-        asked[key] = _finds(line, layout)
+        asked[key] = _finds_overload(line, layout)
     return asked[key]
 
 
@@ -104,9 +104,9 @@ def separate_index_errors(lines: Sequence[Line], fitting: Sequence[bool]) -> tup
     Ops that raise different types with the same message are not combined (see `raise_as_eager`).
     """
     names = [o._opname if isinstance(line, Call) and (o := overload_of(line)) is not None else "" for line in lines]
-    if not any(fit and name in _GATHERED for fit, name in zip(fitting, names, strict=True)):
+    if not any(fit and name in _RAISES_RUNTIME_ERROR for fit, name in zip(fitting, names, strict=True)):
         return list(fitting), True
-    return [fit and name not in _INDEXED for fit, name in zip(fitting, names, strict=True)], False
+    return [fit and name not in _RAISES_INDEX_ERROR for fit, name in zip(fitting, names, strict=True)], False
 
 
 def _kinds(thing: Any) -> tuple[Any, ...]:
@@ -122,8 +122,10 @@ def _kinds(thing: Any) -> tuple[Any, ...]:
     return (type(thing) if isinstance(thing, (int, float, str)) else thing,)
 
 
-def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, names: Mapping[str, Any]) -> Interpreted:
-    """Return one function for a run of lines that `takes` accepts. `names` has the static values, as `v12`."""
+def make_interpreted(
+    run: Sequence[Line], results: Sequence[int], layout: Layout, names: Mapping[str, Any]
+) -> Interpreted:
+    """Return one function for a run of lines that `can_interpret` accepts. `names` has the static values, as `v12`."""
     used = {v for line in run for v in line.uses} & layout.placed if _constants_are_memory() else set()
     placed = {v: names[f"v{v}"] for v in sorted(used)}
     writer = TorchScriptWriter(run, layout, placed)
@@ -156,8 +158,8 @@ def raise_as_eager(error: RuntimeError, *, indexed: bool) -> None:
     `indexed`: the second result of `separate_index_errors`.
     """
     words = str(error)
-    if words.startswith(_FAILED):
-        said = words.removeprefix(_FAILED).removesuffix("\n")
+    if words.startswith(_ERROR_PREFIX):
+        said = words.removeprefix(_ERROR_PREFIX).removesuffix("\n")
         by_index = _INDEX_ERROR.match(said) or (indexed and _OUT_OF_BOUNDS.match(said))
         raise (IndexError if by_index else RuntimeError)(said) from None
 
@@ -192,15 +194,15 @@ def _constants_are_memory() -> bool:
 
 def _index_may_fail(line: Call, overload: OpOverload, layout: Layout) -> bool:
     """Return whether an op takes indices, and its error for an index out of range cannot be restored."""
-    if overload._opname in _TELLS | _INDEXED | _GATHERED:
+    if overload._opname in _UNAMBIGUOUS | _RAISES_INDEX_ERROR | _RAISES_RUNTIME_ERROR:
         return False
     args, kwargs = line.arguments
     named = {**dict(zip((a.name for a in overload._schema.arguments), args, strict=False)), **kwargs}
-    indices = [v for name, thing in named.items() if name in _NUMBERS for v in refs(thing)]
+    indices = [v for name, thing in named.items() if name in _INDEX_ARGUMENTS for v in refs(thing)]
     return any(layout.graph.values[v].dtype in ("int64", "int32") for v in indices)
 
 
-def _finds(line: Call, layout: Layout) -> bool:
+def _finds_overload(line: Call, layout: Layout) -> bool:
     """Return whether torch's interpreter finds the same overload from the arguments of a call."""
     overload = overload_of(line)
     try:

@@ -77,7 +77,7 @@ class GraphInstance:
     @property
     def idle(self) -> bool:
         """Whether it can run now: it is not in flight, and would not overwrite activations of an instance that is."""
-        return self.ownership.pending is None and not (self.slot and self.slot.disturbed(self, backward=False))
+        return self.ownership.pending is None and not (self.slot and self.slot.overwritten_by(self, backward=False))
 
     def move(self, plan: Plan, arena: Arena) -> None:
         """Run from now on at the offsets of `plan` in `arena`. It is called while nothing is in flight."""
@@ -139,8 +139,8 @@ class PlannedGraph:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph at planned addresses. Raises `UnsupportedGraph` when it cannot be planned."""
-        coordinator = self._coordinators.mine()
-        coordinator.settle()
+        coordinator = self._coordinators.of_this_thread()
+        coordinator.place_last_step()
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
         key = coordinator, tuple(_layout(x) for x in inputs) if self._varies else (), repr(numbers)
         if key not in self._instances:
@@ -181,7 +181,7 @@ class ArenaCoordinators:
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def mine(self) -> ArenaCoordinator:
+    def of_this_thread(self) -> ArenaCoordinator:
         """Return the coordinator of the calling thread."""
         if not hasattr(self._local, "coordinator"):
             self._local.coordinator = ArenaCoordinator()

@@ -18,7 +18,7 @@ from memplan.runtime.execute.autograd_step import run_owning, run_planned
 from memplan.runtime.execute.cuda_graphs import CudaGraphProgram, Recorder
 from memplan.runtime.execute.owned_gradients import OwnedGradients
 from memplan.runtime.execute.program import Functions, build_program
-from memplan.runtime.guards.input_guards import InputGuards, picking
+from memplan.runtime.guards.input_guards import InputGuards, items_getter
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.runtime.guards.python_value_guards import PythonValueGuards
@@ -132,9 +132,9 @@ class Runner:
         self._wanted_parameters = [slot_of[of[i]] for i in ordered if of[i] in slot_of]
         self._wanted_inputs = [t.bindings[of[i]].index for i in ordered if of[i] not in slot_of]
         # pick, of the current parameters and buffers, those that get gradients and those that the backward reads
-        self.wanted = picking(self._wanted_parameters)
-        self.watched = picking([slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of])
-        self._in_order = picking(ordered)
+        self.wanted = items_getter(self._wanted_parameters)
+        self.watched = items_getter([slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of])
+        self._in_order = items_getter(ordered)
         self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
         self.tangents = t.results.tangents
         # (index of the fresh output, value) of each tangent, in the order in which the backward takes them

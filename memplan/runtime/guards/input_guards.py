@@ -33,7 +33,7 @@ class InputGuards:
         plain = pytree.tree_flatten((tuple(range(self._count)), dict.fromkeys(self._names, 0)))[1]
         simple = len(tensors) == len(self.examples) and self.spec == plain
         self._same_layout = LayoutGuards(self.examples).check if simple else None
-        self.tensors = picking(self.bound)
+        self.tensors = items_getter(self.bound)
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
         self._ties = _ties(self.examples)
@@ -151,7 +151,7 @@ def _parameters_of(forward: Callable[..., Any]) -> set[str]:
         return set()
 
 
-def picking(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def items_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return a function that returns the elements at these positions of a sequence."""
     if len(positions) > 1:
         return itemgetter(*positions)

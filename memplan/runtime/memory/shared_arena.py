@@ -63,7 +63,7 @@ class ArenaSlot:
     members: tuple[weakref.ref[Any], ...]
     leaves_alone: tuple[frozenset[int], frozenset[int]]
 
-    def disturbed(self, instance: ArenaUser, *, backward: bool) -> list[ArenaUser]:
+    def overwritten_by(self, instance: ArenaUser, *, backward: bool) -> list[ArenaUser]:
         """Return the instances in flight whose activations a forward or backward of `instance` would overwrite."""
         others = [member() for member in self.members]
         return [
@@ -89,26 +89,26 @@ class ObservedOwnership(ArenaOwnership):
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step as `ArenaOwnership.begin` does, and report its forward."""
         step = super().begin(keep=keep)
-        self._note(backward=False)
+        self._report(backward=False)
         return step
 
     def end(self, step: InFlight) -> None:
         """Start a backward as `ArenaOwnership.end` does, and report it: activations that it overwrites are dropped."""
         super().end(step)
-        self._note(backward=True)
+        self._report(backward=True)
 
-    def join(self, whole: ArenaOwnership) -> None:
+    def share_with(self, whole: ArenaOwnership) -> None:
         """Drain copies and order streams as the whole arena does, which all its parts share."""
         self.drain, self.order_streams = whole.drain, whole.order_streams
 
-    def give_up(self) -> None:
+    def drop_activations(self) -> None:
         """Drop the activations of the step in flight, which are overwritten: its backward will raise."""
         self._current = lambda: None
 
-    def _note(self, *, backward: bool) -> None:
+    def _report(self, *, backward: bool) -> None:
         instance = self._instance()
         if instance is not None:
-            self._coordinator.note(instance, backward=backward)
+            self._coordinator.record_event(instance, backward=backward)
 
 
 class ArenaCoordinator:
@@ -119,11 +119,11 @@ class ArenaCoordinator:
         self._events: list[InstanceEvent] = []
         self._given_up = False
 
-    def note(self, instance: ArenaUser, *, backward: bool) -> None:
+    def record_event(self, instance: ArenaUser, *, backward: bool) -> None:
         """Record that a forward or backward of `instance` begins."""
         if instance.slot is not None:
-            for other in instance.slot.disturbed(instance, backward=backward):
-                other.ownership.give_up()
+            for other in instance.slot.overwritten_by(instance, backward=backward):
+                other.ownership.drop_activations()
         with self._lock:
             if len(self._events) >= _MAX_EVENTS:  # one graph stays in flight for ever, so that no step is ever complete
                 self._given_up, self._events = True, []
@@ -136,7 +136,7 @@ class ArenaCoordinator:
             }
             self._events.append(InstanceEvent(instance, backward, frozenset(in_flight)))
 
-    def settle(self) -> None:
+    def place_last_step(self) -> None:
         """Place the instances of the last step in one arena, if nothing is in flight and they are not there already."""
         with self._lock:
             events = self._events
@@ -214,7 +214,7 @@ def _shifted(instance: ArenaUser, number: int, starts: dict[tuple[int, bool], in
 
 def part_of(arena: Arena, ownership: ObservedOwnership) -> Arena:
     """Return the same memory with an ownership of its own."""
-    ownership.join(arena.ownership)
+    ownership.share_with(arena.ownership)
     part = copy.copy(arena)
     part.ownership = ownership
     part.whole = arena  # type: ignore[attr-defined]  # keeps the whole arena alive

@@ -39,7 +39,7 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
     front: Callable[..., nn.Module] = dynamo_graph_capture_for_export(model)
-    with warnings.catch_warnings(record=True) as caught, recording_guards(model) as readings, _as_export_does():
+    with warnings.catch_warnings(record=True) as caught, recording_guards(model) as readings, _dynamo_settings():
         warnings.simplefilter("always")
         module = front(*args, **kwargs)
     meta_of(module)[READINGS] = tuple(readings)
@@ -54,7 +54,7 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     return settled
 
 
-def _as_export_does() -> Any:
+def _dynamo_settings() -> Any:
     """Return the settings under which dynamo forgets earlier traces, and does not trace logging.
 
     A number that had another value in an earlier trace would otherwise become a variable, without a guard. A compiled

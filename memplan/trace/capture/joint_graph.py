@@ -20,8 +20,8 @@ from torch._dynamo.convert_frame import compile_lock
 
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.trace.capture.conjugates import compute_conjugates
-from memplan.trace.capture.effects import faked
-from memplan.trace.capture.fake_layouts import as_kernels_do, settle_layouts
+from memplan.trace.capture.effects import with_fake_tensors
+from memplan.trace.capture.fake_layouts import layout_decompositions, settle_layouts
 from memplan.trace.capture.fake_statistics import correct_statistics
 from memplan.trace.capture.front_ends import READINGS, FrontEnd, dynamo, export, identity, is_patched, meta_of
 from memplan.trace.capture.python_values import Reading, with_values
@@ -83,7 +83,7 @@ def capture(
     inputs, traced = flat, model
     if device is not None or _any_meta(model, flat):
         # Meta kernels would trace another attention than the CPU's.
-        traced, flat = faked(model, flat, device="cpu" if device is None else str(device))
+        traced, flat = with_fake_tensors(model, flat, device="cpu" if device is None else str(device))
         args, kwargs = pytree.tree_unflatten(flat, in_spec)
         inputs = flat if device is None else inputs
     with contextlib.ExitStack() as stack:
@@ -217,10 +217,12 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: tuple[Any
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with RecurrentAsEager():
-        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=as_kernels_do())
+        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=layout_decompositions())
         if overlapping_tangents(joint.graph_module.graph):
             with torch._functorch.config.patch(guess_tangent_strides_as_outputs=False):
-                joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=as_kernels_do())
+                joint = aot_export_joint_with_descriptors(
+                    stack, module, args, kwargs, decompositions=layout_decompositions()
+                )
     return joint
 
 

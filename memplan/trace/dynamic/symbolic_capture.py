@@ -92,7 +92,7 @@ def _capture(
             for name, symbol in (item for cache in caches for item in cache.items()):
                 dim = int(name.rpartition("[")[2].rstrip("]")) if ".size()[" in name else -1
                 if dim in varying:
-                    translator.know(symbol, varying[dim])
+                    translator.bind_dimension(symbol, varying[dim])
         sizes = {s.name: _symint(env, s, hints[s.name], translator) for s in dims.symbols}
         fakes = [
             _fake(x, dims.leaves[i], sizes, mode) if isinstance(x, torch.Tensor) else x for i, x in enumerate(leaves)
@@ -132,7 +132,7 @@ def _symint(env: ShapeEnv, s: Range, hint: int, translator: Translator) -> Any:
     source = ConstantSource(f"memplan_{s.name}")
     bounds = StrictMinMaxConstraint(vr=ValueRanges(max(s.min, 2), max(s.max, 2)), warn_only=False)
     symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=bounds)
-    translator.know_symbol(symbol, s.name)
+    translator.bind_symbol(symbol, s.name)
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 

@@ -84,7 +84,7 @@ class SymbolicTrace:
 def same_step(one: SymbolicTrace, two: SymbolicTrace) -> bool:
     """Return whether two traces of a model are the same step, names aside: ops, numbers, sizes, and who owns what."""
 
-    def told(trace: SymbolicTrace) -> Any:
+    def compared(trace: SymbolicTrace) -> Any:
         """Return everything that is compared."""
         graph, texts = trace.traced.graph, trace.sizes.expressions
         views = [tuple(texts[p] for p in view) for view in trace.sizes.views]
@@ -102,4 +102,4 @@ def same_step(one: SymbolicTrace, two: SymbolicTrace) -> bool:
             (graph.outputs, graph.gradients, kernels, trace.traced.results),
         )
 
-    return bool(told(one) == told(two))
+    return bool(compared(one) == compared(two))
