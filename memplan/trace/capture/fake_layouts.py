@@ -3,8 +3,8 @@
 Where a fake kernel follows the strides of an argument and the real one does not, everything computed from the result
 would be laid out differently than in eager, and sums over it would add in another order. The trace therefore copies
 such a result to the layout that the kernel gives, before anything else uses it (`layout_decompositions`). Afterwards
-such copies are removed: the kernel itself makes that layout (`settle_layouts`). `tests/trace/test_layouts.py` compares the
-table with the kernels.
+such copies are removed: the kernel itself makes that layout (`settle_layouts`). `tests/trace/test_layouts.py`
+compares the table with the kernels.
 """
 
 from __future__ import annotations
