@@ -184,7 +184,7 @@ def _timed(command: Sequence[str], folder: str) -> float:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("module", help="path of the module, such as memplan/validate.py")
+    parser.add_argument("module", help="path of the module, such as memplan/core/validate.py")
     parser.add_argument("--tests", help="which tests judge it, separated by commas; else by the module's name")
     parser.add_argument("--share", type=float, default=1.0, help="share of the mutants to try, drawn at random")
     parser.add_argument("--most", type=int, help="most mutants to try, drawn at random")
@@ -218,7 +218,9 @@ def _module(given: str) -> str:
     """The path of a module of the package from the root of the checkout on. Raises `CannotScoreError` for others."""
     path = Path(given).resolve()
     if not path.is_file() or path.suffix != ".py" or not path.is_relative_to(ROOT / "memplan"):
-        raise CannotScoreError(f"{given} is no module of {ROOT / 'memplan'}: name one, such as memplan/validate.py")
+        raise CannotScoreError(
+            f"{given} is no module of {ROOT / 'memplan'}: name one, such as memplan/core/validate.py"
+        )
     return path.relative_to(ROOT).as_posix()
 
 

@@ -1,4 +1,4 @@
-"""Docstrings: public ones have their sections, and all say first what their subject is, does or returns."""
+"""Words: public docstrings have their sections, all say first what their subject is or does, and class names are unique."""
 
 from __future__ import annotations
 
@@ -112,3 +112,13 @@ def test_docstrings_begin_with_their_subject_and_cite_no_file_of_ours(path: Path
         where = getattr(node, "name", "the module")
         assert text is None or FIRST_WORDS.match(text) is None, f"{where}: {text}"
         assert text is None or OUR_FILES.search(text) is None, f"{where} cites a file that users do not have"
+
+
+def test_no_two_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {"Plan", "GraphInstance"} <= set(homes)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
