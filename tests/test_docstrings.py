@@ -1,4 +1,4 @@
-"""Words: public docstrings have their sections, all say first what their subject is or does, and class names are unique."""
+"""Public docstrings have their sections, all begin with what their subject is or does, and class names are unique."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
             else:
                 readers.setdefault(storage, []).append(index)
         if op.only_raises:
-            made_together = (s for v in op.reads for s in _made_with(graph, writer, graph.values[v].storage))
-            checked.update(dict.fromkeys(made_together, index))
+            written_with = (s for v in op.reads for s in _made_with(graph, writer, graph.values[v].storage))
+            checked.update(dict.fromkeys(written_with, index))
         elif "check" in last and any(_outlives(graph.storages[s]) for s in written):
             before.add(last["check"])
         for chain in _chains(op):

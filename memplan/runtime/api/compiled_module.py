@@ -19,7 +19,7 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, passive_for
+from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for
 from memplan.runtime.options import Options
 from memplan.runtime.profile.profile_guided import MeasuredStep, ProfileGuide
 from memplan.trace.capture.refusals import require_traceable
@@ -183,7 +183,7 @@ class CompiledModule(nn.Module, MeasuredStep):
 
     def _run_on_demand(self, reason: MemplanError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that has no plan eagerly, and offload saved activations on demand."""
-        passive = passive_for(reason, self.plan, self._selector.main.traced.device)
+        passive = offload_for(reason, self.plan, self._selector.main.traced.device)
         self.__dict__["passive"] = passive
         run = self._original if passive is None else partial(passive.run, self._original)
         return run(*args, **kwargs)

@@ -16,7 +16,7 @@ from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import dtype_of
-from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, passive_for
+from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for
 from memplan.runtime.profile.profile_guided import MeasuredStep, ProfileGuide
 
 
@@ -122,7 +122,7 @@ class CompiledStep(MeasuredStep):
         self, reason: InputMismatch, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool
     ) -> torch.Tensor:
         """Run a step that has no plan eagerly, and offload saved activations on demand."""
-        passive = self.passive = passive_for(reason, self.plan, self._updating.traced.device)
+        passive = self.passive = offload_for(reason, self.plan, self._updating.traced.device)
         run = _call if passive is None else passive.run
         assert self._passive is not None
         loss = self._passive(self._module_guards, run, batch, kwargs, accumulate=self.accumulate, update=update)
