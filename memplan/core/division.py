@@ -37,11 +37,11 @@ class Division:
 
     def __post_init__(self) -> None:
         if self.blocks is not None and (type(self.blocks) is not int or self.blocks < 2):
-            raise InvalidSize(f"{self.blocks!r} is no number of blocks", where="divide", hint=_HINT)
+            raise InvalidSize(f"{self.blocks!r} is not a number of blocks", where="divide", hint=_HINT)
         if type(self.sums) is not bool:
             raise InvalidSize(f"{self.sums!r} is not True or False", where="divide.sums", hint=_HINT)
         if self.over is not None and type(self.over) is not int:
-            raise InvalidSize(f"{self.over!r} is no number of bytes", where="divide.over", hint=_HINT)
+            raise InvalidSize(f"{self.over!r} is not a number of bytes", where="divide.over", hint=_HINT)
 
 
 Divide = bool | int | Division | None

@@ -173,7 +173,7 @@ def load_costs(path: str | os.PathLike[str]) -> CostModel:
     except (ValueError, RecursionError) as error:
         raise UnreadableFile(f"is not JSON: {error}", where=where, hint=hint) from error
     if not isinstance(data, dict) or data.pop("cost_model", None) != VERSION:
-        raise UnreadableFile(f"is no cost model of version {VERSION}", where=where, hint=hint)
+        raise UnreadableFile(f"is not a cost model of version {VERSION}", where=where, hint=hint)
     try:
         return from_json(CostModel, data, "costs")
     except MemplanError as error:

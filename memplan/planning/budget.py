@@ -149,10 +149,10 @@ def bytes_of(budget: Budget | None, workload: Workload, policy: Policy) -> int:
             return nbytes
         budget = parse_share(budget)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise InvalidSize(f"{budget!r} is no budget", where="budget", hint=hint)
+        raise InvalidSize(f"{budget!r} is not a budget", where="budget", hint=hint)
     if isinstance(budget, float):
         if not 0 < budget <= 1:
-            raise InvalidSize(f"{budget!r} is no share between 0 and 1", where="budget", hint=hint)
+            raise InvalidSize(f"{budget!r} is not a share between 0 and 1", where="budget", hint=hint)
         return int(measure(workload, workload.plain).peak * budget)
     if budget < 0:
         raise InvalidSize(f"{budget!r} is negative", where="budget", hint=hint)

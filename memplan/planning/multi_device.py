@@ -163,7 +163,7 @@ def _budgets(budget: Any, workload: Workload, count: int) -> list[int] | None:
     for one in [budget] * count if alike else budget:
         if one is None or one == "min":
             hint = "give each device bytes, a text or a share, or no budget at all, which divides evenly"
-            raise InvalidSize(f"{one!r} is no budget of one of several devices", where="budget", hint=hint)
+            raise InvalidSize(f"{one!r} is not a budget of one of several devices", where="budget", hint=hint)
         found.append(bytes_of(one, workload, flow))
     return found
 

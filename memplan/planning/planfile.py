@@ -186,7 +186,7 @@ def _parse(where: str, hint: str) -> dict[str, Any]:
     except ValueError as error:
         raise UnreadableFile(f"is not JSON: {error}", where=where, hint=hint) from error
     if not isinstance(data, dict):
-        raise InvalidPlan("is not a plan: the top level is no object", where=where, hint=hint)
+        raise InvalidPlan("is not a plan: the top level is not an object", where=where, hint=hint)
     return data
 
 

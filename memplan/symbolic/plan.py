@@ -278,7 +278,7 @@ def check_symbolic(made: SymbolicPlan) -> None:
     names = [s.name for s in made.symbols]
     for i, text in enumerate(made.conditions):
         if not Expression(text, names, f"conditions[{i}]").condition:
-            raise InvalidPlan(f"{text!r} is no condition", where=f"conditions[{i}]")
+            raise InvalidPlan(f"{text!r} is not a condition", where=f"conditions[{i}]")
     for i, shape in enumerate(made.inputs):
         for text in shape:
             Expression(text, names, f"inputs[{i}]")

@@ -87,7 +87,7 @@ class _Run:
         values = self.graph.values
         expected = (*op.reads[:1], *op.writes) if waits else op.reads
         if op.target not in TRANSFERS or len(op.writes) != 1 or len(op.reads) != 1 + waits or op.reads != expected:
-            raise _fault(op, "is no copy from one storage to another")
+            raise _fault(op, "is not a copy from one storage to another")
         pair = values[op.reads[0]].storage, values[op.writes[0]].storage
         from_host = op.target in (RELOAD, RELOAD_WAIT)
         source, destination = (self.graph.storages[s] for s in pair)
@@ -135,7 +135,7 @@ def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) ->
             run.copy(op)
             continue
         if source >= len(traced.ops) or traced.ops[source].target != op.target:
-            raise _fault(op, "is no op of the traced graph")
+            raise _fault(op, "is not an op of the traced graph")
         run.require_idle(op)
         recompute = times[source] > 0
         results = run.found(op, recompute=recompute), _layouts(evicted, op)
