@@ -144,7 +144,11 @@ def test_figures_of_nothing_are_a_baseline(tmp_path: Path) -> None:
         (b"[" * 99999, UnreadableFile, "is not JSON"),
         (b"[]", InvalidPlan, "is not a baseline of format 'memplan-baseline-1': it says none"),
         (b'{"models": {}}', InvalidPlan, "is not a baseline of format 'memplan-baseline-1': it says None"),
-        (b'{"format": "x", "models": {}}', InvalidPlan, "is not a baseline of format 'memplan-baseline-1': it says 'x'"),
+        (
+            b'{"format": "x", "models": {}}',
+            InvalidPlan,
+            "is not a baseline of format 'memplan-baseline-1': it says 'x'",
+        ),
         (b'{"format": "memplan-baseline-1", "models": []}', InvalidPlan, "is not a baseline of format 'memplan-bas"),
         (b'{"format": "memplan-baseline-1", "models": {"a": 1}}', InvalidPlan, "1 is not of type object"),
     ],
