@@ -243,9 +243,9 @@ def test_an_error_leaves_nothing_behind() -> None:
 
     with pytest.raises(ValueError, match="no"):
         passive.run(fail, x)
-    assert passive.living.nbytes == 0
+    assert passive.live_bytes.nbytes == 0
     expected = outcome_of(model, model, x, seed=0)
     assert outcome_of(model, lambda x: passive.run(model, x), x, seed=0).same_as(expected)
     with torch.no_grad():
         assert torch.equal(passive.run(model.eval(), x), model(x))
-    assert passive.living.nbytes == 0
+    assert passive.live_bytes.nbytes == 0
