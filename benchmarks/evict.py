@@ -33,7 +33,7 @@ from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload
 from memplan.schedule import Schedule, order
 from memplan.trace import trace_captured
-from memplan.trace.capture.front_ends import capture
+from memplan.trace.capture.joint_graph import capture
 from memplan.trace.torch_budget import TorchPoint, partitions, points_of
 from memplan.version import __version__
 

@@ -5,7 +5,7 @@
 Three tasks: `fit` (stop at the first placement within the capacity), `minimize` (the smallest arena within
 the limit) and `default` (minimize under the default limits). Times are CPU seconds, which other work on
 a shared machine disturbs least: ours of warm calls on one thread, validation included, an external binary's of
-the whole process. Limits are units of work (`solve/budget.py`), for large problems and external binaries wall
+the whole process. Limits are units of work (`memplan/solvers/limits.py`), for large problems and external binaries wall
 time. Instances are read from a folder of CSV files in minimalloc's format; planted packings and large problems
 are generated (`instances.py`).
 """

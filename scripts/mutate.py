@@ -44,7 +44,7 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     "memplan/runtime/memory/arena_ownership.py": ("tests/runtime/test_calls.py", "tests/runtime/test_loops.py"),
     "memplan/runtime/execute/runner.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
     "memplan/runtime/guards/input_guards.py": ("tests/runtime/test_calls.py", "tests/runtime/test_layout_guards.py"),
-    "memplan/runtime/guards/module_state_guards.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
+    "memplan/runtime/guards/parameter_guards.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
 }
 
 

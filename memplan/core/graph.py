@@ -135,11 +135,11 @@ class Graph:
     gradients: tuple[int, ...]
 
     def touched(self, op: Op) -> tuple[int, ...]:
-        """Indices of the storages that `op` reads or writes, each once, in order of appearance."""
+        """Return the indices of the storages that `op` reads or writes, each once, in order of appearance."""
         return tuple(dict.fromkeys(self.values[v].storage for v in (*op.reads, *op.writes)))
 
     def written(self, op: Op) -> tuple[int, ...]:
-        """Indices of the storages that `op` writes, each once."""
+        """Return the indices of the storages that `op` writes, each once."""
         return tuple(dict.fromkeys(self.values[v].storage for v in op.writes))
 
     @cached_property
@@ -158,7 +158,9 @@ class Graph:
         return sum(s.nbytes for s in constants if s.origin.op != GIVEN)
 
     def functional_bytes(self, op: Op) -> int:
-        """Bytes that `op` returns in fresh tensors before they are copied to their planned place (0 if direct)."""
+        """Return the bytes that `op` returns in fresh tensors before they are copied to their planned place (0 if
+        direct).
+        """
         if op.direct:
             return 0
         return sum(self.storages[s].nbytes for s in self.written(op) if self.storages[s].planned)

@@ -9,7 +9,7 @@ from memplan.errors import InvalidPlan
 
 
 def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
-    """For each op (by index), the ops that must run directly before it.
+    """Return, for each op (by index), the ops that must run directly before it.
 
     Two ops that touch one storage keep their traced order if one of them writes it. Random ops keep their order, so
     that a seed gives the same numbers; so do collectives, which all ranks must start in the same order. An op that
@@ -35,8 +35,8 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
             else:
                 readers.setdefault(storage, []).append(index)
         if op.only_raises:
-            made_together = (s for v in op.reads for s in _made_with(graph, writer, graph.values[v].storage))
-            checked.update(dict.fromkeys(made_together, index))
+            written_with = (s for v in op.reads for s in _made_with(graph, writer, graph.values[v].storage))
+            checked.update(dict.fromkeys(written_with, index))
         elif "check" in last and any(_outlives(graph.storages[s]) for s in written):
             before.add(last["check"])
         for chain in _chains(op):
@@ -48,12 +48,12 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
 
 
 def _made_with(graph: Graph, writer: Mapping[int, int], storage: int) -> tuple[int, ...]:
-    """All storages written by the op that wrote `storage` last."""
+    """Return all storages written by the op that wrote `storage` last."""
     return graph.written(graph.ops[writer[storage]]) if storage in writer else ()
 
 
 def _outlives(storage: Storage) -> bool:
-    """Whether the storage belongs to the model, the optimizer or the caller, and existed before the step."""
+    """Return whether the storage belongs to the model, the optimizer or the caller, and existed before the step."""
     return not storage.planned and storage.kind not in (StorageKind.OUTPUT, StorageKind.GRADIENT)
 
 

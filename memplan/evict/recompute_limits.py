@@ -20,7 +20,7 @@ def limits(workload: Workload) -> tuple[int, ...]:
     # A storage is written after everything that its writers read, so the order of first writers is topological.
     for s in sorted((s for s, ops in enumerate(w.writers) if ops and w.recomputable[s]), key=lambda s: w.writers[s][0]):
         until = w.redo_until[s]
-        for r in {r for i in w.writers[s] for r in w.reads[i]} - {s, *w.streamed}:
+        for r in {r for i in w.writers[s] for r in w.reads[i]} - {s, *w.host_resident}:
             last = w.uses[r][-1]
             until = min(until, found[r] if found[r] >= last else last)
         found[s] = until

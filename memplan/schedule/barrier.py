@@ -37,7 +37,10 @@ class Barrier:
 
 
 def price(graph: Graph, max_live: int) -> Barrier | None:
-    """The barrier of a step with `max_live` bytes, or None. To compute its cost, the step is ordered without it."""
+    """Return the barrier of a step with `max_live` bytes, or None.
+
+    To compute its cost, the step is ordered without it.
+    """
     before = predecessors(graph)
     updates = [i for i, op in enumerate(graph.ops) if _parameters(graph, op)]
     for last in _last_before_all(before, updates):
@@ -56,13 +59,13 @@ def price(graph: Graph, max_live: int) -> Barrier | None:
 
 
 def _parameters(graph: Graph, op: Op) -> list[int]:
-    """The number of elements of each parameter that `op` writes."""
+    """Return the number of elements of each parameter that `op` writes."""
     written = (graph.values[v] for v in op.writes)
     return [_count(v.shape) for v in written if graph.storages[v.storage].kind is StorageKind.PARAMETER]
 
 
 def _last_before_all(before: tuple[frozenset[int], ...], updates: list[int]) -> list[int]:
-    """The ops that all updates depend on, leaving out those that another such op depends on."""
+    """Return the ops that all updates depend on, leaving out those that another such op depends on."""
     if len(updates) < 2:
         return []
     waiting = [0] * len(before)  # for each op, the updates (as bits) that depend on it
@@ -77,7 +80,7 @@ def _last_before_all(before: tuple[frozenset[int], ...], updates: list[int]) -> 
 
 
 def _held(graph: Graph, before: tuple[frozenset[int], ...], last: int, updates: list[int]) -> set[int] | None:
-    """The planned storages of the gradients that `last` keeps alive; None unless every update has one.
+    """Return the planned storages of the gradients that `last` keeps alive; None unless every update has one.
 
     They are written before `last`, and read after it by an update or by ops that only the update depends on.
     """
@@ -100,7 +103,7 @@ def _held(graph: Graph, before: tuple[frozenset[int], ...], last: int, updates: 
 
 
 def _without(graph: Graph, before: tuple[frozenset[int], ...], last: int) -> Graph:
-    """The graph without `last` and the ops that only it depends on; no op reads their results any more."""
+    """Return the graph without `last` and the ops that only it depends on; no op reads their results any more."""
     after: list[set[int]] = [set() for _ in before]
     for op, needed in enumerate(before):
         for earlier in needed:
@@ -124,7 +127,7 @@ def _unread(graph: Graph, op: Op, lost: set[int]) -> Op:
 
 
 def accumulated(graph: Graph) -> int:
-    """Bytes of gradients that are accumulated over several training steps.
+    """Return the bytes of gradients that are accumulated over several training steps.
 
     These are storages that outlive the step like optimizer state, and that an op which updates no parameter writes
     and reads together with a planned storage of the same size.
@@ -143,7 +146,7 @@ def _planned(graph: Graph, value: int) -> bool:
 
 
 def _ancestors(before: tuple[frozenset[int], ...], ops: Iterable[int], but: Collection[int] = frozenset()) -> set[int]:
-    """The ops that must run before `ops`, found without passing through an op in `but`."""
+    """Return the ops that must run before `ops`, found without passing through an op in `but`."""
     found: set[int] = set()
     stack = list(ops)
     while stack:

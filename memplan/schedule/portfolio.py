@@ -36,7 +36,7 @@ _WIDE = (64, 512, 4096, 16384)
 
 
 def portfolio(graph: Graph) -> Schedule:
-    """The schedule with the smallest max live found by the policies, cut repair and a bounded search."""
+    """Return the schedule with the smallest max live found by the policies, cut repair and a bounded search."""
     core = make_core(graph)
     prover = Prover(core, _cut_work(core))
     best, name, peak = _listed(core, prover)
@@ -51,7 +51,10 @@ def portfolio(graph: Graph) -> Schedule:
 
 
 def _listed(core: GraphArrays, prover: Prover) -> tuple[Ints, str, int]:
-    """The best order of the policies, with and without repair, its name and its max live; the first of equals."""
+    """Return the best order of the policies, with and without repair, its name and its max live.
+
+    Of equal orders, it is the first.
+    """
     best, name = core.traced, "traced"
     peak = int(step_bytes(core, best).max(initial=0))
     for policy, make in _ORDERS:
@@ -68,7 +71,7 @@ def _listed(core: GraphArrays, prover: Prover) -> tuple[Ints, str, int]:
 
 
 def _searched(graph: Graph, core: GraphArrays, start: Narrowed) -> Narrowed:
-    """The best order and bound after propagation and ever wider searches.
+    """Return the best order and bound after propagation and ever wider searches.
 
     Narrow searches come first. Then the small storages are left out, which give a search many choices for a few bytes.
     If that leaves a gap of more than those few bytes, wide searches with all storages follow.
@@ -88,8 +91,9 @@ def _searched(graph: Graph, core: GraphArrays, start: Narrowed) -> Narrowed:
 
 
 def _rough(graph: Graph, core: GraphArrays, peak: int) -> GraphArrays | None:
-    """The arrays without the smallest storages, together at most a thousandth of `peak`; None if those are none or
-    all."""
+    """Return the arrays without the smallest storages, together at most a thousandth of `peak`; None if those are none
+    or all.
+    """
     sizes = np.sort(core.size)
     out = int(np.searchsorted(np.cumsum(sizes), peak // 1000, side="right"))
     return make_core(graph, least=int(sizes[out])) if 0 < out < len(sizes) else None

@@ -14,7 +14,7 @@ from torch import fx, nn
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import UnsupportedGraph
-from memplan.trace.capture.front_ends import Captured, capture
+from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.compression.pack import pack_masks
@@ -163,7 +163,9 @@ def _require_one_number(captured: Captured) -> None:
     leaves = captured.out_spec.num_leaves
     if leaves != 1 or math.prod(shapes[0]) != 1:
         what = f"returns {leaves} values" if leaves != 1 else f"returns a tensor of shape {shapes[0]}"
-        raise UnsupportedGraph("loss_fn", f"{what}, a step minimises one number", "return the mean or the sum alone")
+        raise UnsupportedGraph(
+            "loss_fn", f"{what}, but a training step minimises one number", "return the mean or the sum alone"
+        )
 
 
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:

@@ -16,7 +16,7 @@ from memplan.evict.events import Kind
 from memplan.evict.graph.apply import apply
 from memplan.evict.judge.arrays import measure
 from memplan.trace import trace
-from memplan.trace.capture.front_ends import capture
+from memplan.trace.capture.joint_graph import capture
 from memplan.trace.torch_budget import TorchPartition, events_of, partitions, points_of, torch_points
 from tests.evict.judge import judged
 

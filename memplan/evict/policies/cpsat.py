@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from memplan.core.interruptible import run
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Events
-from memplan.evict.host_resident import with_streamed_kept
+from memplan.evict.host_resident import with_host_resident_kept
 from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.auto import recompute
 from memplan.evict.policies.retention import TICKS, RetentionProgram
@@ -37,7 +37,7 @@ def cpsat(workload: Workload, *, work: float = 5.0) -> Events:
 
     Raises `BudgetInfeasible` when neither keeps the budget.
     """
-    return with_streamed_kept(workload, lambda inner: _best(inner, work))
+    return with_host_resident_kept(workload, lambda inner: _best(inner, work))
 
 
 def _best(workload: Workload, work: float) -> Events:

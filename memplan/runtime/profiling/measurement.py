@@ -13,7 +13,7 @@ from memplan.runtime.copies.copies import Direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Access:
+class StorageAccess:
     """One access of an op to a storage, at `step` of the schedule, `seconds` after the training step began."""
 
     op: str
@@ -33,7 +33,7 @@ class Accesses:
     nbytes: int
     producer: str
     inputs: tuple[str, ...]
-    accesses: tuple[Access, ...]
+    accesses: tuple[StorageAccess, ...]
 
     @property
     def count(self) -> int:
@@ -100,7 +100,7 @@ class Measurement:
         Raises `UnknownName` if there is no such storage.
         """
         graph, base = self.plan.graph, bases(self.plan)
-        found: list[Access] = []
+        found: list[StorageAccess] = []
         made = None
         for step, index in enumerate(self.plan.schedule.order):
             op = graph.ops[index]
@@ -109,7 +109,7 @@ class Measurement:
             writes = name in {graph.storages[base(s)].name for s in graph.written(op)}
             if writes and made is None and op.target not in TRANSFERS:
                 made = op
-            found.append(Access(op=op.name, step=step, seconds=self.begun[step], writes=writes))
+            found.append(StorageAccess(op=op.name, step=step, seconds=self.begun[step], writes=writes))
         storage = next((s for s in graph.storages if s.name == name), None)
         if storage is None:
             raise UnknownName(f"no storage is called {name!r}", where="accesses", hint="see plan.graph.storages")

@@ -27,7 +27,7 @@ _ROUNDS = 3  # copies of each size
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
+class _TimedCopy:
     """A planned copy, and the steps of the schedule of its start and its wait."""
 
     storage: int
@@ -204,7 +204,7 @@ class _CudaMarks:
         return [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
 
 
-def _transfers(program: Program) -> Iterator[_Transfer]:
+def _transfers(program: Program) -> Iterator[_TimedCopy]:
     """Yield the planned copies in the order of their starts, which is that of `program.copies`."""
     graph, order = program.plan.graph, program.plan.schedule.order
     base = bases(program.plan)
@@ -226,4 +226,4 @@ def _transfers(program: Program) -> Iterator[_Transfer]:
         nth = count[storage, op.target] = count.get((storage, op.target), -1) + 1
         waited = next((w for w in waits.get((op.reads[0], op.writes[0]), ()) if w > step), len(order) - 1)
         direction = Direction.TO_HOST if out else Direction.TO_DEVICE
-        yield _Transfer(storage, nth, direction, step, waited, next(copies))
+        yield _TimedCopy(storage, nth, direction, step, waited, next(copies))

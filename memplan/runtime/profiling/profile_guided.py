@@ -19,7 +19,7 @@ from memplan.core.plan import Plan
 from memplan.errors import MemplanError, StaleActivationsError, UnsupportedCall
 from memplan.evict.costs import CostModel
 from memplan.evict.events import Events
-from memplan.evict.feedback import Guided, Remembered, later
+from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, with_lateness
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy
@@ -44,14 +44,14 @@ Build = Callable[[Plan], Runner]
 _log = logging.getLogger("memplan")
 
 
-def remembered(policy: str | Policy) -> Remembered:
+def recording_policy(policy: str | Policy) -> RecordingPolicy:
     """Return the policy wrapped so that it remembers its decision."""
     decide = fit_policy(policy)
 
     def quick(workload: Any) -> Events:
         return decide(workload, work=0)  # type: ignore[call-arg]
 
-    return Remembered(decide, policy_name(policy), quick if decide in (auto, recompute) else None)
+    return RecordingPolicy(decide, policy_name(policy), quick if decide in (auto, recompute) else None)
 
 
 def require_measurable(*, cuda_graph: bool, dynamic_shapes: Any = None) -> None:
@@ -64,12 +64,12 @@ def require_measurable(*, cuda_graph: bool, dynamic_shapes: Any = None) -> None:
         raise UnsupportedCall("steps of one shape are measured", where="costs='measure'", hint=hint)
 
 
-def room_for(plan: Plan, policy: Remembered | None) -> int:
+def arena_room(plan: Plan, policy: RecordingPolicy | None) -> int:
     """Return the bytes of an arena in which every plan within the budget fits; 0 if nothing is evicted."""
     return plan.eviction.budget if policy is not None and policy.events is not None and plan.eviction else 0
 
 
-def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[TracedGraph, Plan, Remembered]:
+def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[TracedGraph, Plan, RecordingPolicy]:
     """Return the step, a plan within the budget by the default costs of the device, and the policy that decided it."""
     if len(traced.runs_on) > 1:
         what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"
@@ -79,12 +79,12 @@ def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[TracedGraph, P
         traced, plan = options.settle(traced, None)
         assert plan.eviction is not None
         options = replace(options, divide=None, budget=plan.eviction.budget)
-    policy = remembered(options.policy)
+    policy = recording_policy(options.policy)
     return *replace(options, policy=policy).settle(traced, None), policy
 
 
 def guide_of(
-    options: PlanOptions, traced: TracedGraph, runner: Runner, policy: Remembered, build: Build
+    options: PlanOptions, traced: TracedGraph, runner: Runner, policy: RecordingPolicy, build: Build
 ) -> ProfileGuide:
     """Return the guide of a runner of `safe_plan`; all its plans keep the same budget."""
     eviction = runner.plan.eviction
@@ -103,7 +103,7 @@ class ProfileGuide:
     those of all plans so far, in order; `done`: measuring has ended.
     """
 
-    def __init__(self, runner: Runner, policy: Remembered, plan_with: PlanWith, build: Build) -> None:
+    def __init__(self, runner: Runner, policy: RecordingPolicy, plan_with: PlanWith, build: Build) -> None:
         self.measurements: list[Measurement] = []
         self.done = False
         self._policy, self._plan_with, self._build = policy, plan_with, build
@@ -115,19 +115,21 @@ class ProfileGuide:
         self._watch(runner, policy.events)
 
     @property
-    def due(self) -> bool:
+    def ready(self) -> bool:
         """Whether enough steps were measured, and nothing is in flight."""
-        return not self.done and self._meter.samples >= WARM + SAMPLES and self.runner.arena.ownership.pending is None
+        return (
+            not self.done and self._op_timer.samples >= WARM + SAMPLES and self.runner.arena.ownership.pending is None
+        )
 
-    def turn(self) -> Runner:
-        """Return the runner of the next steps: the same one, or one with a new plan. Call it only if `due`.
+    def next_runner(self) -> Runner:
+        """Return the runner of the next steps: the same one, or one with a new plan. Call it only if `ready`.
 
         After a `MemplanError`, it logs a warning, keeps the current plan and ends measuring.
         """
         self.runner.current()  # raises to the caller if the model is not as it was traced
         try:
             with torch.inference_mode(False):
-                return self._turn()
+                return self._choose_runner()
         except StaleActivationsError:  # another thread is in the arena
             raise
         except MemplanError as error:
@@ -140,9 +142,9 @@ class ProfileGuide:
 
     # -- the next plan -----------------------------------------------------------------------------------
 
-    def _turn(self) -> Runner:
+    def _choose_runner(self) -> Runner:
         with self.runner.arena.ownership:
-            measured = self._meter.measurement(self._costs, self.runner.arena, skip=WARM)
+            measured = self._op_timer.measurement(self._costs, self.runner.arena, skip=WARM)
         self.measurements.append(measured)
         self._costs = measured.costs
         found, reason = self._next(measured)
@@ -170,13 +172,13 @@ class ProfileGuide:
             return None, "no reload stalls"
         if self._leads and stall >= before:
             return None, "starting earlier does not help"
-        self._leads = later(self._leads, late)
+        self._leads = with_lateness(self._leads, late)
         found = self._planned(())
         return found, f"{len(late)} reloads stalled" if found else "no room for reloads to start earlier"
 
     def _planned(self, policies: tuple[Policy, ...]) -> tuple[Plan, Events] | None:
-        """Return a plan with the events that `Guided` decides; None if they are those of the current plan."""
-        policy = Remembered(Guided(self._events, self._leads, policies), self._policy.__name__)
+        """Return a plan with the events that the profile-guided policy decides; None if they are the current ones."""
+        policy = RecordingPolicy(ProfileGuidedPolicy(self._events, self._leads, policies), self._policy.__name__)
         plan = self._plan_with(policy, self._costs)
         if policy.events is None or policy.events == self._events:
             return None
@@ -199,8 +201,8 @@ class ProfileGuide:
 
     def _watch(self, runner: Runner, events: Events) -> None:
         self.runner, self._events = runner, events
-        self._meter = OpTimer(runner.program)
-        runner.time(self._meter.sanitizers)
+        self._op_timer = OpTimer(runner.program)
+        runner.time(self._op_timer.sanitizers)
         runner.arena.copies.time(True)
 
     def _stop(self) -> None:

@@ -26,7 +26,7 @@ _INTERPRETED = 5000  # ops: up to here a single cut takes less time than importi
 
 
 def cut_bound(graph: Graph, op: int | None) -> int:
-    """The bytes that every legal order needs while `op` (an index into the graph's ops) runs.
+    """Return the bytes that every legal order needs while `op` (an index into the graph's ops) runs.
 
     If `op` is None: the bytes that every order needs between forward and backward.
     """
@@ -52,7 +52,7 @@ class Cut:
 
 
 def cut(core: GraphArrays, op: int, *, before: int = -1, after: int = -1, interpreted: bool = False) -> Cut:
-    """The minimum cut at `op` (a number of the arrays): the fewest bytes alive while it runs, over all ideals.
+    """Return the minimum cut at `op` (a number of the arrays): the fewest bytes alive while it runs, over all ideals.
 
     `before` and `after` are ops that may run on either side of `op`, or -1: only ideals with `before` and without
     `after` count.
@@ -75,8 +75,9 @@ def cut(core: GraphArrays, op: int, *, before: int = -1, after: int = -1, interp
 
 
 def _least(core: GraphArrays, op: int, side: Ints, chance: tuple[int, int], ops: int) -> Cut:
-    """The minimum cut at `op` with one in-place candidate: its storage (-1 for none), and the bytes that it saves if
-    `op` is the last to touch that storage."""
+    """Return the minimum cut at `op` with one in-place candidate: its storage (-1 for none), and the bytes that it
+    saves if `op` is the last to touch that storage.
+    """
     from memplan.schedule.bounds.cut_kernel import BEFORE, network
     from memplan.schedule.bounds.flow_kernel import max_flow
 

@@ -10,7 +10,8 @@ from memplan.schedule.arrays.compiled import CompiledKernel
 
 @CompiledKernel
 def max_flow(nodes, tail, head, capacity):
-    """The maximum flow from node 0 to node 1, the source's side of the minimum cut, and the number of arcs visited.
+    """Return the maximum flow from node 0 to node 1, the source's side of the minimum cut, and the number of arcs
+    visited.
 
     Of several minimum cuts it is the one nearest to the source. Arc i goes from `tail[i]` to `head[i]`. Residual arcs
     2 i and 2 i + 1 are each other's reverse.

@@ -55,13 +55,13 @@ def search(core: GraphArrays, target: int, *, width: int, limit: int, backwards:
 
 
 def widest(core: GraphArrays, memory: int = 2**27) -> int:
-    """The most states that a search may hold so that its tables stay within `memory` bytes."""
+    """Return the most states that a search may hold so that its tables stay within `memory` bytes."""
     each = 2 * (2 * core.n + core.m) * _numbers(core).itemsize + 8 * core.n
     return max(1, memory // (each + 1))
 
 
 def _numbers(core: GraphArrays) -> np.dtype[np.signedinteger[Any]]:
-    """The smallest integer type that holds op numbers and counts of ops, for the search's tables."""
+    """Return the smallest integer type that holds op numbers and counts of ops, for the search's tables."""
     return np.dtype(np.int16 if core.n < 2**15 - 1 else np.int32)
 
 
@@ -84,7 +84,7 @@ class Narrowed:
 
 
 def unsearched(core: GraphArrays, order: Ints, bound: int, work: int) -> Narrowed:
-    """The state before the first search, with `order` as the best order so far."""
+    """Return the state before the first search, with `order` as the best order so far."""
     peak = int(step_bytes(core, order).max(initial=0))
     return Narrowed(order=order, max_live=peak, bound=min(bound, peak), left=work)
 

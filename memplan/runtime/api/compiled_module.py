@@ -1,10 +1,8 @@
-"""`memplan.compile`, and `CompiledModule`, which it returns."""
+"""`CompiledModule`, which `memplan.compile` returns: a model that runs in one planned arena."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,10 +19,10 @@ from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, passive_for
-from memplan.runtime.options import Options, device_for, given_plan
+from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for
+from memplan.runtime.options import Options
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
-from memplan.trace.capture.refusals import keywords_of, require_traceable
+from memplan.trace.capture.refusals import require_traceable
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
@@ -98,7 +96,7 @@ class CompiledModule(nn.Module, MeasuredStep):
             self.__dict__.update(_guide=guide, _measurements=[] if guide is None else guide.measurements)
         else:
             main = builder.build(args, kwargs, train, self._given)
-        self.__dict__.update(_selector=Selector(builder, main, follows=self._train is None), plan=main.plan)
+        self.__dict__.update(_selector=Selector(builder, main, backward_on_demand=self._train is None), plan=main.plan)
 
     def _compile_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
         """Compile for every shape within `dynamic_shapes`."""
@@ -107,13 +105,17 @@ class CompiledModule(nn.Module, MeasuredStep):
         if self._given is not None:
             hint = "leave plan= out: the symbolic plan is made when compiling"
             raise InvalidShapes("a plan is for one shape", where="plan with dynamic_shapes", hint=hint)
-        selector = ShapedSelector(self._builder, args, kwargs, train=train, follows=self._train is None)
+        selector = ShapedSelector(self._builder, args, kwargs, train=train, backward_on_demand=self._train is None)
         self.__dict__.update(_selector=selector, plan=selector.main.plan, symbolic=selector.family.plan)
 
     # -- calling -----------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, with the arguments of the original.
+
+        Args:
+            args: The positional arguments: tensors with the shapes, dtypes and devices of the example.
+            kwargs: The keyword arguments.
 
         Returns:
             What the original returns.
@@ -122,6 +124,11 @@ class CompiledModule(nn.Module, MeasuredStep):
             InputMismatch: The call, or the model, differs from what was compiled (see `on_mismatch`).
             UnsupportedCall: The call needs what a planned step does not have, such as `torch.func` transforms.
             StaleActivationsError: The arena still holds the activations of a forward whose backward has not run.
+
+        Example:
+            ```python
+            compiled(inputs).sum().backward()
+            ```
         """
         # this module is part of a model that is being traced: the outer plan contains it
         if torch.compiler.is_compiling() and _in_this_thread():
@@ -147,7 +154,7 @@ class CompiledModule(nn.Module, MeasuredStep):
                 return self._run_eagerly(why, args, kwargs)
         except RunsEagerly as why:
             return self._run_eagerly(why, args, kwargs)
-        if self._guide is not None and runner is self._selector.main and self._guide.due:
+        if self._guide is not None and runner is self._selector.main and self._guide.ready:
             runner = self._advance(self._guide)
             current = runner.current()
         return runner(leaves, current, training=runner.traced.training)
@@ -176,7 +183,7 @@ class CompiledModule(nn.Module, MeasuredStep):
 
     def _run_on_demand(self, reason: MemplanError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that has no plan eagerly, and offload saved activations on demand."""
-        passive = passive_for(reason, self.plan, self._selector.main.traced.device)
+        passive = offload_for(reason, self.plan, self._selector.main.traced.device)
         self.__dict__["passive"] = passive
         run = self._original if passive is None else partial(passive.run, self._original)
         return run(*args, **kwargs)
@@ -189,7 +196,7 @@ class CompiledModule(nn.Module, MeasuredStep):
     def _advance(self, guide: ProfileGuide) -> Runner:
         """Return the runner that the guide chooses, and use it from now on."""
         try:
-            runner = self._selector.main = guide.turn()
+            runner = self._selector.main = guide.next_runner()
         finally:
             if guide.done:
                 self.__dict__["_guide"] = None
@@ -218,16 +225,54 @@ class CompiledModule(nn.Module, MeasuredStep):
         self._original.training = mode
 
     def train(self, mode: bool = True) -> CompiledModule:
-        """Set the mode of the original and its submodules; return this module."""
+        """Set the training flag of the original and its submodules.
+
+        Args:
+            mode: True to train, False to evaluate.
+
+        Returns:
+            This module.
+
+        Example:
+            ```python
+            compiled.train()
+            ```
+        """
         self._original.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the `state_dict` of the original, whose hooks and extra state apply."""
+        """Return the `state_dict` of the original, whose hooks and extra state apply.
+
+        Args:
+            args: Those of `torch.nn.Module.state_dict`.
+            kwargs: Those of `torch.nn.Module.state_dict`.
+
+        Returns:
+            The parameters and buffers, by the original's names.
+
+        Example:
+            ```python
+            torch.save(compiled.state_dict(), "model.pt")
+            ```
+        """
         return self._original.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a `state_dict` into the original, which shares its parameters with this module."""
+        """Load a `state_dict` into the original, which shares its parameters with this module.
+
+        Args:
+            args: Those of `torch.nn.Module.load_state_dict`.
+            kwargs: Those of `torch.nn.Module.load_state_dict`.
+
+        Returns:
+            The missing and the unexpected keys.
+
+        Example:
+            ```python
+            compiled.load_state_dict(torch.load("model.pt"))
+            ```
+        """
         return self._original.load_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -256,128 +301,8 @@ class CompiledModule(nn.Module, MeasuredStep):
 
 
 def _in_this_thread() -> bool:
-    """Whether this thread is tracing, judged by its dispatch modes: torch's flag is set while any thread exports."""
-    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """Return whether this thread is tracing.
 
-
-def compile(
-    model: nn.Module,
-    example_inputs: Any = (),
-    example_kwargs: dict[str, Any] | None = None,
-    *,
-    train: bool | None = None,
-    plan: Plan | str | os.PathLike[str] | None = None,
-    budget: Any = None,
-    policy: Any = "auto",
-    costs: Any = None,
-    divide: Any = None,
-    compress: str | None = None,
-    schedule: Any = "auto",
-    solver: Any = "auto",
-    layout: str = "auto",
-    time_limit: float | None = None,
-    in_place: bool = True,
-    gradients: str = "safe",
-    sanitize: str | None = None,
-    on_mismatch: str = "error",
-    cuda_graph: bool = False,
-    device: Any = None,
-    dynamic_shapes: Any = None,
-    bucketing: Mapping[str, int] | None = None,
-) -> CompiledModule:
-    """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
-
-    The options `budget`, `policy`, `costs`, `divide`, `compress`, `schedule`, `solver`, `layout` and `time_limit` are
-    those of `memplan.plan`; not all are repeated here.
-
-    Args:
-        model: The module to compile. The result shares its parameters, buffers and submodules.
-        example_inputs: The tuple of positional arguments, or the only one: real tensors with the shapes, dtypes and
-            devices of every later call.
-        example_kwargs: The keyword arguments.
-        train: True plans forward and backward. False plans the forward alone; results then have no gradients. None
-            follows `model.training`; in eval mode, a call that eager would record then gets a program with a backward,
-            or runs eagerly while the results of an earlier such call are alive.
-        plan: A saved plan, or its path, to run instead of making one. It must have been made for this very graph, and
-            has its budget already.
-        budget: The most bytes that the arena may have: an int, a text ("8GiB"), a share of its size without a budget
-            (0.5, "50%"), or "min". Saved activations that do not fit are recomputed or offloaded.
-        policy: The policy that decides what is evicted.
-        costs: The cost model of the policy. "measure" measures the first steps and plans again from the measured
-            times, until no better plan is found (`CompiledModule.measurements`).
-        divide: As in `memplan.plan`.
-        compress: As in `memplan.plan`.
-        schedule: The policy that orders the ops.
-        solver: The solver that assigns offsets.
-        layout: As in `memplan.plan`.
-        time_limit: The time limit of the solver, in seconds.
-        in_place: Let a result take the bytes of an input that has its last use there, if the kernel allows it.
-        gradients: Where the gradients of parameters are. "safe" returns them to autograd. "owned": the backward
-            assigns `.grad` itself, which is faster; hooks on parameters and DistributedDataParallel raise
-            `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. "arena"
-            leaves them in the arena until the next call, which takes the least memory: a `.grad` that is still set then
-            is moved out of the arena, and a view, an array or another name that still refers to one raises
-            `StaleActivationsError`; it cannot be combined with `budget`, `device`, `cuda_graph` or `dynamic_shapes`.
-        sanitize: Check every step, slowly: "poison" fills buffers with NaN before their first write and after their
-            last use; "redzone" checks bytes on both sides of every buffer.
-        on_mismatch: What happens at a call that differs from the example, or after the model has changed: "error"
-            raises, "eager" runs the original model, "replan" makes a plan for such calls, and "passive" runs the
-            original model and offloads saved activations on demand to keep the budget (also if the plan of another
-            mode would exceed it).
-        cuda_graph: Record forward and backward as two CUDA graphs at the first call, and replay them. Inputs are
-            copied in and results copied out; `CompiledModule.pool_bytes` are the bytes outside the arena.
-        device: Run on this device ("cuda", "cuda:1") while the model, its inputs and its results stay on the CPU. Every
-            step copies parameters, inputs and results by planned ops that run beside its kernels. The arena then holds
-            all of it, and `budget` counts all of it: parameters that do not fit are loaded when they are needed, and
-            gradients are copied out when they are made. "cpu" stands in for a device: a separate arena in the CPU's
-            memory with the same plan and the same copies. A sequence (`["cuda:0", "cuda:1"]`, or
-            `["cpu:0", "cpu:1"]`) divides the model's blocks among devices, with an arena on each: forward and backward
-            of a block run on one device, and planned ops send what another one needs. `budget` is then that of each
-            device, or a sequence with one for each; nothing is evicted (`policy` stays "auto"). See `Plan.devices`.
-        dynamic_shapes: The dimensions of the inputs that vary, and their ranges, as `torch.export` takes them. Every
-            shape in range runs in one arena, which grows if a shape needs more; a shape out of range is a mismatch.
-        bucketing: Multiples by dimension: `{"seq": 64}` plans each size of that dimension for the next multiple of 64,
-            so that the arena grows less often and the shapes in between share their offsets. Nothing is padded, and
-            results are the same.
-
-    Returns:
-        The compiled module, called like `model`.
-
-    Raises:
-        UnsupportedGraph: The model cannot be traced as one graph; nothing was allocated.
-        UnsupportedDevice: The device does not exist, or the model is on a device already.
-        UnsupportedCall: The options cannot be combined.
-        BudgetInfeasible: No plan keeps the budget; the error names the smallest one that can be kept.
-        InputMismatch: A parameter, buffer or input is a fake or meta tensor.
-        PlanMismatch: `plan` was made for another graph or device.
-        MemplanError: An option has an unknown value. What `memplan.load` raises is raised for `plan`.
-
-    Example:
-        ```python
-        compiled = memplan.compile(model, inputs, budget="2GiB")
-        loss = compiled(inputs).square().mean()
-        loss.backward()
-        ```
+    It is judged by the thread's dispatch modes, because torch's flag is set while any thread exports.
     """
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    given = given_plan(plan, budget)
-    options = Options(
-        budget=budget,
-        policy=policy,
-        costs=costs,
-        divide=divide,
-        compress=compress,
-        schedule=schedule,
-        solver=solver,
-        layout=layout,
-        time_limit=time_limit,
-        in_place=in_place,
-        gradients=gradients,
-        sanitize=sanitize,
-        on_mismatch=on_mismatch,
-        cuda_graph=cuda_graph,
-        device=device_for(device, given),
-        dynamic_shapes=dynamic_shapes,
-        bucketing=bucketing,
-    )
-    return CompiledModule(model, args, keywords_of(example_kwargs), options=options, train=train, given=given)
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from memplan.errors import InputMismatch
-from memplan.runtime.guards.module_state_guards import ModuleStateGuards, Structure
+from memplan.runtime.guards.module_guards import ModuleGuards
+from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.trace import trace
 
 
@@ -16,8 +17,8 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def _slots(model: nn.Module) -> ModuleStateGuards:
-    return ModuleStateGuards(Structure(model), trace(model, torch.randn(2, 4)))
+def _slots(model: nn.Module) -> ParameterGuards:
+    return ParameterGuards(ModuleGuards(model), trace(model, torch.randn(2, 4)))
 
 
 def _free(model: nn.Module) -> None:
@@ -35,7 +36,7 @@ def test_freed_parameters_share_no_memory() -> None:
     model = _net()
     traced = trace(model, torch.randn(2, 4))
     _free(model)
-    slots = ModuleStateGuards(Structure(model), traced)
+    slots = ParameterGuards(ModuleGuards(model), traced)
     _fill(model)
     assert slots.moved(slots.tensors()) == [0, 1, 2, 3]
     assert slots.moved(slots.tensors()) == []
@@ -47,7 +48,7 @@ def test_parameters_that_become_tied_are_named() -> None:
     model = _net()
     slots = _slots(model)
     model[1].weight.data = model[0].weight.data
-    with pytest.raises(InputMismatch, match=r"1\.weight: parameters that shared their memory no longer do"):
+    with pytest.raises(InputMismatch, match=r"1\.weight: parameters do not share memory as they did"):
         slots.moved(slots.tensors())
 
 
@@ -58,7 +59,7 @@ def test_parts_of_one_memory_are_apart_where_they_do_not_overlap() -> None:
     assert slots.moved(slots.tensors()) == [0, 1, 2, 3], "side by side, without a gap"
     overlapping = torch.randn(31)
     model[0].weight.data, model[1].weight.data = overlapping[:16].view(4, 4), overlapping[15:].view(4, 4)
-    with pytest.raises(InputMismatch, match="shared their memory"):
+    with pytest.raises(InputMismatch, match="do not share memory as they did"):
         slots.moved(slots.tensors())
 
 
@@ -68,11 +69,11 @@ def test_parts_with_gaps_count_to_their_last_element() -> None:
     for layer in model:
         layer.weight = nn.Parameter(torch.randn(2, 4)[:, :2])
     net = nn.Sequential(*model)
-    slots = ModuleStateGuards(Structure(net), trace(net, torch.randn(2, 2)))
+    slots = ParameterGuards(ModuleGuards(net), trace(net, torch.randn(2, 2)))
     shared = torch.randn(12)
     model[0].weight.data = shared.as_strided((2, 2), (4, 1), 0)
     model[1].weight.data = shared.as_strided((2, 2), (4, 1), 5)
-    with pytest.raises(InputMismatch, match="shared their memory"):
+    with pytest.raises(InputMismatch, match="do not share memory as they did"):
         slots.moved(slots.tensors())
     model[1].weight.data = shared.as_strided((2, 2), (4, 1), 6)
     assert slots.moved(slots.tensors()) == [0, 1]
@@ -83,5 +84,5 @@ def test_parameters_that_share_other_parts_of_their_memory_raise() -> None:
     model[0].weight.data, model[1].weight.data = flat[:16].view(4, 4), flat[8:24].view(4, 4)
     slots = _slots(model)
     model[1].weight.data = flat[4:20].view(4, 4)
-    with pytest.raises(InputMismatch, match="shared their memory"):
+    with pytest.raises(InputMismatch, match="do not share memory as they did"):
         slots.moved(slots.tensors())

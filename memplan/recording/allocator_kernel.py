@@ -38,7 +38,7 @@ def _lane(device, stream):
     return stream * 64 + device
 
 
-def make_hooks(machine: int, mutex: int, backing):
+def make_functions(machine: int, mutex: int, backing):
     """Return `allocate` and `release` (numba cfuncs, `.address`) over the array at `machine`, locked by `mutex`."""
     libc = ctypes.CDLL(None)
     lock, unlock = libc.pthread_mutex_lock, libc.pthread_mutex_unlock
