@@ -64,6 +64,7 @@ def test_a_corner_fits_by_the_floors_at_its_sides() -> None:
     assert score(5, 9, 1, 3) == 0
     assert score(0, 9, 0, 4) == 4  # both ends of the piece are walls
     assert score(4, 9, 1, 3) == 2  # the left wall alone
+    assert score(1, 3, 0, 1) == 4  # the last floor is no neighbour of the first section
     assert score(1, 1, 2, 3) == 5  # floors of 2 and 4 above 1; its top meets the left one's
 
 

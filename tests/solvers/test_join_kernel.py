@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +38,19 @@ def _groups(piece: Instance, *, chance: float = 0.0, seed: int = 0) -> list[set[
     return [set(np.flatnonzero(group == g).tolist()) for g in np.unique(group) if (group == g).sum() > 1]
 
 
+def _joined_rows(rows: list[tuple[int, int, int]], **given: Any) -> list[list[int]]:
+    """The places in `rows` that are joined, which do not depend on the order in which buffers are defined."""
+    found = []
+    for turn in range(2 * len(rows)):
+        order = [(k + turn) % len(rows) for k in range(len(rows))][:: 1 if turn < len(rows) else -1]
+        spare = {order.index(b): less for b, less in given.get("spare", {}).items()}
+        piece = _listed(*(rows[b] for b in order), capacity=given.get("capacity"), spare=spare)
+        groups = _groups(piece, chance=given.get("chance", 0.0))
+        found.append(sorted(sorted(order[k] for k in group) for group in groups))
+    assert all(groups == found[0] for groups in found), found
+    return found[0]
+
+
 def test_subset_sums() -> None:
     following = np.array([1, 2, -1])
     sums = np.zeros(8, np.int64)
@@ -59,57 +74,90 @@ def test_removal_from_a_list() -> None:
 
 
 def test_one_buffer_after_another_of_its_size_is_certain_where_both_sections_are_full() -> None:
-    assert _groups(_listed((3, 0, 1), (3, 1, 2), (4, 0, 2))) == [{0, 1}]
-    assert _groups(_listed((3, 0, 1), (3, 1, 2), (4, 0, 2), capacity=8)) == []  # not full
-    assert _groups(_listed((3, 0, 1), (3, 1, 2), (4, 0, 3))) == [{0, 1}]
-    assert _groups(_listed((3, 0, 1), (2, 1, 2), (4, 0, 2))) == []
-    assert _groups(_listed((3, 0, 1), (3, 1, 2), (1, 0, 1), (1, 1, 2), (4, 0, 2))) == []  # two of them end
-    three = _listed((3, 0, 1), (3, 1, 2), (3, 2, 3), (4, 0, 3))
-    assert _groups(three) == [{0, 1, 2}]
+    assert _joined_rows([(3, 0, 1), (3, 1, 2), (4, 0, 2)]) == [[0, 1]]
+    assert _joined_rows([(3, 0, 1), (3, 1, 2), (4, 0, 2)], capacity=8) == []  # not full
+    assert _joined_rows([(3, 0, 1), (3, 1, 2), (4, 0, 2), (1, 2, 3)]) == [[0, 1]]
+    assert _joined_rows([(3, 0, 1), (2, 1, 2), (4, 0, 2)]) == []
+    assert _joined_rows([(3, 0, 1), (3, 1, 2), (4, 0, 2), (2, 0, 1)]) == []  # the later section is not full
+    assert _joined_rows([(3, 0, 1), (3, 1, 2), (4, 0, 2), (2, 1, 2)]) == []  # the earlier one is not
+    assert _joined_rows([(3, 0, 1), (3, 1, 2), (1, 0, 1), (1, 1, 2), (4, 0, 2)]) == []  # two of them end
+    assert _joined_rows([(3, 0, 1), (3, 1, 2), (3, 2, 3), (4, 0, 3)]) == [[0, 1, 2]]
+    assert _joined_rows([(3, 0, 1), (3, 1, 2), (3, 2, 3), (3, 3, 4), (4, 0, 2), (4, 2, 4)]) == [[0, 1], [2, 3]]
 
 
 def test_blocks_are_certain_where_no_subset_of_one_side_weighs_as_much_as_one_of_the_other() -> None:
-    apart = _listed((2, 0, 1), (5, 0, 1), (3, 1, 2), (4, 1, 2), (1, 0, 2))
-    assert sorted(map(sorted, _groups(apart))) == [[0, 1, 2, 3]]
-    inside = joined(apart)
-    assert inside.piece.core.size[inside.group[0]] == 7
-    alike = _listed((2, 0, 1), (5, 0, 1), (2, 1, 2), (5, 1, 2), (1, 0, 2))
-    assert _groups(alike) == []
-    subset = _listed((2, 0, 1), (2, 0, 1), (5, 0, 1), (4, 1, 2), (5, 1, 2), (1, 0, 2))
-    assert _groups(subset) == []
+    assert _joined_rows([(2, 0, 1), (5, 0, 1), (3, 1, 2), (4, 1, 2), (1, 0, 2)]) == [[0, 1, 2, 3]]
+    assert _joined_rows([(2, 0, 1), (5, 0, 1), (1, 0, 1), (7, 1, 2), (1, 1, 2), (1, 0, 2)]) == []  # 2 + 5 and 7
+    assert _joined_rows([(2, 0, 1), (5, 0, 1), (2, 1, 2), (5, 1, 2), (1, 0, 2)]) == []
+    assert _joined_rows([(2, 0, 1), (2, 0, 1), (5, 0, 1), (4, 1, 2), (5, 1, 2), (1, 0, 2)]) == []
+    assert _joined_rows([(2, 0, 1), (2, 0, 1), (6, 0, 1), (5, 1, 2), (5, 1, 2), (1, 0, 2)]) == [[0, 1, 2, 3, 4]]
+    assert _joined_rows([(9, 0, 1), (4, 1, 2), (5, 1, 2), (1, 0, 2)]) == [[0, 1, 2]]
+    found = joined(_listed((2, 0, 1), (5, 0, 1), (3, 1, 2), (4, 1, 2), (1, 0, 2)))
+    assert sorted(found.piece.core.size.tolist()) == [1, 7]
+    assert sorted(found.above[:2].tolist()) in ([0, 2], [0, 5])
+    assert sorted(found.above[2:4].tolist()) in ([0, 3], [0, 4])
 
 
 def test_blocks_of_buffers_with_other_ends_are_not_joined_side_by_side() -> None:
-    rows = ((2, 0, 2), (5, 1, 2), (3, 2, 3), (4, 2, 3), (5, 0, 1), (1, 0, 3))
-    groups = _groups(_listed(*rows))
-    assert {0, 1} not in groups
-    assert any({2, 3} <= group for group in groups)
+    """Those that end at 2 begin apart; those that begin there end together, or the other way round."""
+    assert _joined_rows([(2, 0, 2), (5, 1, 2), (3, 2, 3), (4, 2, 3), (1, 0, 3), (1, 0, 1)]) == [[2, 3]]
+    assert _joined_rows([(2, 0, 1), (5, 0, 1), (3, 1, 3), (4, 1, 2), (1, 0, 3), (1, 2, 3)]) == [[0, 1]]
+    # Here what ends at 1 makes one buffer, which goes on as the one of 5: then all begin and end together.
+    whole = [(2, 0, 2), (5, 1, 2), (3, 2, 3), (4, 2, 3), (1, 0, 1), (4, 0, 1), (1, 0, 3)]
+    assert _joined_rows(whole) == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_likely_joins_take_the_only_partner_of_a_size() -> None:
-    rows = ((3, 0, 1), (2, 0, 1), (3, 1, 2), (2, 1, 2), (9, 0, 2))
-    assert sorted(map(sorted, _groups(_listed(*rows, capacity=20), chance=1.0)))[0][:1] == [0]
-    assert _groups(_listed(*rows, capacity=20)) == []
-    two = _listed((3, 0, 1), (3, 0, 1), (3, 1, 2), (10, 0, 2), capacity=30)  # two of the size end, one begins
-    assert all(not {0, 2} <= group for group in _groups(two, chance=1.0))
-    born = _listed((3, 0, 1), (3, 1, 2), (3, 1, 3), (10, 0, 3), (4, 2, 3), capacity=30)  # one ends, two begin
-    assert _groups(born, chance=1.0) == []
+    rows = [(3, 0, 1), (2, 0, 1), (7, 0, 1), (3, 1, 3), (2, 1, 2), (5, 1, 3), (9, 0, 3), (1, 2, 3)]
+    assert _joined_rows(rows, capacity=40) == []
+    found = _joined_rows(rows, capacity=40, chance=1.0)
+    assert [0, 3] in found
+    assert [1, 4] in found
+    two_end = [(3, 0, 1), (3, 0, 1), (3, 1, 2), (10, 0, 2)]
+    assert all(2 not in group for group in _joined_rows(two_end, capacity=30, chance=1.0))
+    two_begin = [(3, 0, 1), (3, 1, 2), (3, 1, 3), (10, 0, 3), (4, 2, 3)]
+    assert _joined_rows(two_begin, capacity=30, chance=1.0) == []
 
 
 def test_joined_buffers_keep_the_lower_limit() -> None:
-    piece = _listed((3, 0, 1), (3, 1, 2), (10, 0, 2), capacity=20, spare={1: 4})
-    found = joined(piece, chance=1.0)
-    assert found.group[0] == found.group[1] != found.group[2]
-    assert found.piece.max_offset[found.group[0]] == 20 - 3 - 4
-    other = _listed((3, 0, 1), (3, 1, 2), (10, 0, 2), capacity=20, spare={0: 5})
-    found = joined(other, chance=1.0)
-    assert found.piece.max_offset[found.group[0]] == 20 - 3 - 5
+    rows = [(3, 0, 1), (3, 1, 2), (10, 0, 2)]
+    for b, less in ((0, 5), (1, 4)):
+        assert _joined_rows(rows, capacity=20, chance=1.0, spare={b: less}) == [[0, 1]]
+        found = joined(_listed(*rows, capacity=20, spare={b: less}), chance=1.0)
+        assert found.piece.max_offset[found.group[0]] == 20 - 3 - less
+        assert found.piece.max_offset[found.group[2]] == 20 - 10
 
 
 def test_side_by_side_needs_equal_limits() -> None:
-    rows = ((3, 0, 1), (2, 0, 1), (4, 1, 2), (9, 0, 2))
-    assert _groups(_listed(*rows, capacity=20), chance=1.0) == [{0, 1}]
-    assert _groups(_listed(*rows, capacity=20, spare={1: 1}), chance=1.0) == []
+    rows = [(3, 0, 1), (2, 0, 1), (4, 1, 2), (9, 0, 2)]
+    assert _joined_rows(rows, capacity=20, chance=1.0) == [[0, 1]]
+    for b in (0, 1):
+        assert _joined_rows(rows, capacity=20, chance=1.0, spare={b: 1}) == []
+    assert _joined_rows(rows, capacity=20, chance=1.0, spare={0: 1, 1: 1}) == [[0, 1]]
+    assert _joined_rows([(4, 0, 1), (3, 1, 2), (2, 1, 2), (9, 0, 2)], capacity=20, chance=1.0) == [[1, 2]]
+
+
+def test_buffers_with_gaps_or_alignments_are_never_joined_and_keep_their_neighbours_apart() -> None:
+    def groups(**change: Any) -> list[set[int]]:
+        made = [Buffer(id="a", size=3, live=Interval(0, 1)), Buffer(id="b", size=3, live=Interval(1, 2))]
+        made.append(Buffer(id="c", size=4, live=Interval(0, 2)))
+        made[1] = replace(made[1], **change)
+        core = core_of(Problem(buffers=tuple(made)))
+        return _groups(instance_of(core, core.max_offset(7)))
+
+    assert groups() == [{0, 1}]
+    assert groups(pinned_offset=0) == []
+    assert groups(alignment=2) == []
+    holes = [
+        Buffer(id="gap", size=2, live=Interval(0, 4), gaps=(Interval(1, 3),)),
+        Buffer(id="a", size=3, live=Interval(0, 1)),
+        Buffer(id="b", size=3, live=Interval(1, 2)),
+        Buffer(id="m", size=2, live=Interval(1, 3)),
+        Buffer(id="c", size=3, live=Interval(2, 4)),
+    ]
+    core = core_of(Problem(buffers=tuple(holes)))
+    assert load_of(core).tolist() == [5, 5, 5, 5]
+    assert _groups(instance_of(core, core.max_offset(5))) == [{2, 4}]  # at 1 and 3 the buffer with a gap ends or begins
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
@@ -159,6 +207,18 @@ def test_joins_are_drawn_by_chance_and_seed() -> None:
         assert abs(np.mean(rows) - chance) < 0.1
     assert len({tuple(row) for row in drawn[0.5]}) > 25
     assert drawn[0.5][7] == [pair in _groups(piece, chance=0.5, seed=7) for pair in pairs]
+
+
+def test_likely_blocks_are_drawn_by_chance_too() -> None:
+    """At each of twelve steps two buffers begin and end together, of sizes that no others have."""
+    rows = [(1 + 2 * k + 50 * i, k, k + 1) for k in range(12) for i in (0, 1)]
+    piece = _listed(*rows, (300, 0, 12), capacity=900)
+    for chance in (0.0, 0.3, 0.7, 1.0):
+        drawn = [
+            {2 * k, 2 * k + 1} in _groups(piece, chance=chance, seed=seed) for seed in range(20) for k in range(1, 12)
+        ]
+        assert chance - 0.15 < np.mean(drawn) < 1.2 * chance + 0.2
+    assert np.mean([len(_groups(piece, chance=0.3, seed=seed)) for seed in range(20)]) < 9
 
 
 def test_long_lists_are_no_blocks() -> None:

@@ -1,0 +1,214 @@
+"""What is checked before and after a solver runs, and what a solution says of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
+from memplan.errors import InvalidProblem, InvalidSolution, UnsupportedProblem
+from memplan.solvers import SolverLimits, select_solver, solve
+from memplan.solvers.accept import refusal
+from memplan.solvers.answers import Answers
+from memplan.solvers.arrays.problem_arrays import core_of
+from memplan.solvers.base import align_up, finish, infeasible_step
+from memplan.solvers.baselines.greedy import Greedy
+from memplan.solvers.select import check_numbers, check_pins
+
+
+def _buffer(name: str, size: int, start: int, end: int, **more: Any) -> Buffer:
+    return Buffer(id=name, size=size, live=Interval(start, end), **more)
+
+
+_TWO = (_buffer("a", 4, 0, 2), _buffer("b", 6, 1, 3))
+
+
+class _Noted:
+    """A solver that notes what it was given, and answers as greedy does."""
+
+    name = "noted"
+
+    def __init__(self, wrong: bool = False) -> None:
+        self.given: list[tuple[Problem, SolverLimits, int]] = []
+        self.wrong = wrong
+
+    def refuses(self, problem: Problem) -> str | None:
+        return "has no buffers" if not problem.buffers else None
+
+    def solve(self, problem: Problem, *, limits: SolverLimits = SolverLimits(), seed: int = 0) -> Solution:  # noqa: B008
+        self.given.append((problem, limits, seed))
+        found = {b.id: 0 for b in problem.buffers} if self.wrong else Greedy().solve(problem).offsets
+        return finish(problem, found, solver="noted", seconds=0.0)
+
+
+def test_what_is_given_reaches_the_solver() -> None:
+    noted = _Noted()
+    solve(_TWO, solver=noted)
+    solve(iter(_TWO), capacity=12, time_limit=3.0, work_limit=7, seed=5, solver=noted)
+    solve(Problem(buffers=_TWO, capacity=20), solver=noted)
+    solve(Problem(buffers=_TWO, capacity=20), capacity=11, minimize=True, solver=noted)
+    solve(_TWO, minimize=False, solver=noted)
+    assert [(p.capacity, k.seconds, k.work, k.minimize, seed) for p, k, seed in noted.given] == [
+        (None, None, None, True, 0),
+        (12, 3.0, 7, False, 5),
+        (20, None, None, False, 0),
+        (11, None, None, True, 0),
+        (None, None, None, False, 0),
+    ]
+
+
+def test_an_invalid_answer_is_never_returned() -> None:
+    with pytest.raises(InvalidSolution):
+        solve(_TWO, solver=_Noted(wrong=True))
+
+
+def test_unknown_and_unfit_solvers_are_refused() -> None:
+    problem = Problem(buffers=_TWO)
+    assert select_solver(problem).name == select_solver(problem, "portfolio").name == "portfolio"
+    assert select_solver(problem, "naive").name == "naive"
+    with pytest.raises(
+        UnsupportedProblem, match=r"(?s)no solver 'no such'.*choose one of: auto, portfolio, cpsat, greedy, "
+    ):
+        select_solver(problem, "no such")
+    with pytest.raises(UnsupportedProblem, match="5 is no solver"):
+        select_solver(problem, 5)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedProblem, match="solver 'noted' does not take it: has no buffers"):
+        select_solver(Problem(buffers=()), _Noted())
+
+
+@pytest.mark.parametrize("name", ["time_limit", "work_limit"])
+@pytest.mark.parametrize("limit", [-1, -0.001, float("nan"), "1"])
+def test_limits_are_numbers_from_zero(name: str, limit: Any) -> None:
+    with pytest.raises(InvalidProblem, match=f"{name}: .*not a number from 0 upwards"):
+        solve(_TWO, **{name: limit})
+    check_numbers(Problem(buffers=_TWO), 0, 0)
+
+
+def test_sizes_and_steps_stay_within_sixty_bits() -> None:
+    most = 1 << 60
+
+    def check(*buffers: Buffer) -> None:
+        check_numbers(Problem(buffers=buffers), None, None)
+
+    check(_buffer("a", most - 2, 0, 1), _buffer("b", 0, 0, 1))
+    check(_buffer("a", 1, 0, most))
+    check(_buffer("a", 1, -most, 1))
+    check()
+    for buffers in (
+        (_buffer("a", most - 1, 0, 1), _buffer("b", 0, 0, 1)),
+        (_buffer("a", 1, 0, most + 1),),
+        (_buffer("a", 1, -most - 1, 1),),
+        (_buffer("a", 1, 0, 1, pinned_offset=most - 1),),
+        (_buffer("a", 1, 0, 1, alignment=most),),
+        (_buffer("a", 1, 0, 1, alignment=most // 2), _buffer("b", 1, 0, 1)),
+    ):
+        with pytest.raises(InvalidProblem, match="count sizes in larger units"):
+            check(*buffers)
+
+
+def test_pins_collide_where_bytes_and_steps_do() -> None:
+    def pinned(*rows: tuple[int, int, int, int]) -> None:
+        """Buffers (offset, size, start, end)."""
+        buffers = [_buffer(str(i), n, a, b, pinned_offset=at) for i, (at, n, a, b) in enumerate(rows)]
+        check_pins(Problem(buffers=tuple(buffers)))
+
+    pinned((0, 4, 0, 2), (4, 4, 0, 2))
+    pinned((0, 8, 0, 2), (4, 4, 2, 4))
+    pinned((0, 8, 0, 2), (4, 0, 0, 2))
+    pinned((0, 4, 0, 9), (4, 4, 5, 6), (8, 4, 0, 9))
+    for rows in (
+        ((0, 4, 0, 2), (3, 4, 1, 2)),
+        ((3, 4, 1, 2), (0, 4, 0, 2)),
+        ((0, 9, 0, 9), (2, 2, 20, 21), (4, 2, 3, 4)),
+        ((5, 1, 0, 2), (5, 1, 0, 2)),
+    ):
+        with pytest.raises(InvalidProblem, match="inside the bytes pinned for"):
+            pinned(*rows)
+    late = _buffer("late", 4, 0, 9, pinned_offset=2, gaps=(Interval(2, 7),))
+    check_pins(Problem(buffers=(late, _buffer("x", 4, 3, 6, pinned_offset=0))))
+    with pytest.raises(InvalidProblem, match=r"buffer 'late': is pinned to 2, inside the bytes pinned for 'x'"):
+        check_pins(Problem(buffers=(late, _buffer("x", 4, 3, 8, pinned_offset=0))))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "top", "bound", "status"),
+    [
+        (None, 6, 0, Status.OPTIMAL),
+        (None, 7, 0, Status.FEASIBLE),
+        (None, 7, 7, Status.OPTIMAL),
+        (16, 6, 0, Status.OPTIMAL),
+        (11, 5, 0, Status.FEASIBLE),
+        (11, 6, 0, Status.UNKNOWN),
+        (10, 4, 0, Status.OPTIMAL),
+        (9, 4, 0, Status.INFEASIBLE),
+        (11, 6, 12, Status.INFEASIBLE),
+    ],
+)
+def test_status_of_a_finished_placement(capacity: int | None, top: int, bound: int, status: Status) -> None:
+    problem = Problem(
+        buffers=_TWO if top < 6 or capacity else (_TWO[0], _buffer("b", 0, 1, 3), _buffer("c", top, 5, 6))
+    )
+    if len(problem.buffers) == 2:
+        problem = Problem(buffers=_TWO, capacity=capacity)
+        offsets = {"a": 0, "b": top}
+        if capacity == 16:
+            offsets = {"a": 6, "b": 0}
+    else:
+        offsets = {"a": 1 if top == 7 and not bound else 0, "b": 0, "c": 1 if top == 7 and not bound else 0}
+    solution = finish(problem, offsets, solver="test", seconds=0.5, bound=bound)
+    assert solution.status is status
+    assert solution.bound == max(bound, problem.max_live)
+    assert (solution.proof is not None) == (capacity == 9)
+    assert (solution.solver, solution.seconds) == ("test", 0.5)
+
+
+def test_the_proof_names_the_step_and_what_is_alive_there() -> None:
+    buffers = (*_TWO, _buffer("none", 0, 0, 9), _buffer("late", 9, 5, 6))
+    assert infeasible_step(Problem(buffers=buffers)) is None
+    assert infeasible_step(Problem(buffers=buffers, capacity=10)) is None
+    proof = infeasible_step(Problem(buffers=buffers, capacity=9))
+    assert proof is not None
+    assert (proof.step, proof.ids, proof.needed) == (1, ("a", "b"), 10)
+
+
+def test_rounding_up() -> None:
+    assert [align_up(n, 4) for n in (0, 1, 3, 4, 5, 8)] == [0, 4, 4, 4, 8, 8]
+    assert align_up(7, 1) == 7
+
+
+def test_a_placement_is_refused_for_what_the_validator_says_and_not_for_its_capacity() -> None:
+    problem = Problem(buffers=_TWO, capacity=3)
+    assert refusal(problem, {"a": 0, "b": 4}) is None
+    assert "a" in str(refusal(problem, {"a": 0, "b": 3}))
+    assert refusal(Problem(buffers=()), {}) is None
+
+
+def test_only_smaller_valid_placements_are_kept() -> None:
+    problem = Problem(buffers=(*_TWO, _buffer("none", 0, 0, 1), _buffer("pin", 0, 0, 1, pinned_offset=8)))
+    core = core_of(problem)
+    assert core.unit == 2
+    answers = Answers(problem, core)
+    assert answers.arena is None
+    assert answers.offer(np.array([4, 0]), "x")
+    assert (answers.arena, answers.offsets.tolist()) == (12, [4, 0])
+    assert not answers.offer(np.array([4, 0]), "x")
+    assert not answers.offer(np.array([5, 0]), "x")
+    kept = np.array([0, 2])
+    assert answers.offer(kept, "x")
+    kept[0] = 9
+    assert (answers.arena, answers.offsets.tolist()) == (10, [0, 2])
+    assert answers.named(answers.offsets) == {"a": 0, "b": 4, "none": 0, "pin": 8}
+
+
+def test_the_simplest_placements_come_smallest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memplan.solvers import thresholds
+
+    problem = Problem(buffers=(*_TWO, _buffer("c", 2, 5, 6)))
+    answers = Answers(problem, core_of(problem))
+    found = [(source, offsets.tolist()) for source, offsets in answers.simple()]
+    assert found == [("greedy", [3, 0, 0]), ("greedy in plain Python", [3, 0, 0]), ("naive", [0, 2, 5])]
+    for most, sources in ((3, 3), (2, 2)):
+        monkeypatch.setattr(thresholds, "PLAIN", most)
+        assert len(list(answers.simple())) == sources
