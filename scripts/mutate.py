@@ -44,7 +44,6 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
         "tests/check/test_rules.py",
     ),
     "memplan/core/files.py": ("tests/core/test_csvio.py", "tests/cli/test_outputs.py", "tests/cli/test_interrupts.py"),
-    "memplan/runtime/execute/runner.py": ("tests/runtime/test_calls.py", "tests/runtime/test_hazards.py"),
     "memplan/solvers/accept.py": ("tests/solvers/test_select.py", "tests/solvers/test_faults.py"),
     "memplan/solvers/answers.py": ("tests/solvers/test_select.py", "tests/solvers/test_faults.py"),
     "memplan/solvers/arrays/instance.py": ("tests/solvers/test_fit_kernel.py",),

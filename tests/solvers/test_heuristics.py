@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import SolverLimits, thresholds
@@ -15,6 +17,7 @@ from memplan.solvers.limits import Budget
 from memplan.solvers.search import cpsat_model, squeaky_wheel
 from memplan.solvers.search.eject import Ejection, Learnt
 from tests.solvers.small import small_cores
+from tests.strategies import problems
 
 
 def _core(*rows: tuple[int, int, int], alignment: int = 1) -> ProblemArrays:
@@ -90,7 +93,7 @@ def test_fill_starts_again_with_first_fit_where_the_skyline_wasted_a_hole() -> N
 
 def test_fill_gives_up_early_where_first_fit_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     core = _core((4, 0, 2), (2, 0, 2), (3, 0, 2))
-    monkeypatch.setattr(thresholds, "PAIRS", 0.2)
+    monkeypatch.setattr(thresholds, "PAIRS", 0.28)
     assert _filled(core, 9, {0: 2}, [1, 2]) == ([2, 6, 8], [2])
     monkeypatch.setattr(thresholds, "PAIRS", 0.3)
     assert _filled(core, 9, {0: 2}, [1, 2])[1] == []
@@ -148,6 +151,16 @@ def test_buffers_in_busy_sections_come_first(monkeypatch: pytest.MonkeyPatch) ->
     core = _core((10, 0, 2), (7, 5, 7), (13, 5, 7))
     goal = core.max_offset(100)
     assert _orders(monkeypatch, core, goal, Budget(SolverLimits(work=1))) == [[2, 1, 0]]
+
+
+@given(problem=problems(aligned=False), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataObject) -> None:
+    core = core_of(problem)
+    if core.n:
+        value = np.array(data.draw(st.lists(st.integers(0, 99), min_size=core.sections, max_size=core.sections)))
+        expected = [value[lo:hi].max() for lo, hi in zip(core.lo, core.hi, strict=True)]
+        assert squeaky_wheel._highest(value, core.lo, core.hi).tolist() == expected
 
 
 def test_a_round_that_would_not_end_in_time_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
