@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -194,6 +195,34 @@ def test_hill_climbing_stops_at_max_live_and_at_its_time(monkeypatch: pytest.Mon
     assert not tried
     HillClimb().solve(open_problem, limits=SolverLimits(work=0))
     assert len(tried) == 500
+
+
+def test_hill_climbing_keeps_the_best_order_and_accepts_worse_ones_less_and_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every order that is tried is made worse than all before it, but for one."""
+    heights: list[int] = []
+    from_arena: list[int] = []
+
+    def height(problem: Problem, offsets: dict[str, int]) -> int:
+        heights.append(500 if len(heights) == 100 else 1_000 + len(heights))
+        placed.append(offsets)
+        return heights[-1]
+
+    def swapped(problem: Problem, order: list[Buffer], offsets: dict[str, int], arena: int, _: object) -> list[Buffer]:
+        from_arena.append(arena)
+        return [*order[1:], order[0]]
+
+    placed: list[dict[str, int]] = []
+    monkeypatch.setattr(hill_climb, "_arena", height)
+    monkeypatch.setattr(hill_climb, "_swapped", swapped)
+    solution = HillClimb().solve(_problem((2, 0, 3), (3, 0, 3), (5, 1, 4)), limits=SolverLimits(work=1))
+    accepted = [after != before for before, after in itertools.pairwise(from_arena)]
+    assert len(from_arena) == 500
+    assert solution.offsets == placed[100]
+    assert accepted[99]
+    assert 50 < sum(accepted[:250]) < 100  # half of the squared share of the turns that are left: 73 and 10
+    assert 2 < sum(accepted[250:]) < 25
 
 
 def test_neighbours_of_the_top_are_exchanged_with_it() -> None:
