@@ -143,7 +143,7 @@ def test_the_cheapest_place_ejects_the_smallest_total_penalty() -> None:
                 assert weight == min(cost.values()), seed
                 found.add(int(at))
             assert found <= set(cheapest), seed
-            assert {cheapest[0], cheapest[-1]} <= found or len(cheapest) > 2, seed
+            assert len(found) >= min(len(cheapest), 2), seed
 
 
 def test_nothing_is_placed_where_no_offset_is_allowed() -> None:

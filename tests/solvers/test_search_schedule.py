@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -319,10 +320,12 @@ def _searched(
     minimize: bool = True,
     work: int = 10_000,
     reports: list[Progress] | None = None,
+    buffers: tuple[Buffer, ...] = _RING,
+    first: Ints = _FIRST,
 ) -> CapacitySearch:
     monkeypatch.setattr(capacity_search, "attempt", attempts)
-    monkeypatch.setattr(capacity_search, "first_answers", lambda core: iter([_FIRST]))
-    problem = Problem(buffers=_RING, capacity=capacity)
+    monkeypatch.setattr(capacity_search, "first_answers", lambda core: iter([first]))
+    problem = Problem(buffers=buffers, capacity=capacity)
     core = core_of(problem)
     limits = SolverLimits(work=work, minimize=minimize, on_progress=None if reports is None else reports.append)
     search = CapacitySearch(core, Answers(problem, core), problem, Budget(limits), limits)
@@ -342,6 +345,17 @@ def test_the_bound_is_tried_first_then_capacities_above_it(monkeypatch: pytest.M
     assert efforts == [150, 300, 600, 1_200, 2_400]
     assert (search.bound, search.arena) == (40, 100)
     assert search.budget.is_over
+
+
+def test_the_next_capacity_is_a_share_of_what_lies_between_the_bound_and_the_best_arena(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thresholds, "EXACT", 0)
+    sizes = [replace(b, size=size) for b, size in zip(_RING, (20, 19, 21), strict=True)]
+    attempts = _Attempts(10**6)
+    search = _searched(monkeypatch, attempts, buffers=tuple(sizes), first=np.array([0, 40, 79]))
+    assert (search.bound, search.arena) == (41, 100)
+    assert [call["capacity"] for call in attempts.calls[:3]] == [41, 41 + int(0.85 * 58), 41 + int(0.85 * 58)]
 
 
 def test_steps_grow_after_success_and_fall_back_after_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,33 +133,24 @@ def test_pins_collide_where_bytes_and_steps_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "top", "bound", "status"),
+    ("capacity", "gap", "bound", "status"),
     [
-        (None, 6, 0, Status.OPTIMAL),
-        (None, 7, 0, Status.FEASIBLE),
-        (None, 7, 7, Status.OPTIMAL),
-        (16, 6, 0, Status.OPTIMAL),
-        (11, 5, 0, Status.FEASIBLE),
-        (11, 6, 0, Status.UNKNOWN),
-        (10, 4, 0, Status.OPTIMAL),
-        (9, 4, 0, Status.INFEASIBLE),
-        (11, 6, 12, Status.INFEASIBLE),
+        (None, 0, 0, Status.OPTIMAL),
+        (None, 1, 0, Status.FEASIBLE),
+        (None, 1, 11, Status.OPTIMAL),
+        (10, 0, 0, Status.OPTIMAL),
+        (11, 1, 0, Status.FEASIBLE),
+        (11, 1, 11, Status.OPTIMAL),
+        (11, 2, 0, Status.UNKNOWN),
+        (9, 0, 0, Status.INFEASIBLE),
+        (11, 1, 12, Status.INFEASIBLE),
     ],
 )
-def test_status_of_a_finished_placement(capacity: int | None, top: int, bound: int, status: Status) -> None:
-    problem = Problem(
-        buffers=_TWO if top < 6 or capacity else (_TWO[0], _buffer("b", 0, 1, 3), _buffer("c", top, 5, 6))
-    )
-    if len(problem.buffers) == 2:
-        problem = Problem(buffers=_TWO, capacity=capacity)
-        offsets = {"a": 0, "b": top}
-        if capacity == 16:
-            offsets = {"a": 6, "b": 0}
-    else:
-        offsets = {"a": 1 if top == 7 and not bound else 0, "b": 0, "c": 1 if top == 7 and not bound else 0}
-    solution = finish(problem, offsets, solver="test", seconds=0.5, bound=bound)
-    assert solution.status is status
-    assert solution.bound == max(bound, problem.max_live)
+def test_status_of_a_finished_placement(capacity: int | None, gap: int, bound: int, status: Status) -> None:
+    """Two buffers of 10 bytes together, with a gap between them; max live is 10."""
+    problem = Problem(buffers=_TWO, capacity=capacity)
+    solution = finish(problem, {"a": 0, "b": 4 + gap}, solver="test", seconds=0.5, bound=bound)
+    assert (solution.status, solution.arena_size, solution.bound) == (status, 10 + gap, max(bound, 10))
     assert (solution.proof is not None) == (capacity == 9)
     assert (solution.solver, solution.seconds) == ("test", 0.5)
 
