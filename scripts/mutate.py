@@ -57,8 +57,8 @@ JUDGES: Mapping[str, tuple[str, ...]] = {
     "memplan/solvers/baselines/shared_objects.py": ("tests/solvers/test_baselines.py",),
     "memplan/solvers/baselines/tlsf.py": ("tests/solvers/test_baselines.py",),
     "memplan/solvers/baselines/tstack.py": ("tests/solvers/test_baselines.py",),
-    "memplan/solvers/cpsat.py": ("tests/solvers/test_properties.py",),
-    "memplan/solvers/portfolio.py": ("tests/solvers/test_portfolio.py", "tests/solvers/test_faults.py"),
+    "memplan/solvers/cpsat.py": ("tests/solvers/test_select.py",),
+    "memplan/solvers/portfolio.py": ("tests/solvers/test_select.py", "tests/solvers/test_faults.py"),
     "memplan/solvers/search/capacity_search.py": (
         "tests/solvers/test_search_schedule.py",
         "tests/solvers/test_faults.py",

@@ -312,7 +312,7 @@ def test_every_op_runs_and_what_shows_runs_once() -> None:
         require_equivalent(random[0], _with(random[1], random[1].ops[0], *random[1].ops), (0, *_SOURCES))
     check = replace(traced.ops[0], name="check", writes=())  # it may only raise
     checked = [_with(graph, *graph.ops, check) for graph in (traced, evicted)]
-    require_equivalent(*checked, (*_SOURCES, 3))
+    require_equivalent(checked[0], checked[1], (*_SOURCES, 3))
     with pytest.raises(InvalidEviction, match=r"^check: runs 2 times"):
         require_equivalent(checked[0], _with(checked[1], *checked[1].ops, check), (*_SOURCES, 3, 3))
     require_equivalent(traced, _with(evicted, evicted.ops[0], *evicted.ops), (0, *_SOURCES))
@@ -337,7 +337,7 @@ def test_the_same_values_are_returned() -> None:
     traced, evicted = _copied()
     for change in ({"outputs": (3, 2)}, {"outputs": (2,)}, {"gradients": (2,)}):
         with pytest.raises(InvalidEviction, match="returns other values"):
-            require_equivalent(traced, replace(evicted, **change), _SOURCES)  # type: ignore[arg-type]
+            require_equivalent(traced, replace(evicted, **change), _SOURCES)
 
 
 @pytest.mark.parametrize(

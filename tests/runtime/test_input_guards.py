@@ -68,8 +68,8 @@ def test_keywords_of_named_parameters_come_in_any_order() -> None:
         assert leaves[0] is _A
         assert leaves[1] is _B
     numbers = _guards(_Model(), _A, _B, scale=3.0, power=1)
-    for call in ({"scale": 3.0, "power": 1}, {"power": 1, "scale": 3.0}):
-        assert numbers.flatten((_A, _B), call)[2:] == [3.0, 1]
+    for given in ({"scale": 3.0, "power": 1}, {"power": 1, "scale": 3.0}):
+        assert numbers.flatten((_A, _B), given)[2:] == [3.0, 1]
 
 
 def test_the_order_of_other_keywords_counts() -> None:
@@ -166,7 +166,7 @@ def test_classes_with_operations_of_their_own_are_refused() -> None:
     class Own(torch.Tensor):
         @classmethod
         def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-            return super().__torch_function__(*args, **kwargs)
+            return super().__torch_function__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     class Plain(torch.Tensor):
         pass

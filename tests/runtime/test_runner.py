@@ -63,13 +63,13 @@ _RESULTS: dict[str, Callable[[_Layer, torch.Tensor, torch.Tensor], tuple[torch.T
 }
 
 
-@pytest.mark.parametrize("name", _RESULTS)
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("name", "grad"),
+    [(name, grad) for name in _RESULTS for grad in (False, True) if (name, grad) != ("bits", True)],  # eager refuses it
+)
 def test_results_are_views_of_what_they_are_views_of_in_eager(name: str, grad: bool) -> None:
     model, twin, compiled = _pair(_RESULTS[name], grad=grad)
     eager_x, x = _x(grad=grad), _x(grad=grad)
-    if name == "bits" and grad:
-        pytest.skip("eager refuses to view what requires a gradient as other bits")
     expected, found = model(eager_x), compiled(x)
     assert type(found) is tuple
     for one, two in zip(found, expected, strict=True):
@@ -141,11 +141,11 @@ def test_conjugate_tangents_are_resolved() -> None:
 
     model, x = Complex(), torch.tensor([2.0 - 1.0j, 1.0 + 1.0j])
     compiled = memplan_compile(copy.deepcopy(model), (x,))
-    grads = []
+    found = []
     for m in (model, compiled):
         m(x).backward(torch.tensor([1.0 + 1.0j, 3.0j]).conj())
-        grads.append(next(iter(m.parameters())).grad)
-    assert torch.equal(*grads)
+        found.append([p.grad for p in m.parameters()])
+    assert torch.equal(found[1][0], found[0][0])  # type: ignore[arg-type]
 
 
 def test_results_that_need_no_gradient_still_require_one_as_in_eager() -> None:
@@ -160,7 +160,7 @@ def test_changes_in_place_count_as_in_eager() -> None:
     def function(m: _Layer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         m.mean.mul_(0.5).add_(y.detach().mean(0))
         x.mul_(2.0)
-        return m.linear(x.clone())
+        return torch.nn.functional.linear(x.clone(), m.linear.weight, m.linear.bias)
 
     model, twin, compiled = _pair(function)
     for _ in range(3):
@@ -214,8 +214,8 @@ def test_parameters_that_move_are_followed() -> None:
 
 def test_saved_results_that_are_changed_in_place_are_noticed() -> None:
     """tanh saves its result for the backward; a view of it that is changed is a change of what was saved."""
-    for part in (lambda y: y, lambda y: y[1:]):
-        model, _, compiled = _pair(lambda m, x, y, part=part: (y.tanh(), part(y.tanh())))
+    for first_row in (0, 1):
+        model, _, compiled = _pair(lambda m, x, y, row=first_row: (y.tanh(), y.tanh()[row:]))  # type: ignore[misc]
         for m in (model, compiled):
             first, _ = m(_x())
             with torch.no_grad():

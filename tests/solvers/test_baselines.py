@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 
@@ -184,7 +185,12 @@ def test_hill_climbing_is_never_worse_than_its_start_and_finds_better() -> None:
 def test_hill_climbing_stops_at_max_live_and_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     real = hill_climb._swapped
-    monkeypatch.setattr(hill_climb, "_swapped", lambda *args: (tried.append(1), real(*args))[1])
+
+    def swapped(*args: Any) -> list[Buffer]:
+        tried.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(hill_climb, "_swapped", swapped)
     HillClimb().solve(_problem((3, 0, 2), (4, 0, 2)))
     assert not tried
     open_problem = next(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 
@@ -151,7 +152,7 @@ def test_the_lowest_buffer_of_the_section_goes_first_then_the_one_of_the_first_r
 
 
 def test_among_equals_a_buffer_that_fits_its_corner_goes_first() -> None:
-    given = {"floor": [0, 3], "alone": [0], "rank": [1, 0]}
+    given: dict[str, Any] = {"floor": [0, 3], "alone": [0], "rank": [1, 0]}
     assert _pick(size=[3, 5], allowed=[0, 0], corners=True, **given) == 0  # its top meets the floor beside it
     assert _pick(size=[3, 5], allowed=[0, 0], corners=False, **given) == 1
     assert _pick(size=[3, 5], allowed=[1, 0], corners=True, **given) == 1  # the lower one, whatever the corner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from memplan.solvers.search import eject_kernel
 from memplan.solvers.search.eject import Ejection, Learnt
 from tests.solvers.small import alive_together, small_cores
 
+_kernel: Any = eject_kernel
 _STATES = range(40)  # seeds of the random generator: enough that every offset of a small problem is drawn
 
 
@@ -117,7 +119,7 @@ def test_a_free_place_is_any_end_of_a_free_range() -> None:
             allowed = range(int(core.low[b]), int(piece.max_offset[b]) + 1)
             ends = _ends([at for at in allowed if not _met(piece, offsets, b, at)], int(core.align[b]))
             found = {
-                int(eject_kernel._free_place(b, *columns, meets, by_bottom, count, offsets, top, np.array([s])))
+                int(_kernel._free_place(b, *columns, meets, by_bottom, count, offsets, top, np.array([s])))
                 for s in _STATES
             }
             assert found <= (ends or {-1}), seed
@@ -137,7 +139,7 @@ def test_the_cheapest_place_ejects_the_smallest_total_penalty() -> None:
             cheapest = [at for at in places if cost[at] == min(cost.values())]
             found = set()
             for state in _STATES:
-                at, weight = eject_kernel._cheapest_place(
+                at, weight = _kernel._cheapest_place(
                     b, *columns, meets, penalty, by_bottom, by_top, count, offsets, top, np.array([state])
                 )
                 assert weight == min(cost.values()), seed
@@ -150,8 +152,8 @@ def test_nothing_is_placed_where_no_offset_is_allowed() -> None:
     columns = [np.array([2]), np.array([4]), np.array([1]), np.array([3])]  # no multiple of 4 from 1 to 3
     empty = np.zeros(1, np.int64)
     meets = np.zeros((1, 1), np.bool_)
-    assert eject_kernel._free_place(0, *columns, meets, empty, 0, empty, empty, np.array([1])) == -1
-    at, weight = eject_kernel._cheapest_place(0, *columns, meets, empty, empty, empty, 0, empty, empty, np.array([1]))
+    assert _kernel._free_place(0, *columns, meets, empty, 0, empty, empty, np.array([1])) == -1
+    at, weight = _kernel._cheapest_place(0, *columns, meets, empty, empty, empty, 0, empty, empty, np.array([1]))
     assert (at, weight) == (-1, 1 << 62)
 
 

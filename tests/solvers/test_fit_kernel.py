@@ -26,7 +26,7 @@ def _holes(core: ProblemArrays, b: int, offsets: list[int]) -> list[tuple[int, i
     }
     size, align, low = int(core.size[b]), int(core.align[b]), int(core.low[b])
     free = [at for at in range(max(taken, default=0) + low + size + align + 1) if at >= low and at not in taken]
-    found = []
+    found: list[tuple[int, int]] = []
     for at in free:
         if (at % align == 0 and all(byte not in taken for byte in range(at, at + size))) and not any(
             first <= at < first + room for first, room in found
@@ -38,7 +38,7 @@ def _holes(core: ProblemArrays, b: int, offsets: list[int]) -> list[tuple[int, i
 
 def _placed(core: ProblemArrays, order: Ints, offsets: Ints, *, best: bool) -> list[int]:
     """The offsets of first-fit (best-fit: the least room, then the lowest) by the definition."""
-    found = offsets.tolist()
+    found: list[int] = offsets.tolist()
     for b in order.tolist():
         holes = _holes(core, b, found)
         found[b] = min(holes, key=lambda hole: (hole[1] if best else 0, hole[0]))[0]
@@ -118,7 +118,7 @@ def test_neighbours_and_members_are_who_is_alive_together() -> None:
 
 def test_hulls_that_overlap_without_a_common_section_are_not_alive_together() -> None:
     """All pairs of live intervals with at most one gap within five sections."""
-    lives = [((a, b),) for a, b in itertools.combinations(range(6), 2)]
+    lives: list[tuple[tuple[int, int], ...]] = [((a, b),) for a, b in itertools.combinations(range(6), 2)]
     lives += [((a, b), (c, d)) for a, b, c, d in itertools.combinations(range(6), 4)]
     ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum([len(life) for life in lives])))
     segments = np.array([segment for life in lives for segment in life], np.int64)

@@ -66,7 +66,15 @@ def _state(capacity: int, *rows: tuple[int, int, int], room: int = 2_000, **give
         for b, value in values.items():
             columns[name][b] = value
     piece = instance_of(core, capacity - size)
-    return _State(piece=piece, capacity=capacity, placed=np.zeros(n, np.bool_), room=room, **columns)
+    return _State(
+        piece=piece,
+        capacity=capacity,
+        placed=np.zeros(n, np.bool_),
+        room=room,
+        reach=columns["reach"],
+        latest=columns["latest"],
+        hole=columns["hole"],
+    )
 
 
 def _random_states() -> Iterator[tuple[int, _State]]:

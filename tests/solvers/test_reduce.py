@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from memplan.core.problem import Buffer, Interval, Problem
@@ -80,8 +82,9 @@ def test_nothing_is_stacked_where_that_could_cost_room() -> None:
     assert moved(_core(*rows))
     assert not moved(_core(*rows), spare=1)  # the one at the bottom may end higher than those above it
     assert moved(_core(*rows), spare=-1)
-    for change in ({"alignment": 4}, {"pinned_offset": 4}, {"gaps": (Interval(2, 3),)}):
-        buffers = [Buffer(id="a", size=3, live=Interval(0, 9), **change)]  # type: ignore[arg-type]
+    changes: tuple[dict[str, Any], ...] = ({"alignment": 4}, {"pinned_offset": 4}, {"gaps": (Interval(2, 3),)})
+    for change in changes:
+        buffers = [Buffer(id="a", size=3, live=Interval(0, 9), **change)]
         buffers += [Buffer(id="b", size=5, live=Interval(0, 4)), Buffer(id="c", size=7, live=Interval(5, 9))]
         assert not moved(core_of(Problem(buffers=tuple(buffers)))), change
 

@@ -15,11 +15,11 @@ from memplan.solvers.answers import Answers
 from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
 from memplan.solvers.arrays.problem_arrays import Ints, core_of
 from memplan.solvers.limits import Budget, Progress
-from memplan.solvers.search import capacity_search, search_variant, tree_search
+from memplan.solvers.search import capacity_search, search_variant, squeaky_wheel, tree_search
 from memplan.solvers.search.capacity_search import CapacitySearch
 from memplan.solvers.search.eject import Learnt
 from memplan.solvers.search.join import unjoined
-from memplan.solvers.search.search_variant import RULES, SearchVariant, luby
+from memplan.solvers.search.search_variant import RULES, Floats, SearchVariant, luby
 from tests.solvers.small import small_problem
 
 _SOLVED, _EXHAUSTED, _LIMIT = PieceOutcome.SOLVED, PieceOutcome.EXHAUSTED, PieceOutcome.LIMIT
@@ -98,7 +98,7 @@ def test_then_arms_that_left_little_run_more_often_with_noise_and_luby_limits(mo
     assert 0.2 < (noise > 0.15).mean() < 0.8
 
 
-def _is_near(key: Ints, ranking: Ints) -> bool:
+def _is_near(key: Floats, ranking: Floats) -> bool:
     return float(np.abs(np.log(key / ranking)).max()) < 1.2 and np.argsort(key)[-1] == np.argsort(ranking)[-1]
 
 
@@ -206,7 +206,12 @@ def test_a_variant_costs_half_a_unit_a_buffer_and_has_a_seed_of_its_own(
     log: list[tuple[float, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr(tree_search, "joined", lambda piece, *, chance, seed: (seeds.append(seed), chance)[1])
+
+    def joined(piece: Instance, *, chance: float, seed: int) -> float:
+        seeds.append(seed)
+        return chance
+
+    monkeypatch.setattr(tree_search, "joined", joined)
     budget = Budget(SolverLimits(work=1_000))
     runs = tree_search._Runs(_piece(*_ROWS), budget, 0)
     assert budget.spent == 2 * (4 // 2 + 1)
@@ -268,7 +273,12 @@ def test_ejection_search_gets_the_work_of_the_tree_search_after_its_head_start(
     monkeypatch.setattr(thresholds, "HEAD_START", 200)
     seen: list[int] = []
     real = _Ejection.run
-    monkeypatch.setattr(_Ejection, "run", lambda *args: (seen.append(len(log)), real(*args))[1])
+
+    def run(self: _Ejection, turns: int, budget: Budget) -> bool:
+        seen.append(len(log))
+        return real(self, turns, budget)
+
+    monkeypatch.setattr(_Ejection, "run", run)
     learnt = Learnt(np.full(4, -1, np.int64)) if known else None
     budget = Budget(SolverLimits(work=1_000))
     outcome, offsets = tree_search.search(_piece(*_ROWS), budget, 0, learnt)
@@ -414,7 +424,7 @@ def test_large_problems_are_promoted_before_they_are_searched(monkeypatch: pytes
         yield np.array([0, 1, 3])
         yield np.array([0, 1, 2])
 
-    monkeypatch.setattr(capacity_search.squeaky_wheel, "rounds", rounds)
+    monkeypatch.setattr(squeaky_wheel, "rounds", rounds)
     attempts = _Attempts(10**6)
     search = _searched(monkeypatch, attempts)
     assert attempts.calls[0]["work"] == 6_000

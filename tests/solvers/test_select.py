@@ -9,7 +9,7 @@ import pytest
 
 from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
 from memplan.errors import InvalidProblem, InvalidSolution, UnsupportedProblem
-from memplan.solvers import SolverLimits, select_solver, solve
+from memplan.solvers import Progress, SolverLimits, select_solver, solve
 from memplan.solvers.accept import refusal
 from memplan.solvers.answers import Answers
 from memplan.solvers.arrays.problem_arrays import core_of
@@ -181,7 +181,6 @@ def test_only_smaller_valid_placements_are_kept() -> None:
     core = core_of(problem)
     assert core.unit == 2
     answers = Answers(problem, core)
-    assert answers.arena is None
     assert answers.offer(np.array([4, 0]), "x")
     assert (answers.arena, answers.offsets.tolist()) == (12, [4, 0])
     assert not answers.offer(np.array([4, 0]), "x")
@@ -203,3 +202,66 @@ def test_the_simplest_placements_come_smallest_first(monkeypatch: pytest.MonkeyP
     for most, sources in ((3, 3), (2, 2)):
         monkeypatch.setattr(thresholds, "PLAIN", most)
         assert len(list(answers.simple())) == sources
+
+
+_RING = (
+    _buffer("a", 20, 0, 5, gaps=(Interval(1, 4),)),
+    _buffer("b", 20, 0, 3),
+    _buffer("c", 20, 2, 5),
+)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "capacity", "minimize", "small", "searched"),
+    [
+        (_TWO, None, True, 2, False),  # greedy reaches max live
+        (_TWO, None, True, 1, True),
+        (_RING, None, True, 3, True),
+        (_RING, 60, False, 3, False),
+        (_RING, 59, False, 3, True),
+        (_RING, 60, True, 3, True),
+        (_RING, None, False, 3, True),
+    ],
+)
+def test_the_portfolio_stops_where_greedy_is_enough(
+    monkeypatch: pytest.MonkeyPatch,
+    buffers: tuple[Buffer, ...],
+    *,
+    capacity: int | None,
+    minimize: bool,
+    small: int,
+    searched: bool,
+) -> None:
+    from memplan.solvers import thresholds
+    from memplan.solvers.search.capacity_search import CapacitySearch
+
+    runs: list[int] = []
+    real = CapacitySearch.run
+
+    def run(self: CapacitySearch, seed: int) -> None:
+        runs.append(seed)
+        real(self, seed)
+
+    monkeypatch.setattr(CapacitySearch, "run", run)
+    monkeypatch.setattr(thresholds, "SMALL", small)
+    reports: list[Progress] = []
+    problem = Problem(buffers=buffers, capacity=capacity)
+    solution = solve(problem, minimize=minimize, work_limit=20_000, seed=7, on_progress=reports.append)
+    assert runs == ([7] if searched else [])
+    assert solution.solver == "portfolio"
+    assert (solution.arena_size, solution.bound >= problem.max_live) == (10 if buffers is _TWO else 60, True)
+    assert (reports[-1].incumbent, reports[-1].bound) == (solution.arena_size, solution.bound)
+    assert searched or len(reports) == 1
+
+
+def test_the_exact_solver_improves_on_greedy_and_proves_it() -> None:
+    rows = ((4, 0, 3), (3, 2, 5), (3, 1, 4), (5, 4, 7), (2, 3, 6), (6, 5, 8))
+    problem = Problem(buffers=(*(_buffer(str(i), *row) for i, row in enumerate(rows)), _buffer("none", 0, 0, 1)))
+    exact = solve(problem, solver="cpsat")
+    assert (exact.status, exact.solver) == (Status.OPTIMAL, "cpsat")
+    assert exact.arena_size == exact.bound <= solve(problem, solver="greedy").arena_size
+    assert exact.offsets["none"] == 0
+    empty = solve((), solver="cpsat")
+    assert (empty.arena_size, empty.status) == (0, Status.OPTIMAL)
+    ring = solve(_RING, solver="cpsat")
+    assert (ring.status, ring.arena_size, ring.bound) == (Status.OPTIMAL, 60, 60)

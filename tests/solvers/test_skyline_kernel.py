@@ -16,7 +16,7 @@ from tests.solvers.small import alive_together, small_cores
 
 def _on_top(core: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints) -> list[int]:
     """The offsets if each buffer goes on top of all placed ones that it meets, where its highest offset allows it."""
-    found = offsets.tolist()
+    found: list[int] = offsets.tolist()
     for b in order.tolist():
         tops = [found[c] + int(core.size[c]) for c in range(core.n) if found[c] >= 0 and alive_together(core, b, c)]
         top, align = max([int(core.low[b]), *tops]), int(core.align[b])

@@ -12,7 +12,7 @@ from memplan.solvers import SolverLimits, thresholds
 from memplan.solvers.arrays.instance import Instance, PieceOutcome
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of, load_of
 from memplan.solvers.limits import Budget
-from memplan.solvers.search import solve_at_capacity
+from memplan.solvers.search import cpsat_model, solve_at_capacity
 from memplan.solvers.search.eject import Learnt
 from memplan.solvers.search.solve_at_capacity import _alive_in, _track_overflows, attempt
 
@@ -137,7 +137,7 @@ def test_with_a_hint_cpsat_decides_the_pieces(search: _Search, monkeypatch: pyte
         hints.append(hint.tolist())
         return _SOLVED, np.array([6, 8, 11])
 
-    monkeypatch.setattr(solve_at_capacity.cpsat_model, "decide", decide)
+    monkeypatch.setattr(cpsat_model, "decide", decide)
     outcome, offsets, _ = _attempt(_rings((2, 3, 4), below=6), 15, hint=np.array([10, 11, 12, 13]))
     assert (outcome, offsets) == (_SOLVED, [0, 6, 8, 11])
     assert (hints, search.pieces) == ([[11, 12, 13]], [])
