@@ -67,6 +67,8 @@ def test_keywords_of_named_parameters_come_in_any_order() -> None:
         leaves = guards.flatten((), call)
         assert leaves[0] is _A
         assert leaves[1] is _B
+    every = _guards(_Writes(), x=_A.clone(), y=_B)  # all of its parameters are given by name
+    assert every.flatten((), {"y": _B, "x": _A})[0] is _A
     numbers = _guards(_Model(), _A, _B, scale=3.0, power=1)
     for given in ({"scale": 3.0, "power": 1}, {"power": 1, "scale": 3.0}):
         assert numbers.flatten((_A, _B), given)[2:] == [3.0, 1]
@@ -109,7 +111,7 @@ def test_constants_are_compared_by_type_and_value() -> None:
     assert not same_constant(0.0, -0.0)
     assert not same_constant(1.0, 1.5)
     assert same_constant(1 + 0j, 1 + 0j)
-    assert same_constant("a", "a")
+    assert same_constant("ab", "".join(["a", "b"]))
     assert not same_constant("a", "b")
     marker = object()
     assert same_constant(marker, marker)
