@@ -132,16 +132,6 @@ def test_budgets_count_inner_work_too() -> None:
     assert Budget(SolverLimits(seconds=0.0)).is_over
 
 
-@given(problem=problems(aligned=False), data=st.data())
-@settings(max_examples=60, deadline=None)
-def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataObject) -> None:
-    core = core_of(problem)
-    if core.n:
-        value = np.array(data.draw(st.lists(st.integers(0, 99), min_size=core.sections, max_size=core.sections)))
-        expected = [value[lo:hi].max() for lo, hi in zip(core.lo, core.hi, strict=True)]
-        assert squeaky_wheel._highest(value, core.lo, core.hi).tolist() == expected
-
-
 def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:
     core = core_of(scattered(2_500, seed=1, mean_life=400))
     budget = Budget(SolverLimits(work=800_000))
