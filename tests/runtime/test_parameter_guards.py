@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import memplan
 from memplan.errors import InputMismatch
 from memplan.runtime.guards import parameter_guards
 from memplan.runtime.guards.module_guards import ModuleGuards
@@ -341,3 +342,18 @@ def test_buffers_are_found_where_the_model_keeps_them() -> None:
     tensors, unmoved = slots.look()
     assert not unmoved
     assert [slots.names[i] for i in slots.moved(tensors)] == ["1.running_mean"]
+
+
+def test_a_container_whose_table_of_submodules_was_replaced_is_followed() -> None:
+    """`del sequential[i]` gives the container another dict."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    compiled = memplan.compile(model, x)
+    model.append(nn.ReLU())
+    del model[2]
+    assert torch.equal(compiled(x), model(x))
+    model[1] = nn.Linear(4, 4)
+    assert torch.equal(compiled(x), model(x))
+    del model[2]
+    with pytest.raises(InputMismatch, match="was ReLU, is nothing"):
+        compiled(x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import repeat
-from operator import attrgetter, contains, getitem
+from operator import attrgetter, contains, getitem, is_
 from typing import Any
 
 from torch import nn
@@ -46,8 +46,10 @@ class ModuleGuards:
         self._hooks_ever = hooks_ever_set()
         self._states = [m.__dict__ for m in self.modules]
         self._patched = list(map(contains, self._states, repeat("forward")))
-        growing = [m._modules for m in self.modules if m._modules or isinstance(m, _CONTAINERS)]
-        self._dicts = [*growing, *self._states]  # their sizes change if anything is added or removed
+        parents = [m for m in self.modules if m._modules or isinstance(m, _CONTAINERS)]
+        self._parents = [m.__dict__ for m in parents]
+        self._tables = [m._modules for m in parents]  # `del sequential[i]` replaces the dict
+        self._dicts = [*self._tables, *self._states]  # their sizes change if anything is added or removed
         self._sizes = list(map(len, self._dicts))
         self._plain = all(
             "training" in state for state in self._states
@@ -58,6 +60,8 @@ class ModuleGuards:
 
         Raises `InputMismatch` if a submodule was replaced by one of another type, or hooks were added or removed.
         """
+        if not all(map(is_, map(getitem, self._parents, repeat("_modules")), self._tables)):
+            self._refresh_submodules()
         if list(map(dict.get, self._holders, self._keys)) != self._children:
             self._refresh_submodules()
         if list(map(len, self._dicts)) != self._sizes:
