@@ -75,7 +75,7 @@ def print_sections(form: Format, title: str, sections: Iterable[Section], data: 
 
         typer.echo(sections_markdown(title, sections), nl=False)
     else:
-        from memplan.report.sections_table import sections_table
+        from memplan.report.table import sections_table
 
         screen = console()
         screen.print(sections_table(title, sections, screen.width))

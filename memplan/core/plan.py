@@ -220,8 +220,8 @@ class Plan:
     def to_text(self) -> str:
         """The plan as plain text: a table of steps and partitions, as tract prints it, and for the layout "tstack" the
         addresses in use at each step."""
-        partition_table = _function("memplan.report.partition_table", "partition_table")
-        stack_text = _function("memplan.report.stack_text", "stack_text")
+        partition_table = _function("memplan.report.text_diagrams", "partition_table")
+        stack_text = _function("memplan.report.text_diagrams", "stack_text")
         stack = stack_text(self.problem, self.solution) if self.solution.solver == "tstack" else ""
         text: str = partition_table(self.problem) + stack
         return text
