@@ -89,6 +89,6 @@ def _draw(  # noqa: PLR0917
     if svg is not None:
         write_atomic(svg, frontier_svg(name, found, rivals))
     if png is not None:
-        from memplan.report.frontier_png import frontier_png
+        from memplan.report.png import frontier_png
 
         write_atomic(png, frontier_png(name, found, rivals))

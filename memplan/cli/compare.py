@@ -77,7 +77,7 @@ def print_sections(form: TextFormat, title: str, sections: Iterable[Section], da
 
         typer.echo(sections_markdown(title, sections), nl=False)
     else:
-        from memplan.report.sections_table import sections_table
+        from memplan.report.table import sections_table
 
         screen = console()
         screen.print(sections_table(title, sections, screen.width))

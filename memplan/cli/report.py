@@ -93,7 +93,7 @@ def report(
     from memplan.cli.outputs import require_outputs
     from memplan.cli.source import obtain, seconds_option
     from memplan.core.files import write_atomic
-    from memplan.report.jsonform import report_json
+    from memplan.report.summary import report_json
 
     limit = seconds_option("--time-limit", time_limit)
     pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
@@ -130,7 +130,7 @@ def _draw(plan: Plan, wanted: Pictures) -> None:
 
 def _print(figures: Report, form: ReportFormat) -> None:
     if form is ReportFormat.JSON:
-        from memplan.report.jsonform import report_json
+        from memplan.report.summary import report_json
 
         typer.echo(json.dumps(report_json(figures), indent=2, allow_nan=False))
     elif form is ReportFormat.MARKDOWN:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from memplan.core.graph import Graph, Op, Phase, Storage, StorageKind
 from memplan.errors import InvalidPlan
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
 
 
 def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
@@ -64,6 +68,23 @@ def _chains(op: Op) -> Iterator[str]:
         yield "check"
     if op.target.startswith(("_c10d_functional.", "c10d.")):
         yield "collective"
+
+
+def to_networkx(graph: Graph) -> DiGraph:
+    """The networkx graph of `Graph.to_networkx`: an edge for each direct predecessor of an op."""
+    import networkx
+
+    made = networkx.DiGraph()
+    for index, op in enumerate(graph.ops):
+        nbytes = sum(graph.storages[s].nbytes for s in graph.written(op) if graph.storages[s].planned)
+        about = {"module": op.origin.module, "source": op.origin.source, "nbytes": nbytes}
+        made.add_node(index, name=op.name, target=op.target, phase=op.phase.value, **about)
+    touched = [graph.touched(op) for op in graph.ops]
+    for index, before in enumerate(predecessors(graph)):
+        for other in sorted(before):
+            common = tuple(graph.storages[s].name for s in touched[other] if s in touched[index])
+            made.add_edge(other, index, storages=common)
+    return made
 
 
 def require_legal(graph: Graph, order: tuple[int, ...]) -> None:

@@ -251,8 +251,8 @@ class Plan:
         Example:
             >>> print(plan.to_text())
         """
-        partition_table = _function("memplan.report.partition_table", "partition_table")
-        stack_text = _function("memplan.report.stack_text", "stack_text")
+        partition_table = _function("memplan.report.text_diagrams", "partition_table")
+        stack_text = _function("memplan.report.text_diagrams", "stack_text")
         stack = stack_text(self.problem, self.solution) if self.solution.solver == "tstack" else ""
         text: str = partition_table(self.problem) + stack
         return text

@@ -1,4 +1,8 @@
-"""The input of a policy: a scheduled step, the costs of its ops and copies, and the budget of the arena."""
+"""The input of a policy: a scheduled step, the costs of its ops and copies, and the budget of the arena.
+
+Host-resident storages belong to the model or the caller, live on the host, and are loaded into the
+arena. A policy that never moves them runs through `with_host_resident_kept`.
+"""
 
 from __future__ import annotations
 
@@ -219,3 +223,19 @@ Policy = Callable[[Workload], Events]
 def in_order(graph: Graph, order: tuple[int, ...]) -> Graph:
     """Return `graph` with its ops in the order in which they will run."""
     return replace(graph, ops=tuple(graph.ops[i] for i in order))
+
+
+def host_resident_storages(graph: Graph) -> frozenset[int]:
+    """Return every storage that the model or the caller owns; all are host-resident when the step runs elsewhere."""
+    return frozenset(i for i, s in enumerate(graph.storages) if not s.planned)
+
+
+def with_host_resident_kept(workload: Workload, policy: Policy) -> Events:
+    """Return the events of `policy` when the host-resident storages stay on the device for the whole step.
+
+    The policy sees none of them, and its budget is what they leave of the workload's. Raises what `policy` raises.
+    """
+    if not workload.host_resident:
+        return policy(workload)
+    kept = sum(workload.size[s] for s in workload.host_resident if workload.uses[s])
+    return workload.around(policy(replace(workload, host_resident=frozenset(), budget=workload.budget - kept)))

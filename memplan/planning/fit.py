@@ -11,12 +11,11 @@ from memplan.errors import BudgetInfeasible, InvalidEviction
 from memplan.evict.costs import CostModel
 from memplan.evict.graph.apply import apply
 from memplan.evict.graph.equivalent import require_equivalent
-from memplan.evict.host_resident import host_resident_storages
 from memplan.evict.judge.arrays import MeasuredEvents, measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.flow import flow
-from memplan.evict.working_set import floor
-from memplan.evict.workload import Policy, Workload, in_order
+from memplan.evict.workload import Policy, Workload, host_resident_storages, in_order
+from memplan.evict.workload_limits import floor
 
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
 

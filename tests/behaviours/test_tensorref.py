@@ -13,8 +13,8 @@ from memplan.evict.events import Kind
 from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
-from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import floor
 from memplan.trace import trace
 from tests.evict.judge import judged, workload_of
 

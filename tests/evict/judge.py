@@ -9,9 +9,8 @@ from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.events import Events
 from memplan.evict.graph.apply import Applied, apply
 from memplan.evict.graph.equivalent import require_equivalent
-from memplan.evict.host_resident import host_resident_storages
 from memplan.evict.judge.arrays import MeasuredEvents, measure
-from memplan.evict.workload import Workload, in_order
+from memplan.evict.workload import Workload, host_resident_storages, in_order
 from memplan.schedule import make_schedule, order
 
 

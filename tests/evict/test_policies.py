@@ -20,8 +20,8 @@ from memplan.evict.policies.dtr import Heuristic, dtr, h_dtr, h_local, h_lru, h_
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.select import POLICIES, fit_policy
-from memplan.evict.working_set import floor
 from memplan.evict.workload import Policy, Workload
+from memplan.evict.workload_limits import floor
 from memplan.trace import trace, trace_step
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder, graphs

@@ -11,11 +11,10 @@ from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import InvalidEviction
 from memplan.evict.events import Event, Kind
 from memplan.evict.graph.apply import apply
-from memplan.evict.host_resident import with_host_resident_kept
-from memplan.evict.recompute_limits import limits
 from memplan.evict.search.decisions import Decisions, DecisionSearch
 from memplan.evict.search.expand_kernel import SWAP
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Workload, with_host_resident_kept
+from memplan.evict.workload_limits import limits
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.baselines import BASELINES, hill_climb
+from benchmarks.baselines.hill_climb import HillClimb
+from benchmarks.baselines.tlsf import _Pool, class_of_request, size_class
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import SolverLimits, solve
 from memplan.solvers.arrays.sequence import in_order
-from memplan.solvers.baselines import hill_climb
-from memplan.solvers.baselines.hill_climb import HillClimb
 from memplan.solvers.baselines.partition import partitions
-from memplan.solvers.baselines.tlsf import _Pool, class_of_request, size_class
 from tests.solvers.small import small_problem
 
 
@@ -29,7 +29,7 @@ def _problem(*rows: tuple[int, int, int], alignment: int = 1) -> Problem:
 
 
 def _offsets(solver: str, problem: Problem) -> list[int]:
-    found = solve(problem, solver=solver).offsets
+    found = solve(problem, solver=BASELINES.get(solver, solver)).offsets
     return [found[b.id] for b in problem.buffers]
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.baselines.tlsf import class_of_request, size_class
 from benchmarks.instances import network, planted, scattered
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.core.validate import validate
@@ -19,7 +20,6 @@ from memplan.solvers.arrays.heuristics import fill, first_fit, online, pairs_ali
 from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of, load_of, subset
 from memplan.solvers.base import finish
-from memplan.solvers.baselines.tlsf import class_of_request, size_class
 from memplan.solvers.bounds import lower_bound
 from memplan.solvers.limits import Budget
 from memplan.solvers.search import cpsat_model, squeaky_wheel

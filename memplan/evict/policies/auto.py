@@ -24,8 +24,8 @@ from memplan.evict.policies.loading import while_loading
 from memplan.evict.policies.seeds import seeded
 from memplan.evict.search.decisions import EACH_TIME, KEEP, ONCE, SAVE, SWAP, Decisions, DecisionSearch, Move
 from memplan.evict.search.descent import anneal_walk, descend, descend_classes, singles, storage_classes
-from memplan.evict.working_set import infeasible
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import infeasible
 
 _EXPONENTS = (1.0, 0.5)  # a gain is bytes saved / seconds ** exponent
 _WORK = 4_000_000  # ops measured by annealing, all rounds together

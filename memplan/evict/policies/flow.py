@@ -17,8 +17,8 @@ from memplan.evict.policies.genoa import genoa
 from memplan.evict.simulator.device_state import DeviceState, EvictionKind
 from memplan.evict.simulator.eviction_simulator import EvictionSimulator
 from memplan.evict.simulator.memory import ByteCounter
-from memplan.evict.working_set import require_floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import require_floor
 
 
 class _Furthest:

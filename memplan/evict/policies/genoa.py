@@ -7,8 +7,8 @@ compared with it; `flow` keeps what fits instead.
 from __future__ import annotations
 
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.working_set import require_floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import require_floor
 
 
 def genoa(workload: Workload) -> Events:

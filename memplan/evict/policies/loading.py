@@ -15,13 +15,12 @@ from memplan.core.graph import Op, Phase, Storage, Value
 from memplan.errors import BudgetInfeasible, InvalidEviction
 from memplan.evict.costs import signature_of
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.host_resident import with_host_resident_kept
 from memplan.evict.judge.arrays import measure
 from memplan.evict.judge.overlap import overlapped
 from memplan.evict.policies.delta import delta
 from memplan.evict.policies.flow import flow
-from memplan.evict.working_set import infeasible
-from memplan.evict.workload import Policy, Workload
+from memplan.evict.workload import Policy, Workload, with_host_resident_kept
+from memplan.evict.workload_limits import infeasible
 
 LOAD = "memplan.load"
 

@@ -13,10 +13,9 @@ from typing import Protocol
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Event, Kind
-from memplan.evict.recompute_limits import limits
 from memplan.evict.simulator.memory import SimulatedMemory
-from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import floor, limits
 
 
 class Location(enum.Enum):

@@ -21,7 +21,7 @@ from memplan.core.units import format_bytes
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.recording.allocator import Allocator, cuda_backing
 from memplan.recording.tape import Tape, TapeEvent, lives, make_tape
-from memplan.report.partition_table import partition_table
+from memplan.report.text_diagrams import partition_table
 from memplan.runtime.kernels.pool_placement import cuda_runtime
 from memplan.runtime.memory.measure import quiet_kineto
 from memplan.solvers import solve
