@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import fx, nn
@@ -27,11 +27,15 @@ from memplan.runtime.guards.module_state_guards import Structure
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaSlot, ObservedOwnership, part_of
-from memplan.runtime.options import PlanOptions
-from memplan.trace import stay_in_arena, trace_graph
+from memplan.runtime.options import RunOptions
+from memplan.trace import plan_traced, trace_graph
 from memplan.trace.capture.origins import user_of
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
 from memplan.trace.traced import TracedGraph
+
+if TYPE_CHECKING:
+    from memplan.core.choices import Gradients
+    from memplan.runtime.options import RunKeywords
 
 _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
 _MAX_IN_FLIGHT = 64  # calls of one graph whose backward has not run
@@ -87,11 +91,10 @@ class GraphInstance:
         self,
         module: GraphModuleWithParams,
         inputs: Sequence[Any],
-        options: PlanOptions,
+        options: RunOptions,
         coordinator: ArenaCoordinator,
         hooks: Hooks,
         *,
-        owned: bool,
         like: GraphInstance | None,
     ) -> None:
         self.module = module
@@ -100,11 +103,11 @@ class GraphInstance:
         self.layouts = 0
         self._options = options
         self._hooks = hooks
-        self._owned = owned
         self._structure = Structure(self.module)
         rest = self.module.follow(inputs)
         self.traced: TracedGraph = _trace(self.module, rest, options) if like is None else like.traced
-        self.plan: Plan = options.plan(self.traced) if like is None else like.plan
+        redzone = options.redzone(self.traced.device)
+        self.plan: Plan = plan_traced(self.traced, options, redzone=redzone) if like is None else like.plan
         self.runner: Runner
         with torch.inference_mode(False):
             arena = part_of(Arena(self.plan.arena_size, self.device), self.ownership)
@@ -139,7 +142,7 @@ class GraphInstance:
             plan,
             arena,
             sanitize=self._options.sanitize,
-            owned=self._owned,
+            owned=self._options.owned_gradients,
             bound=bound,
             hooks=self._hooks,
         )
@@ -152,18 +155,15 @@ class PlannedGraph:
         self,
         graph: fx.GraphModule,
         inputs: Sequence[Any],
-        options: PlanOptions,
+        options: RunOptions,
         coordinators: ArenaCoordinators,
         hooks: Hooks,
-        *,
-        owned: bool,
     ) -> None:
         self._graph = graph
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if _is_kept(x)}
         self._options = options
         self._hooks = hooks
-        self._owned = owned
         self._conductors = coordinators
         numbers = numbers_of(graph)
         self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
@@ -211,9 +211,7 @@ class PlannedGraph:
             module = _named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
             like = lanes[0] if lanes else None
             with compile_lock:  # torch can trace in one thread at a time
-                found = GraphInstance(
-                    module, inputs, self._options, coordinator, self._hooks, owned=self._owned, like=like
-                )
+                found = GraphInstance(module, inputs, self._options, coordinator, self._hooks, like=like)
             lanes.append(found)
         return found
 
@@ -261,11 +259,10 @@ class Backend:
         ```
     """
 
-    def __init__(self, *, gradients: str = "safe", **options: Any) -> None:
+    def __init__(self, *, gradients: Gradients = "safe", **options: Unpack[RunKeywords]) -> None:
         self._arguments = {"gradients": gradients, **options}
-        self._options = PlanOptions(**options)
-        self._owned = gradients == "owned"
-        if stay_in_arena(gradients):
+        self._options = RunOptions(gradients=gradients, **options)
+        if self._options.gradients_in_arena:
             what = "graphs of one step share an arena, so a backward would overwrite the gradients of another graph"
             hint = 'memplan.compile(model, inputs, gradients="arena") takes a model that is one graph'
             raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint)
@@ -278,7 +275,7 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the callable that replaces a graph; dynamo calls this with each graph that it has traced."""
-        planned = PlannedGraph(graph, inputs, self._options, self._conductors, self.hooks, owned=self._owned)
+        planned = PlannedGraph(graph, inputs, self._options, self._conductors, self.hooks)
         self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned
 
@@ -312,7 +309,7 @@ def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     return _default()(graph, inputs)
 
 
-def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: PlanOptions) -> TracedGraph:
+def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: RunOptions) -> TracedGraph:
     """Return the trace of a graph, with its backward if autograd would record the call."""
     train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
     with torch.inference_mode(False):  # this enables gradients, too

@@ -1,0 +1,38 @@
+"""What traces a captured step again, with other ops for the same results; planning asks for it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from memplan.core.division import Division
+from memplan.errors import UnsupportedProblem
+from memplan.trace.traced import TracedGraph
+
+
+class Retracer(Protocol):
+    """Traces one captured step as often as planning asks.
+
+    Functions that may plan a step in another form take a retracer as an argument. Where they get None, the step is
+    planned in the form in which it was traced.
+    """
+
+    def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
+        """Return the step in one of its forms.
+
+        Args:
+            division: How chains of rows are divided into blocks; None: not at all.
+            compress: How saved activations are compressed ("bits", "int8"); "": not at all.
+        """
+
+
+def retraced(traced: TracedGraph, retracer: Retracer | None, division: Division | None, compress: str) -> TracedGraph:
+    """Return the step in this form: `traced` itself if it has the form already, else what `retracer` makes.
+
+    Raises `UnsupportedProblem` if that needs a retracer and there is none.
+    """
+    if (division, compress) == (traced.division, traced.compress):
+        return traced
+    if retracer is None:
+        hint = "leave out divide= and compress="
+        raise UnsupportedProblem("this step cannot be traced again", where="divide", hint=hint)
+    return retracer.retrace(division=division, compress=compress)
