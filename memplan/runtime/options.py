@@ -86,13 +86,13 @@ class RunOptions(PlanOptions):
     def settle(
         self, traced: TracedGraph, retracer: Retracer | None, given: Plan | None = None, *, room: int = 0
     ) -> tuple[TracedGraph, Plan]:
-        """Return the form of the step that its plan is for, and the plan: the given one, or a new one.
+        """Return the variant of the step that its plan is for, and the plan: the given one, or a new one.
 
-        `retracer`: traces the step in other forms, if there are any. `room`: the bytes of an arena that exists already.
+        `retracer`: traces other variants of the step, if it has any. `room`: the bytes of an arena that exists already.
         """
         if given is not None:
-            form = retraced(traced, retracer, given.division, given.compress)
-            return form, self.require_fit(form, given)
+            variant = retraced(traced, retracer, given.division, given.compress)
+            return variant, self.require_fit(variant, given)
         return plan_step(traced, retracer, self, redzone=self.redzone(traced.device), room=room)
 
     def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:

@@ -2,7 +2,7 @@
 
 Start at `tracing.py`. It runs `capture/` (one joint graph on fake tensors), then the passes over that graph (`passes/`,
 `lowering/`, `chunking/`, `compression/`, `optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`).
-`planning.py` plans the result, and asks a `Retracer` (`retracer.py`) where it needs the step in another form.
+`planning.py` plans the result, and asks a `Retracer` (`retracer.py`) for other variants of a step.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
 from memplan.schedule.group_updates import gather
-from memplan.trace.chunking.chunk_search import forms_to_plan, gain_of_dividing
+from memplan.trace.chunking.chunk_search import gain_of_dividing, variants_to_plan
 from memplan.trace.optimizer.update_groups import small_updates
 from memplan.trace.retracer import Retracer, retraced
 from memplan.trace.traced import TracedGraph
@@ -44,9 +44,9 @@ def plan(
 
 
 def plan_traced(traced: TracedGraph, options: PlanOptions = DEFAULTS, *, redzone: int = 0, room: int = 0) -> Plan:
-    """Return the plan of a step in the form in which it was traced; the arguments and errors are those of `plan_step`.
+    """Return the plan of a step as it was traced; the arguments and errors are those of `plan_step`.
 
-    Raises `UnsupportedProblem` if `options` ask for another form.
+    Raises `UnsupportedProblem` if `options` ask for another variant of the step.
     """
     return plan_step(traced, None, options, redzone=redzone, room=room)[1]
 
@@ -54,27 +54,27 @@ def plan_traced(traced: TracedGraph, options: PlanOptions = DEFAULTS, *, redzone
 def plan_step(
     traced: TracedGraph, retracer: Retracer | None, options: PlanOptions, *, redzone: int = 0, room: int = 0
 ) -> tuple[TracedGraph, Plan]:
-    """Return the form of a step that fits the budget with the fewest blocks of rows, and its plan.
+    """Return the variant of a step that fits the budget with the fewest blocks of rows, and its plan.
 
     Args:
         traced: The step as it was traced first.
-        retracer: Traces the step in the other forms that `options` allow; None: there are no others.
+        retracer: Traces the other variants that `options` allow; None: there are no others.
         options: Those of `memplan.plan`.
         redzone: The bytes to leave free on both sides of every buffer.
         room: The bytes of an arena that exists already; a plan may use all of them, whatever the budget is.
 
     Raises:
-        BudgetInfeasible: No form of the step fits the budget. Without `divide=`, the hint says what it would bring.
-        UnsupportedProblem: `options` ask for another form, and there is no retracer.
+        BudgetInfeasible: No variant of the step fits the budget. Without `divide=`, the hint says what it would bring.
+        UnsupportedProblem: `options` ask for another variant, and there is no retracer.
     """
     alignment = alignment_of(traced.device)
     traced = retraced(traced, retracer, traced.division, options.compression)
-    forms, within = forms_to_plan(traced, retracer, options, alignment)
+    variants, within = variants_to_plan(traced, retracer, options, alignment)
     failed: BudgetInfeasible | None = None
-    for form in forms:
+    for variant in variants:
         try:
-            made = _plan_form(form, within, redzone=redzone, room=room)
-            return form, replace(made, division=form.division, compress=form.compress)
+            made = _plan_variant(variant, within, redzone=redzone, room=room)
+            return variant, replace(made, division=variant.division, compress=variant.compress)
         except BudgetInfeasible as error:
             failed = error
     assert failed is not None
@@ -84,8 +84,8 @@ def plan_step(
     raise failed
 
 
-def _plan_form(traced: TracedGraph, options: PlanOptions, *, redzone: int, room: int) -> Plan:
-    """Return the plan of one form of a step: ordered, then evicted or divided among devices, and placed."""
+def _plan_variant(traced: TracedGraph, options: PlanOptions, *, redzone: int, room: int) -> Plan:
+    """Return the plan of one variant of a step: ordered, then evicted or divided among devices, and placed."""
     scheduled = ScheduledGraph(
         model=traced.model,
         graph=traced.graph,

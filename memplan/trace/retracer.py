@@ -1,4 +1,4 @@
-"""What traces a captured step again, with other ops for the same results; planning asks for it."""
+"""The interface through which planning has a captured step traced again, with other ops for the same results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from memplan.trace.traced import TracedGraph
 class Retracer(Protocol):
     """Traces one captured step as often as planning asks.
 
-    Functions that may plan a step in another form take a retracer as an argument. Where they get None, the step is
-    planned in the form in which it was traced.
+    A variant of a step computes the same by other ops. Functions that may plan another variant take a retracer as an
+    argument; where they get None, the step is planned as it was traced.
     """
 
     def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
-        """Return the step in one of its forms.
+        """Return one variant of the step.
 
         Args:
             division: How chains of rows are divided into blocks; None: not at all.
@@ -26,7 +26,7 @@ class Retracer(Protocol):
 
 
 def retraced(traced: TracedGraph, retracer: Retracer | None, division: Division | None, compress: str) -> TracedGraph:
-    """Return the step in this form: `traced` itself if it has the form already, else what `retracer` makes.
+    """Return this variant of a step: `traced` itself if that is the one, else what `retracer` makes.
 
     Raises `UnsupportedProblem` if that needs a retracer and there is none.
     """

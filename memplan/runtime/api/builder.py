@@ -104,7 +104,7 @@ class Builder:
             )
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[TracedGraph, CapturedStep]:
-        """Return the step of a call as it is traced first, and what traces it in other forms."""
+        """Return the step of a call as it is traced first, and what traces its other variants."""
         require_real(self.model, args, kwargs)
         options = self.options
         captured = capture_call(

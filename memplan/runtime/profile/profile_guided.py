@@ -61,8 +61,9 @@ def room_for(plan: Plan, policy: Remembered | None) -> int:
 def safe_plan(
     options: RunOptions, traced: TracedGraph, retracer: Retracer | None
 ) -> tuple[TracedGraph, Plan, Remembered]:
-    """Return the form of the step that is planned, a plan within the budget by the default costs of the device, and the
-    policy that decided it.
+    """Return the planned variant of the step, its plan, and the policy that decided it.
+
+    The plan keeps the budget by the default costs of the device.
     """
     if len(traced.runs_on) > 1:
         what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"

@@ -1,4 +1,4 @@
-"""Find as few blocks as a budget needs: the forms of a step to plan, whole and in more and more blocks of rows."""
+"""Find as few blocks as a budget needs: the variants of a step to plan, whole and in more and more blocks of rows."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ _BLOCKS = (4, 16, 64, 256)
 _WORTH = 0.99  # times the floor: more blocks have to lower it below this
 
 
-def forms_to_plan(
+def variants_to_plan(
     traced: TracedGraph, retracer: Retracer | None, options: PlanOptions, alignment: int
 ) -> tuple[tuple[TracedGraph, ...], PlanOptions]:
-    """Return the forms of a step to plan, fewest blocks first, until a plan keeps the budget; and the options for it.
+    """Return the variants of a step to plan, one after the other until one keeps the budget, and the options for them.
 
-    A budget that is a share is one of the step that is not divided, so it is turned into bytes where several forms are
-    tried. For a budget of "min", the form is the one with the lowest floor. Forms whose floor exceeds the budget are
-    left out; if all do, the last one is returned, whose error names what it needs.
+    The variant with the fewest blocks comes first. A budget that is a share is one of the undivided step, so it is
+    turned into bytes where there are several variants. For a budget of "min", the only variant is the one with the
+    lowest floor. Variants whose floor exceeds the budget are left out; if all do, the last one is kept, whose error
+    names what it needs.
     """
     allowed, budget = options.division, options.budget
     if allowed is not None and allowed.blocks is not None:
         return (retraced(traced, retracer, allowed, traced.compress),), options
     if allowed is None or budget is None:
         return (traced,), options
-    forms = (traced, *_divisions(traced, retracer, allowed, alignment))
+    variants = (traced, *_divisions(traced, retracer, allowed, alignment))
     if budget == "min":
-        return (min(forms, key=lambda form: _floor(form, alignment)),), options
+        return (min(variants, key=lambda variant: _floor(variant, alignment)),), options
     nbytes = _in_bytes(options, traced, alignment)
-    fitting = tuple(form for form in forms if _floor(form, alignment) <= nbytes)
-    return fitting or forms[-1:], replace(options, budget=nbytes)
+    fitting = tuple(variant for variant in variants if _floor(variant, alignment) <= nbytes)
+    return fitting or variants[-1:], replace(options, budget=nbytes)
 
 
 def gain_of_dividing(traced: TracedGraph, retracer: Retracer, alignment: int) -> str:
     """Return what a division would bring for a step that does not fit, as a hint; "" if it would bring nothing."""
-    floors = [_floor(form, alignment) for form in _divisions(traced, retracer, Division(), alignment)]
+    floors = [_floor(variant, alignment) for variant in _divisions(traced, retracer, Division(), alignment)]
     if not floors:
         return ""
     before, after = format_bytes(_floor(traced, alignment)), format_bytes(floors[-1])
