@@ -31,6 +31,8 @@ from memplan.evict.workload import Workload
 from memplan.evict.workload_limits import floor
 from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload
+from memplan.planning.make_plan import ScheduledGraph
+from memplan.planning.options import PlanOptions
 from memplan.schedule import Schedule, order
 from memplan.trace import trace_captured
 from memplan.trace.capture.joint_graph import capture
@@ -183,14 +185,15 @@ def planned(name: str, asked: Question, budget: int) -> dict[str, Cell]:
     started = time.perf_counter()
     try:
         plan = plan_within(
-            budget,
-            model=asked.name,
-            graph=asked.graph,
-            schedule=asked.schedule,
-            alignment=ALIGNMENT,
-            versions={"memplan": __version__},
-            costs=asked.workload.costs,
-            policy=name,
+            ScheduledGraph(
+                model=asked.name,
+                graph=asked.graph,
+                schedule=asked.schedule,
+                alignment=ALIGNMENT,
+                versions={"memplan": __version__},
+            ),
+            PlanOptions(budget=budget, policy=name),
+            asked.workload.costs,
         )
     except BudgetInfeasible:
         return {name: None}

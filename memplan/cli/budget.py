@@ -65,7 +65,7 @@ def _torch(target: str, costs: str, alignment: int) -> tuple[Rival, ...]:
     """Return torch's points of activation_memory_budget; none for a model without a backward."""
     from memplan.cli.source import quiet_stages
     from memplan.errors import UnsupportedGraph
-    from memplan.planning.budget import cost_model
+    from memplan.evict.costs import cost_model
     from memplan.planning.frontier import Rival
 
     with quiet_stages(target) as named:

@@ -6,13 +6,14 @@ import enum
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from memplan.cli.console import console
 
 if TYPE_CHECKING:
+    from memplan.core.choices import Gradients
     from memplan.core.plan import Plan
     from memplan.report.summary import Report
 
@@ -93,12 +94,20 @@ def report(
     from memplan.cli.outputs import require_outputs
     from memplan.cli.source import obtain, seconds_option
     from memplan.core.files import write_atomic
+    from memplan.planning.options import PlanOptions
     from memplan.report.summary import report_json
 
     limit = seconds_option("--time-limit", time_limit)
     pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
-    plan = obtain(target, infer=infer, solver=solver, time_limit=limit, budget=budget, costs=costs, gradients=gradients)
+    options = PlanOptions(
+        budget=budget,
+        costs=costs,
+        gradients=cast("Gradients", gradients),  # `PlanOptions` refuses any other text
+        solver=solver,
+        time_limit=limit,
+    )
+    plan = obtain(target, infer=infer, options=options)
     figures = plan.report()
     stop_if_interrupted()
     if save is not None:

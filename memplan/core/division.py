@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from memplan.errors import InvalidSize
 
@@ -58,7 +59,8 @@ def division_of(divide: Divide) -> Division | None:
     return Division(blocks=divide)
 
 
-COMPRESSIONS = ("bits", "int8")  # "bits": masks as bits; "int8": also real numbers as 8-bit codes
+Compression = Literal["bits", "int8"]  # "bits": masks as bits; "int8": also real numbers as 8-bit codes
+COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 
 
 def compression_of(compress: str | None) -> str:

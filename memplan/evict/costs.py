@@ -182,6 +182,23 @@ def load_costs(path: str | os.PathLike[str]) -> CostModel:
         raise
 
 
+def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
+    """Return the cost model of a known device (by name), of a `.json` file (by path), or `costs` itself if it is one.
+
+    Raises `InvalidCosts` for anything else, and the errors of `load_costs`.
+    """
+    if isinstance(costs, CostModel):
+        return costs
+    if isinstance(costs, os.PathLike) or (isinstance(costs, str) and costs.endswith(".json")):
+        return load_costs(costs)
+    if not isinstance(costs, str) or costs.lower() not in DEVICES:
+        hint = f"choose one of: {', '.join(DEVICES)}, or measure one: memplan.profile(model, inputs)"
+        if costs == "measure":
+            hint = f"memplan.compile and compile_step measure their first steps; here, {hint}"
+        raise InvalidCosts(f"there is no cost model {costs!r}", where="costs", hint=hint)
+    return DEVICES[costs.lower()]
+
+
 def signature_of(graph: Graph, op: Op) -> str:
     """Return a text of what decides an op's time: its target, shapes, strides and dtypes.
 

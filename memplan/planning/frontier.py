@@ -9,11 +9,10 @@ from memplan.core.evictions import Action, evictions_of
 from memplan.core.graph import Graph
 from memplan.core.schedule import Schedule
 from memplan.errors import BudgetInfeasible
-from memplan.evict.costs import CostModel
+from memplan.evict.costs import CostModel, cost_model
 from memplan.evict.judge.arrays import measure
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy
-from memplan.planning.budget import cost_model
 from memplan.planning.fit import fit, make_workload, smallest
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)

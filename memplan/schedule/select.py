@@ -36,10 +36,15 @@ def traced(graph: Graph) -> Schedule:
 
 def order(graph: Graph, schedule: str | Policy = "auto") -> Schedule:
     """Schedule `graph` by a policy or its name. Raises `MemplanError` for an unknown name."""
+    return policy_of(schedule)(graph)
+
+
+def policy_of(schedule: str | Policy) -> Policy:
+    """Return the policy of that name, or the given function itself. Raises `MemplanError` for an unknown name."""
     if callable(schedule):
-        return schedule(graph)
+        return schedule
     if schedule not in POLICIES:
         raise MemplanError(f"schedule={schedule!r}", hint=f"choose one of: {', '.join(map(repr, POLICIES))}")
     module, name = POLICIES[schedule]
-    found: Schedule = getattr(import_module(f"memplan.schedule.{module}"), name)(graph)
+    found: Policy = getattr(import_module(f"memplan.schedule.{module}"), name)
     return found

@@ -21,7 +21,7 @@ from memplan.core.problem import Problem, Solution, Status
 from memplan.core.schedule import Evidence, Schedule, make_schedule, storage_intervals, working_set_bound
 from memplan.core.validate import validate
 from memplan.errors import ShapeOutOfRange
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.schedule import cut_bound, order
 from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.sizes import Sizes, graph_at
@@ -150,13 +150,7 @@ class Resolver:
         )
         if plan.arena_size <= _ENOUGH * working_set_bound(graph) or plan.arena_size <= _ENOUGH * self._cut_bound(graph):
             return plan
-        anew = make_plan(
-            model=plan.model,
-            graph=graph,
-            schedule=order(graph),
-            alignment=plan.alignment,
-            versions=plan.versions,
-        )
+        anew = make_plan(replace(ScheduledGraph.of(plan), graph=graph, schedule=order(graph)))
         return anew if anew.arena_size < plan.arena_size else plan
 
     def _cut_bound(self, graph: Graph) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch._ops import OpOverload
 
 from memplan.core.division import Division
 from memplan.core.graph import Graph
-from memplan.errors import UnsupportedProblem
 from memplan.trace.capture.python_values import Reading
 
 
@@ -160,7 +158,7 @@ class TracedGraph:
     if the step was traced under it. `readings`: the Python values that are constants of the step. `device`: where all
     planned storages are. `runs_on`: the names of the devices in plans where everything else is on the host and the plan
     copies it; empty otherwise. `division`: how chains of rows were divided, with `over` settled. `compress`: how saved
-    activations are compressed. `again`: traces the step with another division and compression.
+    activations are compressed.
     """
 
     model: str
@@ -178,22 +176,6 @@ class TracedGraph:
     runs_on: tuple[str, ...] = ()
     division: Division | None = None
     compress: str = ""
-    again: Callable[[Division | None, str], TracedGraph] | None = field(default=None, compare=False, repr=False)
-
-    def divided(self, division: Division | None) -> TracedGraph:
-        """Return the same step with its chains of rows divided by `division` (None: not divided)."""
-        return self.rewritten(division, self.compress)
-
-    def rewritten(self, division: Division | None, compress: str) -> TracedGraph:
-        """Return the same step, divided by `division`, with saved activations compressed by `compress` ("": not
-        compressed).
-        """
-        if (division, compress) == (self.division, self.compress):
-            return self
-        if self.again is None:
-            hint = "leave out divide= and compress="
-            raise UnsupportedProblem("this step cannot be traced again", where="divide", hint=hint)
-        return self.again(division, compress)
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """Return the bindings of one source, in order."""

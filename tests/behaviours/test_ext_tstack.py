@@ -72,7 +72,7 @@ def test_E2_the_layout_of_a_real_graph_is_drawn_too() -> None:  # noqa: N802
     lowest = [name for name, offset in plan.solution.offsets.items() if offset == 0 and ends[name] > 0]
     assert max(ends.values()) in {ends[name] for name in lowest}
     with pytest.raises(UnsupportedProblem, match="layout"):
-        memplan.plan(model, args, layout="stack")
+        memplan.plan(model, args, layout="stack")  # type: ignore[call-overload]
     with pytest.raises(UnsupportedProblem, match="greedy"):
         memplan.plan(model, args, layout="tstack", solver="greedy")
 

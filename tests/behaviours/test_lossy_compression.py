@@ -223,4 +223,4 @@ def test_P9_training_follows_eager() -> None:  # noqa: N802
 
 def test_P9_the_error_names_both_compressions() -> None:  # noqa: N802
     with pytest.raises(InvalidSize, match="int8"):
-        memplan.compile(nn.Linear(2, 2), torch.ones(1, 2), compress="int4")
+        memplan.compile(nn.Linear(2, 2), torch.ones(1, 2), compress="int4")  # type: ignore[arg-type]

@@ -141,7 +141,7 @@ def test_P3_it_has_to_be_asked_for() -> None:  # noqa: N802
     with pytest.raises(InputMismatch):
         step(x[:3])
     with pytest.raises(MemplanError, match="on_mismatch"):
-        memplan.compile_step(model, optimizer, lambda loss: loss, x, on_mismatch="eager")
+        memplan.compile_step(model, optimizer, lambda loss: loss, x, on_mismatch="eager")  # type: ignore[arg-type]
 
 
 # -- evicting on demand ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from memplan.core.choices import Sanitize
 from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import plan as memplan_plan
@@ -125,7 +126,7 @@ def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("sanitize", ["poison", None])
 @pytest.mark.parametrize("name", SAME_AS_EAGER)
-def test_same_as_eager(name: str, sanitize: str | None) -> None:
+def test_same_as_eager(name: str, sanitize: Sanitize | None) -> None:
     model = Fn(SAME_AS_EAGER[name])
     eager = copy.deepcopy(model)
     compiled = memplan_compile(model, _x(), sanitize=sanitize)

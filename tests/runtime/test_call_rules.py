@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.core.choices import Gradients
 from memplan.errors import InputMismatch, StaleActivationsError
 from memplan.runtime.memory.arena_ownership import ArenaOwnership
 
@@ -78,7 +79,7 @@ class Sums(nn.Module):
 
 
 @pytest.mark.parametrize("gradients", ["safe", "owned", "arena"])
-def test_two_gradients_have_bytes_of_their_own(gradients: str) -> None:
+def test_two_gradients_have_bytes_of_their_own(gradients: Gradients) -> None:
     torch.manual_seed(0)
     model, x = Sums(), torch.randn(3, 4)
     eager = copy.deepcopy(model)

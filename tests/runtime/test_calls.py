@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from memplan.core.choices import Gradients
 from memplan.core.plan import SCHEMA_VERSION
 from memplan.errors import InputMismatch, InvalidPlan, MemplanError, PlanMismatch, StaleActivationsError
 from memplan.runtime import compile as memplan_compile
@@ -236,7 +237,7 @@ def test_on_mismatch_eager_and_replan() -> None:
 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(MemplanError, match="sanitize"):
-        memplan_compile(_linear(), torch.randn(3, 4), sanitize="poisn")
+        memplan_compile(_linear(), torch.randn(3, 4), sanitize="poisn")  # type: ignore[arg-type]
 
 
 class Moody(nn.Module):
@@ -350,7 +351,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("gradients", ["safe", "owned", "arena"])
-def test_a_result_without_gradients_requires_one_as_in_eager(gradients: str) -> None:
+def test_a_result_without_gradients_requires_one_as_in_eager(gradients: Gradients) -> None:
     model, x = Counting(), torch.eye(3)
     compiled = memplan_compile(model, x, gradients=gradients)
     for step in (model, compiled):

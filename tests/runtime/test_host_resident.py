@@ -17,14 +17,14 @@ from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
 from memplan.planning.budget import eviction_of
 from memplan.planning.fit import fit, make_workload
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.runtime.copies.copy_threads import ThreadCopies
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import arena_for
 from memplan.schedule import make_schedule, order
-from memplan.trace import alignment_of, trace, trace_step
+from memplan.trace import alignment_of, capture_step, trace
 from memplan.trace.traced import TracedGraph
 from tests.models import TwoLayersLoss
 from tests.runtime.budgets import FAST_LINK
@@ -57,7 +57,9 @@ def _plan(traced: TracedGraph) -> Plan:
     assert workload.budget < measure(workload, workload.plain).peak
     fitted = fit(traced.graph, workload, _streamed)
     schedule = make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), "traced")
-    plan = make_plan(model="streamed", graph=fitted.graph, schedule=schedule, alignment=alignment, versions={})
+    plan = make_plan(
+        ScheduledGraph(model="streamed", graph=fitted.graph, schedule=schedule, alignment=alignment, versions={})
+    )
     return replace(plan, eviction=eviction_of(fitted, plan, "streamed", workload.within(plan.arena_size)))
 
 
@@ -108,7 +110,7 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 def test_whole_steps_write_parameters_and_state_back(make: Make, net: TwoLayersLoss, x: torch.Tensor) -> None:
     eager = copy.deepcopy(net)
     ours, theirs = make(net.parameters()), make(eager.parameters())
-    runner = _runner(StepGuards(net, ours), trace_step(net, ours, (x,)))
+    runner = _runner(StepGuards(net, ours), capture_step(net, ours, (x,)).retrace())
     assert isinstance(runner.arena.copies, ThreadCopies)
     for _ in range(3):
         loss = runner.whole_step([x], torch.ones(()))

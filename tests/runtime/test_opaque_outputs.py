@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.core.choices import Sanitize
 from memplan.runtime import compile, compile_step
 from memplan.trace.traced import KernelCall, OpaqueResult
 from tests.steps import gradients_of, loss_of, same_tensors
@@ -82,7 +83,7 @@ def _train(model: nn.Module, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("sanitize", [None, "poison"])
-def test_the_backward_gets_the_forwards_own_state(sanitize: str | None) -> None:
+def test_the_backward_gets_the_forwards_own_state(sanitize: Sanitize | None) -> None:
     torch.manual_seed(0)
     model, x = Attends(), torch.randn(4, 8)
     eager = copy.deepcopy(model)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memplan.core.plan import Plan
+from memplan.planning.options import PlanOptions
 from memplan.recording.allocator import host_backing
 from memplan.recording.places import LEAST, PlaceAllocator, PlannedPlace, places, segment
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
@@ -38,8 +39,9 @@ class Convolutions(nn.Module):
 
 @cache
 def _plan() -> Plan:
+    options = PlanOptions(schedule="traced", solver="greedy")
     with torch.device("meta"):
-        return plan(Convolutions(), torch.empty(2, 1, 1024, 512), schedule="traced", solver="greedy")
+        return plan(Convolutions(), torch.empty(2, 1, 1024, 512), options=options)
 
 
 def test_only_what_has_its_whole_segment_to_itself_has_a_place() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.core.choices import Sanitize
 from memplan.core.problem import Buffer
 from memplan.errors import ArenaCorruption
 from memplan.runtime import CompiledModule
@@ -30,7 +31,7 @@ class Masking(nn.Module):
         return out.square().mean()
 
 
-def _compiled(sanitize: str | None) -> tuple[CompiledModule, torch.Tensor]:
+def _compiled(sanitize: Sanitize | None) -> tuple[CompiledModule, torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(5, 6)
     return memplan.compile(Masking(), x, sanitize=sanitize), x
@@ -76,7 +77,7 @@ def test_poison_leaves_what_is_alive_alone() -> None:
 
 
 @pytest.mark.parametrize("sanitize", ["poison", None])
-def test_a_late_reader_sees_poison(sanitize: str | None) -> None:
+def test_a_late_reader_sees_poison(sanitize: Sanitize | None) -> None:
     """After the step, nothing in the arena is alive: whoever reads there now reads too late."""
     compiled, x = _compiled(sanitize)
     compiled(x).backward()

@@ -12,7 +12,7 @@ import pytest
 
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError, UnsupportedGraph
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.schedule import Evidence, order
 from memplan.verify import Proof, ProofState, proofs, verify
 from memplan.verify.within import within
@@ -27,7 +27,7 @@ def _said(plan: Plan, **changes: Any) -> Plan:
 
 def _searched_plan(policy: str = "auto") -> Plan:
     graph = diamonds(2)
-    return make_plan(model="", graph=graph, schedule=order(graph, policy), alignment=1, versions={})
+    return make_plan(ScheduledGraph(model="", graph=graph, schedule=order(graph, policy), alignment=1, versions={}))
 
 
 def _of_order(plan: Plan, time_limit: float | None = None) -> Proof:
@@ -50,7 +50,9 @@ def test_a_working_set_and_an_empty_plan_are_verified() -> None:
     assert not _of_order(_said(sample_plan(), bound=261)).ok
     empty = diamonds(2)
     empty = dataclasses.replace(empty, ops=(), outputs=())
-    assert _of_order(make_plan(model="", graph=empty, schedule=order(empty), alignment=1, versions={})).ok
+    assert _of_order(
+        make_plan(ScheduledGraph(model="", graph=empty, schedule=order(empty), alignment=1, versions={}))
+    ).ok
 
 
 def test_the_moment_between_forward_and_backward_is_verified() -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.runtime.api.compiled_module import CompiledModule
-from memplan.runtime.options import Options, device_for, given_plan
+from memplan.runtime.options import CompileOptions, device_for, given_plan
 from memplan.trace.capture.refusals import keywords_of
+
+if TYPE_CHECKING:
+    from memplan.core.choices import Gradients, Layout, OnMismatch, Sanitize
+    from memplan.core.division import Compression, Divide
+    from memplan.evict.workload import Policy as EvictionPolicy
+    from memplan.planning.options import Budget, Costs, Device, DynamicShapes
+    from memplan.schedule import Policy as SchedulePolicy
+    from memplan.solvers import Solver
 
 
 def compile(
@@ -21,22 +29,22 @@ def compile(
     *,
     train: bool | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
-    budget: Any = None,
-    policy: Any = "auto",
-    costs: Any = None,
-    divide: Any = None,
-    compress: str | None = None,
-    schedule: Any = "auto",
-    solver: Any = "auto",
-    layout: str = "auto",
+    budget: Budget | Sequence[Budget] | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: Costs | None = None,
+    divide: Divide = None,
+    compress: Compression | None = None,
+    schedule: str | SchedulePolicy = "auto",
+    solver: str | Solver = "auto",
+    layout: Layout = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
-    gradients: str = "safe",
-    sanitize: str | None = None,
-    on_mismatch: str = "error",
+    gradients: Gradients = "safe",
+    sanitize: Sanitize | None = None,
+    on_mismatch: OnMismatch = "error",
     cuda_graph: bool = False,
-    device: Any = None,
-    dynamic_shapes: Any = None,
+    device: Device | None = None,
+    dynamic_shapes: DynamicShapes | None = None,
     bucketing: Mapping[str, int] | None = None,
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
@@ -115,7 +123,7 @@ def compile(
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     given = given_plan(plan, budget)
-    options = Options(
+    options = CompileOptions(
         budget=budget,
         policy=policy,
         costs=costs,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,9 +18,17 @@ from memplan.runtime.api.loss_module import LossModule
 from memplan.runtime.api.step_builder import StepBuilder
 from memplan.runtime.guards.ranks import require_no_reducer
 from memplan.runtime.on_demand.eager_step import eager_step
-from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice
+from memplan.runtime.options import StepOptions, device_for, given_plan
 from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.optimizer.updates import Accumulate
+
+if TYPE_CHECKING:
+    from memplan.core.choices import Layout, Sanitize, StepOnMismatch
+    from memplan.core.division import Compression, Divide
+    from memplan.evict.workload import Policy as EvictionPolicy
+    from memplan.planning.options import Budget, Costs, Device
+    from memplan.schedule import Policy as SchedulePolicy
+    from memplan.solvers import Solver
 
 
 def compile_step(
@@ -33,20 +41,20 @@ def compile_step(
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
     plan: Plan | str | os.PathLike[str] | None = None,
-    budget: Any = None,
-    policy: Any = "auto",
-    costs: Any = None,
-    divide: Any = None,
-    compress: str | None = None,
-    schedule: Any = "auto",
-    solver: Any = "auto",
-    layout: str = "auto",
+    budget: Budget | Sequence[Budget] | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: Costs | None = None,
+    divide: Divide = None,
+    compress: Compression | None = None,
+    schedule: str | SchedulePolicy = "auto",
+    solver: str | Solver = "auto",
+    layout: Layout = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
-    sanitize: str | None = None,
-    on_mismatch: str = "error",
+    sanitize: Sanitize | None = None,
+    on_mismatch: StepOnMismatch = "error",
     cuda_graph: bool = False,
-    device: Any = None,
+    device: Device | None = None,
     allow_unsynchronized: bool = False,
 ) -> CompiledStep:
     """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
@@ -98,12 +106,8 @@ def compile_step(
         loss = step(inputs, targets)
         ```
     """
-    _require_sensible(accumulate, clip_grad_norm)
     given = given_plan(plan, budget)
-    if given is not None and accumulate > 1:
-        what = f"accumulate={accumulate} needs two programs, and a plan is for one"
-        raise MemplanError(what, where="compile_step", hint="leave out plan=")
-    options = PlanOptions(
+    options = StepOptions(
         budget=budget,
         policy=policy,
         costs=costs,
@@ -116,8 +120,15 @@ def compile_step(
         in_place=in_place,
         sanitize=sanitize,
         device=device_for(device, given),
+        clip_grad_norm=clip_grad_norm,
+        accumulate=accumulate,
+        on_mismatch=on_mismatch,
+        cuda_graph=cuda_graph,
+        allow_unsynchronized=allow_unsynchronized,
     )
-    require_choice("on_mismatch", on_mismatch, ("error", "passive"))
+    if given is not None and accumulate > 1:
+        what = f"accumulate={accumulate} needs two programs, and a plan is for one"
+        raise MemplanError(what, where="compile_step", hint="leave out plan=")
     loss = LossModule(model, loss_fn)
     batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
     loss.require_parts(batch)
@@ -125,30 +136,11 @@ def compile_step(
     _require_no_gradients((batch, kwargs))
     if not allow_unsynchronized:
         require_no_reducer(model)
-    builder = StepBuilder(
-        loss,
-        optimizer,
-        options,
-        clip_grad_norm=clip_grad_norm,
-        cuda_graph=cuda_graph,
-        allow_unsynchronized=allow_unsynchronized,
-    )
     kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
-    module_guards, runners, guides = builder.build(batch, kwargs, kinds, given)
+    module_guards, runners, guides = StepBuilder(loss, optimizer, options).build(batch, kwargs, kinds, given)
     passive = partial(eager_step, clip_grad_norm=clip_grad_norm) if on_mismatch == "passive" else None
     adding = runners[0] if accumulate > 1 else None
     return CompiledStep(module_guards, adding, runners[-1], accumulate=accumulate, guides=guides, passive=passive)
-
-
-def _require_sensible(accumulate: int, clip_grad_norm: float | None) -> None:
-    if type(accumulate) is not int or accumulate < 1:
-        raise MemplanError(f"accumulate={accumulate!r}", hint="pass the number of micro-batches per update, 1 or more")
-    if clip_grad_norm is not None and (
-        isinstance(clip_grad_norm, bool) or not isinstance(clip_grad_norm, (int, float)) or not clip_grad_norm >= 0
-    ):
-        raise MemplanError(
-            f"clip_grad_norm={clip_grad_norm!r}", hint="pass the maximal norm, a number of at least 0, or None"
-        )
 
 
 def _require_no_gradients(batch: Any) -> None:

@@ -20,7 +20,7 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for
-from memplan.runtime.options import Options
+from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
 from memplan.trace.capture.refusals import require_traceable
 
@@ -67,7 +67,7 @@ class CompiledModule(nn.Module, MeasuredStep):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        options: Options,
+        options: CompileOptions,
         train: bool | None = None,
         given: Plan | None = None,
     ) -> None:

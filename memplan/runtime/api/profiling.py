@@ -19,6 +19,7 @@ from torch import nn
 
 from memplan.errors import InvalidCosts
 from memplan.evict.costs import DEVICES, CostModel, Link, signature_of
+from memplan.planning.options import PlanOptions
 from memplan.runtime.api.builder import require_real
 from memplan.runtime.execute.program import Program
 from memplan.runtime.execute.runner import Runner
@@ -73,7 +74,7 @@ def profile(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     require_real(model, args, keywords_of(example_kwargs))
     traced = trace(model, args, example_kwargs, train=train)
-    plan = plan_traced(traced, schedule="traced")
+    plan = plan_traced(traced, PlanOptions(schedule="traced"))
     runner = Runner(ModuleGuards(model), traced, plan, arena_for(plan, traced.device), sanitize=None)
     seconds = _op_seconds(runner.program, rounds)
     base = DEVICES[device_costs(traced.device)]

@@ -18,37 +18,18 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.ranks import require_collective
 from memplan.runtime.memory.arena import arena_for_all
 from memplan.runtime.memory.host import prepare_host
-from memplan.runtime.options import PlanOptions, require_recordable
-from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, require_measurable, safe_plan
-from memplan.trace import trace_step
+from memplan.runtime.options import StepOptions
+from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
+from memplan.trace import CapturedStep, capture_step
 from memplan.trace.optimizer.updates import Accumulate
 from memplan.trace.traced import TracedGraph
 
 
 class StepBuilder:
-    """Builds the programs of a `CompiledStep`; `loss` is the model with its loss.
+    """Builds the programs of a `CompiledStep`; `loss` is the model with its loss."""
 
-    Raises `UnsupportedCall` for options under which no step can be measured or recorded.
-    """
-
-    def __init__(
-        self,
-        loss: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        options: PlanOptions,
-        *,
-        clip_grad_norm: float | None,
-        cuda_graph: bool,
-        allow_unsynchronized: bool,
-    ) -> None:
+    def __init__(self, loss: nn.Module, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
         self._loss, self._optimizer, self._options = loss, optimizer, options
-        self._clip_grad_norm, self._cuda_graph = clip_grad_norm, cuda_graph
-        self._allow_unsynchronized = allow_unsynchronized
-        self._measures = options.measures
-        if self._measures:
-            require_measurable(cuda_graph=cuda_graph)
-        if cuda_graph:
-            require_recordable(options.device)
 
     def build(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], kinds: Sequence[Accumulate | None], given: Plan | None
@@ -60,17 +41,19 @@ class StepBuilder:
         """
         require_real(self._loss, batch, kwargs)
         options = self._options
-        traced = [self._trace(batch, kwargs, kind) for kind in kinds]
-        if not self._allow_unsynchronized:
+        captured = [self._capture(batch, kwargs, kind) for kind in kinds]
+        traced = [c.retrace() for c in captured]
+        if not options.allow_unsynchronized:
             require_collective(traced)
         prepare_host(self._loss, traced[0], self._optimizer)
         device = traced[0].device
-        recorder = make_recorder(device, options.sanitize) if self._cuda_graph else None
+        recorder = make_recorder(device, options.sanitize) if options.cuda_graph else None
         planned: list[tuple[TracedGraph, Plan, RecordingPolicy | None]]
-        if self._measures:
-            planned = [safe_plan(options, t) for t in traced]
+        steps = list(zip(traced, captured, strict=True))
+        if options.measures:
+            planned = [safe_plan(options, t, c) for t, c in steps]
         else:
-            planned = [(*options.settle(t, given), None) for t in traced]
+            planned = [(*options.settle(t, c, given), None) for t, c in steps]
         module_guards = StepGuards(self._loss, self._optimizer)
         room = max(arena_room(plan, policy) for _, plan, policy in planned)
         arena = arena_for_all([plan for _, plan, _ in planned], device, room)
@@ -87,15 +70,15 @@ class StepBuilder:
         ]
         return module_guards, runners, guides
 
-    def _trace(self, batch: tuple[Any, ...], kwargs: dict[str, Any], kind: Accumulate | None) -> TracedGraph:
-        return trace_step(
+    def _capture(self, batch: tuple[Any, ...], kwargs: dict[str, Any], kind: Accumulate | None) -> CapturedStep:
+        return capture_step(
             self._loss,
             self._optimizer,
             batch,
             kwargs,
-            clip_grad_norm=self._clip_grad_norm,
+            clip_grad_norm=self._options.clip_grad_norm,
             accumulate=kind,
-            rates_in_memory=self._cuda_graph,
+            rates_in_memory=self._options.cuda_graph,
             in_place=self._options.in_place,
             device=self._options.device,
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memplan.core.choices import Sanitize
 from memplan.core.lifetimes import host_problem
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer
@@ -45,10 +46,9 @@ class Sanitizers:
 
 
 NO_SANITIZERS = Sanitizers()
-SANITIZERS = ("poison", "redzone")
 
 
-def redzone_of(sanitize: str | None, alignment: int) -> int:
+def redzone_of(sanitize: Sanitize | None, alignment: int) -> int:
     """Return the bytes that the plan must leave on each side of every buffer for `sanitize`."""
     return alignment if sanitize == "redzone" else 0
 

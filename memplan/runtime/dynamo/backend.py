@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import fx
 
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.planned_graph import ArenaCoordinators, PlannedGraph
-from memplan.runtime.options import PlanOptions
-from memplan.trace import stay_in_arena
+from memplan.runtime.options import RunOptions
+
+if TYPE_CHECKING:
+    from memplan.core.choices import Gradients
+    from memplan.runtime.options import RunKeywords
 
 
 class Backend:
@@ -45,11 +48,10 @@ class Backend:
         ```
     """
 
-    def __init__(self, *, gradients: str = "safe", **options: Any) -> None:
+    def __init__(self, *, gradients: Gradients = "safe", **options: Unpack[RunKeywords]) -> None:
         self._arguments = {"gradients": gradients, **options}
-        self._options = PlanOptions(**options)
-        self._owned = gradients == "owned"
-        if stay_in_arena(gradients):
+        self._options = RunOptions(gradients=gradients, **options)
+        if self._options.gradients_in_arena:
             what = "graphs of one step share an arena, so a backward would overwrite the gradients of another graph"
             hint = 'use memplan.compile(model, inputs, gradients="arena"), for a model that is one graph'
             raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint)
@@ -62,7 +64,7 @@ class Backend:
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the callable that replaces a graph; dynamo calls this with each graph that it has traced."""
-        planned = PlannedGraph(graph, inputs, self._options, self._coordinators, self.hooks, owned=self._owned)
+        planned = PlannedGraph(graph, inputs, self._options, self._coordinators, self.hooks)
         self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned
 

@@ -25,8 +25,8 @@ from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaSlot, ObservedOwnership, part_of
-from memplan.runtime.options import PlanOptions
-from memplan.trace import trace_graph
+from memplan.runtime.options import RunOptions
+from memplan.trace import plan_traced, trace_graph
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
 from memplan.trace.traced import TracedGraph
 
@@ -44,11 +44,10 @@ class GraphInstance:
         self,
         module: GraphModuleWithParams,
         inputs: Sequence[Any],
-        options: PlanOptions,
+        options: RunOptions,
         coordinator: ArenaCoordinator,
         hooks: Hooks,
         *,
-        owned: bool,
         like: GraphInstance | None,
     ) -> None:
         self.module = module
@@ -57,11 +56,11 @@ class GraphInstance:
         self.layouts = 0
         self._options = options
         self._hooks = hooks
-        self._owned = owned
         self._module_guards = ModuleGuards(self.module)
         rest = self.module.set_kept(inputs)
         self.traced: TracedGraph = _trace(self.module, rest, options) if like is None else like.traced
-        self.plan: Plan = options.plan(self.traced) if like is None else like.plan
+        redzone = options.redzone(self.traced.device)
+        self.plan: Plan = plan_traced(self.traced, options, redzone=redzone) if like is None else like.plan
         self.runner: Runner
         with torch.inference_mode(False):
             arena = part_of(Arena(self.plan.arena_size, self.device), self.ownership)
@@ -96,7 +95,7 @@ class GraphInstance:
             plan,
             arena,
             sanitize=self._options.sanitize,
-            owned=self._owned,
+            owned=self._options.owned_gradients,
             bound=bound,
             hooks=self._hooks,
         )
@@ -109,18 +108,15 @@ class PlannedGraph:
         self,
         graph: fx.GraphModule,
         inputs: Sequence[Any],
-        options: PlanOptions,
+        options: RunOptions,
         coordinators: ArenaCoordinators,
         hooks: Hooks,
-        *,
-        owned: bool,
     ) -> None:
         self._graph = graph
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if is_kept(x)}
         self._options = options
         self._hooks = hooks
-        self._owned = owned
         self._coordinators = coordinators
         numbers = numbers_of(graph)
         self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
@@ -168,9 +164,7 @@ class PlannedGraph:
             module = named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
             like = instances[0] if instances else None
             with compile_lock:  # torch can trace in one thread at a time
-                found = GraphInstance(
-                    module, inputs, self._options, coordinator, self._hooks, owned=self._owned, like=like
-                )
+                found = GraphInstance(module, inputs, self._options, coordinator, self._hooks, like=like)
             instances.append(found)
         return found
 
@@ -189,7 +183,7 @@ class ArenaCoordinators:
         return found
 
 
-def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: PlanOptions) -> TracedGraph:
+def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: RunOptions) -> TracedGraph:
     """Return the trace of a graph, with its backward if autograd would record the call."""
     train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
     with torch.inference_mode(False):  # this enables gradients, too

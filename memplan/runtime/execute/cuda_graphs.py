@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memplan.core.choices import Sanitize
 from memplan.core.graph import StorageKind
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.execute.program import Program
@@ -123,7 +124,7 @@ def _multiply(square: torch.Tensor) -> None:
     torch.addmm(square[0], square, square)
 
 
-def make_recorder(device: torch.device, sanitize: str | None) -> Recorder:
+def make_recorder(device: torch.device, sanitize: Sanitize | None) -> Recorder:
     """Return a new recorder for a device. Raises `UnsupportedCall` or `MemplanError` if nothing can be recorded."""
     if device.type != "cuda":
         raise UnsupportedCall(

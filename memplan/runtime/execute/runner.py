@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from memplan.core.choices import Sanitize
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedCall
 from memplan.runtime.debug.hooks import Hook, Hooks
@@ -38,7 +39,7 @@ class Runner:
         plan: Plan,
         arena: Arena,
         *,
-        sanitize: str | None,
+        sanitize: Sanitize | None,
         owned: bool = False,
         recorder: Recorder | None = None,
         whole: bool = False,
@@ -321,7 +322,7 @@ def _versioned(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(t for t in tensors if not t.is_inference())
 
 
-def _sanitizers(sanitize: str | None, traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Sanitizers:
+def _sanitizers(sanitize: Sanitize | None, traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Sanitizers:
     if sanitize == "poison":
         return make_poison(traced, plan, arena, host)
     if sanitize == "redzone":

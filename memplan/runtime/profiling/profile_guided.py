@@ -17,19 +17,18 @@ import torch
 
 from memplan.core.plan import Plan
 from memplan.errors import MemplanError, StaleActivationsError, UnsupportedCall
-from memplan.evict.costs import CostModel
+from memplan.evict.costs import CostModel, cost_model
 from memplan.evict.events import Events
 from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, with_lateness
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy
-from memplan.planning.budget import cost_model
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.options import PlanOptions
+from memplan.runtime.options import RunOptions
 from memplan.runtime.profiling.measurement import Measurement
 from memplan.runtime.profiling.op_timer import OpTimer
-from memplan.trace import device_costs
+from memplan.trace import Retracer, device_costs, plan_traced
 from memplan.trace.traced import TracedGraph
 
 WARM = 1  # first steps of a plan that are not counted: they touch pages and fill caches
@@ -54,44 +53,40 @@ def recording_policy(policy: str | Policy) -> RecordingPolicy:
     return RecordingPolicy(decide, policy_name(policy), quick if decide in (auto, recompute) else None)
 
 
-def require_measurable(*, cuda_graph: bool, dynamic_shapes: Any = None) -> None:
-    """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, and for dynamic shapes."""
-    if cuda_graph:
-        hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
-        raise UnsupportedCall("a recorded step is replayed without Python", where="costs='measure'", hint=hint)
-    if dynamic_shapes is not None:
-        hint = "measure one shape, save compiled.measurement.costs, and compile with costs='costs.json'"
-        raise UnsupportedCall("steps of one shape are measured", where="costs='measure'", hint=hint)
-
-
 def arena_room(plan: Plan, policy: RecordingPolicy | None) -> int:
     """Return the bytes of an arena in which every plan within the budget fits; 0 if nothing is evicted."""
     return plan.eviction.budget if policy is not None and policy.events is not None and plan.eviction else 0
 
 
-def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[TracedGraph, Plan, RecordingPolicy]:
-    """Return the step, a plan within the budget by the default costs of the device, and the policy that decided it."""
+def safe_plan(
+    options: RunOptions, traced: TracedGraph, retracer: Retracer | None
+) -> tuple[TracedGraph, Plan, RecordingPolicy]:
+    """Return the planned variant of the step, its plan, and the policy that decided it.
+
+    The plan keeps the budget by the default costs of the device.
+    """
     if len(traced.runs_on) > 1:
         what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"
         raise UnsupportedCall(what, where="costs='measure'", hint="pass costs of your own, or one device")
     options = replace(options, costs=None)
     if options.divide:  # the division is chosen first; the policy then decides about the divided step
-        traced, plan = options.settle(traced, None)
+        traced, plan = options.settle(traced, retracer)
         assert plan.eviction is not None
-        options = replace(options, divide=None, budget=plan.eviction.budget)
+        options, retracer = replace(options, divide=None, budget=plan.eviction.budget), None
     policy = recording_policy(options.policy)
-    return *replace(options, policy=policy).settle(traced, None), policy
+    return *replace(options, policy=policy).settle(traced, retracer), policy
 
 
 def guide_of(
-    options: PlanOptions, traced: TracedGraph, runner: Runner, policy: RecordingPolicy, build: Build
+    options: RunOptions, traced: TracedGraph, runner: Runner, policy: RecordingPolicy, build: Build
 ) -> ProfileGuide:
     """Return the guide of a runner of `safe_plan`; all its plans keep the same budget."""
     eviction = runner.plan.eviction
     assert eviction is not None
 
     def plan_with(policy: Policy, costs: CostModel) -> Plan:
-        return replace(options, budget=eviction.budget, policy=policy, costs=costs, divide=None).plan(traced)
+        measured = replace(options, budget=eviction.budget, policy=policy, costs=costs, divide=None)
+        return plan_traced(traced, measured, redzone=options.redzone(traced.device))
 
     return ProfileGuide(runner, policy, plan_with, build)
 

@@ -24,7 +24,7 @@ from memplan.recording.tape import Tape, TapeEvent, lives, make_tape
 from memplan.report.text_diagrams import partition_table
 from memplan.runtime.kernels.pool_placement import cuda_runtime
 from memplan.runtime.memory.measure import quiet_kineto
-from memplan.solvers import solve
+from memplan.solvers import Solver, solve
 from memplan.trace import alignment_of
 
 _SHOWN = 10  # buffers at the peak that a report lists
@@ -184,7 +184,7 @@ def record(
     *,
     device: str | torch.device = "cpu",
     warm_up: int = 1,
-    solver: Any = "auto",
+    solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Recording:
     """Run `step_fn()`, and plan the memory that it allocated on `device`.
@@ -227,7 +227,7 @@ def recording_of(
     alignment: int,
     allocator: Allocator | None = None,
     *,
-    solver: Any = "auto",
+    solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Recording:
     """Return a recording of allocations and releases in order. `alignment` is in bytes."""

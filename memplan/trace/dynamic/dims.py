@@ -213,15 +213,3 @@ def _linear(said: Any, where: str) -> dict[str, int]:
         return {}
     offset = int(said.fn(0))
     return {"factor": int(said.fn(1)) - offset, "offset": offset}
-
-
-def refuse_beside(*, device: Any, divide: Any, compress: Any) -> None:
-    """Raise `InvalidShapes` for options that work for one shape only and cannot be combined with `dynamic_shapes`."""
-    if device is not None:
-        hint = "leave out one of them: shapes that vary are planned where the model is"
-        what = "a plan for another device has one shape"
-        raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
-    if divide or compress:
-        what = "ops are divided, and masks packed, for one shape"
-        where = f"{'divide' if divide else 'compress'} with dynamic_shapes"
-        raise InvalidShapes(what, where=where, hint="leave out one of them")

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidShapes, UnsupportedGraph
+from memplan.planning.options import DEFAULTS, DynamicShapes, PlanOptions
 from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
 from memplan.symbolic.sizes import SizesWriter
@@ -48,7 +49,7 @@ def trace_symbolic(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    dynamic_shapes: Any,
+    dynamic_shapes: DynamicShapes,
     train: bool,
     in_place: bool = True,
     fixed: Collection[str] = (),
@@ -104,31 +105,25 @@ def plan_symbolic(
     example_inputs: Any = (),
     example_kwargs: dict[str, Any] | None = None,
     *,
-    dynamic_shapes: Any,
     train: bool | None = None,
-    **options: Any,
+    options: PlanOptions,
 ) -> SymbolicPlan:
-    """Return the symbolic plan of `memplan.plan` with `dynamic_shapes`; `options` are those of `plan_traced`.
-
-    Raises as `trace_symbolic` does, and `InvalidShapes` for a budget: evictions are decided for one size only.
-    """
+    """Return the symbolic plan of `memplan.plan` with `options.dynamic_shapes`. Raises as `trace_symbolic` does."""
+    assert options.dynamic_shapes is not None
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
-    traced = trace_symbolic(model, args, keywords_of(example_kwargs), dynamic_shapes=dynamic_shapes, train=train)
-    return plan_of(traced, **options)
+    traced = trace_symbolic(
+        model, args, keywords_of(example_kwargs), dynamic_shapes=options.dynamic_shapes, train=train
+    )
+    return plan_of(traced, options)
 
 
-def plan_of(traced: SymbolicTrace, **options: Any) -> SymbolicPlan:
-    """Return the symbolic plan of a symbolic trace; `options` are those of `plan_traced`."""
-    if options.get("budget") is not None:
-        hint = "give the budget without dynamic_shapes, for the largest shape; memplan.max_batch finds it"
-        raise InvalidShapes(
-            "a budget's evictions hold for one size only", where="budget with dynamic_shapes", hint=hint
-        )
+def plan_of(traced: SymbolicTrace, options: PlanOptions = DEFAULTS, *, redzone: int = 0) -> SymbolicPlan:
+    """Return the symbolic plan of a symbolic trace. `redzone` is in bytes, as in `plan_traced`."""
     return make_symbolic(
         symbols=traced.symbols,
         sizes=traced.sizes,
-        plan=plan_traced(traced.traced, **options),
+        plan=plan_traced(traced.traced, options, redzone=redzone),
         conditions=traced.conditions,
         inputs=[shape or () for shape in traced.leaves],
     )
