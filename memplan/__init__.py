@@ -110,7 +110,7 @@ _HOMES = {
     "explain": "memplan.analysis.explain",
     "load": "memplan.planning.planfile",
     "max_batch": "memplan.trace.batches",
-    "profile": "memplan.runtime.api.profiling",  # `memplan.runtime.profile` is a package
+    "profile": "memplan.runtime.api.profiling",
     "solve": "memplan.solvers",
     "validate": "memplan.core.validate",
 }

@@ -1,4 +1,4 @@
-"""What limits every policy: the floor of the budget, and until when each storage can be recomputed.
+"""Limits of every policy: the floor of the budget, and the last op before which a storage can be recomputed.
 
 The floor is the largest working set of one op: below it no plan exists. The limit of a storage is the last op before
 which it can be recomputed; no storage is assumed to be kept beyond its own last use for the sake of a recompute.

@@ -188,7 +188,7 @@ def read_budget(budget: object) -> int | float | Literal["min"]:
             raise InvalidSize(f"{budget!r} is less than a byte", where="budget", hint=_BUDGET_HINT)
         return nbytes
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise InvalidSize(f"{budget!r} is no budget", where="budget", hint=_BUDGET_HINT)
+        raise InvalidSize(f"{budget!r} is not a budget", where="budget", hint=_BUDGET_HINT)
     if isinstance(budget, float):
         return _share(budget)
     if budget < 0:
@@ -199,5 +199,5 @@ def read_budget(budget: object) -> int | float | Literal["min"]:
 def _share(share: float) -> float:
     """Return a share. Raises `InvalidSize` unless it is above 0 and at most 1."""
     if not 0 < share <= 1:
-        raise InvalidSize(f"{share!r} is no share between 0 and 1", where="budget", hint=_BUDGET_HINT)
+        raise InvalidSize(f"{share!r} is not a share between 0 and 1", where="budget", hint=_BUDGET_HINT)
     return share
