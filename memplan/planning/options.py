@@ -176,7 +176,7 @@ def refuse_beside_arena(**others: Any) -> None:
 def read_budget(budget: object) -> int | float | Literal["min"]:
     """Return a budget in one of three notations: bytes (int), a share of the need without it (float), or "min".
 
-    Raises `InvalidSize` for what is no budget.
+    Raises `InvalidSize` for anything else.
     """
     if budget == "min":
         return "min"

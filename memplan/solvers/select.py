@@ -51,11 +51,11 @@ def solver_of(solver: str | Solver) -> Solver:
     if isinstance(solver, str):
         name = DEFAULT if solver == "auto" else solver
         if name not in SOLVERS:
-            what = f"there is not a solver {solver!r}"
+            what = f"there is no solver {solver!r}"
             raise UnsupportedProblem(what, hint=f"choose one of: auto, {', '.join(SOLVERS)}")
         return SOLVERS[name]
     if not isinstance(solver, Solver):
-        raise UnsupportedProblem(f"{solver!r} is not a solver", hint="give a name, or an object with solve and refuses")
+        raise UnsupportedProblem(f"{solver!r} is no solver", hint="give a name, or an object with solve and refuses")
     return solver
 
 

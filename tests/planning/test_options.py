@@ -30,7 +30,7 @@ VARYING = {"x": {0: "batch"}}
         ({"layout": "stack"}, UnsupportedProblem, "no layout 'stack'"),
         ({"layout": "tstack", "solver": "greedy"}, UnsupportedProblem, "not by 'greedy'"),
         ({"solver": "luck"}, UnsupportedProblem, "no solver 'luck'"),
-        ({"solver": 5}, UnsupportedProblem, "5 is not a solver"),
+        ({"solver": 5}, UnsupportedProblem, "5 is no solver"),
         ({"time_limit": "1"}, InvalidProblem, "time_limit"),
         ({"time_limit": -1.0}, InvalidProblem, "time_limit"),
         ({"policy": "hope"}, MemplanError, "policy='hope'"),
