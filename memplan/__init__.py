@@ -13,7 +13,8 @@
     Backend(**options)               configures torch.compile(model, backend="memplan")
     explain(plan), diff(one, two)    show the live buffers of a step; the differences between two plans
 
-Importing this package does not import torch and patches nothing: each name is imported on first use.
+Importing this package does not import torch and patches nothing: each name is imported on first use. torch is an extra
+(`memplan[torch]`): without it, names that trace or run a model raise `TorchNotInstalled`, and the others work.
 """
 
 from __future__ import annotations
@@ -130,12 +131,22 @@ _HOMES = {
 }
 
 
+_ROOMS_WITH_TORCH = ("memplan.runtime", "memplan.trace")
+
+
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that the command line starts without torch."""
+    """Import a public name when it is first used, so that the command line starts without torch.
+
+    Raises `TorchNotInstalled` for a name that needs torch where torch is not installed.
+    """
     if name == "csvio":
         return import_module("memplan.core.csvio")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _HOMES[name].startswith(_ROOMS_WITH_TORCH):
+        from memplan.core.extras import require_torch
+
+        require_torch(f"memplan.{name}")
     found = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return found
 
@@ -221,11 +232,15 @@ def plan(
         UnsupportedDevice: The device is not there, or the model cannot run on it this way.
         BudgetInfeasible: No plan keeps the budget; the error has the smallest budget that works.
         InvalidSize: An option has no valid value.
+        TorchNotInstalled: torch is not installed; the error has the command that installs it.
 
     Example:
         >>> plan = memplan.plan(model, (torch.empty(8, 1024, device="meta"),), budget="8GiB")
         >>> print(plan.arena_size, plan.max_live, plan.total)
     """
+    from memplan.core.extras import require_torch
+
+    require_torch("memplan.plan")
     from memplan import trace
 
     options: dict[str, Any] = {

@@ -91,6 +91,10 @@ class InvalidModel(MemplanError, ValueError):
     """A model cannot be loaded: there is no such file or factory, or the factory failed or returned something else."""
 
 
+class TorchNotInstalled(MemplanError, ImportError):
+    """Something that needs torch was used where torch is not installed; the hint has the command that installs it."""
+
+
 class PlanMismatch(MemplanError, ValueError):
     """A plan was made for another graph; `where` names the first difference."""
 

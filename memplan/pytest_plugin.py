@@ -91,6 +91,7 @@ class Checker:
             LimitExceeded: A limit is exceeded; the error says by how much and lists the largest buffers.
             InvalidSize: A limit has no valid value, or there is no limit at all.
             UnsupportedGraph: The model cannot be planned, as in `memplan.plan`.
+            TorchNotInstalled: torch is not installed, and `model` is not a `Plan`.
         """
         __tracebackhide__ = True
         from memplan.check.check import check
@@ -101,6 +102,9 @@ class Checker:
         if isinstance(model, Plan):
             plan = model
         else:
+            from memplan.core.extras import require_torch
+
+            require_torch("memplan.check of a model")
             from memplan import trace
 
             plan = trace.plan(model, inputs, kwargs, train=train)

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from memplan.core.extras import require_torch
 from memplan.errors import InvalidModel, MemplanError
 
 _FORM = "name it FILE.py:FACTORY or package.module:FACTORY, where FACTORY() returns (model, example_inputs)"
@@ -51,10 +52,11 @@ def load_model(target: str) -> NamedModel:
 
     The folder of FILE.py (or the working directory, for a module) comes first in `sys.path`, as when Python runs it.
     Raises `InvalidModel` if the file, module or name does not exist, the user's code raises, or the factory returns
-    something else.
+    something else; `TorchNotInstalled` where torch is not installed, before any code runs.
     """
     if not names_model(target):
         raise InvalidModel("does not name a model", where=target or "''", hint=_FORM)
+    require_torch(target)
     source, _, name = target.rpartition(":")
     is_file = source.endswith(".py") or os.sep in source
     if not is_file and not all(part.isidentifier() for part in source.split(".")):
