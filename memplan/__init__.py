@@ -196,8 +196,8 @@ def plan(
 
     Args:
         model: The module whose call is planned. Its parameters may be real, fake or meta tensors.
-        example_inputs: The tuple of positional arguments, or the only one: real, fake or meta tensors of the shapes
-            that the step will see.
+        example_inputs: A tuple of positional arguments, a dict of keywords (without `example_kwargs`), or the only
+            argument: real, fake or meta tensors of the shapes that the step will see.
         example_kwargs: The keyword arguments.
         train: Plan forward and backward (True) or the forward alone (False); None follows `model.training`.
         budget: The most bytes that the arena may have: a number of bytes, a text ("8GiB"), a share of its size

@@ -77,7 +77,7 @@ class Checker:
 
         Args:
             model: The module, or a `Plan` to check.
-            inputs: The tuple of positional arguments, or the only one.
+            inputs: A tuple of positional arguments, a dict of keywords (without `kwargs`), or the only argument.
             kwargs: The keyword arguments.
             arena: The most bytes of the arena: a number or a text ("12 MiB").
             fragmentation: The largest share of the arena that may be lost at the peak, between 0 and 1.

@@ -29,7 +29,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("memplan", "tests", "benchmarks", "scripts", "pyproject.toml", "README.md", "CHANGELOG.md", ".importlinter")
+COPIED = (
+    "memplan",
+    "tests",
+    "benchmarks",
+    "scripts",
+    "pyproject.toml",
+    "docs",
+    "README.md",
+    "CHANGELOG.md",
+    ".importlinter",
+)
 _SLACK, _LEAST_SECONDS = 4.0, 20.0  # a mutant may take so many times what the tests take as they are, and this at least
 
 # Which tests judge a module, where they are not those that bear its name (see `tests_of`).

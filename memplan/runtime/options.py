@@ -57,7 +57,9 @@ class PlanOptions:
             return False
         if self.budget is None:
             hint = "give a budget (and no plan), or leave costs out"
-            raise MemplanError("without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint)
+            raise MemplanError(
+                "without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint, see="measure"
+            )
         return True
 
     def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
@@ -137,7 +139,9 @@ class Options(PlanOptions):
             raise InvalidShapes(f"is a {type(self.bucketing).__name__}", where="bucketing", hint=hint)
         if self.dynamic_shapes is not None and self.cuda_graph:
             hint = "record the shapes that matter, each compiled on its own"
-            raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
+            raise InvalidShapes(
+                "a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint, see="one-shape"
+            )
         if self.dynamic_shapes is not None:
             refuse_beside(device=self.device, divide=self.divide, compress=self.compress)
 
@@ -146,7 +150,7 @@ def require_recordable(device: Any) -> None:
     """Raise `UnsupportedCall` if `device` is set: a CUDA graph cannot follow host tensors that move."""
     if device is not None:
         what = "a recorded step cannot follow parameters and inputs on the host"
-        raise UnsupportedCall(what, where=f"device={device!r}", hint="leave out cuda_graph=True")
+        raise UnsupportedCall(what, where=f"device={device!r}", hint="leave out cuda_graph=True", see="device")
 
 
 def device_for(device: Any, given: Plan | None) -> Any:

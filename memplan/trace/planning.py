@@ -65,7 +65,12 @@ def stay_in_arena(gradients: str, *, device: Any = None, budget: Any = None, **o
     for name, option in {"device": device, "budget": budget, **others}.items():
         if option is not None and option is not False:
             what = f"gradients={ARENA!r} is not supported with it"
-            raise UnsupportedCall(what, where=f"{name}={option!r}", hint="leave out one of them, or use compile_step")
+            raise UnsupportedCall(
+                what,
+                where=f"{name}={option!r}",
+                hint="leave out one of them, or use compile_step",
+                see="gradients-arena",
+            )
     return True
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from memplan.core.arguments import arguments_of
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.front_ends import Captured, capture
-from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.compression.pack import pack_masks
 from memplan.trace.compression.quantize import quantize
@@ -45,7 +45,7 @@ def trace(
 
     Args:
         model: the module to trace; its parameters may be real, fake or meta tensors.
-        example_inputs: a tuple of positional arguments, or the only argument.
+        example_inputs: a tuple of positional arguments, a dict of keywords, or the only argument.
         example_kwargs: keyword arguments.
         train: trace forward and backward (True) or the forward alone (False); None follows `model.training`.
         in_place: allow results to take the bytes of inputs that have their last use there (see
@@ -57,9 +57,9 @@ def trace(
         UnsupportedGraph: the model cannot be traced as one graph.
         UnsupportedDevice: `device` is not available, or the model is not on the CPU.
     """
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if train is None else train
-    captured, target = _captured_for(device, model, args, keywords_of(example_kwargs), train=train)
+    captured, target = _captured_for(device, model, args, kwargs, train=train)
     return _divisible(captured, type(model).__name__, own_outputs, target, in_place=in_place, resident=resident)
 
 
@@ -138,7 +138,7 @@ def trace_step(
         UnsupportedGraph: the model or the optimizer's update cannot be traced.
     """
     require_supported(optimizer)
-    captured, target = _captured_for(device, model, example_inputs, keywords_of(example_kwargs), train=True)
+    captured, target = _captured_for(device, model, *arguments_of(example_inputs, example_kwargs), train=True)
     _require_one_number(captured)
 
     def update(graph: fx.Graph) -> None:
@@ -163,7 +163,9 @@ def _require_one_number(captured: Captured) -> None:
     leaves = captured.out_spec.num_leaves
     if leaves != 1 or math.prod(shapes[0]) != 1:
         what = f"returns {leaves} values" if leaves != 1 else f"returns a tensor of shape {shapes[0]}"
-        raise UnsupportedGraph("loss_fn", f"{what}, a step minimises one number", "return the mean or the sum alone")
+        raise UnsupportedGraph(
+            "loss_fn", f"{what}, a step minimises one number", "return the mean or the sum alone", see="loss-number"
+        )
 
 
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:

@@ -140,5 +140,8 @@ def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if isinstance(tensor, torch.Tensor) and (tensor.is_meta or isinstance(tensor, FakeTensor)):
             hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"
             raise InputMismatch(
-                f"a fake or {tensor.device} tensor holds no numbers to compute with", where=name, hint=hint
+                f"a fake or {tensor.device} tensor holds no numbers to compute with",
+                where=name,
+                hint=hint,
+                see="no-numbers",
             )

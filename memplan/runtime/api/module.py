@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memplan.core.arguments import arguments_of
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError
 from memplan.runtime.api.builder import Builder
@@ -24,7 +25,7 @@ from memplan.runtime.memory.arena import Arena
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, passive_for
 from memplan.runtime.options import Options, device_for, given_plan
 from memplan.runtime.profile.profile_guided import MeasuredStep, ProfileGuide
-from memplan.trace.capture.refusals import keywords_of, require_traceable
+from memplan.trace.capture.refusals import require_traceable
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
@@ -106,7 +107,7 @@ class CompiledModule(nn.Module, MeasuredStep):
 
         if self._given is not None:
             hint = "leave plan= out: the symbolic plan is made when compiling"
-            raise InvalidShapes("a plan is for one shape", where="plan with dynamic_shapes", hint=hint)
+            raise InvalidShapes("a plan is for one shape", where="plan with dynamic_shapes", hint=hint, see="one-shape")
         selector = ShapedSelector(self._builder, args, kwargs, train=train, follows=self._train is None)
         self.__dict__.update(_selector=selector, plan=selector.main.plan, symbolic=selector.family.plan)
 
@@ -292,8 +293,8 @@ def compile(
 
     Args:
         model: The module to compile. The result shares its parameters, buffers and submodules.
-        example_inputs: The tuple of positional arguments, or the only one: real tensors with the shapes, dtypes and
-            devices of every later call.
+        example_inputs: A tuple of positional arguments, a dict of keywords (without `example_kwargs`), or the only
+            argument: real tensors with the shapes, dtypes and devices of every later call.
         example_kwargs: The keyword arguments.
         train: True plans forward and backward. False plans the forward alone; results then have no gradients. None
             follows `model.training`; in eval mode, a call that eager would record then gets a program with a backward,
@@ -359,7 +360,7 @@ def compile(
         loss.backward()
         ```
     """
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
     given = given_plan(plan, budget)
     options = Options(
         budget=budget,
@@ -380,4 +381,4 @@ def compile(
         dynamic_shapes=dynamic_shapes,
         bucketing=bucketing,
     )
-    return CompiledModule(model, args, keywords_of(example_kwargs), options=options, train=train, given=given)
+    return CompiledModule(model, args, kwargs, options=options, train=train, given=given)

@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from memplan.core.arguments import arguments_of
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.api.select import require_autocast
@@ -26,7 +27,6 @@ from memplan.runtime.on_demand.eager_step import eager_step
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, passive_for
 from memplan.runtime.options import PlanOptions, device_for, given_plan, require_choice
 from memplan.runtime.profile.profile_guided import MeasuredStep, ProfileGuide
-from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.optimizer.updates import Accumulate
 
 
@@ -43,7 +43,9 @@ class Loss(nn.Module):
         """Raise `UnsupportedGraph` if the batch does not have the parts that `loss_fn` takes."""
         if self.with_targets and len(batch) != 2:
             what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
-            raise UnsupportedGraph("example_batch", what, "pass (inputs, targets), or a loss_fn of one argument")
+            raise UnsupportedGraph(
+                "example_batch", what, "pass (inputs, targets), or a loss_fn of one argument", see="loss-arguments"
+            )
 
     def forward(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
         if not self.with_targets:
@@ -179,6 +181,7 @@ class CompiledStep(MeasuredStep):
         raise UnsupportedCall(
             "a compiled step is bound to its model and optimizer, and cannot be copied or pickled",
             hint="save their state_dicts, or copy both together, and compile a step for the copies",
+            see="bound-step",
         )
 
 
@@ -219,8 +222,8 @@ def compile_step(
         optimizer: An SGD, Adam or AdamW optimizer. It keeps its state and its hyperparameters, which every step reads.
         loss_fn: The loss. If it takes one argument, the step computes `loss_fn(model(*batch))`; otherwise the batch is
             `(inputs, targets)` and the step computes `loss_fn(model(inputs), targets)`, with tuples unpacked.
-        example_batch: The tuple of a batch's parts, or the only one: real tensors with the shapes, dtypes and devices
-            of every later batch.
+        example_batch: A tuple of the batch's parts, a dict of the model's keywords (without `example_kwargs`), or the
+            only part: real tensors with the shapes, dtypes and devices of every later batch.
         example_kwargs: Keyword arguments of the model. With `lambda out: out.loss`, `step(**batch)` trains a model of
             transformers.
         clip_grad_norm: The maximum of the global 2-norm of all gradients. All updates then wait for all gradients.
@@ -278,9 +281,8 @@ def compile_step(
     )
     require_choice("on_mismatch", on_mismatch, ("error", "passive"))
     loss = Loss(model, loss_fn)
-    batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
+    batch, kwargs = arguments_of(example_batch, example_kwargs)
     loss.require_parts(batch)
-    kwargs = keywords_of(example_kwargs)
     _require_no_gradients((batch, kwargs))
     if not allow_unsynchronized:
         require_no_reducer(model)
@@ -316,7 +318,7 @@ def _require_no_gradients(batch: Any) -> None:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             what = "requires a gradient, which a compiled step does not give"
             hint = "pass it detached; make what computes it a part of the model, or use memplan.compile"
-            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint)
+            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint, see="batch-gradient")
 
 
 def _call(model: nn.Module, /, *batch: Any, **kwargs: Any) -> Any:

@@ -268,10 +268,10 @@ class Backend:
         if stay_in_arena(gradients):
             what = "graphs of one step share an arena, so a backward would overwrite the gradients of another graph"
             hint = 'memplan.compile(model, inputs, gradients="arena") takes a model that is one graph'
-            raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint)
+            raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint, see="backend")
         if self._options.device is not None:
             hint = "memplan.compile(model, inputs, device=...) takes one"
-            raise MemplanError("graphs of torch.compile run where they are", where="device", hint=hint)
+            raise MemplanError("graphs of torch.compile run where they are", where="device", hint=hint, see="backend")
         self.hooks = Hooks()
         self._conductors = ArenaCoordinators()
         self._graphs: list[weakref.ref[PlannedGraph]] = []

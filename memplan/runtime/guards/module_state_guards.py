@@ -83,13 +83,17 @@ class Structure:
         for i, (state, patched) in enumerate(zip(self._states, self._patched, strict=True)):
             if ("forward" in state) is not patched:
                 where = self.name_of(i) or "the model"
-                raise InputMismatch("its forward is another function", where=where, hint=COMPILE_AGAIN)
+                raise InputMismatch(
+                    "its forward is another function", where=where, hint=COMPILE_AGAIN, see="other-model"
+                )
         self._sizes = list(map(len, self._dicts))
 
     def _count_hooks(self) -> None:
         ever = hooks_ever_set()
         if sum(map(len, self._hooks)) != self._hook_count:
-            raise InputMismatch("module hooks were added or removed", where="the model", hint=COMPILE_AGAIN)
+            raise InputMismatch(
+                "module hooks were added or removed", where="the model", hint=COMPILE_AGAIN, see="other-model"
+            )
         self._hooks_ever = ever
 
     def _refresh_submodules(self) -> None:
@@ -99,7 +103,7 @@ class Structure:
             name = next((name for name in names if before.get(name) is not types.get(name)), "")
             was, now = (found[name].__name__ if name in found else "nothing" for found in (before, types))
             what = f"was {was}, is {now}" if was != now else "submodules are in another order"
-            raise InputMismatch(what, where=name or "the model", hint=COMPILE_AGAIN)
+            raise InputMismatch(what, where=name or "the model", hint=COMPILE_AGAIN, see="other-model")
         count = self._hook_count
         self._look()
         self._hook_count, self._hooks_ever = count, -1  # -1: they are counted again
@@ -178,7 +182,9 @@ class ModuleStateGuards:
             return [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors]
         except AttributeError as error:
             name = next(name for name, t in zip(self.names, tensors, strict=True) if t is None)
-            raise InputMismatch("is None, the plan was made for a tensor", where=name, hint=COMPILE_AGAIN) from error
+            raise InputMismatch(
+                "is None, the plan was made for a tensor", where=name, hint=COMPILE_AGAIN, see="other-model"
+            ) from error
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the positions of tensors whose address differs from the stored one, and store the current addresses.
@@ -193,11 +199,13 @@ class ModuleStateGuards:
                 what = (
                     f"is {_describe(now, tensors[i].device)}, the plan was made for {_describe(then, self._devices[i])}"
                 )
-                raise InputMismatch(what, where=self.names[i], hint=COMPILE_AGAIN)
+                raise InputMismatch(what, where=self.names[i], hint=COMPILE_AGAIN, see="other-model")
         moved = [i for i, (now, then) in enumerate(zip(state, self._noted, strict=True)) if now[0] != then[0]]
         if _ties(tensors) != self._ties and not (self._free and _apart(tensors)):
             what = "parameters that shared their memory no longer do, or the other way round"
-            raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=COMPILE_AGAIN)
+            raise InputMismatch(
+                what, where=self.names[moved[0]] if moved else None, hint=COMPILE_AGAIN, see="other-model"
+            )
         self._structure.require_known()
         self._note(tensors, state)
         return moved

@@ -58,10 +58,12 @@ def require_measurable(*, cuda_graph: bool, dynamic_shapes: Any = None) -> None:
     """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, and for dynamic shapes."""
     if cuda_graph:
         hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
-        raise UnsupportedCall("a recorded step is replayed without Python", where="costs='measure'", hint=hint)
+        raise UnsupportedCall(
+            "a recorded step is replayed without Python", where="costs='measure'", hint=hint, see="measure"
+        )
     if dynamic_shapes is not None:
         hint = "measure one shape, save compiled.measurement.costs, and compile with costs='costs.json'"
-        raise UnsupportedCall("steps of one shape are measured", where="costs='measure'", hint=hint)
+        raise UnsupportedCall("steps of one shape are measured", where="costs='measure'", hint=hint, see="measure")
 
 
 def room_for(plan: Plan, policy: Remembered | None) -> int:
@@ -73,7 +75,9 @@ def safe_plan(options: PlanOptions, traced: TracedGraph) -> tuple[TracedGraph, P
     """Return the step, a plan within the budget by the default costs of the device, and the policy that decided it."""
     if len(traced.runs_on) > 1:
         what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"
-        raise UnsupportedCall(what, where="costs='measure'", hint="pass costs of your own, or one device")
+        raise UnsupportedCall(
+            what, where="costs='measure'", hint="pass costs of your own, or one device", see="measure"
+        )
     options = replace(options, costs=None)
     if options.divide:  # the division is chosen first; the policy then decides about the divided step
         traced, plan = options.settle(traced, None)

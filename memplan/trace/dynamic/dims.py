@@ -202,7 +202,7 @@ def without(dims: Dims, names: Collection[str]) -> Dims:
     rest = tuple(s for s in dims.symbols if s.name not in names)
     if not rest:
         what = f"the model works for one size of {', '.join(names)} only, and nothing else varies"
-        raise InvalidShapes(what, where="dynamic_shapes", hint="leave dynamic_shapes out")
+        raise InvalidShapes(what, where="dynamic_shapes", hint="leave dynamic_shapes out", see="fixed-size")
     leaves = tuple({d: v for d, v in leaf.items() if v.symbol not in names} for leaf in dims.leaves)
     return Dims(symbols=rest, leaves=leaves)
 
@@ -220,8 +220,8 @@ def refuse_beside(*, device: Any, divide: Any, compress: Any) -> None:
     if device is not None:
         hint = "leave out one of them: shapes that vary are planned where the model is"
         what = "a plan for another device has one shape"
-        raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
+        raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint, see="one-shape")
     if divide or compress:
         what = "ops are divided, and masks packed, for one shape"
         where = f"{'divide' if divide else 'compress'} with dynamic_shapes"
-        raise InvalidShapes(what, where=where, hint="leave out one of them")
+        raise InvalidShapes(what, where=where, hint="leave out one of them", see="one-shape")

@@ -24,13 +24,14 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.core.arguments import arguments_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidShapes, UnsupportedGraph
 from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
 from memplan.symbolic.sizes import SizesWriter
 from memplan.symbolic.symbols import Symbol
-from memplan.trace.capture.refusals import keywords_of, require_traceable
+from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.dynamic.conditions import beyond, either, telling
 from memplan.trace.dynamic.conditions import pinned as pinned_by
 from memplan.trace.dynamic.dims import Dims, Range, read_dims, without
@@ -96,7 +97,7 @@ def _refuse_fakes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors):
         what = "has fake or meta tensors, which are traced for one shape only"
         hint = "materialise the model (a smaller one of its kind will do), or leave dynamic_shapes out"
-        raise UnsupportedGraph(type(model).__name__, what, hint)
+        raise UnsupportedGraph(type(model).__name__, what, hint, see="fake-shapes")
 
 
 def plan_symbolic(
@@ -112,9 +113,9 @@ def plan_symbolic(
 
     Raises as `trace_symbolic` does, and `InvalidShapes` for a budget: evictions are decided for one size only.
     """
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if train is None else train
-    traced = trace_symbolic(model, args, keywords_of(example_kwargs), dynamic_shapes=dynamic_shapes, train=train)
+    traced = trace_symbolic(model, args, kwargs, dynamic_shapes=dynamic_shapes, train=train)
     return plan_of(traced, **options)
 
 
@@ -123,7 +124,10 @@ def plan_of(traced: SymbolicTrace, **options: Any) -> SymbolicPlan:
     if options.get("budget") is not None:
         hint = "give the budget without dynamic_shapes, for the largest shape; memplan.max_batch finds it"
         raise InvalidShapes(
-            "a budget's evictions hold for one size only", where="budget with dynamic_shapes", hint=hint
+            "a budget's evictions hold for one size only",
+            where="budget with dynamic_shapes",
+            hint=hint,
+            see="one-shape",
         )
     return make_symbolic(
         symbols=traced.symbols,
@@ -181,5 +185,5 @@ def _fixed(dims: Dims, pinned: tuple[Range, str], translator: Translator) -> Dim
         reason = translator.reason(text)
         what = f"the model fixes {s.name}: it was traced under the condition {text}{reason}"
         hint = f"leave {s.name} out of dynamic_shapes, write Dim.AUTO for it, or change that line"
-        raise InvalidShapes(what, where=f"dynamic_shapes: {s.name}", hint=hint)
+        raise InvalidShapes(what, where=f"dynamic_shapes: {s.name}", hint=hint, see="fixed-size")
     return without(dims, (s.name,))
