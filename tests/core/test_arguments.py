@@ -61,8 +61,11 @@ def test_a_factory_and_the_api_plan_and_run_the_same_call(
     assert torch.equal(compiled(*args, **kwargs), model(*args, **kwargs))
 
 
-def test_the_forms_are_different_calls() -> None:
-    assert len({memplan.plan(Takes(), *given).fingerprint for given in FORMS.values()}) >= len(FORMS) - 1
+def test_a_list_is_one_argument_and_a_tuple_several() -> None:
+    assert arguments_of([1, 2]) == (([1, 2],), {})
+    with pytest.raises(MemplanError):
+        memplan.plan(Takes(), (x(), x(), x()))  # forward takes two
+    assert memplan.plan(Takes(), [x(), x(), x()]).arena_size > 0
 
 
 def test_a_whole_step_takes_its_batch_as_a_dict() -> None:
