@@ -25,7 +25,7 @@ class Takes(nn.Module):
 
     def forward(self, first: Any = None, second: Tensor | None = None, *, scale: Tensor | None = None) -> Tensor:
         parts = [*first] if isinstance(first, list) else [*first.values()] if isinstance(first, dict) else [first]
-        out: Tensor = sum(self.inner(x) for x in (*parts, second) if x is not None)  # type: ignore[assignment]
+        out: Tensor = sum(self.inner(x) for x in (*parts, second) if x is not None)
         return out if scale is None else out * scale
 
 
