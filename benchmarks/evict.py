@@ -27,12 +27,13 @@ from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.judge.arrays import measure
 from memplan.evict.select import fit_policy
-from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import floor
 from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload
 from memplan.schedule import Schedule, order
-from memplan.trace import capture, trace_captured
+from memplan.trace import trace_captured
+from memplan.trace.capture.joint_graph import capture
 from memplan.trace.torch_budget import TorchPoint, partitions, points_of
 from memplan.version import __version__
 

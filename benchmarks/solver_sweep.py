@@ -2,7 +2,7 @@
 
 2,000 to 60,000 buffers, short and long lives mixed, with gaps, alignments and pins. An answer of any heuristic that
 is dropped (`SolverFault`) and a solution that is refused end the run. The tests run a small, fixed share
-(`tests/solve/test_sweep.py`).
+(`tests/solvers/test_sweep.py`).
 """
 
 from __future__ import annotations

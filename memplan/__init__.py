@@ -49,9 +49,9 @@ if TYPE_CHECKING:
         compile,
         compile_step,
         install_allocator,
-        profile,
         record,
     )
+    from memplan.runtime.api.profiling import profile
     from memplan.runtime.dynamo.backend import Backend
     from memplan.schedule import Policy
     from memplan.solvers import Solver, solve
@@ -112,7 +112,7 @@ __all__ = [
 _PROBLEM = ("Buffer", "Interval", "Problem", "Solution", "Status")
 _RUNTIME = (
     *("CompiledModule", "CompiledStep", "Recording", "Tracker"),
-    *("compile", "compile_step", "install_allocator", "profile", "record"),
+    *("compile", "compile_step", "install_allocator", "record"),
 )
 _HOMES = {
     **dict.fromkeys(_PROBLEM, "memplan.core.problem"),
@@ -126,6 +126,7 @@ _HOMES = {
     "explain": "memplan.analysis.explain",
     "load": "memplan.planning.planfile",
     "max_batch": "memplan.trace.batches",
+    "profile": "memplan.runtime.api.profiling",  # `memplan.runtime.profile` is a package
     "solve": "memplan.solvers",
     "validate": "memplan.core.validate",
 }

@@ -102,7 +102,7 @@ def require_known(policy: str | Policy, costs: CostModel | str | None) -> None:
 
 
 def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
-    """The cost model of a known device (by name), of a `.json` file (by path), or `costs` itself if it is one.
+    """Return the cost model of a known device (by name), of a `.json` file (by path), or `costs` itself if it is one.
 
     Raises `InvalidCosts` for anything else, and the errors of `load_costs`.
     """
@@ -119,7 +119,7 @@ def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
 
 
 def eviction_of(fitted: Fitted, plan: Plan, policy: str, asked: Workload) -> EvictionPlan:
-    """The `EvictionPlan` of a step that keeps the budget of `asked`, with its host copies placed."""
+    """Return the `EvictionPlan` of a step that keeps the budget of `asked`, with its host copies placed."""
     return EvictionPlan(
         policy=policy,
         costs=asked.costs.name,
@@ -135,9 +135,9 @@ def eviction_of(fitted: Fitted, plan: Plan, policy: str, asked: Workload) -> Evi
 
 
 def bytes_of(budget: Budget | None, workload: Workload, policy: Policy) -> int:
-    """The bytes of a budget; None means the bytes needed without a budget. Raises `InvalidSize`."""
+    """Return the bytes of a budget; None means the bytes needed without a budget. Raises `InvalidSize`."""
     hint = "give bytes (8589934592), a text ('8GiB'), a share of the need without a budget (0.5, '50%'), or 'min'"
-    if budget is None and workload.streamed:
+    if budget is None and workload.host_resident:
         return measure(workload, workload.plain).peak
     if budget == "min":
         return smallest(workload, policy)
@@ -149,10 +149,10 @@ def bytes_of(budget: Budget | None, workload: Workload, policy: Policy) -> int:
             return nbytes
         budget = parse_share(budget)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise InvalidSize(f"{budget!r} is no budget", where="budget", hint=hint)
+        raise InvalidSize(f"{budget!r} is not a budget", where="budget", hint=hint)
     if isinstance(budget, float):
         if not 0 < budget <= 1:
-            raise InvalidSize(f"{budget!r} is no share between 0 and 1", where="budget", hint=hint)
+            raise InvalidSize(f"{budget!r} is not a share between 0 and 1", where="budget", hint=hint)
         return int(measure(workload, workload.plain).peak * budget)
     if budget < 0:
         raise InvalidSize(f"{budget!r} is negative", where="budget", hint=hint)

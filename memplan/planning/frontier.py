@@ -48,7 +48,7 @@ class Frontier:
     points: tuple[FrontierPoint, ...]
 
     def overhead(self, point: FrontierPoint) -> float:
-        """The predicted slowdown of a budget that can be kept: its seconds / `base_seconds` - 1."""
+        """Return the predicted slowdown of a budget that can be kept: its seconds / `base_seconds` - 1."""
         assert point.seconds is not None
         return point.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
 

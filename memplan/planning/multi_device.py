@@ -100,7 +100,7 @@ def plan_several(
 def _eviction(
     plan: Plan, whole: Applied, divided: Divided, prices: CostModel, sections: tuple[DeviceArena, ...]
 ) -> EvictionPlan:
-    """The `EvictionPlan` that records the devices' arenas and the predicted seconds of the step."""
+    """Return the `EvictionPlan` that records the devices' arenas and the predicted seconds of the step."""
     seconds, stall = simulate(divided.graph, prices)
     return EvictionPlan(
         policy=_POLICY,
@@ -120,7 +120,7 @@ def _eviction(
 def _sections(
     devices: Sequence[str], parts: Sequence[Problem], solutions: Sequence[Solution], limits: Sequence[int]
 ) -> tuple[DeviceArena, ...]:
-    """The arenas of the devices, at consecutive offsets."""
+    """Return the arenas of the devices, at consecutive offsets."""
     found, start = [], 0
     for device, part, solution, limit in zip(devices, parts, solutions, limits, strict=True):
         size = solution.arena_size
@@ -135,7 +135,7 @@ def _divided(whole: Applied, units: Units, assignment: Assignment, devices: Sequ
 
 
 def _side_by_side(sections: Sequence[DeviceArena], solutions: Sequence[Solution]) -> Solution:
-    """The solutions of all devices as one solution, with the arenas at consecutive offsets."""
+    """Return the solutions of all devices as one solution, with the arenas at consecutive offsets."""
     offsets = {
         name: offset + section.start
         for section, solution in zip(sections, solutions, strict=True)
@@ -163,7 +163,7 @@ def _budgets(budget: Any, workload: Workload, count: int) -> list[int] | None:
     for one in [budget] * count if alike else budget:
         if one is None or one == "min":
             hint = "give each device bytes, a text or a share, or no budget at all, which divides evenly"
-            raise InvalidSize(f"{one!r} is no budget of one of several devices", where="budget", hint=hint)
+            raise InvalidSize(f"{one!r} is not a budget of one of several devices", where="budget", hint=hint)
         found.append(bytes_of(one, workload, flow))
     return found
 

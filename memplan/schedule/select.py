@@ -7,7 +7,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from memplan.core.graph import Graph
-from memplan.core.schedule import Schedule
+from memplan.core.schedule import Schedule, make_schedule
 from memplan.errors import MemplanError
 
 Policy = Callable[[Graph], Schedule]
@@ -16,17 +16,22 @@ Policy = Callable[[Graph], Schedule]
 POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "auto": ("portfolio", "portfolio"),
-        "traced": ("policies.traced", "traced"),
-        "early_free": ("policies.early_free", "early_free"),
-        "late_alloc": ("policies.early_free", "late_alloc"),
-        "lpmf": ("policies.lpmf", "lpmf"),
-        "greedy": ("policies.greedy", "greedy"),
-        "reverse_greedy": ("policies.reverse_greedy", "reverse_greedy"),
-        "beam": ("search.beam", "beam"),
-        "exact": ("search.exact", "exact"),
+        "traced": ("select", "traced"),
+        "early_free": ("policies.list_policies", "early_free"),
+        "late_alloc": ("policies.list_policies", "late_alloc"),
+        "lpmf": ("policies.list_policies", "lpmf"),
+        "greedy": ("policies.list_policies", "greedy"),
+        "reverse_greedy": ("policies.list_policies", "reverse_greedy"),
+        "beam": ("search.ideals", "beam"),
+        "exact": ("search.ideals", "exact"),
         "cpsat": ("search.cpsat", "cpsat"),
     }
 )
+
+
+def traced(graph: Graph) -> Schedule:
+    """Schedule the ops in the order in which the program ran when it was traced, which is eager's order."""
+    return make_schedule(graph, tuple(range(len(graph.ops))), "traced")
 
 
 def order(graph: Graph, schedule: str | Policy = "auto") -> Schedule:

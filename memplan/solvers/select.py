@@ -10,12 +10,9 @@ from memplan.core.validate import validate
 from memplan.errors import InvalidProblem, UnsupportedProblem
 from memplan.solvers.base import Solver
 from memplan.solvers.baselines.greedy import Greedy
-from memplan.solvers.baselines.hill_climb import HillClimb
 from memplan.solvers.baselines.naive import Naive
 from memplan.solvers.baselines.online import Online
 from memplan.solvers.baselines.partition import Partition
-from memplan.solvers.baselines.shared_objects import Shared
-from memplan.solvers.baselines.tlsf import TLSF
 from memplan.solvers.baselines.tstack import TStack
 from memplan.solvers.cpsat import CPSAT
 from memplan.solvers.limits import Progress, SolverLimits
@@ -28,11 +25,8 @@ _ALL: tuple[Solver, ...] = (
     Greedy(best_fit=True),
     TStack(),
     Partition(),
-    Shared(),
-    HillClimb(),
     Online(best_fit=False),
     Online(best_fit=True),
-    TLSF(),
     Naive(),
 )
 SOLVERS: Mapping[str, Solver] = {solver.name: solver for solver in _ALL}

@@ -1,13 +1,13 @@
 """Trace an `nn.Module` on example inputs into a `TracedGraph`. Only this package knows dynamo, AOTAutograd and fx.
 
-Start at `tracing.py`. It runs `capture/` (one joint graph on fake tensors), then the passes over that graph (`passes/`,
-`lowering/`, `chunking/`, `compression/`, `optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`).
-`planning.py` plans the result.
+In: an `nn.Module` and example inputs. Out: a `TracedGraph`. Start at `tracing.py`. It runs `capture/` (one joint
+graph on fake tensors), then the passes over that graph (`passes/`, `lowering/`, `chunking/`, `compression/`,
+`optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`). `planning.py` plans the result.
 """
 
 from __future__ import annotations
 
-from memplan.trace.capture.front_ends import Captured, capture
+from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.planning import (
     ARENA,
     GRADIENTS,
@@ -29,7 +29,6 @@ __all__ = [
     "Captured",
     "TracedGraph",
     "alignment_of",
-    "capture",
     "device_costs",
     "layout_solver",
     "plan",

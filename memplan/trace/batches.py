@@ -110,7 +110,7 @@ def max_batch(
             )
             raise UnsupportedGraph(error.node, error.reason, hint, see=error.see) from error
         fits, fails = (fits, guess) if need > limit else (guess, fails)
-    if fits > lowest and search.alike(lowest, fits):
+    if fits > lowest and search.same_need(lowest, fits):
         raise InvalidModel(
             f"make({lowest}) and make({fits}) return the same inputs, which need the same memory: it ignores its batch",
             where="max_batch",
@@ -153,7 +153,7 @@ class _Search:
         slope = (self._needs[two] - self._needs[one]) / (two - one)
         return one + int((self.limit - self._needs[one]) / slope) if slope > 0 else 2 * two
 
-    def alike(self, one: int, two: int) -> bool:
+    def same_need(self, one: int, two: int) -> bool:
         """Return whether two batch sizes make inputs of the same sizes and need the same memory."""
         return self._inputs[one] == self._inputs[two] and self._needs[one] == self._needs[two]
 
@@ -199,7 +199,7 @@ class _Search:
         except MemplanError:
             raise
         except Exception as error:
-            hint = "make(batch) runs on fake tensors: build the model and inputs without looking at numbers"
+            hint = "make(batch) runs on fake tensors: build the model and its inputs without reading values of tensors"
             raise UnsupportedGraph(
                 f"make({batch})", f"{type(error).__name__}: {error}".splitlines()[0], hint, see="max-batch"
             ) from error

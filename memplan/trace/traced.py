@@ -52,18 +52,18 @@ class Live:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """What an op of the graph calls: a kernel and its arguments.
+    """The call that an op of the graph makes: a kernel and its arguments.
 
     `outs`: the values of its results (None where it returns none); empty for an op that only changes its arguments.
-    `several`: it returns a sequence, even if of one result. `opaque_results`: (position, number) of each opaque result
-    (see `OpaqueResult`).
+    `returns_sequence`: it returns a sequence, even if of one result. `opaque_results`: (position, number) of each
+    opaque result (see `OpaqueResult`).
     """
 
     target: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
-    several: bool = False
+    returns_sequence: bool = False
     opaque_results: tuple[tuple[int, int], ...] = ()
 
 
@@ -81,7 +81,7 @@ class Transfer:
 
 
 class Source(enum.Enum):
-    """Where a tensor comes from that the arena does not hold and that no op makes."""
+    """The origin of a tensor that the arena does not hold and that no op makes."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -112,7 +112,7 @@ class Binding:
 
 
 class ReturnKind(enum.Enum):
-    """How a leaf of the module's result is made."""
+    """The way in which a leaf of the module's result is made."""
 
     FRESH = "written by the step into memory that the caller owns"
     ALIAS = "a view of another leaf, an input or a parameter"
@@ -136,7 +136,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What leaves a step. All numbers are value indices, except those of `gradient_of` and `needs`.
+    """The values that leave a step. All numbers are value indices, except those of `gradient_of` and `needs`.
 
     `returned`: the leaves of the module's result, in order. `fresh`: the outputs that the forward returns to autograd;
     `tangents[i]`: the gradient that comes in for `fresh[i]` (None: not differentiable). `gradients`: what the backward
@@ -200,6 +200,6 @@ class TracedGraph:
         return tuple(b for b in self.bindings if b.source is source)
 
     @property
-    def handed(self) -> int:
+    def opaque_count(self) -> int:
         """The number of opaque results, which go from kernel to kernel (see `OpaqueResult`)."""
         return 1 + max((n for k in self.kernels if isinstance(k, KernelCall) for _, n in k.opaque_results), default=-1)

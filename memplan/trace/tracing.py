@@ -15,7 +15,7 @@ from memplan.core.arguments import arguments_of
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import UnsupportedGraph
-from memplan.trace.capture.front_ends import Captured, capture
+from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.compression.pack import pack_masks
 from memplan.trace.compression.quantize import quantize
@@ -164,7 +164,10 @@ def _require_one_number(captured: Captured) -> None:
     if leaves != 1 or math.prod(shapes[0]) != 1:
         what = f"returns {leaves} values" if leaves != 1 else f"returns a tensor of shape {shapes[0]}"
         raise UnsupportedGraph(
-            "loss_fn", f"{what}, a step minimises one number", "return the mean or the sum alone", see="loss-number"
+            "loss_fn",
+            f"{what}, but a training step minimises one number",
+            "return the mean or the sum alone",
+            see="loss-number",
         )
 
 

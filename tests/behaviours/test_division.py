@@ -19,7 +19,7 @@ import memplan
 from memplan.core.division import Division
 from memplan.errors import BudgetInfeasible, InvalidSize
 from memplan.evict.costs import DEVICES
-from memplan.evict.working_set import floor
+from memplan.evict.workload_limits import floor
 from memplan.planning.fit import make_workload
 from memplan.trace import trace
 from memplan.trace.chunking.chunk import divide

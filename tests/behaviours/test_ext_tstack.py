@@ -25,7 +25,7 @@ from memplan.evict.policies.flow import flow
 from memplan.evict.simulator.device_state import EvictionKind
 from memplan.evict.simulator.memory import AddressSpace
 from memplan.evict.workload import Policy, Workload
-from memplan.report.stack_text import stack_text
+from memplan.report.text_diagrams import stack_text
 from memplan.schedule import make_schedule
 from memplan.solvers import solve
 from memplan.trace import trace

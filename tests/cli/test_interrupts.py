@@ -129,7 +129,7 @@ def test_an_interrupt_inside_a_compiled_kernel(tmp_path: Path) -> None:
 import os, signal, sys, threading
 import numpy as np
 from numba import njit
-from memplan import frontier
+from memplan.planning import frontier
 from memplan.cli import main
 
 @njit(nogil=True)

@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
         (["report", "mine.py:f", "--costs", "costs.json", "--png", "costs.json"], "--png: costs.json is what the"),
         (["report", "in.json", "--html", "."], ".: cannot be written: it is a folder"),
         (["report", "in.json", "--png", "no/x.png"], "no/x.png: cannot be written: there is no folder no\n"),
-        (["report", "in.json", "--png", "b.csv/x.png"], "b.csv/x.png: cannot be written: b.csv is no folder"),
+        (["report", "in.json", "--png", "b.csv/x.png"], "b.csv/x.png: cannot be written: b.csv is not a folder"),
         (["budget", "in.json", "--svg", "in.json"], "--svg: in.json is what the command reads"),
         (["budget", "in.json", "--html", "x", "--png", "x"], "--png: x is what --html writes too"),
         (["budget", "mine.py:f", "--costs", "costs.json", "--html", "costs.json"], "--html: costs.json is what the"),
@@ -96,7 +96,7 @@ def test_concurrent_updates_of_a_baseline_all_survive(tmp_path: Path) -> None:
         sample_plan().save(tmp_path / name)
     # All wait for the lock once they have their figures, and are let go together.
     code = (
-        "import sys; from memplan import baseline; from memplan.cli import main\n"
+        "import sys; from memplan.check import baseline; from memplan.cli import main\n"
         "real = baseline.update_baseline\n"
         "def update(*args, **options):\n"
         "    print('ready', file=sys.stderr, flush=True); sys.stdin.readline(); return real(*args, **options)\n"

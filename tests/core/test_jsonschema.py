@@ -41,7 +41,7 @@ def test_what_is_written_keeps_the_schema(plan: Plan) -> None:
     [
         lambda d: d.pop("graph"),
         lambda d: d.update(extra=1),
-        lambda d: d.update(schema_version=2),
+        lambda d: d.update(schema_version=1),
         lambda d: d.update(checksum="0"),
         lambda d: d["graph"]["ops"][0].update(direct=1),
         lambda d: d["graph"]["storages"][0].update(kind="other"),

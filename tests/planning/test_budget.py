@@ -170,7 +170,7 @@ def test_cost_models_are_saved_and_read_strictly(tmp_path: Path) -> None:
     with pytest.raises(InvalidCosts, match="measured"):
         load_costs(path)
     path.write_text("[]")
-    with pytest.raises(UnreadableFile, match="no cost model"):
+    with pytest.raises(UnreadableFile, match="not a cost model"):
         load_costs(path)
     with pytest.raises(UnreadableFile, match="cannot be read"):
         load_costs(tmp_path / "absent.json")

@@ -82,7 +82,7 @@ def test_a_graph_break_gives_two_planned_graphs() -> None:
     assert len(backend.graphs) == 2
     plans = [graph.plans[0] for graph in backend.graphs]
     assert all(plan.arena_size == plan.max_live for plan in plans)
-    one, two = (graph.lanes[0].runner.arena for graph in backend.graphs)
+    one, two = (graph.instances[0].runner.arena for graph in backend.graphs)
     assert one.memory is two.memory, "one arena for both"
     assert max(plan.arena_size for plan in plans) <= backend.arena_size <= sum(plan.arena_size for plan in plans)
 
@@ -101,7 +101,7 @@ def test_owned_gradients_train_like_eager(name: str) -> None:
     model, inputs = (Broken(), (torch.randn(4, 8),)) if name == "broken" else ZOO[name]("nano")
     backend = Backend(sanitize="poison", gradients="owned")
     _assert_trains_like_eager(model, [inputs] * 4, backend)
-    assert all(lane.runner.owned is not None for graph in backend.graphs for lane in graph.lanes)
+    assert all(instance.runner.owned is not None for graph in backend.graphs for instance in graph.instances)
 
 
 def test_owned_gradients_of_parameters_that_two_graphs_share_add_up() -> None:
@@ -153,10 +153,10 @@ def test_layers_that_share_a_graph_keep_their_activations(gradients: str) -> Non
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, backend=backend)
     _assert_same_gradients(model, eager, [compiled(x).sum() for x in inputs[:2]], [eager(x).sum() for x in inputs[:2]])
-    lanes = sum(len(graph.lanes) for graph in backend.graphs)
+    instances = sum(len(graph.instances) for graph in backend.graphs)
     for x in inputs:
         _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
-    assert sum(len(graph.lanes) for graph in backend.graphs) == lanes, "lanes are used again"
+    assert sum(len(graph.instances) for graph in backend.graphs) == instances, "instances are used again"
 
 
 class Block(nn.Module):
@@ -183,7 +183,7 @@ def test_graphs_share_what_they_do_not_save() -> None:
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
         _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
-    separate = sum(lane.plan.arena_size for graph in backend.graphs for lane in graph.lanes)
+    separate = sum(instance.plan.arena_size for graph in backend.graphs for instance in graph.instances)
     assert backend.arena_size < 0.7 * separate
     assert backend.arena_size <= 1.3 * whole
 
@@ -216,8 +216,8 @@ def test_another_order_is_noticed() -> None:
         one, two = (part(x).square().sum() for part in parts)
         two.backward()
         one.backward()
-    lanes = [lane for graph in backend.graphs for lane in graph.lanes]
-    assert len({lane.runner.arena.memory for lane in lanes}) < len(lanes)
+    instances = [instance for graph in backend.graphs for instance in graph.instances]
+    assert len({instance.runner.arena.memory for instance in instances}) < len(instances)
     model.zero_grad()
     one, two = (part(x).square().sum() for part in parts)
     one.backward()
@@ -238,7 +238,7 @@ def test_graphs_kept_for_ever_do_not_grow_the_record() -> None:
     step = torch.compile(Broken().eval(), backend=backend)
     for _ in range(300):
         step(torch.ones(4, 8)).backward()
-    assert len(backend._conductors.mine()._events) <= 1024
+    assert len(backend._coordinators.of_this_thread()._events) <= 1024
     kept.sum().backward()
 
 
@@ -351,7 +351,7 @@ def test_hooks_see_the_steps_of_all_graphs() -> None:
     with backend.hooks.add(seen.append):
         compiled(x).backward()
     graphs = {e.steps for e in seen}
-    assert graphs == {len(lane.plan.graph.ops) for graph in backend.graphs for lane in graph.lanes}
+    assert graphs == {len(instance.plan.graph.ops) for graph in backend.graphs for instance in graph.instances}
     assert {e.phase for e in seen} == {"forward", "backward"}
     count = len(seen)
     compiled(x).backward()

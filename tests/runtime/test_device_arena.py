@@ -173,7 +173,7 @@ def test_what_does_not_go_together(net: SeveralResults, x: torch.Tensor) -> None
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
     with pytest.raises(MemplanError, match="recorded step"):
         memplan.compile_step(net, optimizer, lambda out: out[0].sum(), x, device="cpu", cuda_graph=True)
-    with pytest.raises(MemplanError, match="run where they are"):
+    with pytest.raises(MemplanError, match="run on the device of their tensors"):
         memplan.Backend(device="cpu")
     with pytest.raises(BudgetInfeasible):
         memplan.compile(net, x, device="cpu", budget=64, **FLOW)

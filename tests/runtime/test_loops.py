@@ -223,7 +223,7 @@ def test_a_step_refuses_parameters_that_its_optimizer_does_not_know() -> None:
     step(x)
     model.load_state_dict(state, assign=True)
     for _ in range(2):
-        with pytest.raises(InputMismatch, match="another parameter than the optimizer's"):
+        with pytest.raises(InputMismatch, match="not the parameter that the optimizer has"):
             step(x)
 
 

@@ -123,7 +123,7 @@ def test_a_result_that_is_there_is_not_copied(cooperates: bool, several: bool) -
         return (x, result) if several else result
 
     outs = (3, 7) if several else (7,)
-    bound = BoundOp(form=CallForm.FUNCTIONAL, function=kernel, args=(), kwargs={}, outs=outs, several=several)
+    bound = BoundOp(form=CallForm.FUNCTIONAL, function=kernel, args=(), kwargs={}, outs=outs, returns_sequence=several)
     other = replace(bound, function=torch.abs)
     placed = placing((other, bound), {1: PlannedPlace(7, 512, 4096)}, {"v7": target}, placer)
     assert placed[0] is other

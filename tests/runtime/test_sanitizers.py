@@ -50,7 +50,7 @@ def _is_poisoned(memory: torch.Tensor) -> bool:
 
 def test_poison_before_the_first_write_and_after_the_last_use() -> None:
     compiled, _ = _compiled("poison")
-    guards, plan = compiled._selector.main.program.guards, compiled.plan
+    guards, plan = compiled._selector.main.program.sanitizers, compiled.plan
     kinds = set()
     for buffer in plan.problem.buffers:
         memory = _bytes(compiled, buffer)
@@ -65,7 +65,7 @@ def test_poison_before_the_first_write_and_after_the_last_use() -> None:
 
 def test_poison_leaves_what_is_alive_alone() -> None:
     compiled, _ = _compiled("poison")
-    guards, plan = compiled._selector.main.program.guards, compiled.plan
+    guards, plan = compiled._selector.main.program.sanitizers, compiled.plan
     for buffer in plan.problem.buffers:
         memory = _bytes(compiled, buffer).zero_()
         for step in range(buffer.live.start, buffer.live.end):

@@ -202,5 +202,5 @@ def test_the_search_goes_on_from_what_stepped_in(monkeypatch: pytest.MonkeyPatch
     problem = Problem(buffers=planted(60, seed=1).buffers)
     assert solve(problem, solver="greedy").arena_size > problem.max_live
     monkeypatch.setattr(capacity_search, "first_answers", _zeros)
-    with pytest.warns(SolverFault, match=r"quick\.first_answers"):
+    with pytest.warns(SolverFault, match=r"heuristics\.first_answers"):
         assert solve(problem).arena_size == problem.max_live

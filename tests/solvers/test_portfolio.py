@@ -158,14 +158,14 @@ def test_empty_and_weightless_problems() -> None:
 
 
 def test_importing_the_solvers_is_light() -> None:
-    code = "import sys, memplan.solve; print([m for m in ('torch', 'numpy', 'numba', 'ortools') if m in sys.modules])"
+    code = "import sys, memplan.solvers; print([m for m in ('torch', 'numpy', 'numba', 'ortools') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == "[]"
 
 
 def test_small_problems_are_solved_without_numba() -> None:
     code = (
-        "import sys; from memplan.solve import solve; from memplan.core.problem import Buffer, Interval\n"
+        "import sys; from memplan.solvers import solve; from memplan.core.problem import Buffer, Interval\n"
         "made = [Buffer(id=str(i), size=i + 1, live=Interval(i, i + 2)) for i in range(50)]\n"
         "print(solve(made).status.name, 'numba' in sys.modules)"
     )

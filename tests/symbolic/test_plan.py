@@ -119,7 +119,7 @@ def test_a_condition_that_does_not_hold_is_named() -> None:
     ("change", "complaint"),
     [
         ({"conditions": ("batch > 8",)}, "do not hold for the hint"),
-        ({"conditions": ("batch",)}, "is no condition"),
+        ({"conditions": ("batch",)}, "is not a condition"),
         ({"symbols": ()}, "not allowed"),
     ],
 )

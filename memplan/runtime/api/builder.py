@@ -15,11 +15,11 @@ from memplan.errors import InputMismatch
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.cuda_graphs import make_recorder
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena, arena_for
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import Options
-from memplan.runtime.profile.profile_guided import ProfileGuide, guide_of, require_measurable, room_for, safe_plan
+from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, require_measurable, safe_plan
 from memplan.trace import ARENA, trace
 from memplan.trace.traced import TracedGraph
 
@@ -39,7 +39,7 @@ class Builder:
 
     def __init__(self, model: nn.Module, options: Options, hooks: Hooks) -> None:
         self.model, self.hooks = model, hooks
-        self.structure = Structure(model)
+        self.module_guards = ModuleGuards(model)
         self.measures = options.measures
         if self.measures:
             require_measurable(cuda_graph=options.cuda_graph, dynamic_shapes=options.dynamic_shapes)
@@ -63,7 +63,7 @@ class Builder:
         """
         with torch.inference_mode(False):
             traced, plan, policy = safe_plan(self.options, self._trace(args, kwargs, train))
-            runner = self.assemble(traced, plan, room_for(plan, policy))
+            runner = self.assemble(traced, plan, arena_room(plan, policy))
             if policy.events is None:
                 return runner, None
             return runner, guide_of(self.options, traced, runner, policy, partial(self.assemble, traced))
@@ -94,7 +94,7 @@ class Builder:
         options = self.options
         with torch.inference_mode(False):
             return Runner(
-                self.structure,
+                self.module_guards,
                 traced,
                 plan,
                 self._arena_for(plan, traced.device, room),
@@ -128,7 +128,7 @@ class Builder:
         arena = self.arena
         if arena is None or (self.options.dynamic_shapes is not None and max(plan.arena_size, room) > arena.nbytes):
             arena = self.arena = arena_for(plan, device, room)
-        return arena.turned(plan) or arena_for(plan, device)
+        return arena.view_for(plan) or arena_for(plan, device)
 
 
 def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if isinstance(tensor, torch.Tensor) and (tensor.is_meta or isinstance(tensor, FakeTensor)):
             hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"
             raise InputMismatch(
-                f"a fake or {tensor.device} tensor holds no numbers to compute with",
+                f"a fake or {tensor.device} tensor has no data to compute with",
                 where=name,
                 hint=hint,
                 see="no-numbers",

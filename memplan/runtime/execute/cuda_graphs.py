@@ -140,7 +140,7 @@ def make_recorder(device: torch.device, sanitize: str | None) -> Recorder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
+class _CapturedGraphs:
     forward: Callable[[], None]
     backward: Callable[[], None]
     fresh: tuple[torch.Tensor, ...]
@@ -178,7 +178,7 @@ class CudaGraphProgram:
         self._live = [
             x for k in traced.kernels if isinstance(k, KernelCall) for x in k.kwargs.values() if isinstance(x, Live)
         ]
-        self._recording: _Recording | None = None
+        self._recording: _CapturedGraphs | None = None
 
     def forget(self) -> None:
         """Record again at the next call, because an address has changed."""
@@ -209,14 +209,14 @@ class CudaGraphProgram:
 
     # -- recording ---------------------------------------------------------------------------------------
 
-    def _ready(self) -> _Recording:
+    def _ready(self) -> _CapturedGraphs:
         live = [x.value() for x in self._live]
         if self._recording is None or self._recording.live != live:
             self._recording = None  # free its memory first
             self._recording = self._record(live)
         return self._recording
 
-    def _record(self, live: list[Any]) -> _Recording:
+    def _record(self, live: list[Any]) -> _CapturedGraphs:
         program, recorder = self.program, self.recorder
         saved: tuple[torch.Tensor, ...] = ()
         run_forward, run_backward = program.forward, program.backward
@@ -239,12 +239,12 @@ class CudaGraphProgram:
             run_forward, run_backward = program.placed(placer)
             if self._whole:
                 replay, (fresh, saved, gradients) = recorder.record(step)
-                return _Recording(replay, _nothing, fresh, saved, gradients, live, placer)
+                return _CapturedGraphs(replay, _nothing, fresh, saved, gradients, live, placer)
             replay, (fresh, saved) = recorder.record(forward)
             replay_backward, gradients = _nothing, ()
             if program.backward is not None:
                 replay_backward, gradients = recorder.record(backward)
-            return _Recording(replay, replay_backward, fresh, saved, gradients, live, placer)
+            return _CapturedGraphs(replay, replay_backward, fresh, saved, gradients, live, placer)
 
     @contextmanager
     def _restored(self) -> Iterator[None]:

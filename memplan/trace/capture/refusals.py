@@ -79,7 +79,9 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         words = " ".join(failure["words"].replace("\\n", " ").split())
         hint = "check the shapes and types of the example inputs: model(*example_inputs) should fail in eager too"
         if "fake impl" in words or "register_fake" in words or "Meta" in words:
-            hint = "say what the op returns for tensors without data (torch.library.register_fake)"
+            hint = (
+                "register a fake kernel for the op, which gives its shapes without data (torch.library.register_fake)"
+            )
         return UnsupportedGraph(name, f"forward fails on inputs like the example's: {words}", hint, see="example-fails")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"

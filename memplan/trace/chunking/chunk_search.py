@@ -96,7 +96,7 @@ def _in_bytes(budget: Budget, traced: TracedGraph, alignment: int, schedule: str
 
 def _floor(traced: TracedGraph, alignment: int) -> int:
     """Return the bytes that the op with the largest working set needs at once."""
-    from memplan.evict.working_set import floor
+    from memplan.evict.workload_limits import floor
 
     return floor(_workload(traced, tuple(range(len(traced.graph.ops))), alignment))[0]
 
