@@ -134,6 +134,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
             type(model).__name__,
             "computes no output that requires a gradient, so there is no backward to plan",
             "return what is computed from parameters that require gradients (no views of them), or pass train=False",
+            see="no-gradient",
         )
     return Captured(
         graph_module=graph_module,

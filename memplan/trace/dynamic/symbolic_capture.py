@@ -112,9 +112,11 @@ def _unsupported(model: nn.Module, error: Exception) -> MemplanError:
     """Return the error for users, with a hint about dynamic shapes."""
     found = unsupported(model, error)
     if "constraint" in type(error).__name__.lower() or "marked" in str(error):
-        return InvalidShapes(found.reason, where="dynamic_shapes", hint="leave that dimension out of dynamic_shapes")
+        return InvalidShapes(
+            found.reason, where="dynamic_shapes", hint="leave that dimension out of dynamic_shapes", see="fixed-size"
+        )
     hint = "without dynamic_shapes it may still be traced; on_mismatch='replan' then plans each new shape"
-    return UnsupportedGraph(found.node, found.reason, f"{found.hint}; {hint}")
+    return UnsupportedGraph(found.node, found.reason, f"{found.hint}; {hint}", see=found.see)
 
 
 def _stand_in(x: torch.Tensor, varying: Mapping[int, Any], hints: Mapping[str, int]) -> torch.Tensor:
@@ -177,7 +179,9 @@ def _inline_sizes(graph: fx.Graph) -> None:
             graph.erase_node(node)
     _, results, _ = returned_by(graph)
     if any(isinstance(result, _SYMBOLIC) for result in results):
-        raise UnsupportedGraph("output", "it returns a size, which varies", "return tensors; read sizes outside")
+        raise UnsupportedGraph(
+            "output", "it returns a size, which varies", "return tensors; read sizes outside", see="varying"
+        )
 
 
 class SymbolicAliasClasses(AliasClasses):
@@ -197,7 +201,9 @@ class SymbolicAliasClasses(AliasClasses):
         """Return the hint of a symbolic size."""
         if isinstance(size, torch.SymInt):
             if not size.node.has_hint():
-                raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
+                raise UnsupportedGraph(
+                    name, "a size that depends on data", "use fixed shapes", see="data-dependent-size"
+                )
             return int(size.node.hint)
         return super().whole(size, name)
 
@@ -231,7 +237,9 @@ def sized_kernel(kernel: KernelCall, translator: Translator, writer: SizesWriter
             return Sized(writer.add(translator.text(translator.expression(leaf))))
         if isinstance(leaf, _SYMBOLIC):
             what = f"takes {leaf}, which varies with a size but is not a whole number"
-            raise UnsupportedGraph(str(kernel.target), what, "leave that dimension out of dynamic_shapes")
+            raise UnsupportedGraph(
+                str(kernel.target), what, "leave that dimension out of dynamic_shapes", see="varying"
+            )
         return leaf
 
     args, kwargs = pytree.tree_map(sized, (kernel.args, kernel.kwargs))
