@@ -18,10 +18,10 @@ from memplan.solvers.baselines.naive import Naive
 class Answers:
     """Keeps the smallest placement that the validator accepts, and drops those that it refuses."""
 
-    def __init__(self, problem: Problem, core: ProblemArrays) -> None:
-        self._problem, self._core = problem, core
+    def __init__(self, problem: Problem, arrays: ProblemArrays) -> None:
+        self._problem, self._arrays = problem, arrays
         self._refused: set[str] = set()  # sources
-        self.offsets: Ints = np.zeros(core.n, np.int64)  # units
+        self.offsets: Ints = np.zeros(arrays.n, np.int64)  # units
         self.arena: int | None = None  # bytes
 
     def offer(self, offsets: Ints, source: str) -> bool:
@@ -29,7 +29,7 @@ class Answers:
 
         `source` names the heuristic. The first time that a placement of it is refused, the user is warned.
         """
-        arena = int((offsets * self._core.unit + self._core.raw).max())
+        arena = int((offsets * self._arrays.unit + self._arrays.raw).max())
         if self.arena is not None and arena >= self.arena:
             return False
         reason = refusal(self._problem, self.named(offsets))
@@ -51,13 +51,13 @@ class Answers:
 
     def _in_units(self, offsets: Mapping[str, int]) -> Ints:
         buffers = self._problem.buffers
-        values = [offsets[buffers[i].id] for i in self._core.source.tolist()]
-        return np.array(values, np.int64) // self._core.unit
+        values = [offsets[buffers[i].id] for i in self._arrays.source.tolist()]
+        return np.array(values, np.int64) // self._arrays.unit
 
     def named(self, offsets: Ints) -> dict[str, int]:
         """`offsets` (units) as id -> offset in bytes, with the buffers of size 0."""
         buffers = self._problem.buffers
         found = {b.id: b.pinned_offset or 0 for b in buffers}
-        values = (offsets * self._core.unit).tolist()
-        found.update(zip((buffers[i].id for i in self._core.source.tolist()), values, strict=True))
+        values = (offsets * self._arrays.unit).tolist()
+        found.update(zip((buffers[i].id for i in self._arrays.source.tolist()), values, strict=True))
         return found

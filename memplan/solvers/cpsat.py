@@ -22,18 +22,18 @@ class CPSAT:
         import numpy as np
 
         from memplan.solvers.arrays.instance import PieceOutcome
-        from memplan.solvers.arrays.problem_arrays import core_of
+        from memplan.solvers.arrays.problem_arrays import make_problem_arrays
         from memplan.solvers.search.cpsat_model import minimise
 
         began = time.perf_counter()
         start = Greedy().solve(problem)
-        core = core_of(problem)
-        if not core.n:
+        arrays = make_problem_arrays(problem)
+        if not arrays.n:
             return finish(problem, start.offsets, solver=self.name, seconds=time.perf_counter() - began)
-        hint = np.array([start.offsets[problem.buffers[i].id] // core.unit for i in core.source.tolist()], np.int64)
-        outcome, offsets, bound = minimise(core, hint, Budget(limits))
+        hint = np.array([start.offsets[problem.buffers[i].id] // arrays.unit for i in arrays.source.tolist()], np.int64)
+        outcome, offsets, bound = minimise(arrays, hint, Budget(limits))
         found = dict(start.offsets)
         if outcome is PieceOutcome.SOLVED:
-            values = (offsets * core.unit).tolist()
-            found.update(zip((problem.buffers[i].id for i in core.source.tolist()), values, strict=True))
+            values = (offsets * arrays.unit).tolist()
+            found.update(zip((problem.buffers[i].id for i in arrays.source.tolist()), values, strict=True))
         return finish(problem, found, solver=self.name, seconds=time.perf_counter() - began, bound=bound)

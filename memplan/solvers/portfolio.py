@@ -39,12 +39,12 @@ class Portfolio:
                 return found
         # numpy and numba are imported only now: most small problems never need them.
         from memplan.solvers.answers import Answers
-        from memplan.solvers.arrays.problem_arrays import core_of
+        from memplan.solvers.arrays.problem_arrays import make_problem_arrays
         from memplan.solvers.search.capacity_search import CapacitySearch
 
-        core = core_of(problem)
-        answers = Answers(problem, core)
-        search = CapacitySearch(core, answers, problem, budget, limits)
+        arrays = make_problem_arrays(problem)
+        answers = Answers(problem, arrays)
+        search = CapacitySearch(arrays, answers, problem, budget, limits)
         search.run(seed)
         offsets = answers.named(answers.offsets)
         return finish(problem, offsets, solver=self.name, seconds=budget.seconds, bound=search.bound)

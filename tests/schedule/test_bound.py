@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.schedule import Evidence, cut_bound, traced, working_set_bound
-from memplan.schedule.arrays.graph_arrays import make_core, reverse, step_bytes
+from memplan.schedule.arrays.graph_arrays import make_graph_arrays, reverse, step_bytes
 from memplan.schedule.bounds.cut import cut, min_cut
 from memplan.schedule.portfolio import portfolio
 from tests.graph_strategies import GraphBuilder, graphs, schedules
@@ -103,14 +103,14 @@ def diamonds(width: int) -> Graph:
 def test_no_order_is_below_a_cut(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     order = data.draw(schedules(graph)).order
-    core = make_core(graph)
-    steps = step_bytes(core, core.core_order(order))
-    for step, op in enumerate(core.core_order(order)):
-        found = cut(core, int(op))
+    arrays = make_graph_arrays(graph)
+    steps = step_bytes(arrays, arrays.core_order(order))
+    for step, op in enumerate(arrays.core_order(order)):
+        found = cut(arrays, int(op))
         assert found.bytes <= steps[step]
         assert not found.ideal[op]
-        for u in range(core.n):  # the ideal is one: with each op all that it needs
-            assert not found.ideal[u] or found.ideal[core.pred[core.pred_ptr[u] : core.pred_ptr[u + 1]]].all()
+        for u in range(arrays.n):  # the ideal is one: with each op all that it needs
+            assert not found.ideal[u] or found.ideal[arrays.pred[arrays.pred_ptr[u] : arrays.pred_ptr[u + 1]]].all()
 
 
 @given(st.data())
@@ -118,14 +118,16 @@ def test_no_order_is_below_a_cut(data: st.DataObject) -> None:
 def test_a_core_is_its_graph_and_so_is_its_reverse(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     schedule = data.draw(schedules(graph))
-    core = make_core(graph)
-    order = core.core_order(schedule.order)
-    assert core.graph_order(order) == schedule.order
-    steps = step_bytes(core, order)
+    arrays = make_graph_arrays(graph)
+    order = arrays.core_order(schedule.order)
+    assert arrays.graph_order(order) == schedule.order
+    steps = step_bytes(arrays, order)
     assert steps.max(initial=0) == schedule.max_live
-    back = reverse(core)
-    assert (step_bytes(back, core.n - 1 - order[::-1]) == steps[::-1]).all()
-    assert all((getattr(reverse(back), f) == getattr(core, f)).all() for f in ("pred", "succ", "touch", "user", "size"))
+    back = reverse(arrays)
+    assert (step_bytes(back, arrays.n - 1 - order[::-1]) == steps[::-1]).all()
+    assert all(
+        (getattr(reverse(back), f) == getattr(arrays, f)).all() for f in ("pred", "succ", "touch", "user", "size")
+    )
 
 
 def test_an_empty_graph_needs_nothing() -> None:

@@ -14,7 +14,7 @@ from memplan.planning.consistency import check_consistency
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.schedule import POLICIES, cut_bound, live_bytes, make_schedule, order, require_legal, traced
 from memplan.schedule.arrays.compiled import CompiledKernel
-from memplan.schedule.arrays.graph_arrays import make_core, step_bytes
+from memplan.schedule.arrays.graph_arrays import make_graph_arrays, step_bytes
 from memplan.schedule.bounds.propagate import propagate
 from memplan.schedule.bounds.repair import repair
 from memplan.schedule.search.ideals import SearchOutcome, search
@@ -88,33 +88,33 @@ def test_cpsat_agrees_with_the_search(graph: Graph) -> None:
 @settings(deadline=None)
 def test_a_search_is_right_about_every_target(graph: Graph) -> None:
     """FOUND at and above the optimum, EXHAUSTED below, in both directions of time, when nothing is dropped."""
-    core, best = make_core(graph), optimum(graph)
+    arrays, best = make_graph_arrays(graph), optimum(graph)
     for target in (best - 1, best, best + 17):
         for backwards in (True, False):
-            found = search(core, target, width=1000, limit=10**9, backwards=backwards)
+            found = search(arrays, target, width=1000, limit=10**9, backwards=backwards)
             assert found.outcome is (SearchOutcome.FOUND if target >= best else SearchOutcome.EXHAUSTED)
             if found.outcome is SearchOutcome.FOUND:
-                assert make_schedule(graph, core.graph_order(found.order), "").max_live <= target
-            narrow = search(core, target, width=1, limit=10**9, backwards=backwards)
+                assert make_schedule(graph, arrays.graph_order(found.order), "").max_live <= target
+            narrow = search(arrays, target, width=1, limit=10**9, backwards=backwards)
             assert narrow.outcome in (found.outcome, SearchOutcome.GAVE_UP)
 
 
 @given(graphs(max_ops=9))
 @settings(deadline=None)
 def test_edges_that_are_propagated_keep_the_best_order(graph: Graph) -> None:
-    core, best = make_core(graph), optimum(graph)
+    arrays, best = make_graph_arrays(graph), optimum(graph)
     for target in (best, best + 17):
-        narrower = propagate(core, core.traced, target, 10**9).core
+        narrower = propagate(arrays, arrays.traced, target, 10**9).arrays
         assert narrower is not None
         assert search(narrower, target, width=1000, limit=10**9).outcome is SearchOutcome.FOUND
 
 
 def test_two_cuts_exclude_what_one_cannot() -> None:
     """Of two branches either may come last; the other's result is alive then."""
-    core = make_core(diamonds(2))
+    arrays = make_graph_arrays(diamonds(2))
     best = optimum(diamonds(2))
-    assert propagate(core, core.traced, best - 1, 10**9).core is None
-    assert propagate(core, core.traced, best - 1, 0).core is core, "without work, nothing is claimed"
+    assert propagate(arrays, arrays.traced, best - 1, 10**9).arrays is None
+    assert propagate(arrays, arrays.traced, best - 1, 0).arrays is arrays, "without work, nothing is claimed"
 
 
 @given(graphs())
@@ -129,9 +129,9 @@ def test_compiled_and_interpreted_kernels_agree(graph: Graph) -> None:
 
 
 def test_repair_without_work_keeps_the_order() -> None:
-    core = make_core(diamonds(3))
+    arrays = make_graph_arrays(diamonds(3))
     late = np.array([0, 1, 3, 5, 2, 4, 6, 7, 8])
-    assert (repair(core, late, lambda _: None) == late).all()
+    assert (repair(arrays, late, lambda _: None) == late).all()
 
 
 def test_an_unknown_policy_is_refused() -> None:
@@ -175,9 +175,9 @@ def test_order_and_in_place_reuse_are_chosen_together() -> None:
 def test_without_small_storages_no_step_needs_more(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     order_ = data.draw(schedules(graph)).order
-    core = make_core(graph)
+    arrays = make_graph_arrays(graph)
     for least in (50, 100, 1000):
-        rough = make_core(graph, least=least)
-        left_out = step_bytes(core, core.core_order(order_)) - step_bytes(rough, rough.core_order(order_))
+        rough = make_graph_arrays(graph, least=least)
+        left_out = step_bytes(arrays, arrays.core_order(order_)) - step_bytes(rough, rough.core_order(order_))
         assert (left_out >= 0).all()
         assert left_out.max(initial=0) <= sum(s.nbytes for s in graph.storages if s.nbytes < least)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from memplan.core.problem import Buffer, Interval, Problem
-from memplan.solvers.arrays.problem_arrays import ProblemArrays, core_of
+from memplan.solvers.arrays.problem_arrays import ProblemArrays, make_problem_arrays
 
 
 def small_problem(seed: int, *, most: int = 9, aligned: bool = True, gaps: bool = True, pins: bool = False) -> Problem:
@@ -36,15 +36,15 @@ def small_problem(seed: int, *, most: int = 9, aligned: bool = True, gaps: bool 
 def small_cores(count: int, **options: bool | int) -> Iterator[tuple[int, ProblemArrays]]:
     """(seed, arrays) of `count` small problems."""
     for seed in range(count):
-        yield seed, core_of(small_problem(seed, **options))  # type: ignore[arg-type]
+        yield seed, make_problem_arrays(small_problem(seed, **options))  # type: ignore[arg-type]
 
 
-def sections_of_buffer(core: ProblemArrays, b: int) -> set[int]:
+def sections_of_buffer(arrays: ProblemArrays, b: int) -> set[int]:
     """The sections in which `b` is alive."""
-    ranges = range(int(core.seg_ptr[b]), int(core.seg_ptr[b + 1]))
-    return {s for k in ranges for s in range(int(core.seg_lo[k]), int(core.seg_hi[k]))}
+    ranges = range(int(arrays.seg_ptr[b]), int(arrays.seg_ptr[b + 1]))
+    return {s for k in ranges for s in range(int(arrays.seg_lo[k]), int(arrays.seg_hi[k]))}
 
 
-def alive_together(core: ProblemArrays, one: int, two: int) -> bool:
+def alive_together(arrays: ProblemArrays, one: int, two: int) -> bool:
     """Whether two buffers share a section."""
-    return bool(sections_of_buffer(core, one) & sections_of_buffer(core, two))
+    return bool(sections_of_buffer(arrays, one) & sections_of_buffer(arrays, two))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import solve, thresholds
-from memplan.solvers.arrays.problem_arrays import core_of
+from memplan.solvers.arrays.problem_arrays import make_problem_arrays
 from memplan.solvers.bounds import lower_bound
 from tests.strategies import layered_problems
 
@@ -19,7 +19,7 @@ def _bound(*rows: tuple[int, int, int], alignment: int = 64, pin: int | None = N
                pinned_offset=pin if i == len(rows) - 1 else None)
         for i, (size, start, end) in enumerate(rows)
     ]  # fmt: skip
-    return lower_bound(core_of(Problem(buffers=tuple(made))))
+    return lower_bound(make_problem_arrays(Problem(buffers=tuple(made))))
 
 
 def test_padding_counts_but_for_the_topmost_buffer_of_each_section() -> None:
@@ -49,7 +49,7 @@ def test_of_many_buffers_one_padding_stands_for_all_sections(monkeypatch: pytest
 @settings(max_examples=80, deadline=None)
 def test_it_is_never_above_what_the_exact_solver_needs(problem: Problem) -> None:
     exact = solve(problem, solver="cpsat", work_limit=2_000_000).arena_size
-    bound = lower_bound(core_of(problem))
+    bound = lower_bound(make_problem_arrays(problem))
     assert bound <= exact
     if all(b.alignment == 1 for b in problem.buffers):
         assert bound >= problem.max_live

@@ -10,14 +10,14 @@ from benchmarks.instances import planted
 from memplan.core.problem import Problem
 from memplan.solvers import SolverLimits, solve
 from memplan.solvers.arrays.instance import Instance, instance_of
-from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, make_problem_arrays
 from memplan.solvers.limits import Budget
 from memplan.solvers.search.eject import Ejection, Learnt
 from tests.strategies import problems
 
 
 def _clashes(piece: Instance, offsets: Ints) -> list[tuple[int, int]]:
-    tops = offsets + piece.core.size
+    tops = offsets + piece.arrays.size
     pairs = [
         (b, int(y))
         for b in np.flatnonzero(offsets >= 0).tolist()
@@ -28,25 +28,25 @@ def _clashes(piece: Instance, offsets: Ints) -> list[tuple[int, int]]:
 
 
 def _check(piece: Instance, offsets: Ints) -> None:
-    core, placed = piece.core, offsets >= 0
+    arrays, placed = piece.arrays, offsets >= 0
     assert not _clashes(piece, offsets)
     assert (offsets <= piece.max_offset).all()
-    assert (offsets >= core.low)[placed].all()
-    assert not (offsets % core.align)[placed].any()
+    assert (offsets >= arrays.low)[placed].all()
+    assert not (offsets % arrays.align)[placed].any()
 
 
-def _fitting(core: ProblemArrays, capacity: int) -> bool:
-    return bool(core.n) and not (core.max_offset(capacity) < core.low).any()
+def _fitting(arrays: ProblemArrays, capacity: int) -> bool:
+    return bool(arrays.n) and not (arrays.max_offset(capacity) < arrays.low).any()
 
 
 @given(problem=problems(), data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_what_is_placed_is_valid_after_any_number_of_turns(problem: Problem, data: st.DataObject) -> None:
-    core = core_of(problem)
+    arrays = make_problem_arrays(problem)
     capacity = data.draw(st.integers(problem.max_live, solve(problem, solver="greedy").arena_size))
-    if not _fitting(core, capacity):
+    if not _fitting(arrays, capacity):
         return
-    piece = instance_of(core, core.max_offset(capacity))
+    piece = instance_of(arrays, arrays.max_offset(capacity))
     ejection = Ejection(piece, data.draw(st.integers(0, 5)))
     for turns in data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)):
         solved = ejection.run(turns, Budget(SolverLimits(work=100_000)))
@@ -55,10 +55,10 @@ def test_what_is_placed_is_valid_after_any_number_of_turns(problem: Problem, dat
 
 
 def test_it_goes_on_under_another_capacity_from_what_it_learnt() -> None:
-    core = core_of(planted(60, seed=1, density=0.8))
-    learnt = Learnt(np.full(core.n, -1, np.int64))
+    arrays = make_problem_arrays(planted(60, seed=1, density=0.8))
+    learnt = Learnt(np.full(arrays.n, -1, np.int64))
     for capacity in (1100, 1060, 1024):
-        piece = instance_of(core, core.max_offset(capacity))
+        piece = instance_of(arrays, arrays.max_offset(capacity))
         ejection = Ejection(piece, 0, learnt)
         _check(piece, ejection.offsets)
         budget = Budget(SolverLimits(work=2_000_000))
@@ -69,8 +69,8 @@ def test_it_goes_on_under_another_capacity_from_what_it_learnt() -> None:
 
 
 def test_equal_seeds_take_equal_turns() -> None:
-    core = core_of(planted(80, seed=2, density=0.9))
-    piece = instance_of(core, core.max_offset(1024))
+    arrays = make_problem_arrays(planted(80, seed=2, density=0.9))
+    piece = instance_of(arrays, arrays.max_offset(1024))
     ends = []
     for seed in (3, 3, 4):
         ejection = Ejection(piece, seed)

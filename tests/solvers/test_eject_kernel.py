@@ -14,7 +14,7 @@ from benchmarks.instances import planted
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import SolverLimits
 from memplan.solvers.arrays.instance import Instance, instance_of
-from memplan.solvers.arrays.problem_arrays import Ints, core_of
+from memplan.solvers.arrays.problem_arrays import Ints, make_problem_arrays
 from memplan.solvers.limits import Budget
 from memplan.solvers.search import eject_kernel
 from memplan.solvers.search.eject import Ejection, Learnt
@@ -58,13 +58,15 @@ def test_sorted_lists_are_kept_sorted() -> None:
 
 def _states() -> Iterator[tuple[int, Instance, Ints, list[int]]]:
     """(seed, piece, offsets of a valid part of a placement or -1, the unplaced buffers)."""
-    for seed, core in small_cores(70, most=10):
+    for seed, arrays in small_cores(70, most=10):
         chance = random.Random(seed)
-        lifted = replace(core, low=core.low + core.align * (seed % 3))
-        piece = instance_of(lifted, lifted.max_offset(int(core.raw.max()) + chance.randint(3, 25) * core.unit))
-        offsets = np.full(core.n, -1, np.int64)
-        for b in chance.sample(range(core.n), core.n - 1):
-            places = [at for at in range(40) if at % core.align[b] == 0 and lifted.low[b] <= at <= piece.max_offset[b]]
+        lifted = replace(arrays, low=arrays.low + arrays.align * (seed % 3))
+        piece = instance_of(lifted, lifted.max_offset(int(arrays.raw.max()) + chance.randint(3, 25) * arrays.unit))
+        offsets = np.full(arrays.n, -1, np.int64)
+        for b in chance.sample(range(arrays.n), arrays.n - 1):
+            places = [
+                at for at in range(40) if at % arrays.align[b] == 0 and lifted.low[b] <= at <= piece.max_offset[b]
+            ]
             valid = [at for at in places if not _met(piece, offsets, b, at)]
             if valid:
                 offsets[b] = chance.choice(valid)
@@ -75,28 +77,28 @@ def _states() -> Iterator[tuple[int, Instance, Ints, list[int]]]:
 
 def _met(piece: Instance, offsets: Ints, b: int, at: int) -> list[int]:
     """The placed buffers that `b` overlaps at `at`."""
-    core = piece.core
+    arrays = piece.arrays
     return [
         c
-        for c in range(core.n)
+        for c in range(arrays.n)
         if c != b
         and offsets[c] >= 0
-        and alive_together(core, b, c)
-        and offsets[c] < at + core.size[b]
-        and at < offsets[c] + core.size[c]
+        and alive_together(arrays, b, c)
+        and offsets[c] < at + arrays.size[b]
+        and at < offsets[c] + arrays.size[c]
     ]
 
 
 def _arguments(piece: Instance, offsets: Ints) -> tuple[list[Ints], np.ndarray, list[Ints], int, Ints]:
     """(size to maxoff, who meets whom, order by bottom and by top, the number placed, tops)."""
-    core = piece.core
-    meets = np.array([[b != c and alive_together(core, b, c) for c in range(core.n)] for b in range(core.n)])
-    top = np.where(offsets < 0, -1, offsets + core.size)
+    arrays = piece.arrays
+    meets = np.array([[b != c and alive_together(arrays, b, c) for c in range(arrays.n)] for b in range(arrays.n)])
+    top = np.where(offsets < 0, -1, offsets + arrays.size)
     placed = np.flatnonzero(offsets >= 0)
-    orders = [np.zeros(core.n, np.int64) for _ in range(2)]
+    orders = [np.zeros(arrays.n, np.int64) for _ in range(2)]
     for order, key in zip(orders, (offsets, top), strict=True):
         order[: len(placed)] = placed[np.argsort(key[placed], kind="stable")]
-    return [core.size, core.align, core.low, piece.max_offset], meets, orders, len(placed), top
+    return [arrays.size, arrays.align, arrays.low, piece.max_offset], meets, orders, len(placed), top
 
 
 def _ends(places: list[int], step: int) -> set[int]:
@@ -113,11 +115,11 @@ def _ends(places: list[int], step: int) -> set[int]:
 def test_a_free_place_is_any_end_of_a_free_range() -> None:
     none = 0
     for seed, piece, offsets, waiting in _states():
-        core = piece.core
+        arrays = piece.arrays
         columns, meets, (by_bottom, _), count, top = _arguments(piece, offsets)
         for b in waiting[:2]:
-            allowed = range(int(core.low[b]), int(piece.max_offset[b]) + 1)
-            ends = _ends([at for at in allowed if not _met(piece, offsets, b, at)], int(core.align[b]))
+            allowed = range(int(arrays.low[b]), int(piece.max_offset[b]) + 1)
+            ends = _ends([at for at in allowed if not _met(piece, offsets, b, at)], int(arrays.align[b]))
             found = {
                 int(_kernel._free_place(b, *columns, meets, by_bottom, count, offsets, top, np.array([s])))
                 for s in _STATES
@@ -130,11 +132,11 @@ def test_a_free_place_is_any_end_of_a_free_range() -> None:
 
 def test_the_cheapest_place_ejects_the_smallest_total_penalty() -> None:
     for seed, piece, offsets, waiting in _states():
-        core = piece.core
+        arrays = piece.arrays
         columns, meets, (by_bottom, by_top), count, top = _arguments(piece, offsets)
-        penalty = np.array([random.Random(seed + b).randint(1, 5) for b in range(core.n)], np.int64)
+        penalty = np.array([random.Random(seed + b).randint(1, 5) for b in range(arrays.n)], np.int64)
         for b in waiting[:2]:
-            places = range(int(core.low[b]), int(piece.max_offset[b]) + 1, int(core.align[b]))
+            places = range(int(arrays.low[b]), int(piece.max_offset[b]) + 1, int(arrays.align[b]))
             cost = {at: int(penalty[_met(piece, offsets, b, at)].sum()) for at in places}
             cheapest = [at for at in places if cost[at] == min(cost.values())]
             found = set()
@@ -160,15 +162,15 @@ def test_nothing_is_placed_where_no_offset_is_allowed() -> None:
 def _stack(*sizes: int) -> Instance:
     """Buffers that are all alive together, under the sum of their sizes."""
     made = tuple(Buffer(id=str(i), size=size, live=Interval(0, 1)) for i, size in enumerate(sizes))
-    core = core_of(Problem(buffers=made))
-    return instance_of(core, core.max_offset(sum(sizes)))
+    arrays = make_problem_arrays(Problem(buffers=made))
+    return instance_of(arrays, arrays.max_offset(sum(sizes)))
 
 
 def _eject(piece: Instance, turns: int, moves: int, penalty: Ints, offsets: Ints, *, seed: int = 1) -> tuple[int, int]:
-    core = piece.core
-    area = core.size * (core.hi - core.lo)
+    arrays = piece.arrays
+    area = arrays.size * (arrays.hi - arrays.lo)
     taken, left = eject_kernel.eject(
-        core.size, core.align, core.low, piece.max_offset, piece.adj_ptr, piece.adj, area, turns, moves, penalty,
+        arrays.size, arrays.align, arrays.low, piece.max_offset, piece.adj_ptr, piece.adj, area, turns, moves, penalty,
         offsets, np.array([seed], np.int64),
     )  # fmt: skip
     return int(taken), int(left)
@@ -210,8 +212,8 @@ def test_neighbours_move_after_an_ejection() -> None:
 @pytest.mark.parametrize(("count", "seed", "density", "work"), [(40, 1, 0.9, 178), (40, 2, 1.0, 372), (60, 1, 0.8, 91)])
 def test_the_work_until_a_fixed_problem_is_placed(count: int, seed: int, density: float, work: int) -> None:
     """Recorded, and the same on every machine: less is an improvement to record, more is a weaker search."""
-    core = core_of(planted(count, seed=seed, density=density))
-    piece = instance_of(core, core.max_offset(1100))
+    arrays = make_problem_arrays(planted(count, seed=seed, density=density))
+    piece = instance_of(arrays, arrays.max_offset(1100))
     budget = Budget(SolverLimits(work=5_000))
-    assert Ejection(piece, 0, Learnt(np.full(core.n, -1, np.int64))).run(5_000, budget)
+    assert Ejection(piece, 0, Learnt(np.full(arrays.n, -1, np.int64))).run(5_000, budget)
     assert budget.spent == work

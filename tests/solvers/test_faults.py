@@ -34,20 +34,20 @@ def _ring(capacity: int | None = None) -> Problem:
     )
 
 
-def _zeros(core: Any, *_: object, **__: object) -> Iterator[np.ndarray]:
+def _zeros(arrays: Any, *_: object, **__: object) -> Iterator[np.ndarray]:
     """Everything at 0: as small as an arena can be, and wrong."""
-    yield np.zeros(core.n, np.int64)
+    yield np.zeros(arrays.n, np.int64)
 
 
-def _solved(core: Any, *_: object, **__: object) -> tuple[PieceOutcome, np.ndarray]:
-    return PieceOutcome.SOLVED, np.zeros(core.n, np.int64)
+def _solved(arrays: Any, *_: object, **__: object) -> tuple[PieceOutcome, np.ndarray]:
+    return PieceOutcome.SOLVED, np.zeros(arrays.n, np.int64)
 
 
 def _searched(piece: Any, *_: object, **__: object) -> tuple[PieceOutcome, np.ndarray]:
-    return PieceOutcome.SOLVED, np.zeros(piece.core.n, np.int64)
+    return PieceOutcome.SOLVED, np.zeros(piece.arrays.n, np.int64)
 
 
-def _fitted(core: Any, order: np.ndarray, offsets: np.ndarray, **_: object) -> None:
+def _fitted(arrays: Any, order: np.ndarray, offsets: np.ndarray, **_: object) -> None:
     offsets[order] = 0
 
 
@@ -171,7 +171,7 @@ def test_where_every_heuristic_fails_the_simplest_placements_step_in(
 
 def test_a_bound_that_a_placement_refutes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thresholds, "SMALL", 0)
-    monkeypatch.setattr(capacity_search, "lower_bound", lambda core: 100)
+    monkeypatch.setattr(capacity_search, "lower_bound", lambda arrays: 100)
     with pytest.warns(SolverFault, match="no arena is below 100 bytes is refuted by one of 6 bytes"):
         solution = solve(_ring())
     assert (solution.status, solution.arena_size, solution.bound) == (Status.OPTIMAL, 6, 6)

@@ -16,15 +16,15 @@ from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 from tests.solvers.small import alive_together, sections_of_buffer, small_cores
 
 
-def _holes(core: ProblemArrays, b: int, offsets: list[int]) -> list[tuple[int, int]]:
+def _holes(arrays: ProblemArrays, b: int, offsets: list[int]) -> list[tuple[int, int]]:
     """(lowest aligned offset, room above it) of each free range that takes `b`, lowest first; the last has no end."""
     taken = {
         byte
-        for c in range(core.n)
-        if offsets[c] >= 0 and alive_together(core, b, c)
-        for byte in range(offsets[c], offsets[c] + int(core.size[c]))
+        for c in range(arrays.n)
+        if offsets[c] >= 0 and alive_together(arrays, b, c)
+        for byte in range(offsets[c], offsets[c] + int(arrays.size[c]))
     }
-    size, align, low = int(core.size[b]), int(core.align[b]), int(core.low[b])
+    size, align, low = int(arrays.size[b]), int(arrays.align[b]), int(arrays.low[b])
     free = [at for at in range(max(taken, default=0) + low + size + align + 1) if at >= low and at not in taken]
     found: list[tuple[int, int]] = []
     for at in free:
@@ -36,42 +36,42 @@ def _holes(core: ProblemArrays, b: int, offsets: list[int]) -> list[tuple[int, i
     return found
 
 
-def _placed(core: ProblemArrays, order: Ints, offsets: Ints, *, best: bool) -> list[int]:
+def _placed(arrays: ProblemArrays, order: Ints, offsets: Ints, *, best: bool) -> list[int]:
     """The offsets of first-fit (best-fit: the least room, then the lowest) by the definition."""
     found: list[int] = offsets.tolist()
     for b in order.tolist():
-        holes = _holes(core, b, found)
+        holes = _holes(arrays, b, found)
         found[b] = min(holes, key=lambda hole: (hole[1] if best else 0, hole[0]))[0]
     return found
 
 
-def _both(core: ProblemArrays, order: Ints, start: Ints, policy: int) -> list[list[int]]:
+def _both(arrays: ProblemArrays, order: Ints, start: Ints, policy: int) -> list[list[int]]:
     many, few = start.copy(), start.copy()
-    rest = (core.size, core.align, core.low, core.seg_ptr, core.seg_lo, core.seg_hi)
-    fit_kernel.fit(order, policy, *rest, core.sections, many)
+    rest = (arrays.size, arrays.align, arrays.low, arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi)
+    fit_kernel.fit(order, policy, *rest, arrays.sections, many)
     fit_kernel.fit_few(order, policy, *rest, few)
     return [many.tolist(), few.tolist()]
 
 
 @pytest.mark.parametrize("policy", [fit_kernel.FIRST, fit_kernel.BEST])
 def test_each_buffer_takes_the_first_or_the_tightest_free_offset(policy: int) -> None:
-    for seed, core in small_cores(150, most=12, pins=True):
-        lifted = replace(core, low=np.where(core.pinned, core.low, core.low + seed % 4))
+    for seed, arrays in small_cores(150, most=12, pins=True):
+        lifted = replace(arrays, low=np.where(arrays.pinned, arrays.low, arrays.low + seed % 4))
         start = unplaced(lifted)
-        order = np.random.default_rng(seed).permutation(np.flatnonzero(~core.pinned))
+        order = np.random.default_rng(seed).permutation(np.flatnonzero(~arrays.pinned))
         expected = _placed(lifted, order, start, best=policy == fit_kernel.BEST)
         assert _both(lifted, order, start, policy) == [expected, expected], seed
 
 
 def test_placed_buffers_are_met_in_any_order_of_their_offsets() -> None:
     """Some buffers are placed before the call, with overlaps: nothing says that they form a valid placement."""
-    for seed, core in small_cores(100, most=12):
+    for seed, arrays in small_cores(100, most=12):
         chance = random.Random(seed)
-        start = np.array([chance.choice((-1, chance.randrange(20))) for _ in range(core.n)], np.int64)
+        start = np.array([chance.choice((-1, chance.randrange(20))) for _ in range(arrays.n)], np.int64)
         order = np.flatnonzero(start < 0)
         for policy, best in ((fit_kernel.FIRST, False), (fit_kernel.BEST, True)):
-            expected = _placed(core, order, start, best=best)
-            assert _both(core, order, start, policy) == [expected, expected], seed
+            expected = _placed(arrays, order, start, best=best)
+            assert _both(arrays, order, start, policy) == [expected, expected], seed
 
 
 def test_an_exact_hole_is_used_and_equal_holes_go_to_the_lower_one() -> None:
@@ -104,15 +104,15 @@ def test_many_sections_are_searched_as_few_are() -> None:
 
 
 def test_neighbours_and_members_are_who_is_alive_together() -> None:
-    for seed, core in small_cores(150):
-        piece = instance_of(core, core.max_offset(100))
-        for b in range(core.n):
+    for seed, arrays in small_cores(150):
+        piece = instance_of(arrays, arrays.max_offset(100))
+        for b in range(arrays.n):
             found = piece.adj[piece.adj_ptr[b] : piece.adj_ptr[b + 1]].tolist()
-            assert sorted(found) == [c for c in range(core.n) if c != b and alive_together(core, b, c)], seed
+            assert sorted(found) == [c for c in range(arrays.n) if c != b and alive_together(arrays, b, c)], seed
         assert piece.adj_ptr[-1] == len(piece.adj)
-        for s in range(core.sections):
+        for s in range(arrays.sections):
             inside = piece.mem[piece.mem_ptr[s] : piece.mem_ptr[s + 1]].tolist()
-            assert inside == [b for b in range(core.n) if s in sections_of_buffer(core, b)], seed
+            assert inside == [b for b in range(arrays.n) if s in sections_of_buffer(arrays, b)], seed
         assert piece.mem_ptr[-1] == len(piece.mem)
 
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.instances import planted
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers.arrays.instance import Instance, instance_of
-from memplan.solvers.arrays.problem_arrays import core_of, load_of
+from memplan.solvers.arrays.problem_arrays import load_of, make_problem_arrays
 from memplan.solvers.search import join_kernel as kernel
 from memplan.solvers.search.join import joined
 from tests.solvers.small import sections_of_buffer, small_problem
@@ -24,12 +24,12 @@ def _listed(*rows: tuple[int, int, int], capacity: int | None = None, spare: dic
     """Buffers (size, start, end) under a capacity, max live if None; `spare` lowers the highest offset of some."""
     made = tuple(Buffer(id=str(i), size=size, live=Interval(a, b)) for i, (size, a, b) in enumerate(rows))
     problem = Problem(buffers=made)
-    core = core_of(problem)
-    assert core.unit == 1
-    highest = core.max_offset(capacity or problem.max_live)
+    arrays = make_problem_arrays(problem)
+    assert arrays.unit == 1
+    highest = arrays.max_offset(capacity or problem.max_live)
     for b, less in (spare or {}).items():
         highest[b] -= less
-    return instance_of(core, highest)
+    return instance_of(arrays, highest)
 
 
 def _groups(piece: Instance, *, chance: float = 0.0, seed: int = 0) -> list[set[int]]:
@@ -93,7 +93,7 @@ def test_blocks_are_certain_where_no_subset_of_one_side_weighs_as_much_as_one_of
     assert _joined_rows([(2, 0, 1), (2, 0, 1), (6, 0, 1), (5, 1, 2), (5, 1, 2), (1, 0, 2)]) == [[0, 1, 2, 3, 4]]
     assert _joined_rows([(9, 0, 1), (4, 1, 2), (5, 1, 2), (1, 0, 2)]) == [[0, 1, 2]]
     found = joined(_listed((2, 0, 1), (5, 0, 1), (3, 1, 2), (4, 1, 2), (1, 0, 2)))
-    assert sorted(found.piece.core.size.tolist()) == [1, 7]
+    assert sorted(found.piece.arrays.size.tolist()) == [1, 7]
     assert sorted(found.above[:2].tolist()) in ([0, 2], [0, 5])
     assert sorted(found.above[2:4].tolist()) in ([0, 3], [0, 4])
 
@@ -142,8 +142,8 @@ def test_buffers_with_gaps_or_alignments_are_never_joined_and_keep_their_neighbo
         made = [Buffer(id="a", size=3, live=Interval(0, 1)), Buffer(id="b", size=3, live=Interval(1, 2))]
         made.append(Buffer(id="c", size=4, live=Interval(0, 2)))
         made[1] = replace(made[1], **change)
-        core = core_of(Problem(buffers=tuple(made)))
-        return _groups(instance_of(core, core.max_offset(7)))
+        arrays = make_problem_arrays(Problem(buffers=tuple(made)))
+        return _groups(instance_of(arrays, arrays.max_offset(7)))
 
     assert groups() == [{0, 1}]
     assert groups(pinned_offset=0) == []
@@ -155,9 +155,11 @@ def test_buffers_with_gaps_or_alignments_are_never_joined_and_keep_their_neighbo
         Buffer(id="m", size=2, live=Interval(1, 3)),
         Buffer(id="c", size=3, live=Interval(2, 4)),
     ]
-    core = core_of(Problem(buffers=tuple(holes)))
-    assert load_of(core).tolist() == [5, 5, 5, 5]
-    assert _groups(instance_of(core, core.max_offset(5))) == [{2, 4}]  # at 1 and 3 the buffer with a gap ends or begins
+    arrays = make_problem_arrays(Problem(buffers=tuple(holes)))
+    assert load_of(arrays).tolist() == [5, 5, 5, 5]
+    assert _groups(instance_of(arrays, arrays.max_offset(5))) == [
+        {2, 4}
+    ]  # at 1 and 3 the buffer with a gap ends or begins
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
@@ -165,32 +167,32 @@ def test_a_joined_piece_covers_the_same_sections_with_the_same_units(chance: flo
     fewer = 0
     for seed in range(60):
         problem = planted(12, seed=seed, height=24, steps=10) if seed % 2 else small_problem(seed, most=14)
-        core = core_of(problem)
-        piece = instance_of(core, core.max_offset(problem.max_live + seed % 3))
+        arrays = make_problem_arrays(problem)
+        piece = instance_of(arrays, arrays.max_offset(problem.max_live + seed % 3))
         if (piece.max_offset < 0).any():
             continue
         found = joined(piece, chance=chance, seed=seed)
-        smaller = found.piece.core
-        fewer += smaller.n < core.n
-        assert load_of(smaller).max() == load_of(core).max()
+        smaller = found.piece.arrays
+        fewer += smaller.n < arrays.n
+        assert load_of(smaller).max() == load_of(arrays).max()
         covered: dict[int, list[tuple[int, int]]] = {}
-        for b in range(core.n):
+        for b in range(arrays.n):
             inside = covered.setdefault(int(found.group[b]), [])
             inside.append((b, int(found.above[b])))
         for g, members in covered.items():
-            spans = sorted((low, low + int(core.size[b]), b) for b, low in members)
-            area = sum(int(core.size[b]) * len(sections_of_buffer(core, b)) for b, _ in members)
+            spans = sorted((low, low + int(arrays.size[b]), b) for b, low in members)
+            area = sum(int(arrays.size[b]) * len(sections_of_buffer(arrays, b)) for b, _ in members)
             assert spans[0][0] == 0
             assert max(top for _, top, _ in spans) == smaller.size[g]
             if len(members) > 1:
                 assert area == int(smaller.size[g]) * int(
-                    max(core.hi[b] for b, _ in members) - min(core.lo[b] for b, _ in members)
+                    max(arrays.hi[b] for b, _ in members) - min(arrays.lo[b] for b, _ in members)
                 )
                 ceilings = [int(piece.max_offset[b]) - low for b, low in members]
                 assert found.piece.max_offset[g] <= min(ceilings)
             for (low, top, b), (other, end, c) in itertools.combinations(spans, 2):
                 apart = top <= other or end <= low
-                assert apart or not sections_of_buffer(core, b) & sections_of_buffer(core, c)
+                assert apart or not sections_of_buffer(arrays, b) & sections_of_buffer(arrays, c)
         offsets = np.arange(smaller.n) * 100
         assert found.expand(offsets).tolist() == (offsets[found.group] + found.above).tolist()
     assert fewer > 5

@@ -18,7 +18,7 @@ from memplan.core.validate import validate
 from memplan.solvers import SolverLimits, solve, thresholds
 from memplan.solvers.arrays.heuristics import fill, first_fit, online, pairs_alive_together, unplaced
 from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
-from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of, load_of, subset
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of, make_problem_arrays, subset
 from memplan.solvers.base import finish
 from memplan.solvers.bounds import lower_bound
 from memplan.solvers.limits import Budget
@@ -32,11 +32,13 @@ from tests.strategies import problems
 @given(problem=problems(aligned=False))
 @settings(max_examples=100, deadline=None)
 def test_sections_keep_who_is_alive_together(problem: Problem) -> None:
-    core = core_of(problem)
-    alive = [problem.buffers[i] for i in core.source.tolist()]
-    assert (load_of(core).max(initial=0)) * core.unit == problem.max_live
-    for section, step in enumerate(core.steps.tolist()):
-        inside = {alive[b].id for b in range(core.n) if _is_in(core.seg_ptr, core.seg_lo, core.seg_hi, b, section)}
+    arrays = make_problem_arrays(problem)
+    alive = [problem.buffers[i] for i in arrays.source.tolist()]
+    assert (load_of(arrays).max(initial=0)) * arrays.unit == problem.max_live
+    for section, step in enumerate(arrays.steps.tolist()):
+        inside = {
+            alive[b].id for b in range(arrays.n) if _is_in(arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi, b, section)
+        }
         assert inside == {b.id for b in problem.alive_at(step) if b.size}
 
 
@@ -47,70 +49,70 @@ def _is_in(ptr: np.ndarray, lo: np.ndarray, hi: np.ndarray, b: int, section: int
 @given(problem=problems(), best=st.booleans(), seed=st.integers(0, 9))
 @settings(max_examples=200, deadline=None)
 def test_few_buffers_are_placed_as_many_are(problem: Problem, best: bool, seed: int) -> None:
-    core = core_of(problem)
-    order = np.random.default_rng(seed).permutation(np.flatnonzero(~core.pinned))
+    arrays = make_problem_arrays(problem)
+    order = np.random.default_rng(seed).permutation(np.flatnonzero(~arrays.pinned))
     found = []
-    for few in (0, core.n):
+    for few in (0, arrays.n):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(thresholds, "FEW", few)
-            found.append(unplaced(core))
-            first_fit(core, order, found[-1], best=best)
+            found.append(unplaced(arrays))
+            first_fit(arrays, order, found[-1], best=best)
     assert found[0].tolist() == found[1].tolist()
 
 
 @given(problem=problems())
 @settings(max_examples=100, deadline=None)
 def test_the_bound_is_never_above_a_placement(problem: Problem) -> None:
-    core = core_of(problem)
-    assert problem.max_live <= max(lower_bound(core), problem.max_live) <= solve(problem, solver="greedy").arena_size
+    arrays = make_problem_arrays(problem)
+    assert problem.max_live <= max(lower_bound(arrays), problem.max_live) <= solve(problem, solver="greedy").arena_size
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_peeled_buffers_find_room_wherever_the_others_lie(seed: int) -> None:
     problem = network(8, seed=seed)
-    core = core_of(problem)
-    greedy = unplaced(core)
-    first_fit(core, np.lexsort((core.lo, -core.size)), greedy)
-    capacity = int((greedy * core.unit + core.raw).max())
-    max_offset = core.max_offset(capacity)
+    arrays = make_problem_arrays(problem)
+    greedy = unplaced(arrays)
+    first_fit(arrays, np.lexsort((arrays.lo, -arrays.size)), greedy)
+    capacity = int((greedy * arrays.unit + arrays.raw).max())
+    max_offset = arrays.max_offset(capacity)
     peeled: list[np.ndarray] = []
-    kept = _peel(core, Piece(ids=np.arange(core.n), base=0), max_offset, peeled)
+    kept = _peel(arrays, Piece(ids=np.arange(arrays.n), base=0), max_offset, peeled)
     assert peeled
-    offsets = np.full(core.n, -1, np.int64)
+    offsets = np.full(arrays.n, -1, np.int64)
     offsets[kept] = greedy[kept]
-    first_fit(core, np.concatenate(peeled[::-1]), offsets)
+    first_fit(arrays, np.concatenate(peeled[::-1]), offsets)
     assert (offsets <= max_offset).all()
 
 
 def test_reduce_keeps_every_buffer_once() -> None:
-    core = core_of(planted(200, seed=3, density=0.9))
-    reduced = reduce(core, core.max_offset(1024))
+    arrays = make_problem_arrays(planted(200, seed=3, density=0.9))
+    reduced = reduce(arrays, arrays.max_offset(1024))
     parts = [p.ids for p in reduced.pieces]
-    assert sorted(np.concatenate([*parts, reduced.bottom, reduced.fill]).tolist()) == list(range(core.n))
+    assert sorted(np.concatenate([*parts, reduced.bottom, reduced.fill]).tolist()) == list(range(arrays.n))
 
 
 def test_fill_reports_what_finds_no_room() -> None:
     made = tuple(Buffer(id=str(i), size=4, live=Interval(0, 2)) for i in range(3))
-    core = core_of(Problem(buffers=made))
+    arrays = make_problem_arrays(Problem(buffers=made))
     offsets = np.full(3, -1, np.int64)
-    assert len(fill(core, np.arange(3), core.max_offset(8), offsets)) == 1
+    assert len(fill(arrays, np.arange(3), arrays.max_offset(8), offsets)) == 1
 
 
 def test_subsets_have_sections_of_their_own() -> None:
-    core = core_of(planted(100, seed=1))
-    part = subset(core, np.arange(0, 100, 10), base=7)
+    arrays = make_problem_arrays(planted(100, seed=1))
+    part = subset(arrays, np.arange(0, 100, 10), base=7)
     assert part.n == 10
-    assert part.sections < core.sections
+    assert part.sections < arrays.sections
     assert part.low.tolist() == [7] * 10
 
 
 def test_the_allocator_gives_back_and_joins() -> None:
     made = [("a", 4, 0, 2), ("b", 4, 0, 2), ("c", 8, 2, 4), ("d", 2, 3, 5)]
     problem = Problem(buffers=tuple(Buffer(id=n, size=s, live=Interval(x, y)) for n, s, x, y in made))
-    core = core_of(problem)
+    arrays = make_problem_arrays(problem)
     for best in (False, True):
-        assert (next(online(core, best)) * core.unit).tolist() == [0, 4, 0, 8]
-    assert pairs_alive_together(core) == 2
+        assert (next(online(arrays, best)) * arrays.unit).tolist() == [0, 4, 0, 8]
+    assert pairs_alive_together(arrays) == 2
 
 
 @given(size=st.integers(1, 1 << 40))
@@ -133,33 +135,33 @@ def test_budgets_count_inner_work_too() -> None:
 
 
 def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:
-    core = core_of(scattered(2_500, seed=1, mean_life=400))
+    arrays = make_problem_arrays(scattered(2_500, seed=1, mean_life=400))
     budget = Budget(SolverLimits(work=800_000))
-    goal = core.max_offset(lower_bound(core))
-    ends = [int((offsets + core.size).max()) for offsets in squeaky_wheel.rounds(core, goal, budget)]
+    goal = arrays.max_offset(lower_bound(arrays))
+    ends = [int((offsets + arrays.size).max()) for offsets in squeaky_wheel.rounds(arrays, goal, budget)]
     assert budget.is_over
     assert min(ends) < ends[0]
-    assert not list(squeaky_wheel.rounds(core, goal, Budget(SolverLimits(seconds=0.001))))
+    assert not list(squeaky_wheel.rounds(arrays, goal, Budget(SolverLimits(seconds=0.001))))
 
 
 @given(problem=problems(most=9), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Problem, data: st.DataObject) -> None:
-    core = core_of(problem)
-    if not core.n:
+    arrays = make_problem_arrays(problem)
+    if not arrays.n:
         return
     capacity = data.draw(st.integers(problem.max_live, solve(problem, solver="greedy").arena_size))
-    max_offset = core.max_offset(capacity)
-    if (max_offset < core.low).any():
+    max_offset = arrays.max_offset(capacity)
+    if (max_offset < arrays.low).any():
         return
-    expected, _ = cpsat_model.decide(core, max_offset, core.low, Budget(SolverLimits(work=5_000_000)))
+    expected, _ = cpsat_model.decide(arrays, max_offset, arrays.low, Budget(SolverLimits(work=5_000_000)))
     assert expected is not PieceOutcome.LIMIT
     for rule, thorough in itertools.product(RULES, (False, True)):
-        outcome, offsets = _searched(instance_of(core, max_offset), rule=rule, thorough=thorough)
+        outcome, offsets = _searched(instance_of(arrays, max_offset), rule=rule, thorough=thorough)
         assert outcome is expected, (rule, thorough)
         if outcome is PieceOutcome.SOLVED:
             assert (offsets <= max_offset).all()
-            _check(problem, core, offsets)
+            _check(problem, arrays, offsets)
 
 
 @given(seed=st.integers(0, 100_000), n=st.integers(4, 12), moved=st.booleans())
@@ -170,9 +172,9 @@ def test_certain_joins_keep_what_can_be_placed_and_likely_ones_are_valid(seed: i
         sizes = random.Random(seed).sample([b.size for b in problem.buffers], n)
         buffers = tuple(replace(b, size=size) for b, size in zip(problem.buffers, sizes, strict=True))
         problem = Problem(buffers=buffers)
-    core = core_of(problem)
-    max_offset = core.max_offset(problem.max_live)
-    piece = instance_of(core, max_offset)
+    arrays = make_problem_arrays(problem)
+    max_offset = arrays.max_offset(problem.max_live)
+    piece = instance_of(arrays, max_offset)
     expected, _ = _searched(piece, rule=RULES[0], thorough=False)
     assert expected is not PieceOutcome.LIMIT
     for chance in (0.0, 0.7, 1.0):
@@ -182,7 +184,7 @@ def test_certain_joins_keep_what_can_be_placed_and_likely_ones_are_valid(seed: i
             assert outcome is expected
         if outcome is PieceOutcome.SOLVED:
             assert (smaller.expand(offsets) <= max_offset).all()
-            _check(problem, core, smaller.expand(offsets))
+            _check(problem, arrays, smaller.expand(offsets))
 
 
 def test_a_joined_piece_is_smaller_and_its_buffers_lie_in_one_another() -> None:
@@ -190,26 +192,26 @@ def test_a_joined_piece_is_smaller_and_its_buffers_lie_in_one_another() -> None:
     problem = Problem(
         buffers=tuple(Buffer(id=f"b{i}", size=row[0], live=Interval(*row[1:])) for i, row in enumerate(rows))
     )
-    core = core_of(problem)
-    piece = instance_of(core, core.max_offset(problem.max_live))
+    arrays = make_problem_arrays(problem)
+    piece = instance_of(arrays, arrays.max_offset(problem.max_live))
     smaller = joined(piece)  # 12 bytes at each step, and max live is 12
-    assert smaller.piece.core.n == 2
+    assert smaller.piece.arrays.n == 2
     assert smaller.group.tolist() == [0, 0, 0, 0, 1, 1]
     assert sorted(smaller.above.tolist()) in ([0, 0, 0, 0, 0, 3], [0, 0, 0, 0, 0, 4])
-    assert joined(instance_of(core, core.max_offset(13))).piece.core.n == 6  # nothing is certain then
-    assert joined(instance_of(core, core.max_offset(13)), chance=1.0).piece.core.n == 2
+    assert joined(instance_of(arrays, arrays.max_offset(13))).piece.arrays.n == 6  # nothing is certain then
+    assert joined(instance_of(arrays, arrays.max_offset(13)), chance=1.0).piece.arrays.n == 2
 
 
 def _searched(piece: Instance, *, rule: tuple[int, bool], thorough: bool) -> tuple[PieceOutcome, Ints]:
     outcome, _, offsets = search_once(
-        piece, piece.core.size.astype(np.float64), rule=rule, thorough=thorough, nodes=1_000_000,
+        piece, piece.arrays.size.astype(np.float64), rule=rule, thorough=thorough, nodes=1_000_000,
         table=np.zeros(1 << 10, np.int64), salt=1, budget=Budget(SolverLimits(work=2_000_000)),
     )  # fmt: skip
     return outcome, offsets
 
 
-def _check(problem: Problem, core: ProblemArrays, offsets: Ints) -> None:
-    """`offsets` (units, by place in `core`) are a valid placement of `problem`."""
+def _check(problem: Problem, arrays: ProblemArrays, offsets: Ints) -> None:
+    """`offsets` (units, by place in `arrays`) are a valid placement of `problem`."""
     placed = dict.fromkeys((b.id for b in problem.buffers), 0)
-    placed |= {problem.buffers[i].id: int(at) * core.unit for i, at in zip(core.source, offsets, strict=True)}
+    placed |= {problem.buffers[i].id: int(at) * arrays.unit for i, at in zip(arrays.source, offsets, strict=True)}
     validate(problem, finish(problem, placed, solver="search", seconds=0.0))

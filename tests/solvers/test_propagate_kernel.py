@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from memplan.solvers.arrays.instance import Instance, instance_of
-from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, make_problem_arrays
 from memplan.solvers.search import propagate_kernel as kernel
 from tests.solvers.small import alive_together, sections_of_buffer, small_problem
 
@@ -33,21 +33,25 @@ class _State:
     changed: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int8))
 
     def propagate(self, *, thorough: bool, ends: int = 3, rounds: int = 3, changed: int = kernel.ALL) -> _State:
-        core, piece = self.piece.core, self.piece
+        arrays, piece = self.piece.arrays, self.piece
         unplaced = np.array(
             [
-                sum(int(core.size[b]) for b in range(core.n) if s in sections_of_buffer(core, b) and not self.placed[b])
-                for s in range(core.sections)
+                sum(
+                    int(arrays.size[b])
+                    for b in range(arrays.n)
+                    if s in sections_of_buffer(arrays, b) and not self.placed[b]
+                )
+                for s in range(arrays.sections)
             ],
             np.int64,
         )
         self.trail = np.full((self.room, 3), -9, np.int64)
-        self.weight = np.zeros(core.sections, np.int64)
-        self.changed = np.full(core.sections, changed, np.int8)
+        self.weight = np.zeros(arrays.sections, np.int64)
+        self.changed = np.full(arrays.sections, changed, np.int8)
         self.consistent, self.tp = kernel.propagate(
-            thorough, self.capacity, unplaced, self.hole, self.reach, self.latest, core.size, self.placed,
-            piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, core.lo, core.hi, self.weight, self.changed,
-            self.trail, np.int64(0), np.empty(core.n + 1, np.int64), ends, rounds,
+            thorough, self.capacity, unplaced, self.hole, self.reach, self.latest, arrays.size, self.placed,
+            piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, arrays.lo, arrays.hi, self.weight, self.changed,
+            self.trail, np.int64(0), np.empty(arrays.n + 1, np.int64), ends, rounds,
         )  # fmt: skip
         return self
 
@@ -56,7 +60,7 @@ def _state(capacity: int, *rows: tuple[int, int, int], room: int = 2_000, **give
     """Buffers (size, start, end) under a capacity; `given` changes `reach`, `latest` or `hole` of some."""
     n = len(rows)
     size, lo, hi = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-    core = ProblemArrays(
+    arrays = ProblemArrays(
         unit=1, size=size, raw=size, align=np.ones(n, np.int64), low=np.zeros(n, np.int64),
         pinned=np.zeros(n, np.bool_), seg_ptr=np.arange(n + 1), seg_lo=lo, seg_hi=hi, lo=lo, hi=hi,
         steps=np.arange(int(hi.max())), start=lo, source=np.arange(n),
@@ -65,7 +69,7 @@ def _state(capacity: int, *rows: tuple[int, int, int], room: int = 2_000, **give
     for name, values in given.items():
         for b, value in values.items():
             columns[name][b] = value
-    piece = instance_of(core, capacity - size)
+    piece = instance_of(arrays, capacity - size)
     return _State(
         piece=piece,
         capacity=capacity,
@@ -81,25 +85,25 @@ def _random_states() -> Iterator[tuple[int, _State]]:
     """States of the tree search on small problems: some buffers placed from below, some skipped."""
     for seed in range(240):
         chance = random.Random(seed)
-        core = core_of(small_problem(seed, most=5, aligned=False))
-        if core.unit > 1:
+        arrays = make_problem_arrays(small_problem(seed, most=5, aligned=False))
+        if arrays.unit > 1:
             continue
         load = max(
-            sum(int(core.size[b]) for b in range(core.n) if s in sections_of_buffer(core, b))
-            for s in range(core.sections)
+            sum(int(arrays.size[b]) for b in range(arrays.n) if s in sections_of_buffer(arrays, b))
+            for s in range(arrays.sections)
         )
         capacity = load + chance.randint(0, 1)
-        piece = instance_of(core, core.max_offset(capacity))
-        allowed, hole = np.zeros(core.n, np.int64), np.full(core.n, -1, np.int64)
-        placed = np.zeros(core.n, np.bool_)
-        for b in chance.sample(range(core.n), min(core.n, chance.randint(0, 2))):
-            if allowed[b] + core.size[b] > capacity:
+        piece = instance_of(arrays, arrays.max_offset(capacity))
+        allowed, hole = np.zeros(arrays.n, np.int64), np.full(arrays.n, -1, np.int64)
+        placed = np.zeros(arrays.n, np.bool_)
+        for b in chance.sample(range(arrays.n), min(arrays.n, chance.randint(0, 2))):
+            if allowed[b] + arrays.size[b] > capacity:
                 continue
             if chance.random() < 0.5:
                 placed[b] = True
-                for c in range(core.n):
-                    if c != b and not placed[c] and alive_together(core, b, c):
-                        allowed[c] = max(allowed[c], allowed[b] + core.size[b])
+                for c in range(arrays.n):
+                    if c != b and not placed[c] and alive_together(arrays, b, c):
+                        allowed[c] = max(allowed[c], allowed[b] + arrays.size[b])
                         if allowed[c] != hole[c]:
                             hole[c] = -1
             else:
@@ -120,10 +124,10 @@ def _random_states() -> Iterator[tuple[int, _State]]:
 
 def _placements(state: _State) -> Iterator[dict[int, int]]:
     """All placements of the unplaced buffers in which every skipped one lies above a buffer that blocks its hole."""
-    core = state.piece.core
-    free = [b for b in range(core.n) if not state.placed[b]]
-    size = core.size.tolist()
-    met = {(b, c): alive_together(core, b, c) for b in free for c in free if b != c}
+    arrays = state.piece.arrays
+    free = [b for b in range(arrays.n) if not state.placed[b]]
+    size = arrays.size.tolist()
+    met = {(b, c): alive_together(arrays, b, c) for b in free for c in free if b != c}
 
     def extend(found: dict[int, int]) -> Iterator[dict[int, int]]:
         if len(found) == len(free):

@@ -11,7 +11,7 @@ from memplan.core.problem import Problem
 from memplan.core.validate import validate
 from memplan.solvers import SolverLimits, thresholds
 from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
-from memplan.solvers.arrays.problem_arrays import Ints, core_of
+from memplan.solvers.arrays.problem_arrays import Ints, make_problem_arrays
 from memplan.solvers.base import finish
 from memplan.solvers.limits import Budget
 from memplan.solvers.search import cpsat_model
@@ -26,22 +26,22 @@ def _run(
     piece: Instance, way: tuple[tuple[int, bool], bool], *, nodes: int = 5_000, table: Ints | None = None, salt: int = 1
 ) -> tuple[int, int, int, Ints]:
     """(status, nodes, smallest unplaced area, offsets), by descending size."""
-    core, ((few, corners), thorough) = piece.core, way
-    rank, offsets = np.empty(core.n, np.int64), np.full(core.n, -1, np.int64)
-    rank[np.argsort(-core.size, kind="stable")] = np.arange(core.n)
+    arrays, ((few, corners), thorough) = piece.arrays, way
+    rank, offsets = np.empty(arrays.n, np.int64), np.full(arrays.n, -1, np.int64)
+    rank[np.argsort(-arrays.size, kind="stable")] = np.arange(arrays.n)
     status, spent, area = kernel.search(
-        int((piece.max_offset + core.size).max()), core.size, core.align, core.low, piece.max_offset, core.seg_ptr,
-        core.seg_lo, core.seg_hi, core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, few, corners,
-        thorough, nodes, thresholds.ROOM, thresholds.ENDS, thresholds.ROUNDS,
-        np.zeros(1 << 10, np.int64) if table is None else table, salt, offsets,
+        int((piece.max_offset + arrays.size).max()), arrays.size, arrays.align, arrays.low, piece.max_offset,
+        arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi, arrays.sections, piece.adj_ptr, piece.adj, piece.mem_ptr,
+        piece.mem, rank, few, corners, thorough, nodes, thresholds.ROOM, thresholds.ENDS, thresholds.ROUNDS, np.zeros(1
+        << 10, np.int64) if table is None else table, salt, offsets,
     )  # fmt: skip
     return int(status), int(spent), int(area), offsets
 
 
 def _piece(seed: int, capacity: int) -> tuple[Problem, Instance]:
     problem = small_problem(seed, most=14, pins=True)
-    core = core_of(problem)
-    return problem, instance_of(core, core.max_offset(capacity))
+    arrays = make_problem_arrays(problem)
+    return problem, instance_of(arrays, arrays.max_offset(capacity))
 
 
 # (seed, capacity) -> the nodes of each way on its own, and of each after the others with a common table.
@@ -69,7 +69,7 @@ _EFFORT = {
 def test_the_nodes_for_a_fixed_problem_with_every_rule(seed: int, capacity: int) -> None:
     """Recorded, and the same on every machine: fewer nodes are an improvement to record, more are weaker pruning."""
     problem, piece = _piece(seed, capacity)
-    expected, _ = cpsat_model.decide(piece.core, piece.max_offset, piece.core.low, Budget(SolverLimits(work=10**7)))
+    expected, _ = cpsat_model.decide(piece.arrays, piece.max_offset, piece.arrays.low, Budget(SolverLimits(work=10**7)))
     alone, together = [], []
     table = np.zeros(1 << 10, np.int64)
     for way in _WAYS:
@@ -79,8 +79,8 @@ def test_the_nodes_for_a_fixed_problem_with_every_rule(seed: int, capacity: int)
         if status == kernel.SOLVED:
             assert area == 0
             placed = {
-                problem.buffers[i].id: int(at) * piece.core.unit
-                for i, at in zip(piece.core.source, offsets, strict=True)
+                problem.buffers[i].id: int(at) * piece.arrays.unit
+                for i, at in zip(piece.arrays.source, offsets, strict=True)
             }
             validate(problem, finish(problem, placed, solver="search", seconds=0.0))
         alone.append(nodes)
@@ -91,8 +91,8 @@ def test_the_nodes_for_a_fixed_problem_with_every_rule(seed: int, capacity: int)
 @pytest.mark.parametrize("way", _WAYS)
 def test_a_limit_of_nodes_ends_the_search_with_the_smallest_unplaced_area(way: tuple[tuple[int, bool], bool]) -> None:
     _, piece = _piece(20, 32)
-    core = piece.core
-    whole = int((core.size * np.add.reduceat(core.seg_hi - core.seg_lo, core.seg_ptr[:-1])).sum())
+    arrays = piece.arrays
+    whole = int((arrays.size * np.add.reduceat(arrays.seg_hi - arrays.seg_lo, arrays.seg_ptr[:-1])).sum())
     _, needed, _, _ = _run(piece, way)
     areas = []
     for nodes in (0, 1, needed // 2, needed - 1):
@@ -115,11 +115,11 @@ def test_failed_states_are_remembered_under_their_salt() -> None:
 
 def test_a_capacity_below_the_load_or_below_a_pin_needs_no_node() -> None:
     problem, piece = _piece(20, 32)
-    core = piece.core
-    low = instance_of(core, core.max_offset(problem.max_live - 1))
+    arrays = piece.arrays
+    low = instance_of(arrays, arrays.max_offset(problem.max_live - 1))
     assert _run(low, _WAYS[0])[:2] == (kernel.EXHAUSTED, 0)
     highest = piece.max_offset.copy()
-    highest[3] = core.low[3] - 1
-    status, nodes, area, _ = _run(instance_of(core, highest), _WAYS[0])
+    highest[3] = arrays.low[3] - 1
+    status, nodes, area, _ = _run(instance_of(arrays, highest), _WAYS[0])
     assert (status, nodes) == (kernel.EXHAUSTED, 0)
     assert area > 0

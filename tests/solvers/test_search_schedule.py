@@ -13,7 +13,7 @@ from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import SolverLimits, thresholds
 from memplan.solvers.answers import Answers
 from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
-from memplan.solvers.arrays.problem_arrays import Ints, core_of
+from memplan.solvers.arrays.problem_arrays import Ints, make_problem_arrays
 from memplan.solvers.limits import Budget, Progress
 from memplan.solvers.search import capacity_search, search_variant, squeaky_wheel, tree_search
 from memplan.solvers.search.capacity_search import CapacitySearch
@@ -32,8 +32,8 @@ def _problem(*rows: tuple[int, int, int], capacity: int | None = None) -> Proble
 
 
 def _piece(*rows: tuple[int, int, int], capacity: int = 100) -> Instance:
-    core = core_of(_problem(*rows))
-    return instance_of(core, core.max_offset(capacity))
+    arrays = make_problem_arrays(_problem(*rows))
+    return instance_of(arrays, arrays.max_offset(capacity))
 
 
 _ROWS = ((3, 0, 4), (5, 0, 1), (7, 1, 3), (2, 3, 4))
@@ -45,7 +45,7 @@ def test_luby_sequence() -> None:
 
 def test_rankings_of_buffers() -> None:
     """Live sections, load of these, area, size, and size by live sections squared; the loads are 8, 10 and 5."""
-    life, load, area, size, mixed = (key.tolist() for key in search_variant._rankings(_piece(*_ROWS).core))
+    life, load, area, size, mixed = (key.tolist() for key in search_variant._rankings(_piece(*_ROWS).arrays))
     assert life == [3, 1, 1, 1]
     assert load == [23, 8, 10, 5]
     assert area == [9, 5, 7, 2]
@@ -61,7 +61,7 @@ class _Searches:
 
     def __call__(self, piece: Instance, key: Ints, **given: Any) -> tuple[PieceOutcome, int, Ints]:
         self.calls.append({"key": key, **given})
-        return _LIMIT, self.left(len(self.calls) - 1), np.zeros(piece.core.n, np.int64)
+        return _LIMIT, self.left(len(self.calls) - 1), np.zeros(piece.arrays.n, np.int64)
 
 
 def _variant(monkeypatch: pytest.MonkeyPatch, searches: _Searches, runs: int, *, guessed: bool) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def _variant(monkeypatch: pytest.MonkeyPatch, searches: _Searches, runs: int, *,
 
 def test_every_ranking_is_first_run_briefly_with_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = _variant(monkeypatch, _Searches(), 20, guessed=False)
-    keys = search_variant._rankings(_piece(*_ROWS).core)
+    keys = search_variant._rankings(_piece(*_ROWS).arrays)
     expected = [(key.tolist(), rule) for key in keys for rule in RULES]
     assert [(call["key"].tolist(), call["rule"]) for call in calls] == expected
     assert {call["nodes"] for call in calls} == {2 * 4}
@@ -90,7 +90,7 @@ def test_then_arms_that_left_little_run_more_often_with_noise_and_luby_limits(mo
     calls = _variant(monkeypatch, _Searches(lambda call: 1 if call == 13 else 100 + call), 420, guessed=False)[20:]
     assert [call["nodes"] for call in calls[:7]] == [4 * length for length in (1, 1, 2, 1, 1, 2, 4)]
     assert not any(call["thorough"] for call in calls)
-    keys = search_variant._rankings(_piece(*_ROWS).core)
+    keys = search_variant._rankings(_piece(*_ROWS).arrays)
     best = [call for call in calls if call["rule"] == RULES[1] and _is_near(call["key"], keys[3])]
     assert len(best) > 30  # of 400 runs of 20 arms
     noise = np.array([np.log(call["key"] / keys[3]).std() for call in best])  # of deviation 0.05 or 0.3
@@ -121,11 +121,11 @@ def test_a_thorough_node_costs_three() -> None:
     for thorough in (False, True):
         budget = Budget(SolverLimits(work=1_000))
         outcome, area, offsets = search_variant.search_once(
-            piece, piece.core.size.astype(np.float64), rule=RULES[0], thorough=thorough, nodes=50,
+            piece, piece.arrays.size.astype(np.float64), rule=RULES[0], thorough=thorough, nodes=50,
             table=np.zeros(64, np.int64), salt=1, budget=budget,
         )  # fmt: skip
         assert (outcome, area) == (_SOLVED, 0)
-        assert sorted((offsets + piece.core.size).tolist())[-1] == 21
+        assert sorted((offsets + piece.arrays.size).tolist())[-1] == 21
         assert offsets.tolist() == [20, 18, 15, 11, 6, 0]  # largest first
         spent.append(budget.spent)
     assert spent == [6 + 1, 3 * 6 + 1]
@@ -143,12 +143,12 @@ def test_the_capacity_of_a_search_is_the_highest_end_that_a_buffer_may_have() ->
 @pytest.mark.parametrize(("thorough", "spent"), [(False, 12 + 1), (True, 3 * 12 + 1)])
 def test_a_search_ends_at_its_nodes_or_at_the_end_of_the_budget(thorough: bool, spent: int) -> None:
     """The proof that this problem has no placement takes more than a hundred nodes."""
-    core = core_of(small_problem(341, most=14, pins=True))
-    piece = instance_of(core, core.max_offset(23))
+    arrays = make_problem_arrays(small_problem(341, most=14, pins=True))
+    piece = instance_of(arrays, arrays.max_offset(23))
 
     def run(nodes: int, work: int) -> tuple[PieceOutcome, int]:
         budget = Budget(SolverLimits(work=work))
-        key = piece.core.size.astype(np.float64)
+        key = piece.arrays.size.astype(np.float64)
         outcome, _, _ = search_variant.search_once(
             piece, key, rule=RULES[3], thorough=thorough, nodes=nodes, table=np.zeros(64, np.int64), salt=1,
             budget=budget,
@@ -255,7 +255,7 @@ class _Ejection:
     after, calls = 10**6, 0
 
     def __init__(self, piece: Instance, seed: int, learnt: Learnt | None) -> None:
-        self.offsets = np.full(piece.core.n, 7, np.int64)
+        self.offsets = np.full(piece.arrays.n, 7, np.int64)
 
     def run(self, turns: int, budget: Budget) -> bool:
         assert turns == thresholds.TURNS
@@ -313,8 +313,10 @@ class _Attempts:
         self.least, self.proves, self.work = least, proves, work
         self.calls: list[dict[str, Any]] = []
 
-    def __call__(self, core: Any, highest: Ints, budget: Budget, seed: int, **given: Any) -> tuple[PieceOutcome, Ints]:
-        capacity = int((highest * core.unit + core.raw).max())
+    def __call__(
+        self, arrays: Any, highest: Ints, budget: Budget, seed: int, **given: Any
+    ) -> tuple[PieceOutcome, Ints]:
+        capacity = int((highest * arrays.unit + arrays.raw).max())
         self.calls.append({"capacity": capacity, "seed": seed, "work": budget.remaining_work(), **given})
         budget.spend(self.work - 1, 1)
         if capacity >= self.least:
@@ -334,11 +336,11 @@ def _searched(
     first: Ints = _FIRST,
 ) -> CapacitySearch:
     monkeypatch.setattr(capacity_search, "attempt", attempts)
-    monkeypatch.setattr(capacity_search, "first_answers", lambda core: iter([first]))
+    monkeypatch.setattr(capacity_search, "first_answers", lambda arrays: iter([first]))
     problem = Problem(buffers=buffers, capacity=capacity)
-    core = core_of(problem)
+    arrays = make_problem_arrays(problem)
     limits = SolverLimits(work=work, minimize=minimize, on_progress=None if reports is None else reports.append)
-    search = CapacitySearch(core, Answers(problem, core), problem, Budget(limits), limits)
+    search = CapacitySearch(arrays, Answers(problem, arrays), problem, Budget(limits), limits)
     search.run(5)
     return search
 
@@ -419,7 +421,7 @@ def test_large_problems_are_promoted_before_they_are_searched(monkeypatch: pytes
     monkeypatch.setattr(thresholds, "LARGE", 2)
     given: list[tuple[list[int], int | None]] = []
 
-    def rounds(core: Any, goal: Ints, budget: Budget) -> Any:
+    def rounds(arrays: Any, goal: Ints, budget: Budget) -> Any:
         given.append((goal.tolist(), budget.remaining_work()))
         yield np.array([0, 1, 3])
         yield np.array([0, 1, 2])

@@ -12,7 +12,7 @@ from memplan.errors import InvalidProblem, InvalidSolution, UnsupportedProblem
 from memplan.solvers import Progress, SolverLimits, select_solver, solve
 from memplan.solvers.accept import refusal
 from memplan.solvers.answers import Answers
-from memplan.solvers.arrays.problem_arrays import core_of
+from memplan.solvers.arrays.problem_arrays import make_problem_arrays
 from memplan.solvers.base import align_up, finish, infeasible_step
 from memplan.solvers.baselines.greedy import Greedy
 from memplan.solvers.select import check_numbers, check_pins
@@ -178,9 +178,9 @@ def test_a_placement_is_refused_for_what_the_validator_says_and_not_for_its_capa
 
 def test_only_smaller_valid_placements_are_kept() -> None:
     problem = Problem(buffers=(*_TWO, _buffer("none", 0, 0, 1), _buffer("pin", 0, 0, 1, pinned_offset=8)))
-    core = core_of(problem)
-    assert core.unit == 2
-    answers = Answers(problem, core)
+    arrays = make_problem_arrays(problem)
+    assert arrays.unit == 2
+    answers = Answers(problem, arrays)
     assert answers.offer(np.array([4, 0]), "x")
     assert (answers.arena, answers.offsets.tolist()) == (12, [4, 0])
     assert not answers.offer(np.array([4, 0]), "x")
@@ -196,7 +196,7 @@ def test_the_simplest_placements_come_smallest_first(monkeypatch: pytest.MonkeyP
     from memplan.solvers import thresholds
 
     problem = Problem(buffers=(*_TWO, _buffer("c", 2, 5, 6)))
-    answers = Answers(problem, core_of(problem))
+    answers = Answers(problem, make_problem_arrays(problem))
     found = [(source, offsets.tolist()) for source, offsets in answers.simple()]
     assert found == [("greedy", [3, 0, 0]), ("greedy in plain Python", [3, 0, 0]), ("naive", [0, 2, 5])]
     for most, sources in ((3, 3), (2, 2)):

@@ -14,12 +14,14 @@ from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 from tests.solvers.small import alive_together, small_cores
 
 
-def _on_top(core: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints) -> list[int]:
+def _on_top(arrays: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints) -> list[int]:
     """The offsets if each buffer goes on top of all placed ones that it meets, where its highest offset allows it."""
     found: list[int] = offsets.tolist()
     for b in order.tolist():
-        tops = [found[c] + int(core.size[c]) for c in range(core.n) if found[c] >= 0 and alive_together(core, b, c)]
-        top, align = max([int(core.low[b]), *tops]), int(core.align[b])
+        tops = [
+            found[c] + int(arrays.size[c]) for c in range(arrays.n) if found[c] >= 0 and alive_together(arrays, b, c)
+        ]
+        top, align = max([int(arrays.low[b]), *tops]), int(arrays.align[b])
         at = (top + align - 1) // align * align
         found[b] = at if at <= max_offset[b] else -1
     return found
@@ -27,13 +29,13 @@ def _on_top(core: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints) -
 
 def test_each_buffer_goes_on_top_of_all_that_it_meets_or_is_refused() -> None:
     refusals = 0
-    for seed, core in small_cores(200, most=12, pins=True):
+    for seed, arrays in small_cores(200, most=12, pins=True):
         chance = random.Random(seed)
-        lifted = replace(core, low=np.where(core.pinned, core.low, core.low + seed % 4))
+        lifted = replace(arrays, low=np.where(arrays.pinned, arrays.low, arrays.low + seed % 4))
         offsets = unplaced(lifted)
-        free = np.flatnonzero(~core.pinned).tolist()
+        free = np.flatnonzero(~arrays.pinned).tolist()
         order = np.array(chance.sample(free, len(free)), np.int64)
-        max_offset = np.array([chance.randrange(25) for _ in range(core.n)], np.int64)
+        max_offset = np.array([chance.randrange(25) for _ in range(arrays.n)], np.int64)
         expected = _on_top(lifted, order, max_offset, offsets)
         assert on_skyline(lifted, order, max_offset, offsets) == (-1 not in expected), seed
         assert offsets.tolist() == expected, seed
@@ -71,15 +73,15 @@ def test_wide_and_narrow_intervals_share_one_skyline() -> None:
         assert offsets.tolist() == expected
 
 
-def _allocated(core: ProblemArrays, *, best: bool) -> list[int]:
+def _allocated(arrays: ProblemArrays, *, best: bool) -> list[int]:
     """The offsets of an allocator that knows only what is alive: largest first at equal births, gaps are not freed."""
-    offsets = [-1] * core.n
-    for b in sorted(range(core.n), key=lambda b: (core.start[b], -core.size[b])):
-        alive = [c for c in range(core.n) if offsets[c] >= 0 and core.hi[c] > core.lo[b]]
-        taken = sorted((offsets[c], offsets[c] + int(core.size[c])) for c in alive)
+    offsets = [-1] * arrays.n
+    for b in sorted(range(arrays.n), key=lambda b: (arrays.start[b], -arrays.size[b])):
+        alive = [c for c in range(arrays.n) if offsets[c] >= 0 and arrays.hi[c] > arrays.lo[b]]
+        taken = sorted((offsets[c], offsets[c] + int(arrays.size[c])) for c in alive)
         ends = [0, *(end for _, end in taken)]
         starts = [*(start for start, _ in taken), 1 << 62]
-        size, align, low = int(core.size[b]), int(core.align[b]), int(core.low[b])
+        size, align, low = int(arrays.size[b]), int(arrays.align[b]), int(arrays.low[b])
         fitting = []
         for bottom, top in zip(ends, starts, strict=True):
             at = (max(bottom, low) + align - 1) // align * align
@@ -91,8 +93,8 @@ def _allocated(core: ProblemArrays, *, best: bool) -> list[int]:
 
 @pytest.mark.parametrize("best", [False, True])
 def test_an_allocator_takes_the_first_or_the_tightest_hole(best: bool) -> None:
-    for seed, core in small_cores(400, most=16):
-        lifted = replace(core, low=core.low + seed % 4)
+    for seed, arrays in small_cores(400, most=16):
+        lifted = replace(arrays, low=arrays.low + seed % 4)
         assert next(online(lifted, best)).tolist() == _allocated(lifted, best=best), seed
 
 

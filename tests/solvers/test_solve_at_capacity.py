@@ -10,7 +10,7 @@ import pytest
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import SolverLimits, thresholds
 from memplan.solvers.arrays.instance import Instance, PieceOutcome
-from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of, load_of
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of, make_problem_arrays
 from memplan.solvers.limits import Budget
 from memplan.solvers.search import cpsat_model, solve_at_capacity
 from memplan.solvers.search.eject import Learnt
@@ -27,12 +27,12 @@ def _rings(*sizes: tuple[int, int, int], below: int = 0) -> ProblemArrays:
         made.append(Buffer(id=f"{k}a", size=one, live=Interval(at, at + 5), gaps=(Interval(at + 1, at + 4),)))
         made.append(Buffer(id=f"{k}b", size=two, live=Interval(at, at + 3)))
         made.append(Buffer(id=f"{k}c", size=three, live=Interval(at + 2, at + 5)))
-    return core_of(Problem(buffers=tuple(made)))
+    return make_problem_arrays(Problem(buffers=tuple(made)))
 
 
-def _core(*rows: tuple[int, int, int]) -> ProblemArrays:
+def _arrays(*rows: tuple[int, int, int]) -> ProblemArrays:
     """Buffers (size, start, end)."""
-    return core_of(
+    return make_problem_arrays(
         Problem(buffers=tuple(Buffer(id=str(i), size=n, live=Interval(a, b)) for i, (n, a, b) in enumerate(rows)))
     )
 
@@ -46,14 +46,14 @@ class _Search:
     def __call__(
         self, piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = None
     ) -> tuple[PieceOutcome, Ints]:
-        self.pieces.append(piece.core.source.tolist())
+        self.pieces.append(piece.arrays.source.tolist())
         self.learnt.append(learnt)
-        return self.outcome, piece.core.low + np.cumsum(piece.core.size) - piece.core.size
+        return self.outcome, piece.arrays.low + np.cumsum(piece.arrays.size) - piece.arrays.size
 
 
-def _attempt(core: ProblemArrays, capacity: int, **given: Any) -> tuple[PieceOutcome, list[int], int]:
+def _attempt(arrays: ProblemArrays, capacity: int, **given: Any) -> tuple[PieceOutcome, list[int], int]:
     budget = Budget(SolverLimits(work=10_000))
-    outcome, offsets = attempt(core, core.max_offset(capacity), budget, 0, **given)
+    outcome, offsets = attempt(arrays, arrays.max_offset(capacity), budget, 0, **given)
     return outcome, offsets.tolist(), budget.spent
 
 
@@ -67,15 +67,15 @@ def search(monkeypatch: pytest.MonkeyPatch) -> _Search:
 
 
 def test_an_attempt_costs_three_units_a_buffer_and_three_hundred(search: _Search) -> None:
-    core = _rings((2, 3, 4))
-    assert _attempt(core, 2) == (_EXHAUSTED, [-1, -1, -1], 300 + 3 * 3 + 1)
-    assert _attempt(core, 8)[2] == 300 + 3 * 3 + 1 + 1  # and the call that places no peeled buffer
+    arrays = _rings((2, 3, 4))
+    assert _attempt(arrays, 2) == (_EXHAUSTED, [-1, -1, -1], 300 + 3 * 3 + 1)
+    assert _attempt(arrays, 8)[2] == 300 + 3 * 3 + 1 + 1  # and the call that places no peeled buffer
     assert search.pieces == [[0, 1, 2]]
 
 
 def test_repeated_layers_are_searched_once(search: _Search) -> None:
-    core = _rings((2, 3, 4), (2, 5, 2), (2, 3, 4), below=6)
-    outcome, offsets, _ = _attempt(core, 14)
+    arrays = _rings((2, 3, 4), (2, 5, 2), (2, 3, 4), below=6)
+    outcome, offsets, _ = _attempt(arrays, 14)
     assert outcome is _LIMIT  # the stub stacks 9 units on 6
     assert search.pieces == [[1, 2, 3], [4, 5, 6]]
     assert offsets == [0, 6, 8, 11, 6, 8, 13, 6, 8, 11]
@@ -90,15 +90,15 @@ def test_what_is_searched_above_its_limit_is_no_solution(search: _Search) -> Non
 @pytest.mark.parametrize("outcome", [_EXHAUSTED, _LIMIT])
 def test_a_piece_that_is_not_solved_ends_the_attempt(search: _Search, outcome: PieceOutcome) -> None:
     search.outcome = outcome
-    core = _rings((2, 3, 4), (5, 3, 4))
-    assert _attempt(core, 10)[0] is outcome
+    arrays = _rings((2, 3, 4), (5, 3, 4))
+    assert _attempt(arrays, 10)[0] is outcome
     assert len(search.pieces) == 1
 
 
 def test_heuristics_come_before_the_search(search: _Search, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def answers(core: ProblemArrays) -> Any:
+    def answers(arrays: ProblemArrays) -> Any:
         for k in range(9):
             tried.append(k)
             yield np.array([0, 1, 4]) if k == 2 else np.array([7, 7, 7])
@@ -116,24 +116,24 @@ def test_heuristics_come_before_the_search(search: _Search, monkeypatch: pytest.
 
 def test_what_was_found_starts_the_next_ejection_search(search: _Search) -> None:
     memory: dict[bytes, Learnt] = {}
-    core = _rings((2, 3, 4))
-    _attempt(core, 9, memory=memory)
+    arrays = _rings((2, 3, 4))
+    _attempt(arrays, 9, memory=memory)
     (learnt,) = memory.values()
     assert search.learnt == [learnt]
     assert learnt.offsets.tolist() == [0, 2, 5]
     search.outcome = _LIMIT
     learnt.offsets = np.array([-1, 2, 5])
-    _attempt(core, 8, memory=memory)
+    _attempt(arrays, 8, memory=memory)
     assert search.learnt[1] is learnt
     assert learnt.offsets.tolist() == [-1, 2, 5]
-    _attempt(core, 8)
+    _attempt(arrays, 8)
     assert search.learnt[2] is None
 
 
 def test_with_a_hint_cpsat_decides_the_pieces(search: _Search, monkeypatch: pytest.MonkeyPatch) -> None:
     hints: list[list[int]] = []
 
-    def decide(core: ProblemArrays, highest: Ints, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints]:
+    def decide(arrays: ProblemArrays, highest: Ints, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints]:
         hints.append(hint.tolist())
         return _SOLVED, np.array([6, 8, 11])
 
@@ -151,26 +151,26 @@ def test_buffers_of_tracked_sections_and_pinned_ones_are_searched() -> None:
         Buffer(id="pin", size=1, live=Interval(20, 21), pinned_offset=3),
         Buffer(id="d", size=1, live=Interval(30, 31)),
     )
-    core = core_of(Problem(buffers=made))
-    for section in range(core.sections):
-        tracked = np.zeros(core.sections, np.bool_)
+    arrays = make_problem_arrays(Problem(buffers=made))
+    for section in range(arrays.sections):
+        tracked = np.zeros(arrays.sections, np.bool_)
         tracked[section] = True
-        alive = {i for i, b in enumerate(made) if any(s.start <= core.steps[section] < s.end for s in b.segments)}
-        assert set(_alive_in(core, tracked).tolist()) == alive | {3}
+        alive = {i for i, b in enumerate(made) if any(s.start <= arrays.steps[section] < s.end for s in b.segments)}
+        assert set(_alive_in(arrays, tracked).tolist()) == alive | {3}
 
 
 def test_the_busiest_sections_of_the_buffers_furthest_above_their_limits_are_tracked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    core = _core((1, 0, 2), (5, 1, 3), (2, 2, 6), (1, 4, 5), (9, 5, 8), (1, 7, 9))
-    load = load_of(core)
+    arrays = _arrays((1, 0, 2), (5, 1, 3), (2, 2, 6), (1, 4, 5), (9, 5, 8), (1, 7, 9))
+    load = load_of(arrays)
     assert load.tolist() == [6, 7, 3, 11, 10]
 
     def tracked(added: int, over: list[int], *known: int) -> list[int]:
         monkeypatch.setattr(thresholds, "ADDED", added)
-        found = np.zeros(core.sections, np.bool_)
+        found = np.zeros(arrays.sections, np.bool_)
         found[list(known)] = True
-        _track_overflows(core, np.array(over) + 10, np.full(6, 10), load, found)
+        _track_overflows(arrays, np.array(over) + 10, np.full(6, 10), load, found)
         return np.flatnonzero(found).tolist()
 
     assert tracked(8, [3, 0, 0, 0, 0, -5]) == [0]
@@ -187,13 +187,13 @@ def test_a_large_piece_is_searched_through_its_busiest_sections(monkeypatch: pyt
     """First what is alive in the busiest section; the rest goes on top, and what is then too high is added."""
     for name, value in (("LARGE", 5), ("TRACKED", 1), ("ADDED", 1)):
         monkeypatch.setattr(thresholds, name, value)
-    core = _core((3, 0, 3), (4, 2, 6), (5, 2, 5), (2, 4, 9), (3, 7, 10), (1, 8, 12))
-    assert load_of(core).tolist() == [12, 11, 6]
+    arrays = _arrays((3, 0, 3), (4, 2, 6), (5, 2, 5), (2, 4, 9), (3, 7, 10), (1, 8, 12))
+    assert load_of(arrays).tolist() == [12, 11, 6]
     given: list[list[int]] = []
     inside: list[Ints] = []
 
     def inner(part: ProblemArrays, highest: Ints, budget: Budget, seed: int) -> tuple[PieceOutcome, Ints]:
-        assert highest.tolist() == core.max_offset(14)[part.source].tolist()
+        assert highest.tolist() == arrays.max_offset(14)[part.source].tolist()
         given.append(part.source.tolist())
         budget.spend(10, 1)
         return outcomes[len(given) - 1], inside[len(given) - 1]
@@ -201,7 +201,7 @@ def test_a_large_piece_is_searched_through_its_busiest_sections(monkeypatch: pyt
     def placed(known: list[int]) -> tuple[PieceOutcome, list[int]]:
         given.clear()
         budget = Budget(SolverLimits(work=40))
-        outcome, offsets = solve_at_capacity._place_large(core, core.max_offset(14), budget, 0, np.array(known))
+        outcome, offsets = solve_at_capacity._place_large(arrays, arrays.max_offset(14), budget, 0, np.array(known))
         return outcome, offsets.tolist()
 
     monkeypatch.setattr(solve_at_capacity, "attempt", inner)

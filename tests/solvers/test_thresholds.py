@@ -15,7 +15,7 @@ from memplan.core.validate import validate
 from memplan.solvers import solve, thresholds
 from memplan.solvers.arrays import fit_kernel, heuristics, sequence
 from memplan.solvers.arrays.instance import PieceOutcome
-from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of, subset
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, make_problem_arrays, subset
 from memplan.solvers.base import finish
 from memplan.solvers.limits import Budget, SolverLimits
 from memplan.solvers.search import cpsat_model, eject, solve_at_capacity, squeaky_wheel, tree_search
@@ -46,22 +46,23 @@ def test_every_threshold_is_lowered_here() -> None:
 def test_an_attempt_is_valid_or_right_that_there_is_none(
     problem: Problem, lowered: frozenset[str], data: st.DataObject
 ) -> None:
-    core = core_of(problem)
-    if not core.n:
+    arrays = make_problem_arrays(problem)
+    if not arrays.n:
         return
     capacity = data.draw(st.integers(problem.max_live, solve(problem, solver="greedy").arena_size), label="capacity")
-    limit = core.max_offset(capacity)
+    limit = arrays.max_offset(capacity)
     with pytest.MonkeyPatch.context() as patch:
         _lower(patch, *lowered)
         outcome, offsets = solve_at_capacity.attempt(
-            core, limit, Budget(SolverLimits(work=20_000)), data.draw(st.integers(0, 3))
+            arrays, limit, Budget(SolverLimits(work=20_000)), data.draw(st.integers(0, 3))
         )
     if outcome is PieceOutcome.SOLVED:
         assert (offsets <= limit).all()
-        _check(problem, core.source, offsets, core.unit)
-    elif outcome is PieceOutcome.EXHAUSTED and (limit >= core.low).all():
+        _check(problem, arrays.source, offsets, arrays.unit)
+    elif outcome is PieceOutcome.EXHAUSTED and (limit >= arrays.low).all():
         assert (
-            cpsat_model.decide(core, limit, core.low, Budget(SolverLimits(work=5_000_000)))[0] is PieceOutcome.EXHAUSTED
+            cpsat_model.decide(arrays, limit, arrays.low, Budget(SolverLimits(work=5_000_000)))[0]
+            is PieceOutcome.EXHAUSTED
         )
 
 
@@ -88,20 +89,20 @@ def test_every_heuristic_stays_above_what_lies_below(
     problem: Problem, lowered: frozenset[str], base: int, unpinned: bool
 ) -> None:
     """A piece is placed at `base` or above, with its alignments, gaps and pins."""
-    whole = core_of(problem)
+    whole = make_problem_arrays(problem)
     ids = np.flatnonzero(~whole.pinned) if unpinned or whole.pinned.any() else np.arange(whole.n)
     if not len(ids):
         return
-    core = subset(whole, ids, base)
+    arrays = subset(whole, ids, base)
     with pytest.MonkeyPatch.context() as patch:
         _lower(patch, *lowered)
-        for offsets in heuristics.first_answers(core):
+        for offsets in heuristics.first_answers(arrays):
             assert (offsets >= base).all()
-            _check(problem, whole.source[ids], offsets, core.unit)
+            _check(problem, whole.source[ids], offsets, arrays.unit)
 
 
 def test_room_below_a_piece_does_not_count_when_it_is_peeled() -> None:
-    whole = core_of(Problem(buffers=tuple(Buffer(id=name, size=4, live=Interval(0, 2)) for name in "ab")))
+    whole = make_problem_arrays(Problem(buffers=tuple(Buffer(id=name, size=4, live=Interval(0, 2)) for name in "ab")))
     assert whole.unit == 4
     assert len(reduce(whole, whole.max_offset(40)).fill) == 2  # ten places for each, whatever the other takes
     raised = subset(whole, np.arange(2), base=8)
@@ -110,9 +111,9 @@ def test_room_below_a_piece_does_not_count_when_it_is_peeled() -> None:
 
 
 def test_promotion_may_go_on_for_ever() -> None:
-    core = core_of(Problem(buffers=(Buffer(id="a", size=3, live=Interval(0, 2)),)))
+    arrays = make_problem_arrays(Problem(buffers=(Buffer(id="a", size=3, live=Interval(0, 2)),)))
     endless = squeaky_wheel.rounds(
-        core, np.array([-1]), Budget(SolverLimits(seconds=3_600.0))
+        arrays, np.array([-1]), Budget(SolverLimits(seconds=3_600.0))
     )  # each round promotes it
     assert [next(endless).tolist() for _ in range(3_000)] == [[0]] * 3_000
 
@@ -130,8 +131,8 @@ def _calls(patch: pytest.MonkeyPatch, module: Any, name: str, counts: Callable[.
     return noted
 
 
-def _is_raised(core: ProblemArrays, *_: object) -> bool:
-    return bool((core.low > 0)[~core.pinned].any())
+def _is_raised(arrays: ProblemArrays, *_: object) -> bool:
+    return bool((arrays.low > 0)[~arrays.pinned].any())
 
 
 def _always(*_: object) -> bool:
@@ -150,11 +151,11 @@ def _always(*_: object) -> bool:
             ("LARGE", "TRACKED", "ADDED"),
             solve_at_capacity,
             "fill",
-            lambda core, order, *_: _is_raised(core) and len(order) > 0,
+            lambda arrays, order, *_: _is_raised(arrays) and len(order) > 0,
         ),
         (("LARGE",), squeaky_wheel, "rounds", _always),
-        (("HEAD_START",), eject.Ejection, "run", lambda ejection, *_: _is_raised(ejection.piece.core)),
-        ((), tree_search, "joined", lambda piece, *_: _is_raised(piece.core)),
+        (("HEAD_START",), eject.Ejection, "run", lambda ejection, *_: _is_raised(ejection.piece.arrays)),
+        ((), tree_search, "joined", lambda piece, *_: _is_raised(piece.arrays)),
         ((), cpsat_model, "decide", _is_raised),
         (("COMPILED",), sequence, "_compiled", _always),
     ],
@@ -179,12 +180,12 @@ def test_small_problems_go_down_every_path(
 
 def test_a_piece_of_a_piece_lies_as_high_as_the_piece() -> None:
     made = [Buffer(id="whole", size=4, live=Interval(0, 9)), Buffer(id="part", size=2, live=Interval(3, 5))]
-    core = subset(core_of(Problem(buffers=tuple(made))), np.arange(2), base=7)
-    outcome, offsets = solve_at_capacity.attempt(core, core.max_offset(20), Budget(SolverLimits(work=1_000)), 0)
+    arrays = subset(make_problem_arrays(Problem(buffers=tuple(made))), np.arange(2), base=7)
+    outcome, offsets = solve_at_capacity.attempt(arrays, arrays.max_offset(20), Budget(SolverLimits(work=1_000)), 0)
     assert outcome is PieceOutcome.SOLVED
     assert offsets.min() == 7
     assert (
-        solve_at_capacity.attempt(core, core.max_offset(18), Budget(SolverLimits(work=1_000)), 0)[0]
+        solve_at_capacity.attempt(arrays, arrays.max_offset(18), Budget(SolverLimits(work=1_000)), 0)[0]
         is not PieceOutcome.SOLVED
     )
 

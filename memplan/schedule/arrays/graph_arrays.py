@@ -96,7 +96,7 @@ class GraphArrays:
         return op - (op > self.barrier)
 
 
-def make_core(graph: Graph, *, least: int = 1) -> GraphArrays:
+def make_graph_arrays(graph: Graph, *, least: int = 1) -> GraphArrays:
     """Return the arrays of `graph`. Linear in its ops and the storages that they touch.
 
     Storages of fewer than `least` bytes are left out. A lower bound without them is also a lower bound with them.
@@ -176,41 +176,41 @@ def _flat(rows: Iterable[Sequence[Any]]) -> tuple[Ints, Ints]:
     return ptr, np.array([item for row in listed for item in row], np.int64)
 
 
-def with_edge(core: GraphArrays, first: int, then: int) -> GraphArrays:
+def with_edge(arrays: GraphArrays, first: int, then: int) -> GraphArrays:
     """Return the arrays with the additional edge that `first` runs before `then`, which must not be ordered yet."""
     return replace(
-        core,
-        pred_ptr=core.pred_ptr + (np.arange(core.n + 1) > then),
-        pred=np.insert(core.pred, core.pred_ptr[then], first),
-        succ_ptr=core.succ_ptr + (np.arange(core.n + 1) > first),
-        succ=np.insert(core.succ, core.succ_ptr[first], then),
+        arrays,
+        pred_ptr=arrays.pred_ptr + (np.arange(arrays.n + 1) > then),
+        pred=np.insert(arrays.pred, arrays.pred_ptr[then], first),
+        succ_ptr=arrays.succ_ptr + (np.arange(arrays.n + 1) > first),
+        succ=np.insert(arrays.succ, arrays.succ_ptr[first], then),
     )
 
 
-def reverse(core: GraphArrays) -> GraphArrays:
+def reverse(arrays: GraphArrays) -> GraphArrays:
     """Return the arrays with time reversed: op i becomes op n - 1 - i, storage i becomes m - 1 - i, `kept` becomes
     `given`.
 
     An order, reversed and renumbered, is an order of the reversed arrays with the same live bytes at each step.
     """
-    last_op, last_storage = core.n - 1, core.m - 1
+    last_op, last_storage = arrays.n - 1, arrays.m - 1
     return GraphArrays(
-        barrier=last_op - core.barrier,
-        pred_ptr=_reversed_ptr(core.succ_ptr),
-        pred=(last_op - core.succ)[::-1].copy(),
-        succ_ptr=_reversed_ptr(core.pred_ptr),
-        succ=(last_op - core.pred)[::-1].copy(),
-        touch_ptr=_reversed_ptr(core.touch_ptr),
-        touch=(last_storage - core.touch)[::-1].copy(),
-        user_ptr=_reversed_ptr(core.user_ptr),
-        user=(last_op - core.user)[::-1].copy(),
-        size=core.size[::-1].copy(),
-        given=core.kept[::-1].copy(),
-        kept=core.given[::-1].copy(),
-        chance_ptr=_reversed_ptr(core.chance_ptr),
-        host=(last_storage - core.host)[::-1].copy(),
-        saved=core.saved[::-1].copy(),
-        backwards=not core.backwards,
+        barrier=last_op - arrays.barrier,
+        pred_ptr=_reversed_ptr(arrays.succ_ptr),
+        pred=(last_op - arrays.succ)[::-1].copy(),
+        succ_ptr=_reversed_ptr(arrays.pred_ptr),
+        succ=(last_op - arrays.pred)[::-1].copy(),
+        touch_ptr=_reversed_ptr(arrays.touch_ptr),
+        touch=(last_storage - arrays.touch)[::-1].copy(),
+        user_ptr=_reversed_ptr(arrays.user_ptr),
+        user=(last_op - arrays.user)[::-1].copy(),
+        size=arrays.size[::-1].copy(),
+        given=arrays.kept[::-1].copy(),
+        kept=arrays.given[::-1].copy(),
+        chance_ptr=_reversed_ptr(arrays.chance_ptr),
+        host=(last_storage - arrays.host)[::-1].copy(),
+        saved=arrays.saved[::-1].copy(),
+        backwards=not arrays.backwards,
     )
 
 
@@ -219,19 +219,19 @@ def _reversed_ptr(ptr: Ints) -> Ints:
     return np.ascontiguousarray((ptr[-1] - ptr)[::-1])
 
 
-def step_bytes(core: GraphArrays, order: Ints) -> Ints:
+def step_bytes(arrays: GraphArrays, order: Ints) -> Ints:
     """Return the bytes that are alive at each step of `order`."""
-    if not core.m:
-        return np.zeros(core.n, np.int64)
-    position = np.empty(core.n, np.int64)
-    position[order] = np.arange(core.n)
-    at = position[core.user]
-    first = np.where(core.given, 0, np.minimum.reduceat(at, core.user_ptr[:-1]))
-    last = np.where(core.kept, core.n - 1, np.maximum.reduceat(at, core.user_ptr[:-1]))
-    change = np.zeros(core.n + 1, np.int64)
-    np.add.at(change, first, core.size)
-    np.subtract.at(change, last + 1, core.size)
-    taken = (first if core.backwards else last)[core.host] == position[core.taker]
-    less = np.zeros(core.n, np.int64)
-    np.maximum.at(less, position[core.taker[taken]], core.saved[taken])
+    if not arrays.m:
+        return np.zeros(arrays.n, np.int64)
+    position = np.empty(arrays.n, np.int64)
+    position[order] = np.arange(arrays.n)
+    at = position[arrays.user]
+    first = np.where(arrays.given, 0, np.minimum.reduceat(at, arrays.user_ptr[:-1]))
+    last = np.where(arrays.kept, arrays.n - 1, np.maximum.reduceat(at, arrays.user_ptr[:-1]))
+    change = np.zeros(arrays.n + 1, np.int64)
+    np.add.at(change, first, arrays.size)
+    np.subtract.at(change, last + 1, arrays.size)
+    taken = (first if arrays.backwards else last)[arrays.host] == position[arrays.taker]
+    less = np.zeros(arrays.n, np.int64)
+    np.maximum.at(less, position[arrays.taker[taken]], arrays.saved[taken])
     return np.asarray(np.cumsum(change[:-1]) - less, np.int64)

@@ -35,11 +35,11 @@ def cut_bound(graph: Graph, op: int | None) -> int:
 
     If `op` is None: the bytes that every order needs between forward and backward.
     """
-    from memplan.schedule.arrays.graph_arrays import make_core
+    from memplan.schedule.arrays.graph_arrays import make_graph_arrays
 
-    core = make_core(graph)
-    number = core.barrier if op is None else op + (op >= core.barrier)
-    return cut(core, number, interpreted=core.n < _INTERPRETED).bytes
+    arrays = make_graph_arrays(graph)
+    number = arrays.barrier if op is None else op + (op >= arrays.barrier)
+    return cut(arrays, number, interpreted=arrays.n < _INTERPRETED).bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Cut:
     work: int
 
 
-def cut(core: GraphArrays, op: int, *, before: int = -1, after: int = -1, interpreted: bool = False) -> Cut:
+def cut(arrays: GraphArrays, op: int, *, before: int = -1, after: int = -1, interpreted: bool = False) -> Cut:
     """Return the minimum cut at `op` (a number of the arrays): the fewest bytes alive while it runs, over all ideals.
 
     `before` and `after` are ops that may run on either side of `op`, or -1: only ideals with `before` and without
@@ -64,28 +64,28 @@ def cut(core: GraphArrays, op: int, *, before: int = -1, after: int = -1, interp
     """
     from memplan.schedule.bounds.cut_kernel import AFTER, sides_of
 
-    c, ops = core, 0 if interpreted else core.n
+    c, ops = arrays, 0 if interpreted else arrays.n
     side = sides_of(ops, op, before, after, c.pred_ptr, c.pred, c.succ_ptr, c.succ)
     best, work = None, 0
     for chance in range(c.chance_ptr[op], c.chance_ptr[op + 1]):
         host = c.host[chance]
         users = c.user[c.user_ptr[host] : c.user_ptr[host + 1]]
         if not (side[users[users != op]] == AFTER).any():  # otherwise the input is still alive after the op
-            found = _least(core, op, side, (int(host), int(c.saved[chance])), ops)
+            found = _least(arrays, op, side, (int(host), int(c.saved[chance])), ops)
             work += found.work
             best = found if best is None or found.bytes < best.bytes else best
     if best is None:
-        return _least(core, op, side, (-1, 0), ops)
+        return _least(arrays, op, side, (-1, 0), ops)
     return replace(best, work=work)
 
 
-def _least(core: GraphArrays, op: int, side: Ints, chance: tuple[int, int], ops: int) -> Cut:
+def _least(arrays: GraphArrays, op: int, side: Ints, chance: tuple[int, int], ops: int) -> Cut:
     """Return the minimum cut at `op` with one in-place candidate: its storage (-1 for none), and the bytes that it
     saves if `op` is the last to touch that storage.
     """
     from memplan.schedule.bounds.cut_kernel import BEFORE, network
 
-    c = core
+    c = arrays
     nodes, tail, head, capacity, fixed, node = network(
         *(ops, op, side, *chance, c.pred_ptr, c.pred, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size, c.kept)
     )

@@ -11,12 +11,12 @@ from memplan.schedule.bounds.cut import Cut, cut
 class Prover:
     """Computes cuts up to a work limit, in arcs visited, so that the result depends on the graph alone."""
 
-    def __init__(self, core: GraphArrays, work: int) -> None:
-        self.core = core
+    def __init__(self, arrays: GraphArrays, work: int) -> None:
+        self.arrays = arrays
         self.work = work
-        self.bound = int(core.working_set.max(initial=0))
+        self.bound = int(arrays.working_set.max(initial=0))
         self.evidence = Evidence.WORKING_SET
-        self.op = int(core.working_set.argmax()) if core.n else 0
+        self.op = int(arrays.working_set.argmax()) if arrays.n else 0
         self._cuts: dict[int, Cut] = {}
 
     def cut_at(self, op: int) -> Cut | None:
@@ -25,12 +25,12 @@ class Prover:
             return self._cuts[op]
         if self.work <= 0:
             return None
-        found = cut(self.core, op)
+        found = cut(self.arrays, op)
         self.work -= found.work
         self._cuts[op] = found
         if found.bytes > self.bound:
             self.bound, self.op = found.bytes, op
-            self.evidence = Evidence.BETWEEN if op == self.core.barrier else Evidence.CUT
+            self.evidence = Evidence.BETWEEN if op == self.arrays.barrier else Evidence.CUT
         return found
 
     def searched(self, bound: int, evidence: Evidence = Evidence.SEARCH) -> None:
@@ -43,7 +43,7 @@ class Prover:
 
         The cut at an op is at most the bytes that `order` needs there, so cuts at other steps cannot raise it.
         """
-        steps = step_bytes(self.core, order)
+        steps = step_bytes(self.arrays, order)
         for step in (-steps).argsort(kind="stable"):
             if steps[step] <= self.bound or self.cut_at(int(order[step])) is None:
                 return
@@ -51,11 +51,11 @@ class Prover:
     def schedule(self, graph: Graph, order: Ints, policy: str) -> Schedule:
         """Return the schedule of `order`, with the bound proven over all orders."""
         at_an_op = self.evidence in (Evidence.CUT, Evidence.WORKING_SET) and graph.ops
-        proof = graph.ops[self.core.graph_op(self.op)].name if at_an_op else ""
+        proof = graph.ops[self.arrays.graph_op(self.op)].name if at_an_op else ""
         return Schedule(
             policy=policy,
-            order=self.core.graph_order(order),
-            max_live=int(step_bytes(self.core, order).max(initial=0)),
+            order=self.arrays.graph_order(order),
+            max_live=int(step_bytes(self.arrays, order).max(initial=0)),
             bound=self.bound,
             evidence=self.evidence,
             proof=proof,

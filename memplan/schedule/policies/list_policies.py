@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from memplan.core.graph import Graph
 from memplan.core.schedule import Schedule, make_schedule
-from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, make_core, reverse
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, make_graph_arrays, reverse
 from memplan.schedule.policies.list_kernel import EARLY_FREE, GREEDY, LPMF, list_order
 
 RULES: Mapping[str, tuple[int, bool]] = MappingProxyType(
@@ -27,10 +27,10 @@ RULES: Mapping[str, tuple[int, bool]] = MappingProxyType(
 """The rule of each policy, and whether it chooses the last op first; in the order in which `auto` tries them."""
 
 
-def listed(core: GraphArrays, policy: str) -> Ints:
+def listed(arrays: GraphArrays, policy: str) -> Ints:
     """The order of `policy`, a key of `RULES`, for the arrays of a graph."""
     rule, backwards = RULES[policy]
-    c = reverse(core) if backwards else core
+    c = reverse(arrays) if backwards else arrays
     order: Ints = list_order(
         *(c.n, rule, c.pred_ptr, c.succ_ptr, c.succ, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size),
         *(c.given, c.kept, c.backwards, c.chance_ptr, c.host, c.saved),
@@ -65,5 +65,5 @@ def reverse_greedy(graph: Graph) -> Schedule:
 
 
 def _scheduled(graph: Graph, policy: str) -> Schedule:
-    core = make_core(graph)
-    return make_schedule(graph, core.graph_order(listed(core, policy)), policy)
+    arrays = make_graph_arrays(graph)
+    return make_schedule(graph, arrays.graph_order(listed(arrays, policy)), policy)

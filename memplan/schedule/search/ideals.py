@@ -13,7 +13,7 @@ import numpy as np
 
 from memplan.core.graph import Graph
 from memplan.core.schedule import Evidence, Schedule
-from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, make_core, reverse, step_bytes
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, make_graph_arrays, reverse, step_bytes
 from memplan.schedule.bounds.prover import Prover
 from memplan.schedule.search.search_kernel import EXHAUSTED, FOUND, levels
 
@@ -41,12 +41,12 @@ class Found:
     dropped: int
 
 
-def search(core: GraphArrays, target: int, *, width: int, limit: int, backwards: bool = False) -> Found:
+def search(arrays: GraphArrays, target: int, *, width: int, limit: int, backwards: bool = False) -> Found:
     """Look for an order that needs at most `target` bytes at every step, keeping `width` states at a time.
 
     Deterministic: the work is counted, not timed. Backwards, the last op is decided first.
     """
-    c = reverse(core) if backwards else core
+    c = reverse(arrays) if backwards else arrays
     keys = np.random.default_rng(0).integers(1, 2**62, c.n)
     tables = (np.empty((2 * width, row), _numbers(c)) for row in (c.n, c.m, c.n))
     outcome, order, work, dropped = levels(
@@ -60,15 +60,15 @@ def search(core: GraphArrays, target: int, *, width: int, limit: int, backwards:
     )
 
 
-def widest(core: GraphArrays, memory: int = 2**27) -> int:
+def widest(arrays: GraphArrays, memory: int = 2**27) -> int:
     """Return the most states that a search may hold so that its tables stay within `memory` bytes."""
-    each = 2 * (2 * core.n + core.m) * _numbers(core).itemsize + 8 * core.n
+    each = 2 * (2 * arrays.n + arrays.m) * _numbers(arrays).itemsize + 8 * arrays.n
     return max(1, memory // (each + 1))
 
 
-def _numbers(core: GraphArrays) -> np.dtype[np.signedinteger[Any]]:
+def _numbers(arrays: GraphArrays) -> np.dtype[np.signedinteger[Any]]:
     """Return the smallest integer type that holds op numbers and counts of ops, for the search's tables."""
-    return np.dtype(np.int16 if core.n < 2**15 - 1 else np.int32)
+    return np.dtype(np.int16 if arrays.n < 2**15 - 1 else np.int32)
 
 
 _NARROW = 64  # states
@@ -89,13 +89,13 @@ class Narrowed:
     dropped: tuple[int, int] = (0, 0)
 
 
-def unsearched(core: GraphArrays, order: Ints, bound: int, work: int) -> Narrowed:
+def unsearched(arrays: GraphArrays, order: Ints, bound: int, work: int) -> Narrowed:
     """Return the state before the first search, with `order` as the best order so far."""
-    peak = int(step_bytes(core, order).max(initial=0))
+    peak = int(step_bytes(arrays, order).max(initial=0))
     return Narrowed(order=order, max_live=peak, bound=min(bound, peak), left=work)
 
 
-def narrow(core: GraphArrays, best: Narrowed, *, width: int) -> Narrowed:
+def narrow(arrays: GraphArrays, best: Narrowed, *, width: int) -> Narrowed:
     """Search for better orders between the bound and the best order, until they meet or the work is spent.
 
     The targets are one byte below the best order, as long as that succeeds, and the bound itself: first for a narrow
@@ -104,15 +104,15 @@ def narrow(core: GraphArrays, best: Narrowed, *, width: int) -> Narrowed:
     """
     is_narrow = width <= _NARROW
     if is_narrow:
-        best = _attempt(core, best, best.bound, width)
+        best = _attempt(arrays, best, best.bound, width)
     before = best.max_live + 1
     while best.max_live < before:
         before = best.max_live
-        best = _attempt(core, best, best.max_live - 1, width)
-    return _attempt(core, best, (best.bound + best.max_live) // 2 if is_narrow else best.bound, width)
+        best = _attempt(arrays, best, best.max_live - 1, width)
+    return _attempt(arrays, best, (best.bound + best.max_live) // 2 if is_narrow else best.bound, width)
 
 
-def _attempt(core: GraphArrays, best: Narrowed, target: int, width: int) -> Narrowed:
+def _attempt(arrays: GraphArrays, best: Narrowed, target: int, width: int) -> Narrowed:
     """Search for an order within `target`, in both directions of time, first in the one that dropped fewer states.
 
     Returns `best` itself if the target is not between bound and best order, or no work is left.
@@ -124,12 +124,12 @@ def _attempt(core: GraphArrays, best: Narrowed, target: int, width: int) -> Narr
     for backwards in (likely, not likely):
         if dropped[backwards] > _FAR * dropped[not backwards] > 0:
             continue
-        found = search(core, target, width=width, limit=left, backwards=backwards)
+        found = search(arrays, target, width=width, limit=left, backwards=backwards)
         left -= found.work
         dropped[backwards] = found.dropped
         best = replace(best, left=left, dropped=(dropped[0], dropped[1]))
         if found.outcome is SearchOutcome.FOUND:
-            return replace(best, order=found.order, max_live=int(step_bytes(core, found.order).max()))
+            return replace(best, order=found.order, max_live=int(step_bytes(arrays, found.order).max()))
         if found.outcome is SearchOutcome.EXHAUSTED:
             return replace(best, bound=max(best.bound, target + 1))
         if left <= 0:
@@ -139,7 +139,7 @@ def _attempt(core: GraphArrays, best: Narrowed, target: int, width: int) -> Narr
 
 def beam(graph: Graph, *, width: int = 64, work: int = 10**9) -> Schedule:
     """Schedule `graph` by searches that keep `width` states, starting from the traced order, up to `work` units."""
-    return _by_search(graph, make_core(graph), "beam", width, work)
+    return _by_search(graph, make_graph_arrays(graph), "beam", width, work)
 
 
 def exact(graph: Graph, *, work: int = 10**9) -> Schedule:
@@ -147,12 +147,12 @@ def exact(graph: Graph, *, work: int = 10**9) -> Schedule:
 
     It is for graphs of some tens of ops, and for larger ones that have few legal orders.
     """
-    core = make_core(graph)
-    return _by_search(graph, core, "exact", widest(core), work)
+    arrays = make_graph_arrays(graph)
+    return _by_search(graph, arrays, "exact", widest(arrays), work)
 
 
-def _by_search(graph: Graph, core: GraphArrays, policy: str, width: int, work: int) -> Schedule:
-    prover = Prover(core, 0)
-    found = narrow(core, unsearched(core, core.traced, prover.bound, work), width=width)
+def _by_search(graph: Graph, arrays: GraphArrays, policy: str, width: int, work: int) -> Schedule:
+    prover = Prover(arrays, 0)
+    found = narrow(arrays, unsearched(arrays, arrays.traced, prover.bound, work), width=width)
     prover.searched(found.bound, Evidence.LONG_SEARCH)
     return prover.schedule(graph, found.order, policy)

@@ -27,7 +27,7 @@ class Instance:
     are alive in each section.
     """
 
-    core: ProblemArrays
+    arrays: ProblemArrays
     max_offset: Ints
     adj_ptr: Ints
     adj: npt.NDArray[np.int32]
@@ -35,12 +35,12 @@ class Instance:
     mem: npt.NDArray[np.int32]
 
 
-def instance_of(core: ProblemArrays, max_offset: Ints) -> Instance:
-    """Prepare `core` for the search. Time and memory are proportional to the pairs of buffers alive together."""
+def instance_of(arrays: ProblemArrays, max_offset: Ints) -> Instance:
+    """Prepare `arrays` for the search. Time and memory are proportional to the pairs of buffers alive together."""
     from memplan.solvers.arrays import fit_kernel
 
-    by_start = np.argsort(core.lo, kind="stable")
-    segments = (core.seg_ptr, core.seg_lo, core.seg_hi)
-    adj_ptr, adj = fit_kernel.neighbours(core.n, *segments, core.lo, core.hi, by_start)
-    mem_ptr, mem = fit_kernel.members(core.sections, *segments)
-    return Instance(core=core, max_offset=max_offset, adj_ptr=adj_ptr, adj=adj, mem_ptr=mem_ptr, mem=mem)
+    by_start = np.argsort(arrays.lo, kind="stable")
+    segments = (arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi)
+    adj_ptr, adj = fit_kernel.neighbours(arrays.n, *segments, arrays.lo, arrays.hi, by_start)
+    mem_ptr, mem = fit_kernel.members(arrays.sections, *segments)
+    return Instance(arrays=arrays, max_offset=max_offset, adj_ptr=adj_ptr, adj=adj, mem_ptr=mem_ptr, mem=mem)

@@ -71,7 +71,7 @@ class ProblemArrays:
         return int((self.max_offset(capacity) + self.size).max(initial=0))
 
 
-def core_of(problem: Problem) -> ProblemArrays:
+def make_problem_arrays(problem: Problem) -> ProblemArrays:
     """The arrays of `problem`. n log n."""
     raw = _column(problem.buffers, "size")
     source = np.flatnonzero(raw)
@@ -92,18 +92,18 @@ def core_of(problem: Problem) -> ProblemArrays:
     )  # fmt: skip
 
 
-def subset(core: ProblemArrays, ids: Ints, base: int = 0) -> ProblemArrays:
+def subset(arrays: ProblemArrays, ids: Ints, base: int = 0) -> ProblemArrays:
     """The arrays of the buffers `ids` alone, in sections of their own, at `base` units or above; `source` is `ids`."""
-    counts = np.diff(core.seg_ptr)[ids]
+    counts = np.diff(arrays.seg_ptr)[ids]
     seg_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-    segments = np.repeat(core.seg_ptr[ids] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])
-    seg_lo, seg_hi, steps = sections_of(core.seg_lo[segments], core.seg_hi[segments])
-    align = core.align[ids]
+    segments = np.repeat(arrays.seg_ptr[ids] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])
+    seg_lo, seg_hi, steps = sections_of(arrays.seg_lo[segments], arrays.seg_hi[segments])
+    align = arrays.align[ids]
     return ProblemArrays(
-        unit=core.unit, size=core.size[ids], raw=core.raw[ids], align=align,
-        low=np.maximum(core.low[ids], -(-base // align) * align), pinned=core.pinned[ids], seg_ptr=seg_ptr,
-        seg_lo=seg_lo, seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=core.steps[steps],
-        start=core.start[ids], source=ids,
+        unit=arrays.unit, size=arrays.size[ids], raw=arrays.raw[ids], align=align,
+        low=np.maximum(arrays.low[ids], -(-base // align) * align), pinned=arrays.pinned[ids], seg_ptr=seg_ptr,
+        seg_lo=seg_lo, seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]], hi=seg_hi[seg_ptr[1:] - 1], steps=arrays.steps[steps],
+        start=arrays.start[ids], source=ids,
     )  # fmt: skip
 
 
@@ -164,10 +164,10 @@ def _places(start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     return steps, place[: start.shape[0]], place[start.shape[0] :]
 
 
-def load_of(core: ProblemArrays) -> Ints:
+def load_of(arrays: ProblemArrays) -> Ints:
     """The live units (rounded-up sizes) of each section."""
-    change = np.zeros(core.sections + 1, np.int64)
-    sizes = np.repeat(core.size, np.diff(core.seg_ptr))
-    np.add.at(change, core.seg_lo, sizes)
-    np.subtract.at(change, core.seg_hi, sizes)
+    change = np.zeros(arrays.sections + 1, np.int64)
+    sizes = np.repeat(arrays.size, np.diff(arrays.seg_ptr))
+    np.add.at(change, arrays.seg_lo, sizes)
+    np.subtract.at(change, arrays.seg_hi, sizes)
     return np.cumsum(change)[:-1]

@@ -63,13 +63,13 @@ def _compiled(problem: Problem, order: Sequence[Buffer], *, best: bool) -> dict[
     import numpy as np
 
     from memplan.solvers.arrays.heuristics import first_fit, unplaced
-    from memplan.solvers.arrays.problem_arrays import core_of
+    from memplan.solvers.arrays.problem_arrays import make_problem_arrays
 
-    core = core_of(problem)
-    place = {problem.buffers[i].id: at for at, i in enumerate(core.source.tolist())}
-    offsets = unplaced(core)
-    first_fit(core, np.array([place[b.id] for b in order if b.size and b.pinned_offset is None], np.int64), offsets,
+    arrays = make_problem_arrays(problem)
+    place = {problem.buffers[i].id: at for at, i in enumerate(arrays.source.tolist())}
+    offsets = unplaced(arrays)
+    first_fit(arrays, np.array([place[b.id] for b in order if b.size and b.pinned_offset is None], np.int64), offsets,
               best=best)  # fmt: skip
     found = {b.id: b.pinned_offset or 0 for b in problem.buffers}
-    found.update(zip(place, (offsets * core.unit).tolist(), strict=True))
+    found.update(zip(place, (offsets * arrays.unit).tolist(), strict=True))
     return found

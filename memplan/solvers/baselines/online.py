@@ -30,12 +30,12 @@ class Online:
 
     def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         from memplan.solvers.arrays.heuristics import online
-        from memplan.solvers.arrays.problem_arrays import core_of
+        from memplan.solvers.arrays.problem_arrays import make_problem_arrays
 
         began = time.perf_counter()
-        core = core_of(problem)
+        arrays = make_problem_arrays(problem)
         offsets = {b.id: 0 for b in problem.buffers}
-        if core.n:
-            values = (next(online(core, self.best_fit)) * core.unit).tolist()
-            offsets.update(zip((problem.buffers[i].id for i in core.source.tolist()), values, strict=True))
+        if arrays.n:
+            values = (next(online(arrays, self.best_fit)) * arrays.unit).tolist()
+            offsets.update(zip((problem.buffers[i].id for i in arrays.source.tolist()), values, strict=True))
         return finish(problem, offsets, solver=self.name, seconds=time.perf_counter() - began)

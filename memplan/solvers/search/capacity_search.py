@@ -26,11 +26,11 @@ class CapacitySearch:
     """Keeps the best placement and the proven bound; `run` narrows the gap until the budget is spent."""
 
     def __init__(
-        self, core: ProblemArrays, answers: Answers, problem: Problem, budget: Budget, limits: SolverLimits
+        self, arrays: ProblemArrays, answers: Answers, problem: Problem, budget: Budget, limits: SolverLimits
     ) -> None:
-        self.core, self.answers, self.budget, self.limits = core, answers, budget, limits
+        self.arrays, self.answers, self.budget, self.limits = arrays, answers, budget, limits
         self.capacity, self.max_live = problem.capacity, problem.max_live
-        self.bound = lower_bound(core)
+        self.bound = lower_bound(arrays)
 
     @property
     def arena(self) -> int | None:
@@ -39,9 +39,9 @@ class CapacitySearch:
 
     def run(self, seed: int) -> None:
         """Run the heuristics, then the search at capacities from the bound upwards, then CP-SAT on small problems."""
-        if not self.core.n:
+        if not self.arrays.n:
             return
-        for offsets in first_answers(self.core):
+        for offsets in first_answers(self.arrays):
             self._offer(offsets, "heuristics.first_answers")
             if self._is_done():
                 return
@@ -54,9 +54,9 @@ class CapacitySearch:
         if self.capacity is not None and not self.limits.minimize:
             self._try(self.capacity, self.budget.share(_FIT_SHARE), seed)
         else:
-            share = _LARGE_SHARE if self.core.n > thresholds.LARGE else _FIRST_SHARE
+            share = _LARGE_SHARE if self.arrays.n > thresholds.LARGE else _FIRST_SHARE
             self._try(self.bound, self.budget.share(share), seed)
-        if self.core.n > thresholds.LARGE and not self._is_done():
+        if self.arrays.n > thresholds.LARGE and not self._is_done():
             self._promote(self.budget.share(_PROMOTE_SHARE))
         self._descend(self.budget.share(_SEARCH_SHARE) if self._is_small() else self.budget, seed)
         if self._is_small():
@@ -67,7 +67,7 @@ class CapacitySearch:
         return any(self._offer(offsets, source) for source, offsets in self.answers.simple())
 
     def _is_small(self) -> bool:
-        return self.core.n <= thresholds.EXACT
+        return self.arrays.n <= thresholds.EXACT
 
     def _close(self) -> None:
         """Let CP-SAT find a placement below the best arena, or prove that there is none."""
@@ -78,8 +78,8 @@ class CapacitySearch:
                 return
 
     def _promote(self, budget: Budget) -> None:
-        goal = self.core.max_offset(self.bound)
-        for offsets in squeaky_wheel.rounds(self.core, goal, budget):
+        goal = self.arrays.max_offset(self.bound)
+        for offsets in squeaky_wheel.rounds(self.arrays, goal, budget):
             self._offer(offsets, "squeaky_wheel.rounds")
             if self._is_done():
                 return
@@ -111,14 +111,16 @@ class CapacitySearch:
         hint: Ints | None = None,
         memory: dict[bytes, Learnt] | None = None,
     ) -> PieceOutcome:
-        outcome, offsets = attempt(self.core, self.core.max_offset(capacity), budget, seed, hint=hint, memory=memory)
+        outcome, offsets = attempt(
+            self.arrays, self.arrays.max_offset(capacity), budget, seed, hint=hint, memory=memory
+        )
         if outcome is PieceOutcome.SOLVED and not self._offer(offsets, "solve_at_capacity.attempt"):
             if memory is not None:  # it may be invalid too
                 memory.clear()
             return PieceOutcome.LIMIT
         if outcome is PieceOutcome.EXHAUSTED:
-            exact = bool((self.core.raw % self.core.unit == 0).all())
-            above = (capacity // self.core.unit + 1) * self.core.unit if exact else capacity + 1
+            exact = bool((self.arrays.raw % self.arrays.unit == 0).all())
+            above = (capacity // self.arrays.unit + 1) * self.arrays.unit if exact else capacity + 1
             self.bound = max(self.bound, above)
             self._report()
         return outcome

@@ -23,42 +23,42 @@ _UNITS_PER_SECOND = 200_000  # units of work for one second of CP-SAT's determin
 _LEAST_SECONDS = 0.05  # the shortest time limit that is worth a start
 
 
-def minimise(core: ProblemArrays, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints, int]:
-    """Minimize the arena of `core`, starting from the valid offsets `hint` (units).
+def minimise(arrays: ProblemArrays, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints, int]:
+    """Minimize the arena of `arrays`, starting from the valid offsets `hint` (units).
 
     Returns the outcome, the offsets (units) and a lower bound of the arena in bytes.
     """
-    arena = int((hint * core.unit + core.raw).max())
-    model, offsets = _model(core, core.max_offset(arena), hint)
-    bound = lower_bound(core)
+    arena = int((hint * arrays.unit + arrays.raw).max())
+    model, offsets = _model(arrays, arrays.max_offset(arena), hint)
+    bound = lower_bound(arrays)
     top = model.new_int_var(bound, arena, "arena")
-    for offset, raw in zip(offsets, core.raw.tolist(), strict=True):
-        model.add(top >= offset * core.unit + raw)
+    for offset, raw in zip(offsets, arrays.raw.tolist(), strict=True):
+        model.add(top >= offset * arrays.unit + raw)
     model.minimize(top)
     outcome, found, proven = _run(model, offsets, budget)
     return outcome, found, max(bound, proven)
 
 
-def decide(core: ProblemArrays, max_offset: Ints, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints]:
-    """Place `core` (offsets in units, at most `max_offset`), or prove that no placement exists."""
-    model, offsets = _model(core, max_offset, np.minimum(hint, max_offset))
+def decide(arrays: ProblemArrays, max_offset: Ints, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints]:
+    """Place `arrays` (offsets in units, at most `max_offset`), or prove that no placement exists."""
+    model, offsets = _model(arrays, max_offset, np.minimum(hint, max_offset))
     outcome, found, _ = _run(model, offsets, budget)
     return outcome, found
 
 
-def _model(core: ProblemArrays, max_offset: Ints, hint: Ints) -> tuple[cp_model.CpModel, list[cp_model.LinearExprT]]:
+def _model(arrays: ProblemArrays, max_offset: Ints, hint: Ints) -> tuple[cp_model.CpModel, list[cp_model.LinearExprT]]:
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     offsets: list[cp_model.LinearExprT] = []
     in_time, in_space = [], []
-    columns = (core.size, core.align, core.low, max_offset, hint)
+    columns = (arrays.size, arrays.align, arrays.low, max_offset, hint)
     for b, (size, align, low, high, near) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
         step = model.new_int_var(-(-low // align), high // align, f"offset{b}")
         model.add_hint(step, near // align)
         offsets.append(step * align)
-        for k in range(int(core.seg_ptr[b]), int(core.seg_ptr[b + 1])):
-            start, end = int(core.seg_lo[k]), int(core.seg_hi[k])
+        for k in range(int(arrays.seg_ptr[b]), int(arrays.seg_ptr[b + 1])):
+            start, end = int(arrays.seg_lo[k]), int(arrays.seg_hi[k])
             in_time.append(model.new_fixed_size_interval_var(start, end - start, f"time{k}"))
             in_space.append(model.new_fixed_size_interval_var(step * align, size, f"space{k}"))
     model.add_no_overlap_2d(in_time, in_space)

@@ -36,13 +36,13 @@ class Ejection:
     """A partial placement of `piece`, which `run` extends."""
 
     def __init__(self, piece: Instance, seed: int, learnt: Learnt | None = None) -> None:
-        core = piece.core
-        learnt = learnt or Learnt(np.full(core.n, -1, np.int64))
-        fits = (learnt.offsets >= core.low) & (learnt.offsets <= piece.max_offset)
+        arrays = piece.arrays
+        learnt = learnt or Learnt(np.full(arrays.n, -1, np.int64))
+        fits = (learnt.offsets >= arrays.low) & (learnt.offsets <= piece.max_offset)
         learnt.offsets = np.where(fits, learnt.offsets, -1)
         self.piece, self.offsets = piece, learnt.offsets
-        lengths = np.add.reduceat(core.seg_hi - core.seg_lo, core.seg_ptr[:-1])
-        area = (core.size * lengths).astype(np.float64)
+        lengths = np.add.reduceat(arrays.seg_hi - arrays.seg_lo, arrays.seg_ptr[:-1])
+        area = (arrays.size * lengths).astype(np.float64)
         self._weight = np.maximum(1, _BASE * (area / area.mean()) ** _POWER).astype(np.int64)
         if learnt.penalty is None:
             learnt.penalty = self._weight.copy()
@@ -53,11 +53,11 @@ class Ejection:
         """Continue for `turns` insertions; returns whether all buffers are placed (`offsets`, units)."""
         from memplan.solvers.search import eject_kernel
 
-        core, piece = self.piece.core, self.piece
+        arrays, piece = self.piece.arrays, self.piece
         taken, left = eject_kernel.eject(
-            core.size, core.align, core.low, piece.max_offset, piece.adj_ptr, piece.adj, self._weight,
-            budget.nodes(turns * TURN_NODES, core.n) // TURN_NODES + 1, _MOVES, self._penalty, self.offsets,
+            arrays.size, arrays.align, arrays.low, piece.max_offset, piece.adj_ptr, piece.adj, self._weight,
+            budget.nodes(turns * TURN_NODES, arrays.n) // TURN_NODES + 1, _MOVES, self._penalty, self.offsets,
             self._state,
         )  # fmt: skip
-        budget.spend(taken * TURN_NODES, core.n)
+        budget.spend(taken * TURN_NODES, arrays.n)
         return bool(left == 0)

@@ -38,28 +38,28 @@ class Joined:
 
 def unjoined(piece: Instance) -> Joined:
     """`piece` without any join."""
-    return Joined(piece=piece, group=np.arange(piece.core.n), above=np.zeros(piece.core.n, np.int64))
+    return Joined(piece=piece, group=np.arange(piece.arrays.n), above=np.zeros(piece.arrays.n, np.int64))
 
 
 def joined(piece: Instance, *, chance: float = 0.0, seed: int = 0) -> Joined:
     """`piece` with all certain joins, and with each likely one at the probability `chance` (0 to 1). About n log n."""
     from memplan.solvers.search import join_kernel as kernel
 
-    core = piece.core
-    free = ~core.pinned & (core.align == 1) & (np.diff(core.seg_ptr) == 1)
-    ceiling = piece.max_offset + core.size
+    arrays = piece.arrays
+    free = ~arrays.pinned & (arrays.align == 1) & (np.diff(arrays.seg_ptr) == 1)
+    ceiling = piece.max_offset + arrays.size
     up, above, lo, hi, size, ceiling = kernel.join(
-        core.size, core.lo, core.hi, core.seg_ptr, core.seg_lo, core.seg_hi, free, core.low, ceiling, load_of(core),
-        int(ceiling.max() - core.low.min()), chance > 0.0, round(chance * kernel.CERTAIN), seed,
+        arrays.size, arrays.lo, arrays.hi, arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi, free, arrays.low, ceiling,
+        load_of(arrays), int(ceiling.max() - arrays.low.min()), chance > 0.0, round(chance * kernel.CERTAIN), seed,
         thresholds.BLOCK,
     )  # fmt: skip
     kept = np.flatnonzero(up < 0)
-    if len(kept) == core.n:
+    if len(kept) == arrays.n:
         return unjoined(piece)
     group, above = _roots(up, above)
-    place = np.zeros(core.n, np.int64)
+    place = np.zeros(arrays.n, np.int64)
     place[kept] = np.arange(len(kept))
-    smaller = _kept(core, kept, lo, hi, size)
+    smaller = _kept(arrays, kept, lo, hi, size)
     return Joined(piece=instance_of(smaller, (ceiling - size)[kept]), group=place[group], above=above)
 
 
@@ -72,16 +72,16 @@ def _roots(up: Ints, above: Ints) -> tuple[Ints, Ints]:
     return root, total
 
 
-def _kept(core: ProblemArrays, kept: Ints, lo: Ints, hi: Ints, size: Ints) -> ProblemArrays:
+def _kept(arrays: ProblemArrays, kept: Ints, lo: Ints, hi: Ints, size: Ints) -> ProblemArrays:
     """The arrays of the buffers `kept`, with new hulls, and sizes in full units. Buffers with gaps keep their gaps."""
-    counts = np.diff(core.seg_ptr)[kept]
+    counts = np.diff(arrays.seg_ptr)[kept]
     seg_ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-    segments = np.repeat(core.seg_ptr[kept] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])
-    start, end = core.seg_lo[segments], core.seg_hi[segments]
+    segments = np.repeat(arrays.seg_ptr[kept] - seg_ptr[:-1], counts) + np.arange(seg_ptr[-1])
+    start, end = arrays.seg_lo[segments], arrays.seg_hi[segments]
     start[seg_ptr[:-1]], end[seg_ptr[1:] - 1] = lo[kept], hi[kept]
     seg_lo, seg_hi, steps = sections_of(start, end)
     return ProblemArrays(
-        unit=core.unit, size=size[kept], raw=size[kept] * core.unit, align=core.align[kept], low=core.low[kept],
-        pinned=core.pinned[kept], seg_ptr=seg_ptr, seg_lo=seg_lo, seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]],
-        hi=seg_hi[seg_ptr[1:] - 1], steps=core.steps[steps], start=core.start[kept], source=kept,
+        unit=arrays.unit, size=size[kept], raw=size[kept] * arrays.unit, align=arrays.align[kept], low=arrays.low[kept],
+        pinned=arrays.pinned[kept], seg_ptr=seg_ptr, seg_lo=seg_lo, seg_hi=seg_hi, lo=seg_lo[seg_ptr[:-1]],
+        hi=seg_hi[seg_ptr[1:] - 1], steps=arrays.steps[steps], start=arrays.start[kept], source=kept,
     )  # fmt: skip

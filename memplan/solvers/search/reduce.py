@@ -36,17 +36,17 @@ class Reduced:
     fill: Ints
 
 
-def reduce(core: ProblemArrays, max_offset: Ints) -> Reduced:
-    """Reduce `core` for a capacity given as the highest offset of each buffer (units). n log n per round."""
+def reduce(arrays: ProblemArrays, max_offset: Ints) -> Reduced:
+    """Reduce `arrays` for a capacity given as the highest offset of each buffer (units). n log n per round."""
     done: list[Piece] = []
     bottoms: list[tuple[int, int]] = []
     peeled: list[Ints] = []
-    todo = [Piece(ids=np.arange(core.n), base=0)]
+    todo = [Piece(ids=np.arange(arrays.n), base=0)]
     while todo:
         piece = todo.pop()
-        kept = _peel(core, piece, max_offset, peeled)
-        kept, base, moved = _bottom(core, kept, piece.base, max_offset, bottoms)
-        parts = _split(core, kept)
+        kept = _peel(arrays, piece, max_offset, peeled)
+        kept, base, moved = _bottom(arrays, kept, piece.base, max_offset, bottoms)
+        parts = _split(arrays, kept)
         if len(parts) == 1 and not moved and len(kept) == len(piece.ids):
             done.append(piece)
         else:
@@ -56,31 +56,31 @@ def reduce(core: ProblemArrays, max_offset: Ints) -> Reduced:
     return Reduced(pieces=tuple(done), bottom=ids, bottom_offset=offsets, fill=fill)
 
 
-def _peel(core: ProblemArrays, piece: Piece, max_offset: Ints, peeled: list[Ints]) -> Ints:
+def _peel(arrays: ProblemArrays, piece: Piece, max_offset: Ints, peeled: list[Ints]) -> Ints:
     """The buffers of `piece` that are left; the peeled ones are appended to `peeled`, larger ones first in a round."""
     ids = piece.ids
     while len(ids):
-        free = _always_fits(core, ids, piece.base, max_offset)
+        free = _always_fits(arrays, ids, piece.base, max_offset)
         if not free.any():
             return ids
         chosen = ids[free]
-        peeled.append(chosen[np.lexsort((core.lo[chosen], -core.size[chosen]))])
+        peeled.append(chosen[np.lexsort((arrays.lo[chosen], -arrays.size[chosen]))])
         ids = ids[~free]
     return ids
 
 
 def _always_fits(
-    core: ProblemArrays, ids: Ints, base: int, max_offset: Ints
+    arrays: ProblemArrays, ids: Ints, base: int, max_offset: Ints
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    lo, hi, size, align = core.lo[ids], core.hi[ids], core.size[ids], core.align[ids]
+    lo, hi, size, align = arrays.lo[ids], arrays.hi[ids], arrays.size[ids], arrays.align[ids]
     first, width = int(lo.min()), int(hi.max() - lo.min())
     lo, hi = lo - first, hi - first
     # The buffers that overlap [lo, hi): all, less those that end before lo, less those that start at hi or later.
     count = _started(lo, hi, np.ones(len(ids), np.int64), width)
     total = _started(lo, hi, size, width) - size
     ruled_out = (total + (count - 1) * (size + align - 2)) // align
-    offsets = (max_offset[ids] - np.maximum(core.low[ids], base)) // align + 1
-    return (ruled_out < offsets) & ~core.pinned[ids]
+    offsets = (max_offset[ids] - np.maximum(arrays.low[ids], base)) // align + 1
+    return (ruled_out < offsets) & ~arrays.pinned[ids]
 
 
 def _started(lo: Ints, hi: Ints, value: Ints, width: int) -> Ints:
@@ -92,36 +92,36 @@ def _started(lo: Ints, hi: Ints, value: Ints, width: int) -> Ints:
 
 
 def _bottom(
-    core: ProblemArrays, ids: Ints, base: int, max_offset: Ints, bottoms: list[tuple[int, int]]
+    arrays: ProblemArrays, ids: Ints, base: int, max_offset: Ints, bottoms: list[tuple[int, int]]
 ) -> tuple[Ints, int, bool]:
     """Stack the buffers that are alive together with all others of the piece on `base`.
 
     Returns the other buffers, their base, and whether any buffer was stacked.
     """
-    if not len(ids) or core.pinned[ids].any() or (core.align[ids] > 1).any():
+    if not len(ids) or arrays.pinned[ids].any() or (arrays.align[ids] > 1).any():
         return ids, base, False
-    whole = (core.lo[ids] < core.hi[ids].min()) & (core.hi[ids] > core.lo[ids].max())
-    if core.seg_lo.shape[0] != core.n:
-        whole &= np.diff(core.seg_ptr)[ids] == 1
-        whole &= (core.lo[ids] <= core.lo[ids].min()) & (core.hi[ids] >= core.hi[ids].max())
+    whole = (arrays.lo[ids] < arrays.hi[ids].min()) & (arrays.hi[ids] > arrays.lo[ids].max())
+    if arrays.seg_lo.shape[0] != arrays.n:
+        whole &= np.diff(arrays.seg_ptr)[ids] == 1
+        whole &= (arrays.lo[ids] <= arrays.lo[ids].min()) & (arrays.hi[ids] >= arrays.hi[ids].max())
     # Moving b down lifts the buffers below it: valid unless b may end higher than they may (padding on top).
-    ceiling = (max_offset + core.size)[ids]
+    ceiling = (max_offset + arrays.size)[ids]
     whole &= ceiling == ceiling.min()
-    low = core.low[ids]  # above 0 if `core` is itself a piece above others
+    low = arrays.low[ids]  # above 0 if `arrays` is itself a piece above others
     if low.min() < low.max():
         return ids, base, False
     base = max(base, int(low[0]))
     for b in ids[whole]:
         bottoms.append((int(b), base))
-        base += int(core.size[b])
+        base += int(arrays.size[b])
     return ids[~whole], base, bool(whole.any())
 
 
-def _split(core: ProblemArrays, ids: Ints) -> list[Ints]:
+def _split(arrays: ProblemArrays, ids: Ints) -> list[Ints]:
     """The parts of `ids`, by time, that no hull of a live interval connects."""
     if not len(ids):
         return []
-    order = ids[np.argsort(core.lo[ids], kind="stable")]
-    reach = np.maximum.accumulate(core.hi[order])
-    cuts = np.flatnonzero(core.lo[order][1:] >= reach[:-1]) + 1
+    order = ids[np.argsort(arrays.lo[ids], kind="stable")]
+    reach = np.maximum.accumulate(arrays.hi[order])
+    cuts = np.flatnonzero(arrays.lo[order][1:] >= reach[:-1]) + 1
     return [np.sort(part) for part in np.split(order, cuts)]

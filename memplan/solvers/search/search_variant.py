@@ -35,14 +35,14 @@ class SearchVariant:
         """Start without results. `table` stores failed states; `salt` separates those of different variants."""
         self.joined, self.runs = joined, 0
         self._table, self._salt, self._guessed = table, salt, guessed
-        self._keys = _rankings(joined.piece.core)
+        self._keys = _rankings(joined.piece.arrays)
         self._arms = [(key, rule) for key in range(len(self._keys)) for rule in RULES]
         self._left = np.full(len(self._arms), np.inf)
 
     @property
     def size(self) -> int:
         """The number of buffers after joining."""
-        return self.joined.piece.core.n
+        return self.joined.piece.arrays.n
 
     def run(self, budget: Budget, random: np.random.Generator) -> tuple[PieceOutcome, Ints]:
         """Run the next arm briefly; once all were run, an arm that left little unplaced, with a perturbed ranking.
@@ -90,29 +90,29 @@ def search_once(
     """
     from memplan.solvers.search import search_kernel as kernel
 
-    core, cost = piece.core, _THOROUGH_NODES if thorough else 1
-    rank, offsets = np.empty(core.n, np.int64), np.zeros(core.n, np.int64)
-    rank[np.argsort(-key, kind="stable")] = np.arange(core.n)
-    capacity = int((piece.max_offset + core.size).max())
+    arrays, cost = piece.arrays, _THOROUGH_NODES if thorough else 1
+    rank, offsets = np.empty(arrays.n, np.int64), np.zeros(arrays.n, np.int64)
+    rank[np.argsort(-key, kind="stable")] = np.arange(arrays.n)
+    capacity = int((piece.max_offset + arrays.size).max())
     status, spent, area = kernel.search(
-        capacity, core.size, core.align, core.low, piece.max_offset, core.seg_ptr, core.seg_lo, core.seg_hi,
-        core.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, *rule, thorough,
-        budget.nodes(nodes * cost, core.n) // cost + 1, thresholds.ROOM, thresholds.ENDS, thresholds.ROUNDS,
+        capacity, arrays.size, arrays.align, arrays.low, piece.max_offset, arrays.seg_ptr, arrays.seg_lo, arrays.seg_hi,
+        arrays.sections, piece.adj_ptr, piece.adj, piece.mem_ptr, piece.mem, rank, *rule, thorough,
+        budget.nodes(nodes * cost, arrays.n) // cost + 1, thresholds.ROOM, thresholds.ENDS, thresholds.ROUNDS,
         table, salt, offsets,
     )  # fmt: skip
-    budget.spend(spent * cost, core.n)
+    budget.spend(spent * cost, arrays.n)
     outcome = {kernel.SOLVED: PieceOutcome.SOLVED, kernel.EXHAUSTED: PieceOutcome.EXHAUSTED}.get(
         status, PieceOutcome.LIMIT
     )
     return outcome, area, offsets
 
 
-def _rankings(core: ProblemArrays) -> list[Floats]:
+def _rankings(arrays: ProblemArrays) -> list[Floats]:
     """The keys that rank buffers at equal offsets: live steps, load of their sections, area, size, and a mixed one."""
-    load = np.concatenate((np.zeros(1), np.cumsum(load_of(core).astype(np.float64))))
-    life = (core.hi - core.lo).astype(np.float64)
-    size = core.size.astype(np.float64)
-    return [life, load[core.hi] - load[core.lo], life * size, size, life * life * size]
+    load = np.concatenate((np.zeros(1), np.cumsum(load_of(arrays).astype(np.float64))))
+    life = (arrays.hi - arrays.lo).astype(np.float64)
+    size = arrays.size.astype(np.float64)
+    return [life, load[arrays.hi] - load[arrays.lo], life * size, size, life * life * size]
 
 
 def luby(i: int) -> int:

@@ -24,7 +24,7 @@ _OVERHEAD = 300  # units of work of an attempt, in addition to three per buffer
 
 
 def attempt(
-    core: ProblemArrays,
+    arrays: ProblemArrays,
     max_offset: Ints,
     budget: Budget,
     seed: int,
@@ -32,19 +32,19 @@ def attempt(
     hint: Ints | None = None,
     memory: dict[bytes, Learnt] | None = None,
 ) -> tuple[PieceOutcome, Ints]:
-    """Place every buffer of `core` at its `max_offset` (units) or below; the offsets are complete if SOLVED.
+    """Place every buffer of `arrays` at its `max_offset` (units) or below; the offsets are complete if SOLVED.
 
     With a `hint`, a placement that is too high, CP-SAT solves the pieces instead of the search. `memory` holds the
     state of the ejection search of earlier attempts on the same problem, by the buffers of a piece, and is updated.
     With it, ejection search starts at once.
     """
-    result = _attempt(core, max_offset, budget, seed, hint=hint, memory=memory)
-    budget.spend(_OVERHEAD + 3 * core.n, 1)  # so that attempts without a search also end
+    result = _attempt(arrays, max_offset, budget, seed, hint=hint, memory=memory)
+    budget.spend(_OVERHEAD + 3 * arrays.n, 1)  # so that attempts without a search also end
     return result
 
 
 def _attempt(
-    core: ProblemArrays,
+    arrays: ProblemArrays,
     max_offset: Ints,
     budget: Budget,
     seed: int,
@@ -52,14 +52,14 @@ def _attempt(
     hint: Ints | None,
     memory: dict[bytes, Learnt] | None,
 ) -> tuple[PieceOutcome, Ints]:
-    offsets = np.full(core.n, -1, np.int64)
-    if (max_offset < core.low).any():
+    offsets = np.full(arrays.n, -1, np.int64)
+    if (max_offset < arrays.low).any():
         return PieceOutcome.EXHAUSTED, offsets
-    reduced = reduce(core, max_offset)
+    reduced = reduce(arrays, max_offset)
     offsets[reduced.bottom] = reduced.bottom_offset
     solved: dict[bytes, Ints] = {}
     for piece in sorted(reduced.pieces, key=lambda p: len(p.ids)):
-        part = subset(core, piece.ids, piece.base)
+        part = subset(arrays, piece.ids, piece.base)
         content = part.content + max_offset[piece.ids].tobytes()
         if content in solved:  # repeated layers
             offsets[piece.ids] = solved[content]
@@ -76,58 +76,58 @@ def _attempt(
         if outcome is not PieceOutcome.SOLVED:
             return outcome, offsets
         offsets[piece.ids] = solved[content] = placed
-    fill(core, reduced.fill, max_offset, offsets, budget)
+    fill(arrays, reduced.fill, max_offset, offsets, budget)
     if (offsets > max_offset).any():
         return PieceOutcome.LIMIT, offsets
     return PieceOutcome.SOLVED, offsets
 
 
 def _place(
-    core: ProblemArrays, max_offset: Ints, budget: Budget, seed: int, learnt: Learnt | None
+    arrays: ProblemArrays, max_offset: Ints, budget: Budget, seed: int, learnt: Learnt | None
 ) -> tuple[PieceOutcome, Ints]:
-    offsets = np.full(core.n, -1, np.int64)
-    for offsets in islice(first_answers(core), thresholds.QUICK if core.n <= thresholds.LARGE else None):
+    offsets = np.full(arrays.n, -1, np.int64)
+    for offsets in islice(first_answers(arrays), thresholds.QUICK if arrays.n <= thresholds.LARGE else None):
         if (offsets <= max_offset).all():
             return PieceOutcome.SOLVED, offsets
-    if core.n > thresholds.LARGE:
-        return _place_large(core, max_offset, budget, seed, offsets)
-    return search(instance_of(core, max_offset), budget, seed, learnt)
+    if arrays.n > thresholds.LARGE:
+        return _place_large(arrays, max_offset, budget, seed, offsets)
+    return search(instance_of(arrays, max_offset), budget, seed, learnt)
 
 
 def _place_large(
-    core: ProblemArrays, max_offset: Ints, budget: Budget, seed: int, known: Ints
+    arrays: ProblemArrays, max_offset: Ints, budget: Budget, seed: int, known: Ints
 ) -> tuple[PieceOutcome, Ints]:
     """Search only the buffers alive in tracked sections, place the rest on top, and track sections that overflow."""
-    load = load_of(core)
-    tracked = np.zeros(core.sections, np.bool_)
+    load = load_of(arrays)
+    tracked = np.zeros(arrays.sections, np.bool_)
     tracked[np.argsort(-load, kind="stable")[: thresholds.TRACKED]] = True
-    _track_overflows(core, known, max_offset, load, tracked)
+    _track_overflows(arrays, known, max_offset, load, tracked)
     while not budget.is_over:
-        inside = _alive_in(core, tracked)
-        if len(inside) == core.n:
-            return search(instance_of(core, max_offset), budget, seed)
-        offsets = np.full(core.n, -1, np.int64)
-        outcome, placed = attempt(subset(core, inside), max_offset[inside], budget, seed)
+        inside = _alive_in(arrays, tracked)
+        if len(inside) == arrays.n:
+            return search(instance_of(arrays, max_offset), budget, seed)
+        offsets = np.full(arrays.n, -1, np.int64)
+        outcome, placed = attempt(subset(arrays, inside), max_offset[inside], budget, seed)
         if outcome is not PieceOutcome.SOLVED:
             return outcome, offsets
         offsets[inside] = placed
-        rest = np.setdiff1d(np.arange(core.n), inside, assume_unique=True)
-        rest = rest[np.lexsort((core.lo[rest], -core.size[rest]))]
-        if not len(fill(core, rest, max_offset, offsets, budget)):
+        rest = np.setdiff1d(np.arange(arrays.n), inside, assume_unique=True)
+        rest = rest[np.lexsort((arrays.lo[rest], -arrays.size[rest]))]
+        if not len(fill(arrays, rest, max_offset, offsets, budget)):
             return PieceOutcome.SOLVED, offsets
-        _track_overflows(core, offsets, max_offset, load, tracked)
+        _track_overflows(arrays, offsets, max_offset, load, tracked)
     return PieceOutcome.LIMIT, known
 
 
-def _alive_in(core: ProblemArrays, tracked: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
+def _alive_in(arrays: ProblemArrays, tracked: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
     """The buffers that are alive in a tracked section, and the pinned buffers."""
     before = np.concatenate((np.zeros(1, np.int64), np.cumsum(tracked, dtype=np.int64)))
-    touches = np.add.reduceat(before[core.seg_hi] - before[core.seg_lo], core.seg_ptr[:-1]) > 0
-    return np.flatnonzero(touches | core.pinned)
+    touches = np.add.reduceat(before[arrays.seg_hi] - before[arrays.seg_lo], arrays.seg_ptr[:-1]) > 0
+    return np.flatnonzero(touches | arrays.pinned)
 
 
 def _track_overflows(
-    core: ProblemArrays,
+    arrays: ProblemArrays,
     offsets: Ints,
     max_offset: Ints,
     load: Ints,
@@ -139,6 +139,6 @@ def _track_overflows(
     for b in np.argsort(-over, kind="stable"):
         if over[b] <= 0 or added == thresholds.ADDED:
             return
-        busiest = int(core.lo[b] + load[core.lo[b] : core.hi[b]].argmax())
+        busiest = int(arrays.lo[b] + load[arrays.lo[b] : arrays.hi[b]].argmax())
         added += not tracked[busiest]
         tracked[busiest] = True

@@ -19,19 +19,19 @@ _HIGHEST_KEY = 1e200  # keys grow with every promotion, and would overflow after
 _PAIRS_PER_SECOND = 5_000_000  # speed of first-fit: a round that would not end in time is not started
 
 
-def rounds(core: ProblemArrays, goal: Ints, budget: Budget) -> Iterator[Ints]:
+def rounds(arrays: ProblemArrays, goal: Ints, budget: Budget) -> Iterator[Ints]:
     """Yield a placement (offsets in units) per round until `budget` is over; `goal` has the highest wanted offsets."""
-    pairs = pairs_alive_together(core)
-    free = np.flatnonzero(~core.pinned)
-    load = load_of(core)
-    busiest = _highest(load, core.lo, core.hi) / load.max()
-    key = core.size * busiest**_BUSY
+    pairs = pairs_alive_together(arrays)
+    free = np.flatnonzero(~arrays.pinned)
+    load = load_of(arrays)
+    busiest = _highest(load, arrays.lo, arrays.hi) / load.max()
+    key = arrays.size * busiest**_BUSY
     while not budget.is_over:
         seconds = budget.remaining_seconds()
         if seconds is not None and pairs > seconds * _PAIRS_PER_SECOND:
             return
-        offsets = unplaced(core)
-        first_fit(core, free[np.lexsort((core.lo[free], -key[free]))], offsets)
+        offsets = unplaced(arrays)
+        first_fit(arrays, free[np.lexsort((arrays.lo[free], -key[free]))], offsets)
         budget.spend(pairs // PAIRS_PER_UNIT, 1)
         yield offsets
         key = np.where(offsets > goal, key * _PROMOTION, key)

@@ -29,7 +29,7 @@ def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = N
     continue from `learnt`, and otherwise after a head start of the tree search. Returns the outcome and, if SOLVED, the
     offsets (units).
     """
-    n = piece.core.n
+    n = piece.arrays.n
     ejection = Ejection(piece, seed, learnt) if n <= thresholds.EJECTED else None
     runs = _Runs(piece, budget, seed)
     run, treed = 0, 0  # the tree search's runs and units of work
@@ -87,6 +87,6 @@ class _Runs:
 
     def _make(self, chance: float, *, guessed: bool) -> SearchVariant:
         self._made += 1
-        self._budget.spend(self._piece.core.n // _BUFFERS_PER_UNIT, 1)
+        self._budget.spend(self._piece.arrays.n // _BUFFERS_PER_UNIT, 1)
         found = joined(self._piece, chance=chance, seed=int(self._random.integers(1 << 31)))
         return SearchVariant(found, self._table, self._made, guessed=guessed)
