@@ -15,6 +15,7 @@ from memplan.core.division import Divide, compression_of, division_of
 from memplan.core.plan import Plan
 from memplan.core.schedule import Schedule
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedProblem
+from memplan.planning.checkpoints import has_checkpoints
 from memplan.planning.make_plan import make_plan
 from memplan.schedule import Policy
 from memplan.schedule import order as order_of
@@ -133,6 +134,10 @@ def _plan_whole(
 
         prices = costs or device_costs(traced.device)
         make = partial(plan_within, budget, costs=prices, policy=policy, room=room, device="".join(traced.runs_on))
+    elif has_checkpoints(traced.graph):
+        from memplan.planning.checkpoints import plan_checkpointed
+
+        make = partial(plan_checkpointed, costs=costs or device_costs(traced.device), reorder=schedule)
     elif policy != "auto" or costs is not None:
         from memplan.planning.budget import require_known  # a misspelt name is an error even where it is not used
 
