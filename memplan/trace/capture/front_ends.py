@@ -21,6 +21,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._guards import detect_fake_mode
 
 from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.trace.capture.checkpointed import LostCheckpoint, refusing_checkpoints
 from memplan.trace.capture.conjugates import compute_conjugates
 from memplan.trace.capture.effects import exporting, faked, refuse_random, require_same_call, settle_side_effects
 from memplan.trace.capture.fake_layouts import as_kernels_do, settle_layouts
@@ -210,7 +211,8 @@ def _capture_joint(
             if any(word in str(error) for word in _LOST_BY_EXPORT):
                 break
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
-    clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
+    hidden = "Observed exception" in str(complaints[0]) and not isinstance(complaints[-1], LostCheckpoint)
+    clearest = complaints[-1 if hidden else 0]
     raise unsupported(model, clearest) from clearest
 
 
@@ -310,7 +312,7 @@ def _take_real_tensors(module: nn.Module) -> None:
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     """Return `torch.export`'s graph of the model as a module: the front end that runs forward as Python."""
-    with exporting(model, args, kwargs), RecurrentAsEager(), _without_prints():
+    with exporting(model, args, kwargs), RecurrentAsEager(), _without_prints(), refusing_checkpoints():
         module: nn.Module = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
     _meta_of(module)[READINGS] = tuple(options_of_layers(model))
     return module

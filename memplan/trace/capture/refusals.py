@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.trace.capture.checkpointed import LostCheckpoint
 from memplan.trace.capture.origins import place_of
 from memplan.trace.passes.rewrite import aten
 
@@ -80,6 +81,9 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         if "fake impl" in words or "register_fake" in words or "Meta" in words:
             hint = "say what the op returns for tensors without data (torch.library.register_fake)"
         return UnsupportedGraph(name, f"forward fails on inputs like the example's: {words}", hint)
+    if isinstance(error, LostCheckpoint):
+        hint = f"let the model be traced by dynamo: call it once as it is, or leave the checkpoint out; {_BACKEND}"
+        return UnsupportedGraph(name, str(error), hint)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"
     details = [line for line in lines[1:] if line.startswith(("Explanation:", "from user code", "File ", "Hint:"))]

@@ -27,37 +27,32 @@ def mark_checkpoints(graph: fx.Graph) -> None:
     if not any(regions.values()):
         return
     of_sequence = {node.meta.get("seq_nr"): region for node, region in regions.items() if region}
-    output = graph.output_node()
     kept = set()
     for node in graph.nodes:
         keys = _storages(node)
-        if keys and _is_kept(node, regions, of_sequence, output):
+        if keys and _is_kept(node, regions, of_sequence):
             kept |= keys
     for node, region in regions.items():
-        if region and not _storages(node) & kept:
+        if region and node.meta.get("recompute") in _AGAIN and not _storages(node) & kept:
             node.meta[CHECKPOINT] = region
 
 
 def _region_of(node: fx.Node) -> int:
-    """Return the number of the region in which a forward node is made again; 0 if it is in none, or is kept."""
-    again = node.op == "call_function" and node.meta.get("recompute") in _AGAIN
-    return int(node.meta.get("ac_graph_id") or 0) if again and not is_backward(node) else 0
+    """Return the number of the region that a node of the forward is in; 0: none."""
+    return int(node.meta.get("ac_graph_id") or 0) if node.op == "call_function" and not is_backward(node) else 0
 
 
-def _is_kept(
-    node: fx.Node, regions: dict[fx.Node, int], of_sequence: dict[int | None, int], output: fx.Node
-) -> bool:
-    """Return whether eager keeps a result of the forward from one of its uses to the backward."""
+def _is_kept(node: fx.Node, regions: dict[fx.Node, int], of_sequence: dict[int | None, int]) -> bool:
+    """Return whether one of its uses makes eager keep a result of the forward until the backward."""
     if is_backward(node):
         return False
     region = regions[node]
+    if region and node.meta.get("recompute") not in _AGAIN:
+        return True
     for user in node.users:
-        if user is output:
+        if user.op == "output" or (is_backward(user) and not of_sequence.get(user.meta.get("seq_nr"))):
             return True
-        if is_backward(user):
-            if of_sequence.get(user.meta.get("seq_nr"), 0) == 0:
-                return True
-        elif regions[user] and regions[user] != region:
+        if not is_backward(user) and regions[user] and regions[user] != region:
             return True
     return False
 
