@@ -32,7 +32,7 @@ from memplan.core.evictions import RELOAD, TRANSFERS
 from memplan.errors import BudgetInfeasible
 from memplan.runtime import CompiledModule
 from memplan.runtime.copies.copy_threads import ThreadCopies
-from memplan.runtime.profile.profile_guided import REPLANS, SAMPLES, WARM
+from memplan.runtime.profiling.profile_guided import REPLANS, SAMPLES, WARM
 
 COLUMNS = {
     "model": "model",

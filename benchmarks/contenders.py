@@ -70,7 +70,7 @@ def planned(model: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Step:
     """`memplan.compile`: every intermediate at its planned address."""
     compiled = memplan.compile(model, inputs, **options)
     runner = compiled._selector.main
-    tensors = runner.signature.tensors(runner.signature.flatten(inputs, {}))
+    tensors = runner.input_guards.tensors(runner.input_guards.flatten(inputs, {}))
     one = torch.ones((), device=runner.traced.device)
 
     def kernels() -> None:

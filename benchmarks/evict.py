@@ -27,12 +27,15 @@ from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.judge.arrays import measure
 from memplan.evict.select import fit_policy
-from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import floor
 from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload
+from memplan.planning.make_plan import ScheduledGraph
+from memplan.planning.options import PlanOptions
 from memplan.schedule import Schedule, order
-from memplan.trace import capture, trace_captured
+from memplan.trace import trace_captured
+from memplan.trace.capture.joint_graph import capture
 from memplan.trace.torch_budget import TorchPoint, partitions, points_of
 from memplan.version import __version__
 
@@ -182,14 +185,15 @@ def planned(name: str, asked: Question, budget: int) -> dict[str, Cell]:
     started = time.perf_counter()
     try:
         plan = plan_within(
-            budget,
-            model=asked.name,
-            graph=asked.graph,
-            schedule=asked.schedule,
-            alignment=ALIGNMENT,
-            versions={"memplan": __version__},
-            costs=asked.workload.costs,
-            policy=name,
+            ScheduledGraph(
+                model=asked.name,
+                graph=asked.graph,
+                schedule=asked.schedule,
+                alignment=ALIGNMENT,
+                versions={"memplan": __version__},
+            ),
+            PlanOptions(budget=budget, policy=name),
+            asked.workload.costs,
         )
     except BudgetInfeasible:
         return {name: None}

@@ -28,8 +28,8 @@ from memplan.evict.costs import DEVICES
 from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.auto import recompute
 from memplan.evict.policies.cpsat import optimum
-from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import floor
 from memplan.planning.fit import make_workload
 from memplan.schedule import order
 from memplan.trace import trace

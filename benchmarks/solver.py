@@ -5,7 +5,7 @@
 Three tasks: `fit` (stop at the first placement within the capacity), `minimize` (the smallest arena within
 the limit) and `default` (minimize under the default limits). Times are CPU seconds, which other work on
 a shared machine disturbs least: ours of warm calls on one thread, validation included, an external binary's of
-the whole process. Limits are units of work (`solve/budget.py`), for large problems and external binaries wall
+the whole process. Limits are units of work (`memplan/solvers/limits.py`), for large problems and external binaries wall
 time. Instances are read from a folder of CSV files in minimalloc's format; planted packings and large problems
 are generated (`instances.py`).
 """
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.baselines import BASELINES
 from benchmarks.instances import network, planted, scattered, tiled
 from benchmarks.results import RESULTS, Cell, Table, to_markdown, write
 from memplan.core.csvio import read_problem, write_solution
@@ -31,7 +32,7 @@ from memplan.core.problem import Problem, Status
 from memplan.solvers import SOLVERS, solve
 from memplan.solvers.limits import Progress
 
-HEURISTICS = [name for name in SOLVERS if name not in ("portfolio", "cpsat", "naive")]
+HEURISTICS = {name: s for name, s in {**SOLVERS, **BASELINES}.items() if name not in ("portfolio", "cpsat", "naive")}
 _QUADRATIC = {"partition", "shared", "hill-climb"}  # pure Python: only up to 2,000 buffers
 _FIT_WORK = 3_000_000  # units: up to about 15 CPU seconds
 _MINIMIZE_WORK = 10_000_000  # units: up to about 60 CPU seconds
@@ -154,9 +155,9 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Cell]:
         "first_s": statistics.median(firsts) if firsts else None, "ratio": round(max(arenas) / bound, 5),
         "arena": max(arenas),
     }  # fmt: skip
-    for name in HEURISTICS:
+    for name, solver in HEURISTICS.items():
         if len(problem.buffers) <= (2_000 if name in _QUADRATIC else 20_000):
-            row[name] = solve(_free(problem), solver=name).arena_size / bound
+            row[name] = solve(_free(problem), solver=solver).arena_size / bound
     if args.minimalloc and len(problem.buffers) <= 2_000 and not case.name.startswith("planted-4"):
         row |= _minimalloc(case, args.minimalloc, bound)
     if args.idealloc:

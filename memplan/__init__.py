@@ -19,7 +19,7 @@ Importing this package does not import torch and patches nothing: each name is i
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from memplan.errors import MemplanError
 from memplan.version import __version__
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from memplan.analysis.diff import diff
     from memplan.analysis.explain import explain
     from memplan.core import csvio
-    from memplan.core.division import Divide, Division
+    from memplan.core.choices import Gradients, Layout
+    from memplan.core.division import Compression, Divide, Division
     from memplan.core.plan import Plan
     from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
     from memplan.core.validate import validate
     from memplan.evict.costs import CostModel, load_costs
     from memplan.evict.workload import Policy as EvictionPolicy
-    from memplan.planning.budget import Budget
+    from memplan.planning.options import Budget, Costs, Device, DynamicShapes, PlanKeywords
     from memplan.planning.planfile import load
     from memplan.runtime import (
         CompiledModule,
@@ -48,30 +49,14 @@ if TYPE_CHECKING:
         compile,
         compile_step,
         install_allocator,
-        profile,
         record,
     )
+    from memplan.runtime.api.profiling import profile
     from memplan.runtime.dynamo.backend import Backend
     from memplan.schedule import Policy
     from memplan.solvers import Solver, solve
     from memplan.symbolic import SymbolicPlan, load_symbolic
     from memplan.trace.batches import max_batch
-
-    class _Options(TypedDict, total=False):
-        """The options of `plan` that do not change the type of its result."""
-
-        train: bool | None
-        budget: Budget | Sequence[Budget] | None
-        policy: str | EvictionPolicy
-        costs: CostModel | str | None
-        divide: Divide
-        compress: str | None
-        gradients: Literal["safe", "owned", "arena"]
-        schedule: str | Policy
-        solver: str | Solver
-        layout: str
-        time_limit: float | None
-        device: Any
 
 
 __all__ = [
@@ -111,7 +96,7 @@ __all__ = [
 _PROBLEM = ("Buffer", "Interval", "Problem", "Solution", "Status")
 _RUNTIME = (
     *("CompiledModule", "CompiledStep", "Recording", "Tracker"),
-    *("compile", "compile_step", "install_allocator", "profile", "record"),
+    *("compile", "compile_step", "install_allocator", "record"),
 )
 _HOMES = {
     **dict.fromkeys(_PROBLEM, "memplan.core.problem"),
@@ -125,6 +110,7 @@ _HOMES = {
     "explain": "memplan.analysis.explain",
     "load": "memplan.planning.planfile",
     "max_batch": "memplan.trace.batches",
+    "profile": "memplan.runtime.api.profiling",
     "solve": "memplan.solvers",
     "validate": "memplan.core.validate",
 }
@@ -146,8 +132,10 @@ def plan(
     example_inputs: Any = (),
     example_kwargs: dict[str, Any] | None = None,
     *,
+    train: bool | None = None,
+    gradients: Gradients = "safe",
     dynamic_shapes: None = None,
-    **options: Unpack[_Options],
+    **options: Unpack[PlanKeywords],
 ) -> Plan: ...
 
 
@@ -157,8 +145,10 @@ def plan(
     example_inputs: Any = (),
     example_kwargs: dict[str, Any] | None = None,
     *,
-    dynamic_shapes: Any,
-    **options: Unpack[_Options],
+    train: bool | None = None,
+    gradients: Gradients = "safe",
+    dynamic_shapes: DynamicShapes,
+    **options: Unpack[PlanKeywords],
 ) -> SymbolicPlan: ...
 
 
@@ -170,16 +160,16 @@ def plan(
     train: bool | None = None,
     budget: Budget | Sequence[Budget] | None = None,
     policy: str | EvictionPolicy = "auto",
-    costs: CostModel | str | None = None,
+    costs: Costs | None = None,
     divide: Divide = None,
-    compress: str | None = None,
-    gradients: Literal["safe", "owned", "arena"] = "safe",
+    compress: Compression | None = None,
+    gradients: Gradients = "safe",
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
-    layout: str = "auto",
+    layout: Layout = "auto",
     time_limit: float | None = None,
-    device: Any = None,
-    dynamic_shapes: Any = None,
+    device: Device | None = None,
+    dynamic_shapes: DynamicShapes | None = None,
 ) -> Plan | SymbolicPlan:
     """Plan the memory of one step of `model` from fake tensors, to the byte, without computing anything.
 
@@ -226,18 +216,26 @@ def plan(
         >>> plan = memplan.plan(model, (torch.empty(8, 1024, device="meta"),), budget="8GiB")
         >>> print(plan.arena_size, plan.max_live, plan.total)
     """
-    from memplan import trace
+    from memplan.planning.options import PlanOptions
 
-    options: dict[str, Any] = {
-        **{"train": train, "budget": budget, "policy": policy, "costs": costs},
-        **{"schedule": schedule, "solver": solver, "layout": layout, "time_limit": time_limit},
-    }
+    options = PlanOptions(
+        budget=budget,
+        policy=policy,
+        costs=costs,
+        divide=divide,
+        compress=compress,
+        gradients=gradients,
+        schedule=schedule,
+        solver=solver,
+        layout=layout,
+        time_limit=time_limit,
+        device=device,
+        dynamic_shapes=dynamic_shapes,
+    )
     if dynamic_shapes is not None:
-        from memplan.trace.dynamic.dims import refuse_beside
         from memplan.trace.dynamic.symbolic import plan_symbolic
 
-        refuse_beside(device=device, divide=divide, compress=compress)
-        trace.stay_in_arena(gradients, dynamic_shapes=dynamic_shapes)
-        return plan_symbolic(model, example_inputs, example_kwargs, dynamic_shapes=dynamic_shapes, **options)
-    options |= {"device": device, "divide": divide, "compress": compress, "gradients": gradients}
-    return trace.plan(model, example_inputs, example_kwargs, **options)
+        return plan_symbolic(model, example_inputs, example_kwargs, train=train, options=options)
+    from memplan import trace
+
+    return trace.plan(model, example_inputs, example_kwargs, train=train, options=options)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from memplan.core.graph import Graph, Op, Origin, Phase, Storage, StorageKind, Value
 from memplan.core.in_place import with_inplace_candidates
 from memplan.core.plan import Plan
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.options import PlanOptions
 from memplan.schedule import Schedule, make_schedule, predecessors, traced
 
 NOWHERE = Origin()
@@ -139,13 +140,15 @@ def plans(draw: st.DrawFn, max_ops: int = 8) -> Plan:
     graph = draw(graphs(max_ops))
     alignment = draw(st.sampled_from([1, 8, 64]))
     plan = make_plan(
-        model=draw(st.sampled_from(["gpt2", "", "a|b [x]"])),
-        graph=graph,
-        schedule=draw(st.one_of(st.just(traced(graph)), schedules(graph))),
-        alignment=alignment,
-        redzone=draw(st.sampled_from([0, alignment])),
-        versions={"memplan": "0.1.0"},
-        solver=draw(st.sampled_from(["greedy", "naive", "partition"])),
+        ScheduledGraph(
+            model=draw(st.sampled_from(["gpt2", "", "a|b [x]"])),
+            graph=graph,
+            schedule=draw(st.one_of(st.just(traced(graph)), schedules(graph))),
+            alignment=alignment,
+            redzone=draw(st.sampled_from([0, alignment])),
+            versions={"memplan": "0.1.0"},
+        ),
+        PlanOptions(solver=draw(st.sampled_from(["greedy", "naive", "partition"]))),
     )
     if draw(st.booleans()):
         return plan

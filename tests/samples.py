@@ -6,8 +6,10 @@ import dataclasses
 
 from memplan.core.graph import Graph, Origin, Phase, StorageKind
 from memplan.core.plan import Plan
+from memplan.evict.costs import DEVICES
 from memplan.planning.budget import plan_within
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.options import PlanOptions
 from memplan.schedule import order, traced
 from tests.graph_strategies import GraphBuilder
 
@@ -36,7 +38,9 @@ def sample_plan(alignment: int = 64, temporaries: tuple[int, ...] | None = None)
     """The sample graph in traced order; at alignment 1: max live 260 at step 3, arena 260."""
     graph = sample_graph()
     plan = make_plan(
-        model="sample", graph=graph, schedule=traced(graph), alignment=alignment, versions={"memplan": "0.1.0"}
+        ScheduledGraph(
+            model="sample", graph=graph, schedule=traced(graph), alignment=alignment, versions={"memplan": "0.1.0"}
+        )
     )
     return dataclasses.replace(plan, temporaries=temporaries)
 
@@ -55,7 +59,9 @@ def branching_plan(policy: str) -> Plan:
     """The branching graph ordered by a policy: traced 190 bytes, optimal 150."""
     graph = branching_graph()
     schedule = order(graph, policy)
-    return make_plan(model="branching", graph=graph, schedule=schedule, alignment=1, versions={"memplan": "0.1.0"})
+    return make_plan(
+        ScheduledGraph(model="branching", graph=graph, schedule=schedule, alignment=1, versions={"memplan": "0.1.0"})
+    )
 
 
 MIB = 1 << 20
@@ -83,15 +89,7 @@ def deep_plan(policy: str | None = None, budget: int = 5 * MIB) -> Plan:
     """The deep graph, which needs 7 MiB; with a policy, kept below `budget` by it."""
     graph = deep_graph()
     schedule = traced(graph)
+    scheduled = ScheduledGraph(model="deep", graph=graph, schedule=schedule, alignment=64, versions={})
     if policy is None:
-        return make_plan(model="deep", graph=graph, schedule=schedule, alignment=64, versions={})
-    return plan_within(
-        budget,
-        model="deep",
-        graph=graph,
-        schedule=schedule,
-        alignment=64,
-        versions={},
-        costs="a100",
-        policy=policy,
-    )
+        return make_plan(scheduled)
+    return plan_within(scheduled, PlanOptions(budget=budget, policy=policy), DEVICES["a100"])

@@ -113,7 +113,7 @@ def test_memory(memplan):
         ((), {"arena": "much"}, "'much'"),
         ((), {"memory": 3}, "there is no limit 'memory'"),
         ((), {"fragmentation": 1.5}, "between 0 and 1"),
-        (("arena:+2%",), {}, "counts from a baseline"),
+        (("arena:+2%",), {}, "is relative to a baseline"),
     ],
 )
 def test_limits_that_are_none_are_refused(rules: tuple[str, ...], limits: dict[str, object], message: str) -> None:

@@ -125,8 +125,8 @@ def _matched(
     for key in {**old, **new}:
         left, right = old.get(key, []), new.get(key, [])
         # The closest matches first: same layer and size, then same size, then the rest by first step.
-        for alike in (lambda h: (h.module, h.size), lambda h: h.size, lambda h: 0):
-            left, right = _pair_off(left, right, alike, pairs)
+        for match_by in (lambda h: (h.module, h.size), lambda h: h.size, lambda h: 0):
+            left, right = _pair_off(left, right, match_by, pairs)
         went += left
         came += right
     return pairs, tuple(sorted(went, key=lambda h: -h.size)), tuple(sorted(came, key=lambda h: -h.size))
@@ -140,15 +140,15 @@ def _by_key(holders: Iterable[Holder]) -> dict[Key, list[Holder]]:
 
 
 def _pair_off(
-    left: list[Holder], right: list[Holder], alike: Callable[[Holder], object], pairs: list[Pair]
+    left: list[Holder], right: list[Holder], match_by: Callable[[Holder], object], pairs: list[Pair]
 ) -> tuple[list[Holder], list[Holder]]:
-    """Append to `pairs` the buffers of both lists with equal `alike` keys; return the rest of each list."""
+    """Append to `pairs` the buffers of both lists that `match_by` gives equal keys; return the rest of each list."""
     unmatched: dict[object, list[Holder]] = {}
     for holder in reversed(right):
-        unmatched.setdefault(alike(holder), []).append(holder)
+        unmatched.setdefault(match_by(holder), []).append(holder)
     rest, taken = [], set[str]()
     for holder in left:
-        same = unmatched.get(alike(holder))
+        same = unmatched.get(match_by(holder))
         if same:
             pairs.append((holder, same.pop()))
             taken.add(pairs[-1][1].id)

@@ -35,7 +35,7 @@ def read_baseline(path: str | os.PathLike[str]) -> Mapping[str, Figures]:
         raise UnreadableFile("is not JSON", where=where, hint=_HINT) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("models"), dict):
         said = show(data.get("format")) if isinstance(data, dict) else "none"
-        raise InvalidPlan(f"is no baseline of format {FORMAT!r}: it says {said}", where=where, hint=_HINT)
+        raise InvalidPlan(f"is not a baseline of format {FORMAT!r}: it says {said}", where=where, hint=_HINT)
     try:
         figures = {name: _figures(value, f"models.{clip(name)}") for name, value in data["models"].items()}
     except InvalidPlan as error:

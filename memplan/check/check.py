@@ -124,7 +124,7 @@ def check(plan: Plan, limits: CheckLimits | Iterable[Rule], baseline: Figures | 
     for rule in rules:
         if rule.needs_baseline and baseline is None:
             raise InvalidSize(
-                f"{rule.text!r} counts from a baseline, and {plan.model or 'the plan'} has none",
+                f"{rule.text!r} is relative to a baseline, and {plan.model or 'the plan'} has none",
                 hint="give --baseline FILE, and write it once with --update-baseline",
             )
     figures = figures_of(plan)

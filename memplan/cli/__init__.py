@@ -1,7 +1,7 @@
 """The command line, one file per command. It starts without torch, which only planning a model imports.
 
-In: arguments. Out: text on stdout, files and an exit code: 0 success, 1 a limit is exceeded or no placement fits, 2 bad
-input (explained on stderr, without a traceback), 3 a bug in memplan (with a traceback), 130 interrupted. Start at
+In: arguments. Out: text on stdout, files and an exit code: 0 success, 1 a limit is exceeded or no placement fits, 2
+bad input (explained on stderr, without a traceback), 3 a bug in memplan (with a traceback), 130 interrupted. Start at
 `main`, then `report.py`; `source.py` turns a model or a file into a plan.
 """
 
@@ -39,7 +39,7 @@ memplan report model.py:gpt2 --save plan.json  keep the plan
 
 memplan budget model.py:gpt2                   what less memory costs in time
 
-memplan explain plan.json                      who is alive at the peak, why
+memplan explain plan.json                      which buffers are alive at the peak
 
 memplan diff old.json plan.json                what changed
 
@@ -55,7 +55,7 @@ List models, baseline and limits in pyproject.toml under \\[tool.memplan]; then 
 
 [bold]Exit codes[/bold]
 
-0 well, 1 over a limit or nothing fits, 2 bad input, 3 a bug in memplan, 130 interrupted
+0 success, 1 over a limit or nothing fits, 2 bad input, 3 a bug in memplan, 130 interrupted
 """
 
 app = typer.Typer(

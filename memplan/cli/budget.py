@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memplan.cli.compare import TARGET, Format, print_sections
+from memplan.cli.compare import TARGET, TextFormat, print_sections
 
 if TYPE_CHECKING:
     from memplan.planning.frontier import Frontier, Rival
@@ -19,16 +19,20 @@ def budget(
     costs: Annotated[
         str, typer.Option("--costs", metavar="DEVICE|FILE", help="a100, h100, h200, cpu, or what profile saved.")
     ] = "a100",
-    policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="Who decides what is evicted.")] = "auto",
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="NAME", help="The policy that decides what is evicted.")
+    ] = "auto",
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward alone, without gradients.")] = False,
     compare: Annotated[
-        bool, typer.Option("--torch/--no-torch", help="Beside it: torch's activation_memory_budget (models only).")
+        bool, typer.Option("--torch/--no-torch", help="Compare with torch's activation_memory_budget (models only).")
     ] = True,
-    form: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TABLE,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Draw it: one page, no network.")] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it as a still picture.")] = None,
+    form: Annotated[TextFormat, typer.Option("--format", help="What to print.")] = TextFormat.TABLE,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Draw the curve as one HTML page.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the curve as an SVG picture.")] = None,
     png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="The same in pixels; needs memplan\\[png].")
+        Path | None, typer.Option("--png", metavar="FILE", help="The same as PNG; needs memplan\\[png].")
     ] = None,
 ) -> None:
     """Show what each memory budget would cost in time.
@@ -61,7 +65,7 @@ def _torch(target: str, costs: str, alignment: int) -> tuple[Rival, ...]:
     """Return torch's points of activation_memory_budget; none for a model without a backward."""
     from memplan.cli.source import quiet_stages
     from memplan.errors import UnsupportedGraph
-    from memplan.planning.budget import cost_model
+    from memplan.evict.costs import cost_model
     from memplan.planning.frontier import Rival
 
     with quiet_stages(target) as named:
@@ -85,6 +89,6 @@ def _draw(  # noqa: PLR0917
     if svg is not None:
         write_atomic(svg, frontier_svg(name, found, rivals))
     if png is not None:
-        from memplan.report.frontier_png import frontier_png
+        from memplan.report.png import frontier_png
 
         write_atomic(png, frontier_png(name, found, rivals))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memplan.report.verdicts import Judged
 
 
-class Format(enum.StrEnum):
+class VerdictFormat(enum.StrEnum):
     """The output formats of the verdicts."""
 
     TABLE = "table"
@@ -49,7 +49,7 @@ def check(
         ),
     ] = None,
     update_baseline: Annotated[
-        bool, typer.Option("--update-baseline", help="Write the figures of now to the baseline.")
+        bool, typer.Option("--update-baseline", help="Write the current figures to the baseline.")
     ] = False,
     max_arena: Annotated[
         str | None, typer.Option("--max-arena", metavar="SIZE", help="The same as --fail-over arena:SIZE.")
@@ -64,15 +64,15 @@ def check(
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward of a model alone.")] = False,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Prove again what a plan says of all orders and layouts; exit 1 where it fails."),
+        typer.Option("--verify", help="Prove a plan's claims about all orders and layouts again; exit 1 if one fails."),
     ] = False,
     time_limit: Annotated[
         float | None,
         typer.Option("--time-limit", metavar="SECONDS", help="How long --verify may take for each proof."),
     ] = None,
     form: Annotated[
-        Format, typer.Option("--format", help="What to print; github: annotations and a job summary.")
-    ] = Format.TABLE,
+        VerdictFormat, typer.Option("--format", help="What to print; github: annotations and a job summary.")
+    ] = VerdictFormat.TABLE,
 ) -> None:
     """Fail when a plan or a model needs more than it may, or more than it did.
 
@@ -114,7 +114,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _update(work: Work, *, whole: bool, form: Format) -> None:
+def _update(work: Work, *, whole: bool, form: VerdictFormat) -> None:
     """Write the current figures to the baseline, unless a plan is invalid or exceeds an absolute limit."""
     from memplan.check.baseline import read_baseline, update_baseline
     from memplan.cli.interrupt import stop_if_interrupted
@@ -160,21 +160,21 @@ def _mention_unlisted(before: Mapping[str, Figures], entries: tuple[Entry, ...])
             error_console().print(line, soft_wrap=True, markup=False)
 
 
-def _show(judged: list[Judged], form: Format) -> None:
+def _show(judged: list[Judged], form: VerdictFormat) -> None:
     from memplan.cli.github import Sources, add_summary
     from memplan.report import verdicts
 
-    if form is Format.JSON:
+    if form is VerdictFormat.JSON:
         typer.echo(json.dumps(verdicts.verdicts_json(judged), indent=2, allow_nan=False))
         return
-    if form is Format.MARKDOWN:
+    if form is VerdictFormat.MARKDOWN:
         typer.echo(verdicts.verdicts_markdown(judged), nl=False)
         return
     from memplan.report.verdict_table import verdicts_table
 
     screen = console()
     screen.print(verdicts_table(judged, screen.width))
-    if form is Format.GITHUB:
+    if form is VerdictFormat.GITHUB:
         for line in verdicts.github_lines(judged, Sources.of(judged).locate):
             typer.echo(line)
         add_summary(verdicts.verdicts_markdown(judged))

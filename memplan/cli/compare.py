@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TARGET = "plan.json, FILE.py:FACTORY or package.module:FACTORY."
 
 
-class Format(enum.StrEnum):
+class TextFormat(enum.StrEnum):
     """The output formats of `diff`, `explain` and `budget`."""
 
     TABLE = "table"
@@ -29,7 +29,7 @@ def diff(
     before: Annotated[str, typer.Argument(metavar="BEFORE", help=TARGET)],
     after: Annotated[str, typer.Argument(metavar="AFTER", help=TARGET)],
     *,
-    form: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TABLE,
+    form: Annotated[TextFormat, typer.Option("--format", help="What to print.")] = TextFormat.TABLE,
 ) -> None:
     """Show what changed between two plans.
 
@@ -49,7 +49,7 @@ def explain(
     target: Annotated[str, typer.Argument(metavar="PLAN|MODEL", help=TARGET)],
     *,
     at: Annotated[str, typer.Option("--at", metavar="STEP|peak", help="Which step to explain.")] = "peak",
-    form: Annotated[Format, typer.Option("--format", help="What to print.")] = Format.TABLE,
+    form: Annotated[TextFormat, typer.Option("--format", help="What to print.")] = TextFormat.TABLE,
 ) -> None:
     """Show who is alive at a step, why, and what would shrink it.
 
@@ -61,21 +61,23 @@ def explain(
     from memplan.report.explain_form import explain_json, explain_sections, explain_title
 
     if at != "peak" and not (at.isascii() and at.isdigit() and len(at) < 10):
-        raise InvalidSize(f"{at!r} is no step", where="--at", hint="write a number of 0 or more, or peak")
+        raise InvalidSize(
+            f"{at!r} is not a step of the plan", where="--at", hint="write a number of 0 or more, or peak"
+        )
     found = explain_plan(obtain(target), None if at == "peak" else int(at))
     print_sections(form, explain_title(found), explain_sections(found), lambda: explain_json(found))
 
 
-def print_sections(form: Format, title: str, sections: Iterable[Section], data: Any) -> None:
+def print_sections(form: TextFormat, title: str, sections: Iterable[Section], data: Any) -> None:
     """Print sections in the chosen format; `data()` returns the content of the JSON."""
-    if form is Format.JSON:
+    if form is TextFormat.JSON:
         typer.echo(json.dumps(data(), indent=2, allow_nan=False))
-    elif form is Format.MARKDOWN:
+    elif form is TextFormat.MARKDOWN:
         from memplan.report.sections import sections_markdown
 
         typer.echo(sections_markdown(title, sections), nl=False)
     else:
-        from memplan.report.sections_table import sections_table
+        from memplan.report.table import sections_table
 
         screen = console()
         screen.print(sections_table(title, sections, screen.width))

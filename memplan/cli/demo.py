@@ -139,20 +139,15 @@ def _train() -> None:
 def _budget(plan: Plan, page: Path) -> None:
     from memplan.cli.pictures import write_html
     from memplan.core.units import format_exact
+    from memplan.evict.costs import DEVICES
     from memplan.planning.budget import plan_within
+    from memplan.planning.make_plan import ScheduledGraph
+    from memplan.planning.options import PlanOptions
     from memplan.report.lines import budget_lines
     from memplan.report.picture import picture_of_plan
 
     with progress("Fitting it; the first time on a machine, this compiles the search"):
-        kept = plan_within(
-            SHARE,
-            model=plan.model,
-            graph=plan.graph,
-            schedule=plan.schedule,
-            alignment=plan.alignment,
-            versions=plan.versions,
-            costs="a100",
-        )
+        kept = plan_within(ScheduledGraph.of(plan), PlanOptions(budget=SHARE), DEVICES["a100"])
     _print_line(f"arena     {format_exact(kept.arena_size)} instead of {format_exact(plan.arena_size)}")
     for line in budget_lines(kept.report()):
         _print_line(line)

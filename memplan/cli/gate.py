@@ -81,7 +81,7 @@ class Work:
         from memplan.errors import InvalidSize, UnreadableFile
 
         if self.file is None:
-            raise InvalidSize("limits with a plus sign count from a baseline", hint="add --baseline FILE")
+            raise InvalidSize("limits with a plus sign are relative to a baseline", hint="add --baseline FILE")
         if entry.name not in before:
             raise UnreadableFile(
                 f"has no figures of {entry.name}",

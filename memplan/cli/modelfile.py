@@ -63,7 +63,7 @@ def load_model(target: str) -> NamedModel:
     file = getattr(module, "__file__", None) or source
     factory = getattr(module, name, None)
     if not callable(factory):
-        what = "is no function" if hasattr(module, name) else "there is no such name"
+        what = "is not a function" if hasattr(module, name) else "there is no such name"
         raise InvalidModel(f"{name}: {what}", where=source, hint=_other_names(module))
     _require_no_arguments(factory, name, source)
     try:

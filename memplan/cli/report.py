@@ -6,18 +6,19 @@ import enum
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from memplan.cli.console import console
 
 if TYPE_CHECKING:
+    from memplan.core.choices import Gradients
     from memplan.core.plan import Plan
     from memplan.report.summary import Report
 
 
-class Format(enum.StrEnum):
+class ReportFormat(enum.StrEnum):
     """The output formats of the report."""
 
     TABLE = "table"
@@ -43,7 +44,9 @@ def report(
     ],
     *,
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward alone, without gradients.")] = False,
-    form: Annotated[Format, typer.Option("--format", help="What to print; github: also a job summary.")] = Format.TABLE,
+    form: Annotated[
+        ReportFormat, typer.Option("--format", help="What to print; github: also a job summary.")
+    ] = ReportFormat.TABLE,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write every figure to FILE, exact, as JSON.")
     ] = None,
@@ -51,13 +54,11 @@ def report(
         Path | None, typer.Option("--save", metavar="FILE", help="Write the plan itself to FILE, for check.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Draw the arena: one page, zoom, hover, no network.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Draw the arena as one page, to zoom and hover.")
     ] = None,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="Draw the arena as a still picture.")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw the arena as an SVG picture.")] = None,
     png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="The same in pixels; needs memplan\\[png].")
+        Path | None, typer.Option("--png", metavar="FILE", help="The same as PNG; needs memplan\\[png].")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Write trace events, for ui.perfetto.dev.")
@@ -74,7 +75,7 @@ def report(
     ] = "safe",
     costs: Annotated[
         str | None,
-        typer.Option("--costs", metavar="DEVICE|FILE", help="By whose times: a100, h100, h200, cpu, a file."),
+        typer.Option("--costs", metavar="DEVICE|FILE", help="The cost model: a100, h100, h200, cpu, a file."),
     ] = None,
     solver: Annotated[
         str, typer.Option("--solver", metavar="NAME", help="Which solver places the buffers: auto or its name.")
@@ -93,12 +94,20 @@ def report(
     from memplan.cli.outputs import require_outputs
     from memplan.cli.source import obtain, seconds_option
     from memplan.core.files import write_atomic
-    from memplan.report.jsonform import report_json
+    from memplan.planning.options import PlanOptions
+    from memplan.report.summary import report_json
 
     limit = seconds_option("--time-limit", time_limit)
     pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
-    plan = obtain(target, infer=infer, solver=solver, time_limit=limit, budget=budget, costs=costs, gradients=gradients)
+    options = PlanOptions(
+        budget=budget,
+        costs=costs,
+        gradients=cast("Gradients", gradients),  # `PlanOptions` refuses any other text
+        solver=solver,
+        time_limit=limit,
+    )
+    plan = obtain(target, infer=infer, options=options)
     figures = plan.report()
     stop_if_interrupted()
     if save is not None:
@@ -128,12 +137,12 @@ def _draw(plan: Plan, wanted: Pictures) -> None:
             write(path, picture)
 
 
-def _print(figures: Report, form: Format) -> None:
-    if form is Format.JSON:
-        from memplan.report.jsonform import report_json
+def _print(figures: Report, form: ReportFormat) -> None:
+    if form is ReportFormat.JSON:
+        from memplan.report.summary import report_json
 
         typer.echo(json.dumps(report_json(figures), indent=2, allow_nan=False))
-    elif form is Format.MARKDOWN:
+    elif form is ReportFormat.MARKDOWN:
         from memplan.report.markdown import report_markdown
 
         typer.echo(report_markdown(figures), nl=False)
@@ -141,7 +150,7 @@ def _print(figures: Report, form: Format) -> None:
         from memplan.report.table import ReportTable
 
         console().print(ReportTable(figures))
-    if form is Format.GITHUB:
+    if form is ReportFormat.GITHUB:
         from memplan.cli.github import add_summary, notice
         from memplan.core.units import format_exact
         from memplan.report.lines import title, verdict

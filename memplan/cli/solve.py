@@ -41,14 +41,17 @@ def solve(
     ] = None,
     minimize: Annotated[
         bool,
-        typer.Option("--minimize", help="Under a capacity too, go on to the smallest arena, not the first that fits."),
+        typer.Option("--minimize", help="Find the smallest arena, not the first that fits the capacity."),
     ] = False,
     time_limit: Annotated[
         float | None, typer.Option("--time-limit", metavar="SECONDS", help="How long the solver may take.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of solvers that draw numbers.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of solvers that use random numbers.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.html|svg|png", help="Draw the arena, still or to zoom into.")
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE.html|svg|png", help="Draw the arena: FILE.svg, or FILE.html to zoom into."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result and all offsets as JSON.")] = False,
     live: Annotated[
@@ -56,7 +59,7 @@ def solve(
         typer.Option(
             "--progress/--quiet",
             " /-q",
-            help="Best arena and bound on stderr while it runs; without either, on a terminal only.",
+            help="Show the best arena and bound on stderr while it runs; default: on a terminal.",
             show_default=False,
         ),
     ] = None,

@@ -10,12 +10,13 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memplan.cli.console import progress
 from memplan.cli.modelfile import NamedModel, blame, load_model, names_model
 from memplan.core.units import parse_share, parse_size
 from memplan.errors import InvalidModel, InvalidSize
+from memplan.planning.options import DEFAULTS, PlanOptions
 
 if TYPE_CHECKING:
     from memplan.core.plan import Plan
@@ -30,24 +31,18 @@ def obtain(
     target: str,
     *,
     infer: bool = False,
-    solver: str = "auto",
-    time_limit: float | None = None,
-    budget: str | None = None,
-    costs: str | None = None,
-    gradients: str = "safe",
+    options: PlanOptions = DEFAULTS,
 ) -> Plan:
     """Return the plan of `target`, a plan file or a model's name. torch is imported for a model only."""
     if not is_model(target):
-        given = (time_limit, budget, costs)
-        if infer or (solver, gradients) != ("auto", "safe") or any(option is not None for option in given):
+        if infer or options != DEFAULTS:
             raise InvalidModel(
                 "is a saved plan: --infer, --gradients, --solver, --time-limit, --budget and --costs are for models",
                 where=target,
                 hint="leave them out, or name the model as FILE.py:FACTORY",
             )
         return _saved(target)
-    options = {"solver": solver, "time_limit": time_limit, "budget": budget, "costs": costs, "gradients": gradients}
-    return _planned(target, infer=infer, **options)
+    return _planned(target, infer=infer, options=options)
 
 
 def _saved(target: str) -> Plan:
@@ -74,7 +69,7 @@ def quiet_stages(target: str) -> Iterator[NamedModel]:
         yield named
 
 
-def _planned(target: str, *, infer: bool, **options: Any) -> Plan:
+def _planned(target: str, *, infer: bool, options: PlanOptions) -> Plan:
     with progress(f"Importing {target}"), contextlib.redirect_stdout(sys.stderr):
         named = load_model(target)
     with progress(f"Planning {target}"), _quiet():
@@ -86,7 +81,7 @@ def _planned(target: str, *, infer: bool, **options: Any) -> Plan:
                 named.args,
                 dict(named.kwargs) or None,
                 train=False if infer else None,
-                **options,
+                options=options,
             )
         except Exception as error:
             raise blame(error, "planning failed", file=named.file) from error

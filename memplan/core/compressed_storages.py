@@ -15,7 +15,8 @@ UNPACKED, UNPACKING = "_unpacked_as_", "_unpacking"  # decompressing ops; the fi
 
 
 def compressions_of(graph: Graph, order: Sequence[int]) -> tuple[Eviction, ...]:
-    """Every storage that is compressed and decompressed, in the order of decompression; steps are positions in `order`.
+    """Return every storage that is compressed and decompressed, in the order of decompression; steps are positions in
+    `order`.
 
     `Eviction.instance` is the storage with the decompressed contents. The compressed form is a third storage.
     """
@@ -37,7 +38,7 @@ def compressions_of(graph: Graph, order: Sequence[int]) -> tuple[Eviction, ...]:
 
 
 def _eviction(graph: Graph, steps: Sequence[Op], step: int, storage: int, before: int) -> Eviction:
-    """The eviction of `storage` from step `before` until the decompression that starts at `step`."""
+    """Return the eviction of `storage` from step `before` until the decompression that starts at `step`."""
     instance = _from_to(graph, steps[step])[1]
     back = step
     for k in range(step + 1, len(steps)):
@@ -61,10 +62,10 @@ def _eviction(graph: Graph, steps: Sequence[Op], step: int, storage: int, before
 
 
 def _from_to(graph: Graph, op: Op) -> tuple[int, int]:
-    """The storage that a compressing or decompressing op reads first, and the one that it writes."""
+    """Return the storage that a compressing or decompressing op reads first, and the one that it writes."""
     return graph.values[op.reads[0]].storage, graph.written(op)[0]
 
 
 def _is_compression(name: str) -> bool:
-    """Whether an op of this name compresses or decompresses a storage."""
+    """Return whether an op of this name compresses or decompresses a storage."""
     return any(part in name for part in (PACKING, PACKED, UNPACKED, UNPACKING))

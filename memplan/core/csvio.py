@@ -77,7 +77,7 @@ def parse_problem(content: bytes, where: str, *, capacity: int | None = None) ->
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UnreadableFile(f"is no UTF-8 text: {error}", where=where, hint="save it as CSV in UTF-8") from error
+        raise UnreadableFile(f"is not UTF-8 text: {error}", where=where, hint="save it as CSV in UTF-8") from error
     buffers = _parse(text, where)
     try:
         return Problem(buffers=buffers, capacity=capacity)
@@ -103,7 +103,7 @@ def _parse(text: str, where: str) -> tuple[Buffer, ...]:
         )
     except csv.Error as error:
         hint = "every line must be comma-separated fields; quotes must be closed"
-        raise UnreadableFile(f"is no CSV: {error}", where=f"{where}:{rows.line_num}", hint=hint) from error
+        raise UnreadableFile(f"is not CSV: {error}", where=f"{where}:{rows.line_num}", hint=hint) from error
 
 
 def _buffer(fields: dict[str, str], row: list[str], header: list[str], where: str) -> Buffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from memplan.errors import InvalidSize
 
@@ -11,7 +12,7 @@ _HINT = "pass True, a number of blocks (2 or more), or memplan.Division(...)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How chains of row-independent ops (such as a loss head: softmax, cross-entropy, their gradients) are divided.
+    """Settings for running chains of row-independent ops (softmax, cross-entropy, their gradients) block by block.
 
     Each chain runs one block of rows after the other, so that its intermediate tensors exist one block at a time. The
     results are bitwise the same, unless `sums` is set.
@@ -37,18 +38,18 @@ class Division:
 
     def __post_init__(self) -> None:
         if self.blocks is not None and (type(self.blocks) is not int or self.blocks < 2):
-            raise InvalidSize(f"{self.blocks!r} is no number of blocks", where="divide", hint=_HINT)
+            raise InvalidSize(f"{self.blocks!r} is not a number of blocks", where="divide", hint=_HINT)
         if type(self.sums) is not bool:
             raise InvalidSize(f"{self.sums!r} is not True or False", where="divide.sums", hint=_HINT)
         if self.over is not None and type(self.over) is not int:
-            raise InvalidSize(f"{self.over!r} is no number of bytes", where="divide.over", hint=_HINT)
+            raise InvalidSize(f"{self.over!r} is not a number of bytes", where="divide.over", hint=_HINT)
 
 
 Divide = bool | int | Division | None
 
 
 def division_of(divide: Divide) -> Division | None:
-    """The `Division` that the option `divide=` stands for, or None for no division. Raises `InvalidSize`."""
+    """Return the `Division` that the option `divide=` stands for, or None for no division. Raises `InvalidSize`."""
     if divide is None or isinstance(divide, Division):
         return divide
     if isinstance(divide, bool):
@@ -58,11 +59,12 @@ def division_of(divide: Divide) -> Division | None:
     return Division(blocks=divide)
 
 
-COMPRESSIONS = ("bits", "int8")  # "bits": masks as bits; "int8": also real numbers as 8-bit codes
+Compression = Literal["bits", "int8"]  # "bits": masks as bits; "int8": also real numbers as 8-bit codes
+COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 
 
 def compression_of(compress: str | None) -> str:
-    """The compression that the option `compress=` stands for, or "" for none. Raises `InvalidSize`."""
+    """Return the compression that the option `compress=` stands for, or "" for none. Raises `InvalidSize`."""
     if compress is None or compress == "":
         return ""
     if compress not in COMPRESSIONS:

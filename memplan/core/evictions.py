@@ -43,7 +43,7 @@ class Eviction:
 
 
 def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Eviction, ...]:
-    """Every eviction that is followed by another use of the storage.
+    """Return every eviction that is followed by another use of the storage.
 
     `instances` are pairs (storage, storage that holds the same contents later), in the order of first use.
     """
@@ -94,7 +94,7 @@ class DeviceArena:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionPlan:
-    """How a plan keeps its budget. The plan's graph has an op for every recomputation and every copy.
+    """The record of how a plan keeps its budget. The plan's graph has an op for every recomputation and every copy.
 
     `budget` is in bytes. `costs` names the cost model that predicted `seconds` (of a training step), `stall` (the part
     of them spent waiting for copies) and `base_seconds` (without evictions). `sources[i]` is the op of the traced graph

@@ -47,7 +47,7 @@ def require_place(path: Path) -> None:
         elif not folder.exists():
             fault, hint = f"there is no folder {path.parent}", "make the folder first, or name another one"
         elif not folder.is_dir():
-            fault, hint = f"{path.parent} is no folder", "name a folder that exists"
+            fault, hint = f"{path.parent} is not a folder", "name a folder that exists"
         else:
             return
     raise UnreadableFile(f"cannot be written: {fault}", where=str(path), hint=hint)

@@ -12,8 +12,13 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from memplan.errors import InvalidPlan, PlanMismatch
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
 
 GIVEN = "constant"  # the op of a constant's origin that no op made
 
@@ -139,11 +144,11 @@ class Graph:
     gradients: tuple[int, ...]
 
     def touched(self, op: Op) -> tuple[int, ...]:
-        """Indices of the storages that `op` reads or writes, each once, in order of appearance."""
+        """Return the indices of the storages that `op` reads or writes, each once, in order of appearance."""
         return tuple(dict.fromkeys(self.values[v].storage for v in (*op.reads, *op.writes)))
 
     def written(self, op: Op) -> tuple[int, ...]:
-        """Indices of the storages that `op` writes, each once."""
+        """Return the indices of the storages that `op` writes, each once."""
         return tuple(dict.fromkeys(self.values[v].storage for v in op.writes))
 
     @cached_property
@@ -162,10 +167,31 @@ class Graph:
         return sum(s.nbytes for s in constants if s.origin.op != GIVEN)
 
     def functional_bytes(self, op: Op) -> int:
-        """Bytes that `op` returns in fresh tensors before they are copied to their planned place (0 if direct)."""
+        """Return the bytes that `op` returns in fresh tensors before they are copied to their planned place (0 if
+        direct).
+        """
         if op.direct:
             return 0
         return sum(self.storages[s].nbytes for s in self.written(op) if self.storages[s].planned)
+
+    def to_networkx(self) -> DiGraph:
+        """Return the ops and what must run before what as a networkx graph.
+
+        Every topological order of it that puts the forward before the backward computes the same results.
+
+        Returns:
+            A `networkx.DiGraph` whose nodes are positions in `ops`, as in `Schedule.order`. A node has the attributes
+            `name`, `target`, `phase` ("forward" or "backward"), `module`, `source` and `nbytes`: the bytes of the
+            planned storages that the op writes. An edge goes from an op to one that must run after it; its attribute
+            `storages` names the storages that both touch, and is empty where the order is kept for another reason
+            (random numbers, collectives).
+
+        Example:
+            >>> graph = memplan.load("plan.json").graph.to_networkx()
+            >>> [graph.nodes[op]["name"] for op in networkx.dag_longest_path(graph)]
+        """
+        made: DiGraph = import_module("memplan.core.legal_orders").to_networkx(self)  # a module that imports this one
+        return made
 
     @cached_property
     def fingerprint(self) -> str:

@@ -50,7 +50,7 @@ _COPY = "aten.copy_.default"
 
 
 def with_inplace_candidates(graph: Graph) -> Graph:
-    """The graph with `Op.inplace_candidates` filled in: which results may take the bytes of which inputs.
+    """Return the graph with `Op.inplace_candidates` filled in: which results may take the bytes of which inputs.
 
     The order decides which of them are used: the op must be the last use of the input. Outputs, gradients and storages
     that are not planned are never candidates.
@@ -68,7 +68,7 @@ def with_inplace_candidates(graph: Graph) -> Graph:
 
 
 def _inplace_candidates(graph: Graph, op: Op, new: set[int], kept: set[int]) -> Iterator[tuple[int, int]]:
-    """Pairs (result, input), one for each result in `new` and each storage whose bytes it could take."""
+    """Yield pairs (result, input), one for each result in `new` and each storage whose bytes it could take."""
     if not new or not _can_overwrite(graph, op):
         return
     for out in _whole_results(graph, op):
@@ -89,12 +89,12 @@ def _can_overwrite(graph: Graph, op: Op) -> bool:
 
 
 def _whole_results(graph: Graph, op: Op) -> list[int]:
-    """The results of `op` that fill a planned storage completely, in order."""
+    """Return the results of `op` that fill a planned storage completely, in order."""
     return [v for v in op.writes if _spans(graph.values[v]) and graph.storages[graph.values[v].storage].planned]
 
 
 def _fits(graph: Graph, op: Op, out: int, storage: int) -> bool:
-    """Whether `out` can take the bytes of `storage`, which `op` reads."""
+    """Return whether `out` can take the bytes of `storage`, which `op` reads."""
     result, host = graph.values[out], graph.storages[storage]
     own = graph.storages[result.storage]
     if not host.planned or not host.nbytes or (host.nbytes, host.device) != (own.nbytes, own.device):
@@ -111,5 +111,5 @@ def _same_place(one: Value, two: Value) -> bool:
 
 
 def _spans(value: Value) -> bool:
-    """Whether the value's elements fill its storage, each stored once."""
+    """Return whether the value's elements fill its storage, each stored once."""
     return value.offset == 0 and 0 not in value.shape and value.dense

@@ -8,8 +8,8 @@ from dataclasses import replace
 from memplan.core.graph import Graph
 
 
-def taken(graph: Graph, order: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Pairs (op, the in-place candidate that it uses) in a legal `order`.
+def used_candidates(graph: Graph, order: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield pairs (op, the in-place candidate that it uses) in a legal `order`.
 
     Of the candidates whose input has its last use at the op, it is the one with the most bytes, the first of equals.
     Linear in the storages that the ops touch.
@@ -26,13 +26,13 @@ def taken(graph: Graph, order: Sequence[int]) -> Iterator[tuple[int, tuple[int, 
 
 
 def placed(graph: Graph, order: Sequence[int]) -> Graph:
-    """The graph with in-place reuse applied under a legal `order`: a result that takes the bytes of an input becomes a
-    value of that input's storage. Ops and their candidates are unchanged.
+    """Return the graph with in-place reuse applied under a legal `order`: a result that takes the bytes of an input
+    becomes a value of that input's storage. Ops and their candidates are unchanged.
     """
     if not any(op.inplace_candidates for op in graph.ops):
         return graph
     host: dict[int, int] = {}  # storage -> the first storage that had its bytes
-    for _, (result, read) in taken(graph, order):
+    for _, (result, read) in used_candidates(graph, order):
         given = graph.values[read].storage
         host[graph.values[result].storage] = host.get(given, given)
     values = tuple(replace(v, storage=host[v.storage]) if v.storage in host else v for v in graph.values)

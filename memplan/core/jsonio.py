@@ -134,7 +134,7 @@ _NAMES: Mapping[type, str] = types.MappingProxyType(
 
 
 def show(data: object) -> str:
-    """A JSON value as short text on one line, for an error message."""
+    """Return a JSON value as short text on one line, for an error message."""
     if isinstance(data, dict):
         return f"an object of {len(data)} keys"
     if isinstance(data, list):
@@ -145,5 +145,5 @@ def show(data: object) -> str:
 
 
 def clip(text: str) -> str:
-    """`text` shortened to at most 60 characters."""
+    """Return `text` shortened to at most 60 characters."""
     return text if len(text) <= 60 else text[:57] + "..."

@@ -22,7 +22,7 @@ _SCALARS: Mapping[type, dict[str, Any]] = types.MappingProxyType(
 
 
 def json_schema(kind: type) -> dict[str, Any]:
-    """The JSON schema of `kind`, valid under drafts 7 and 2020-12. Docstrings become descriptions."""
+    """Return the JSON schema of `kind`, valid under drafts 7 and 2020-12. Docstrings become descriptions."""
     definitions: dict[str, Any] = {}
     top = _schema(kind, definitions)
     return {**definitions.pop(top["$ref"].rpartition("/")[2]), "definitions": dict(sorted(definitions.items()))}

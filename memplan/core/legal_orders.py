@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from memplan.core.graph import Graph, Op, Phase, Storage, StorageKind
 from memplan.errors import InvalidPlan
 
+if TYPE_CHECKING:
+    from networkx import DiGraph
+
 
 def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
-    """For each op (by index), the ops that must run directly before it.
+    """Return, for each op (by index), the ops that must run directly before it.
 
     Two ops that touch one storage keep their traced order if one of them writes it. Random ops keep their order, so
     that a seed gives the same numbers; so do collectives, which all ranks must start in the same order. An op that
@@ -35,8 +39,8 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
             else:
                 readers.setdefault(storage, []).append(index)
         if op.only_raises:
-            made_together = (s for v in op.reads for s in _made_with(graph, writer, graph.values[v].storage))
-            checked.update(dict.fromkeys(made_together, index))
+            written_with = (s for v in op.reads for s in _made_with(graph, writer, graph.values[v].storage))
+            checked.update(dict.fromkeys(written_with, index))
         elif "check" in last and any(_outlives(graph.storages[s]) for s in written):
             before.add(last["check"])
         for chain in _chains(op):
@@ -48,12 +52,12 @@ def predecessors(graph: Graph) -> tuple[frozenset[int], ...]:
 
 
 def _made_with(graph: Graph, writer: Mapping[int, int], storage: int) -> tuple[int, ...]:
-    """All storages written by the op that wrote `storage` last."""
+    """Return all storages written by the op that wrote `storage` last."""
     return graph.written(graph.ops[writer[storage]]) if storage in writer else ()
 
 
 def _outlives(storage: Storage) -> bool:
-    """Whether the storage belongs to the model, the optimizer or the caller, and existed before the step."""
+    """Return whether the storage belongs to the model, the optimizer or the caller, and existed before the step."""
     return not storage.planned and storage.kind not in (StorageKind.OUTPUT, StorageKind.GRADIENT)
 
 
@@ -64,6 +68,23 @@ def _chains(op: Op) -> Iterator[str]:
         yield "check"
     if op.target.startswith(("_c10d_functional.", "c10d.")):
         yield "collective"
+
+
+def to_networkx(graph: Graph) -> DiGraph:
+    """The networkx graph of `Graph.to_networkx`: an edge for each direct predecessor of an op."""
+    import networkx
+
+    made = networkx.DiGraph()
+    for index, op in enumerate(graph.ops):
+        nbytes = sum(graph.storages[s].nbytes for s in graph.written(op) if graph.storages[s].planned)
+        about = {"module": op.origin.module, "source": op.origin.source, "nbytes": nbytes}
+        made.add_node(index, name=op.name, target=op.target, phase=op.phase.value, **about)
+    touched = [graph.touched(op) for op in graph.ops]
+    for index, before in enumerate(predecessors(graph)):
+        for other in sorted(before):
+            common = tuple(graph.storages[s].name for s in touched[other] if s in touched[index])
+            made.add_edge(other, index, storages=common)
+    return made
 
 
 def require_legal(graph: Graph, order: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ from memplan.core.schedule import Schedule, storage_intervals
 
 
 def problem(graph: Graph, schedule: Schedule, *, alignment: int, redzone: int = 0) -> Problem:
-    """The offset-assignment problem of `graph` under `schedule`.
+    """Return the offset-assignment problem of `graph` under `schedule`.
 
     Sizes are rounded up to a multiple of `alignment` bytes, so that every buffer also ends aligned. `redzone` bytes (a
     multiple of `alignment`) are added on each side of every buffer. Buffers are in the order of their first use.
@@ -19,13 +19,13 @@ def problem(graph: Graph, schedule: Schedule, *, alignment: int, redzone: int = 
 
 
 def device_problem(problem: Problem, graph: Graph, device: str) -> Problem:
-    """The part of `problem` whose buffers are on `device`, one of several."""
+    """Return the part of `problem` whose buffers are on `device`, one of several."""
     there = {s.name for s in graph.storages if s.device == device}
     return Problem(buffers=tuple(b for b in problem.buffers if b.id in there))
 
 
 def host_problem(graph: Graph, schedule: Schedule, *, alignment: int) -> Problem:
-    """The offset-assignment problem of the copies on the host, which are in an arena of their own."""
+    """Return the offset-assignment problem of the copies on the host, which are in an arena of their own."""
     return _problem(graph, schedule, lambda storage: storage.kind is StorageKind.HOST, alignment, 0)
 
 

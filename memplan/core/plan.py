@@ -41,7 +41,7 @@ _MODEL_KINDS = (
 
 
 def _function(module: str, name: str) -> Any:
-    """The function `name` of a package that itself imports `Plan`; imported when a method of `Plan` needs it."""
+    """Return the function `name` of a package that itself imports `Plan`; imported when a method of `Plan` needs it."""
     return getattr(import_module(module), name)
 
 
@@ -113,8 +113,10 @@ class Plan:
 
     @property
     def max_live(self) -> int:
-        """The largest sum of live buffer sizes over all steps, bytes with padding: no layout needs less. On several
-        devices it is the sum of each device's own maximum."""
+        """The largest sum of live buffer sizes over all steps, bytes with padding: no layout needs less.
+
+        On several devices it is the sum of each device's own maximum.
+        """
         if self.devices:
             return sum(section.max_live for section in self.devices)
         return self.problem.max_live
@@ -148,7 +150,7 @@ class Plan:
 
     @cached_property
     def transient(self) -> tuple[int, ...]:
-        """For each op (by index), bytes outside the arena while it runs: measured, or else its fallback results."""
+        """The bytes outside the arena while each op (by index) runs: measured, or else its fallback results."""
         if self.temporaries is not None:
             return self.temporaries
         return tuple(self.graph.functional_bytes(op) for op in self.graph.ops)
@@ -199,29 +201,58 @@ class Plan:
 
     @property
     def on_device(self) -> int:
-        """Bytes on the device at the peak: `total`, or, if the model and the caller's tensors are on the host, only the
-        arena and the kernels' own allocations."""
+        """Bytes on the device at the peak.
+
+        It is `total`, or, if the model and the caller's tensors are on the host, only the arena and the kernels' own
+        allocations.
+        """
         if self.eviction is None or not self.eviction.device:
             return self.total
         return self.arena_size + max(self.transient, default=0)
 
     def forecast(self, name: str) -> Forecast:
-        """Where the storage called `name` is at each step, and at which steps it is used."""
+        """Return where a storage is at each step of the schedule, and at which steps it is used.
+
+        Args:
+            name: the name of a storage or of one of its values, or the path of the module that made it.
+
+        Returns:
+            The forecast; sizes and offsets are bytes, times are steps.
+
+        Raises:
+            UnknownName: the plan has no such storage.
+
+        Example:
+            >>> forecast = plan.forecast("gelu")
+        """
         forecast = _function("memplan.analysis.forecast", "forecast")
         found: Forecast = forecast(self, name)
         return found
 
     def report(self) -> Report:
-        """The figures of this plan, ready to be shown as a table, Markdown, JSON or HTML."""
+        """Return the figures of this plan, ready to be shown as a table, Markdown, JSON or HTML.
+
+        Returns:
+            The report; sizes are bytes.
+
+        Example:
+            >>> print(plan.report())
+        """
         make_report = _function("memplan.report.summary", "make_report")
         made: Report = make_report(self)
         return made
 
     def to_text(self) -> str:
-        """The plan as plain text: a table of steps and partitions, as tract prints it, and for the layout "tstack" the
-        addresses in use at each step."""
-        partition_table = _function("memplan.report.partition_table", "partition_table")
-        stack_text = _function("memplan.report.stack_text", "stack_text")
+        """Return the plan as plain text: a table of steps and partitions, as tract prints it.
+
+        Returns:
+            The table; for the layout "tstack", also the addresses in use at each step. Sizes are bytes.
+
+        Example:
+            >>> print(plan.to_text())
+        """
+        partition_table = _function("memplan.report.text_diagrams", "partition_table")
+        stack_text = _function("memplan.report.text_diagrams", "stack_text")
         stack = stack_text(self.problem, self.solution) if self.solution.solver == "tstack" else ""
         text: str = partition_table(self.problem) + stack
         return text
@@ -234,13 +265,16 @@ class Plan:
 
         Raises:
             UnreadableFile: the file cannot be written.
+
+        Example:
+            >>> plan.save("model.plan.json")
         """
         save = _function("memplan.planning.planfile", "save")
         save(self, path)
 
 
 def as_loaded(plan: Plan) -> Plan:
-    """The plan of a file after its consistency check, with the bounds that the check did not prove marked as claimed.
+    """Return the plan of a file after its check, with the bounds that the check did not prove marked as claimed.
 
     These are the bound of a long search through all orders, and a bound of all layouts that is above max live.
     """

@@ -52,11 +52,33 @@ class Interval:
         return self.end == self.start
 
     def is_disjoint(self, other: Interval) -> bool:
-        """Whether the two intervals have no step in common."""
+        """Return whether the two intervals have no step in common.
+
+        Args:
+            other: the other interval.
+
+        Returns:
+            True if no step is in both.
+
+        Example:
+            >>> Interval(0, 3).is_disjoint(Interval(3, 5))
+            True
+        """
         return self.end <= other.start or other.end <= self.start
 
     def is_alive_at_step(self, step: int) -> bool:
-        """Whether `step` is in the interval."""
+        """Return whether a step is in the interval.
+
+        Args:
+            step: a step of the schedule.
+
+        Returns:
+            True from `start` up to `end`, exclusive.
+
+        Example:
+            >>> Interval(0, 3).is_alive_at_step(3)
+            False
+        """
         return self.start <= step < self.end
 
 
@@ -174,7 +196,17 @@ class Problem:
         return next((step for step, total in self.live_profile if total == self.max_live), 0)
 
     def alive_at(self, step: int) -> tuple[Buffer, ...]:
-        """The buffers that are alive at `step`, in definition order."""
+        """Return the buffers that are alive at a step.
+
+        Args:
+            step: a step of the schedule.
+
+        Returns:
+            The buffers, in definition order.
+
+        Example:
+            >>> [buffer.id for buffer in problem.alive_at(problem.peak_step)]
+        """
         return tuple(b for b in self.buffers if any(s.is_alive_at_step(step) for s in b.segments))
 
     @cached_property
@@ -189,7 +221,17 @@ class Problem:
 
 
 class Status(enum.Enum):
-    """The quality of a solution; the value is the message for the user."""
+    """The quality of a solution; the value is the message for the user.
+
+    Attributes:
+        OPTIMAL: no arena can be smaller.
+        FEASIBLE: a valid placement; a smaller arena may exist.
+        INFEASIBLE: no placement fits the capacity.
+        UNKNOWN: neither a placement nor a proof that there is none was found within the limits.
+
+    Example:
+        >>> memplan.solve(buffers).status is memplan.Status.OPTIMAL
+    """
 
     OPTIMAL = "the arena is as small as any arena can be, proven by the bound"
     FEASIBLE = "a valid placement; a smaller arena may exist, down to the bound"

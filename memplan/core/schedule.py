@@ -58,7 +58,7 @@ def make_schedule(graph: Graph, order: tuple[int, ...], policy: str) -> Schedule
 
 
 def storage_intervals(graph: Graph, order: tuple[int, ...]) -> dict[int, Interval]:
-    """The live interval [first use, last use + 1), in steps, of every storage (by index) that an op touches.
+    """Return the live interval [first use, last use + 1), in steps, of every storage (by index) that an op touches.
 
     Outputs and gradients, which the caller keeps, stay alive until the last step. Where results take the bytes of an
     input in place, the interval of the input's storage covers them, and their own storages are left out.
@@ -78,7 +78,7 @@ def storage_intervals(graph: Graph, order: tuple[int, ...]) -> dict[int, Interva
 
 
 def live_bytes(graph: Graph, order: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes of planned storages that are alive at each step, without alignment padding."""
+    """Return the bytes of planned storages that are alive at each step, without alignment padding."""
     change = [0] * (len(order) + 1)
     for storage, live in storage_intervals(graph, order).items():
         if graph.storages[storage].planned:
@@ -92,7 +92,7 @@ def live_bytes(graph: Graph, order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def working_set(graph: Graph) -> tuple[int, str]:
-    """Bytes of the largest working set, and the name of its op.
+    """Return the bytes of the largest working set, and the name of its op.
 
     The working set of an op is everything that it touches, which is alive while it runs in every order. A result that
     may be in place counts once, together with its input.
@@ -110,10 +110,10 @@ def _touched_bytes(graph: Graph, op: Op) -> int:
 
 
 def working_set_bound(graph: Graph) -> int:
-    """Bytes of the largest working set."""
+    """Return the bytes of the largest working set."""
     return working_set(graph)[0]
 
 
 def is_proven_again(schedule: Schedule) -> bool:
-    """Whether the bound is proven again when a plan is read from a file; if not, it is only claimed from then on."""
+    """Return whether the bound is proven again when a plan is read from a file; if not, it is only claimed then."""
     return schedule.evidence is not Evidence.LONG_SEARCH

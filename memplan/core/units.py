@@ -25,7 +25,7 @@ _HIGHEST = 2**63 - 1
 
 
 def format_bytes(count: int) -> str:
-    """A size in bytes as text with at most four significant digits, "12.35 MiB"; exact below 1 KiB, "512 B"."""
+    """Return a size in bytes as text with at most four significant digits, "12.35 MiB"; exact below 1 KiB, "512 B"."""
     size, sign = abs(count), "-" if count < 0 else ""
     if size < 1024:
         return f"{sign}{size} B"
@@ -34,12 +34,12 @@ def format_bytes(count: int) -> str:
 
 
 def format_exact(count: int) -> str:
-    """A size in bytes as text, rounded and exact: "12.35 MiB (12,949,913 B)"."""
+    """Return a size in bytes as text, rounded and exact: "12.35 MiB (12,949,913 B)"."""
     return f"{count} B" if abs(count) < 1024 else f"{format_bytes(count)} ({count:,} B)"
 
 
 def format_share(share: float, digits: int = 2) -> str:
-    """A share as text in percent, "1.25 %". A share that is not zero is never shown as zero."""
+    """Return a share as text in percent, "1.25 %". A share that is not zero is never shown as zero."""
     text = f"{share * 100:.{digits}f}"
     if share and not float(text):
         return f"< {10**-digits:.{digits}f} %" if share > 0 else f"> -{10**-digits:.{digits}f} %"
@@ -62,7 +62,7 @@ def shares_apart(one: float, two: float) -> tuple[str, str]:
 
 
 def parse_size(text: str) -> int:
-    """The bytes of a size such as "3GiB", "512 MiB", "1.5GB" or "1048576"; a fraction of a byte is dropped.
+    """Return the bytes of a size such as "3GiB", "512 MiB", "1.5GB" or "1048576"; a fraction of a byte is dropped.
 
     Raises `InvalidSize` for any other text: one with a sign, an exponent or an unknown unit (units are
     case-sensitive).
@@ -85,12 +85,12 @@ def parse_size(text: str) -> int:
 
 
 def parse_share(text: str) -> float:
-    """The share, between 0 and 1, of a text such as "0.02" or "2%". Raises `InvalidSize` for any other text."""
+    """Return the share, between 0 and 1, of a text such as "0.02" or "2%". Raises `InvalidSize` for any other text."""
     return float(parse_share_exactly(text))
 
 
 def parse_share_exactly(text: str) -> Fraction:
-    """The exact share, between 0 and 1, of a text: "2%" is 1/50. Raises `InvalidSize` as `parse_share` does."""
+    """Return the exact share, between 0 and 1, of a text: "2%" is 1/50. Raises `InvalidSize` as `parse_share` does."""
     match = _SHARE.fullmatch(text.strip())
     share = Fraction(match.group(1)) / (100 if match.group(2) else 1) if match else None
     if share is None or share > 1:
@@ -99,7 +99,7 @@ def parse_share_exactly(text: str) -> Fraction:
 
 
 def parse_percent(text: str) -> Fraction:
-    """The share, 0 or more, of a text such as "2%" or "150 %". Raises `InvalidSize` for any other text."""
+    """Return the share, 0 or more, of a text such as "2%" or "150 %". Raises `InvalidSize` for any other text."""
     match = _SHARE.fullmatch(text.strip())
     if match is None or not match.group(2):
         raise InvalidSize(f"{_shown(text)} is not a number of percent", hint="write 2% or 0.5%")

@@ -97,7 +97,18 @@ class CostModel:
         return partial(CostModel, **{**vars(self), "measured": dict(self.measured)}), ()
 
     def op_seconds(self, graph: Graph, op: Op) -> float:
-        """Return the seconds of one op: the measured ones if there are any, otherwise the roofline's."""
+        """Return the seconds of one op: the measured ones if there are any, otherwise the roofline's.
+
+        Args:
+            graph: The graph of the op.
+            op: One of its ops.
+
+        Returns:
+            Seconds.
+
+        Example:
+            >>> costs.op_seconds(plan.graph, plan.graph.ops[0])
+        """
         known = self.measured.get(signature_of(graph, op)) if self.measured else None
         if known is not None:
             return known
@@ -114,12 +125,25 @@ class CostModel:
 
         Raises:
             UnreadableFile: The file cannot be written.
+
+        Example:
+            >>> memplan.profile(model, example_inputs).save("costs.json")
         """
         body = {"cost_model": VERSION, **to_json(self)}
         write_atomic(Path(path), json.dumps(body, indent=1, allow_nan=False) + "\n")
 
     def seconds(self, graph: Graph) -> tuple[float, ...]:
-        """Return the seconds of every op of `graph`, by index."""
+        """Return the seconds of every op of a graph.
+
+        Args:
+            graph: The graph.
+
+        Returns:
+            Seconds, by the index of the op.
+
+        Example:
+            >>> sum(costs.seconds(plan.graph))
+        """
         return tuple(self.op_seconds(graph, op) for op in graph.ops)
 
 
@@ -149,13 +173,30 @@ def load_costs(path: str | os.PathLike[str]) -> CostModel:
     except (ValueError, RecursionError) as error:
         raise UnreadableFile(f"is not JSON: {error}", where=where, hint=hint) from error
     if not isinstance(data, dict) or data.pop("cost_model", None) != VERSION:
-        raise UnreadableFile(f"is no cost model of version {VERSION}", where=where, hint=hint)
+        raise UnreadableFile(f"is not a cost model of version {VERSION}", where=where, hint=hint)
     try:
         return from_json(CostModel, data, "costs")
     except MemplanError as error:
         error.where = f"{where}: {error.where}" if error.where else where
         error.hint = error.hint or hint
         raise
+
+
+def cost_model(costs: CostModel | str | os.PathLike[str]) -> CostModel:
+    """Return the cost model of a known device (by name), of a `.json` file (by path), or `costs` itself if it is one.
+
+    Raises `InvalidCosts` for anything else, and the errors of `load_costs`.
+    """
+    if isinstance(costs, CostModel):
+        return costs
+    if isinstance(costs, os.PathLike) or (isinstance(costs, str) and costs.endswith(".json")):
+        return load_costs(costs)
+    if not isinstance(costs, str) or costs.lower() not in DEVICES:
+        hint = f"choose one of: {', '.join(DEVICES)}, or measure one: memplan.profile(model, inputs)"
+        if costs == "measure":
+            hint = f"memplan.compile and compile_step measure their first steps; here, {hint}"
+        raise InvalidCosts(f"there is no cost model {costs!r}", where="costs", hint=hint)
+    return DEVICES[costs.lower()]
 
 
 def signature_of(graph: Graph, op: Op) -> str:

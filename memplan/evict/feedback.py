@@ -12,13 +12,13 @@ from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import Link
 from memplan.evict.events import Events
 from memplan.evict.judge.arrays import measure
-from memplan.evict.judge.overlap import Leads, come_early
+from memplan.evict.judge.overlap import Leads, start_reloads_earlier
 from memplan.evict.workload import Policy, Workload
 
 _LEAST = 1e-9  # seconds: a lower limit for a measured copy
 
 
-class Remembered:
+class RecordingPolicy:
     """A policy that keeps its last answer in `events`.
 
     `events` is None until the policy is called, which it is not where nothing has to be evicted.
@@ -36,7 +36,7 @@ class Remembered:
         return self.events
 
 
-class Guided:
+class ProfileGuidedPolicy:
     """A policy that improves the events that ran (profile-guided).
 
     It compares these events, the same with their reloads started earlier by `leads` seconds, and the answers of
@@ -48,7 +48,7 @@ class Guided:
 
     def __call__(self, workload: Workload) -> Events:
         """Return the fastest candidate within the budget. Raises `BudgetInfeasible` if none keeps it."""
-        ways = [come_early(workload, self._events, self._leads), self._events]
+        ways = [start_reloads_earlier(workload, self._events, self._leads), self._events]
         ways += [policy(workload) for policy in self._policies]
         figures = [(measure(workload, way), way) for way in ways]
         kept = [(found.seconds, i) for i, (found, _) in enumerate(figures) if found.peak <= workload.budget]
@@ -58,7 +58,7 @@ class Guided:
         return ways[min(kept)[1]]
 
 
-def later(leads: Leads, late: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+def with_lateness(leads: Leads, late: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
     """Return `leads` plus the seconds by which each reload was late."""
     return {key: leads.get(key, 0.0) + late.get(key, 0.0) for key in {**leads, **late}}
 
@@ -77,9 +77,9 @@ def link_of(samples: Sequence[tuple[int, float]]) -> Link | None:
         return None
     weights = [1 / t**2 for _, t in points]
     mean_n, mean_t = (sum(w * p[k] for w, p in zip(weights, points, strict=True)) / sum(weights) for k in (0, 1))
-    spread = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, points, strict=True))
-    together = sum(w * (n - mean_n) * (t - mean_t) for w, (n, t) in zip(weights, points, strict=True))
-    slope = together / spread if spread else 0.0
+    variance = sum(w * (n - mean_n) ** 2 for w, (n, _) in zip(weights, points, strict=True))
+    covariance = sum(w * (n - mean_n) * (t - mean_t) for w, (n, t) in zip(weights, points, strict=True))
+    slope = covariance / variance if variance else 0.0
     if slope <= 0 or mean_t < slope * mean_n:  # a line through the origin
         squares = sum(w * n * n for w, (n, _) in zip(weights, points, strict=True))
         slope = sum(w * n * t for w, (n, t) in zip(weights, points, strict=True)) / squares

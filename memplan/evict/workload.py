@@ -1,4 +1,8 @@
-"""The input of a policy: a scheduled step, the costs of its ops and copies, and the budget of the arena."""
+"""The input of a policy: a scheduled step, the costs of its ops and copies, and the budget of the arena.
+
+Host-resident storages belong to the model or the caller, live on the host, and are loaded into the
+arena. A policy that never moves them runs through `with_host_resident_kept`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ class Workload:
     """A scheduled step that has to fit into a budget. `graph.ops` are in the order in which they run.
 
     `sources[i]` is the index of op i in the traced graph. `budget` and all sizes are bytes, sizes rounded up to
-    `alignment`. `streamed` are the host-resident storages: those of the model and the caller (parameters, optimizer
-    state, inputs, outputs, gradients) that live on the host and take arena bytes only while they are loaded. `device`
+    `alignment`. `host_resident` are the storages of the model and the caller (parameters, optimizer state, inputs,
+    outputs, gradients) that live on the host and take arena bytes only while they are loaded. `device`
     is the device that they are loaded to ("": each stays on its own).
     """
 
@@ -28,7 +32,7 @@ class Workload:
     costs: CostModel
     budget: int
     alignment: int = 1
-    streamed: frozenset[int] = frozenset()
+    host_resident: frozenset[int] = frozenset()
     device: str = ""
 
     def within(self, budget: int) -> Workload:
@@ -39,7 +43,7 @@ class Workload:
 
     @cached_property
     def size(self) -> tuple[int, ...]:
-        """For each storage, its arena bytes while it is on the device; 0 if the arena does not hold it."""
+        """The arena bytes of each storage while it is on the device; 0 if the arena does not hold it."""
         return tuple(
             -(-s.nbytes // self.alignment) * self.alignment if i in self.held else 0
             for i, s in enumerate(self.graph.storages)
@@ -47,18 +51,18 @@ class Workload:
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, the storages with arena bytes whose content it reads."""
+        """The storages with arena bytes whose content each op reads."""
         g, held = self.graph, self.held
         return tuple(tuple(dict.fromkeys(s for v in op.reads if (s := g.values[v].storage) in held)) for op in g.ops)
 
     @cached_property
     def writes(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, the storages with arena bytes that it writes."""
+        """The storages with arena bytes that each op writes."""
         return tuple(tuple(s for s in self.graph.written(op) if s in self.held) for op in self.graph.ops)
 
     @cached_property
     def writers(self) -> tuple[tuple[int, ...], ...]:
-        """For each storage, the ops that write it, in order."""
+        """The ops that write each storage, in order."""
         found: list[list[int]] = [[] for _ in self.graph.storages]
         for i, op in enumerate(self.graph.ops):
             for s in self.graph.written(op):
@@ -67,7 +71,7 @@ class Workload:
 
     @cached_property
     def uses(self) -> tuple[tuple[int, ...], ...]:
-        """For each storage, the ops that read or write it, in order."""
+        """The ops that read or write each storage, in order."""
         found: list[list[int]] = [[] for _ in self.graph.storages]
         for i, op in enumerate(self.graph.ops):
             for s in self.graph.touched(op):
@@ -76,22 +80,22 @@ class Workload:
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """For each op, its seconds."""
+        """The seconds of each op."""
         return self.costs.seconds(self.graph)
 
     @cached_property
     def to_host(self) -> tuple[float, ...]:
-        """For each storage, the seconds to copy it to the host."""
+        """The seconds to copy each storage to the host."""
         return tuple(self.costs.to_host.seconds(s.nbytes) for s in self.graph.storages)
 
     @cached_property
     def to_device(self) -> tuple[float, ...]:
-        """For each storage, the seconds to copy it to the device."""
+        """The seconds to copy each storage to the device."""
         return tuple(self.costs.to_device.seconds(s.nbytes) for s in self.graph.storages)
 
     @cached_property
     def pairs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each op, the (result, input) storages that may be in place, in the order in which they are tried."""
+        """The (result, input) storages of each op that may be in place, in the order in which they are tried."""
         values = self.graph.values
         found = []
         for op in self.graph.ops:
@@ -103,7 +107,7 @@ class Workload:
 
     @cached_property
     def redo_until(self) -> tuple[int, ...]:
-        """For each storage, the last position before which its writers can run again to recompute it; -1: never."""
+        """The last position, for each storage, before which its writers can run again to recompute it; -1: never."""
         g, n = self.graph, len(self.graph.ops)
         found = []
         for s, writers in enumerate(self.writers):
@@ -120,7 +124,7 @@ class Workload:
 
     @cached_property
     def recomputable(self) -> tuple[bool, ...]:
-        """For each storage, whether running its writers again gives the same bytes, bit by bit."""
+        """Whether running the writers of each storage again gives the same bytes, bit by bit."""
         return tuple(self._recomputable(s) for s in range(len(self.graph.storages)))
 
     @cached_property
@@ -135,14 +139,14 @@ class Workload:
         """
         first = self.graph.forward_ops
         border = self.border(events)
-        given = [s for s in sorted(self.streamed - self.fresh - self.late) if self.uses[s]]
-        again = [s for s in sorted(self.late | self.due) if self.uses[s] and self.uses[s][-1] >= first]
-        changed = [s for s in sorted(self.streamed) if self.writers[s]]
+        given = [s for s in sorted(self.host_resident - self.fresh - self.late) if self.uses[s]]
+        reloads = [s for s in sorted(self.late | self.due) if self.uses[s] and self.uses[s][-1] >= first]
+        changed = [s for s in sorted(self.host_resident) if self.writers[s]]
         return (
             *_copied(Kind.RELOAD, given),
             *events[:border],
             *_copied(Kind.OFFLOAD, sorted(self.due)),
-            *_copied(Kind.RELOAD, again),
+            *_copied(Kind.RELOAD, reloads),
             *events[border:],
             *_copied(Kind.OFFLOAD, [s for s in changed if s not in self.due or self.writers[s][-1] >= first]),
         )
@@ -165,7 +169,7 @@ class Workload:
     def fresh(self) -> frozenset[int]:
         """The host-resident storages that the step creates for the caller: there is nothing to load before."""
         made = (StorageKind.OUTPUT, StorageKind.GRADIENT)
-        return frozenset(s for s in self.streamed if self.graph.storages[s].kind in made)
+        return frozenset(s for s in self.host_resident if self.graph.storages[s].kind in made)
 
     @cached_property
     def due(self) -> frozenset[int]:
@@ -175,17 +179,17 @@ class Workload:
         n = self.graph.forward_ops
         if n == len(self.graph.ops):
             return frozenset()
-        return frozenset(s for s in self.streamed if self.writers[s] and self.writers[s][0] < n)
+        return frozenset(s for s in self.host_resident if self.writers[s] and self.writers[s][0] < n)
 
     @cached_property
     def late(self) -> frozenset[int]:
         """The host-resident storages that exist only when the backward begins: the incoming gradients."""
-        return frozenset(s for s in self.streamed if self.graph.storages[s].kind is StorageKind.TANGENT)
+        return frozenset(s for s in self.host_resident if self.graph.storages[s].kind is StorageKind.TANGENT)
 
     @cached_property
     def held(self) -> frozenset[int]:
         """The storages that take arena bytes while they are on the device: planned or host-resident."""
-        return frozenset(i for i, s in enumerate(self.graph.storages) if s.planned or i in self.streamed)
+        return frozenset(i for i, s in enumerate(self.graph.storages) if s.planned or i in self.host_resident)
 
     def _recomputable(self, storage: int) -> bool:
         """Return whether a planned storage is written, before its first reader, only by ops that can run twice.
@@ -219,3 +223,19 @@ Policy = Callable[[Workload], Events]
 def in_order(graph: Graph, order: tuple[int, ...]) -> Graph:
     """Return `graph` with its ops in the order in which they will run."""
     return replace(graph, ops=tuple(graph.ops[i] for i in order))
+
+
+def host_resident_storages(graph: Graph) -> frozenset[int]:
+    """Return every storage that the model or the caller owns; all are host-resident when the step runs elsewhere."""
+    return frozenset(i for i, s in enumerate(graph.storages) if not s.planned)
+
+
+def with_host_resident_kept(workload: Workload, policy: Policy) -> Events:
+    """Return the events of `policy` when the host-resident storages stay on the device for the whole step.
+
+    The policy sees none of them, and its budget is what they leave of the workload's. Raises what `policy` raises.
+    """
+    if not workload.host_resident:
+        return policy(workload)
+    kept = sum(workload.size[s] for s in workload.host_resident if workload.uses[s])
+    return workload.around(policy(replace(workload, host_resident=frozenset(), budget=workload.budget - kept)))

@@ -11,12 +11,11 @@ from memplan.errors import BudgetInfeasible, InvalidEviction
 from memplan.evict.costs import CostModel
 from memplan.evict.graph.apply import apply
 from memplan.evict.graph.equivalent import require_equivalent
-from memplan.evict.host_resident import all_streamed
 from memplan.evict.judge.arrays import MeasuredEvents, measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.flow import flow
-from memplan.evict.working_set import floor
-from memplan.evict.workload import Policy, Workload, in_order
+from memplan.evict.workload import Policy, Workload, host_resident_storages, in_order
+from memplan.evict.workload_limits import floor
 
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
 
@@ -39,7 +38,8 @@ class Fitted:
 def make_workload(
     graph: Graph, order: tuple[int, ...], costs: CostModel, alignment: int, *, device: str = ""
 ) -> Workload:
-    """The workload of a scheduled graph for eviction policies, with a budget of 0; `Workload.within` sets another.
+    """Return the workload of a scheduled graph for eviction policies, with a budget of 0; `Workload.within` sets
+    another.
 
     `device` is the device of a step whose model and inputs are on the host; "" if the step runs where they are.
     """
@@ -49,7 +49,7 @@ def make_workload(
         costs=costs,
         budget=0,
         alignment=alignment,
-        streamed=all_streamed(graph) if device else frozenset(),
+        host_resident=host_resident_storages(graph) if device else frozenset(),
         device=device,
     )
 
@@ -61,11 +61,11 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
     `InvalidEviction` if the policy's events are invalid or exceed the budget.
     """
     base = measure(workload, workload.plain)
-    if workload.streamed:  # even if everything fits, the step need not wait for all copies
+    if workload.host_resident:  # even if everything fits, the step need not wait for all copies
         roomy = workload.within(base.peak)
         base = measure(roomy, flow(roomy))
     lowest, op = floor(workload)
-    if base.peak <= workload.budget and not workload.streamed:
+    if base.peak <= workload.budget and not workload.host_resident:
         events = workload.plain
     elif lowest > workload.budget:
         raise _infeasible(workload, policy, f"cannot run in {format_bytes(workload.budget)}:", op)
@@ -87,7 +87,7 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
 
 
 def smallest(workload: Workload, policy: Policy) -> int:
-    """The smallest budget, bytes, for which `policy` finds a solution.
+    """Return the smallest budget, bytes, for which `policy` finds a solution.
 
     It is found by bisection between the largest working set and the peak. The result is a budget that was tried: a
     policy that uses less than its budget need not find a solution for less.

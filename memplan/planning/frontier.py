@@ -9,11 +9,10 @@ from memplan.core.evictions import Action, evictions_of
 from memplan.core.graph import Graph
 from memplan.core.schedule import Schedule
 from memplan.errors import BudgetInfeasible
-from memplan.evict.costs import CostModel
+from memplan.evict.costs import CostModel, cost_model
 from memplan.evict.judge.arrays import measure
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy
-from memplan.planning.budget import cost_model
 from memplan.planning.fit import fit, make_workload, smallest
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -48,7 +47,7 @@ class Frontier:
     points: tuple[FrontierPoint, ...]
 
     def overhead(self, point: FrontierPoint) -> float:
-        """The predicted slowdown of a budget that can be kept: its seconds / `base_seconds` - 1."""
+        """Return the predicted slowdown of a budget that can be kept: its seconds / `base_seconds` - 1."""
         assert point.seconds is not None
         return point.seconds / self.base_seconds - 1 if self.base_seconds else 0.0
 

@@ -3,38 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from memplan.core import lifetimes
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
+from memplan.core.problem import Problem, Solution
 from memplan.core.schedule import Schedule
-from memplan.solvers import Solver, solve
+from memplan.planning.options import DEFAULTS, PlanOptions
+from memplan.solvers import solve
 
 
-def make_plan(
-    *,
-    model: str,
-    graph: Graph,
-    schedule: Schedule,
-    alignment: int,
-    versions: Mapping[str, str],
-    redzone: int = 0,
-    solver: str | Solver = "auto",
-    time_limit: float | None = None,
-) -> Plan:
-    """Make the plan of a scheduled graph: an offset in bytes for every planned storage.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledGraph:
+    """A graph and its order, and what the offsets of its storages have to keep.
 
-    `alignment` and `redzone` are in bytes, `time_limit` in seconds. Raises `InvalidSolution` if the solver returns an
-    invalid placement.
+    `model`: the name of the model in the plan. `alignment`: that of every buffer, in bytes. `redzone`: bytes to leave
+    free on both sides of every buffer. `versions`: those of memplan, torch and Python, for the plan's record.
     """
-    problem = lifetimes.problem(graph, schedule, alignment=alignment, redzone=redzone)
-    return Plan(
-        model=model,
-        graph=graph,
-        schedule=schedule,
-        problem=problem,
-        solution=solve(problem, solver=solver, time_limit=time_limit),
-        alignment=alignment,
-        redzone=redzone,
-        versions=versions,
-    )
+
+    model: str
+    graph: Graph
+    schedule: Schedule
+    alignment: int
+    versions: Mapping[str, str]
+    redzone: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan) -> ScheduledGraph:
+        """Return the graph of a plan in the plan's order, to be placed anew, without red zones."""
+        return cls(
+            model=plan.model,
+            graph=plan.graph,
+            schedule=plan.schedule,
+            alignment=plan.alignment,
+            versions=plan.versions,
+        )
+
+    @property
+    def problem(self) -> Problem:
+        """The buffers to place, with their sizes in bytes and their live intervals in steps."""
+        return lifetimes.problem(self.graph, self.schedule, alignment=self.alignment, redzone=self.redzone)
+
+    def plan(self, problem: Problem, solution: Solution) -> Plan:
+        """Return the plan that places the buffers of `problem` at the offsets of `solution`."""
+        return Plan(
+            model=self.model,
+            graph=self.graph,
+            schedule=self.schedule,
+            problem=problem,
+            solution=solution,
+            alignment=self.alignment,
+            redzone=self.redzone,
+            versions=self.versions,
+        )
+
+
+def make_plan(scheduled: ScheduledGraph, options: PlanOptions = DEFAULTS) -> Plan:
+    """Return the plan of a scheduled graph: an offset in bytes for every planned storage.
+
+    Of `options`, only those of the solver matter here. Raises `InvalidSolution` if the solver returns an invalid
+    placement.
+    """
+    problem = scheduled.problem
+    return scheduled.plan(problem, solved(problem, options))
+
+
+def solved(problem: Problem, options: PlanOptions) -> Solution:
+    """Return the solution of a problem by the solver, in the layout and within the time that `options` name."""
+    return solve(problem, solver=options.layout_solver, time_limit=options.time_limit)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from memplan.core import lifetimes
 from memplan.core.evictions import DeviceArena, EvictionPlan
-from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution, Status
-from memplan.core.schedule import Schedule, make_schedule
+from memplan.core.schedule import make_schedule
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
 from memplan.evict.costs import CostModel
@@ -19,64 +17,53 @@ from memplan.evict.graph.apply import Applied, apply
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.flow import flow
-from memplan.evict.select import fit_policy
-from memplan.evict.workload import Policy, Workload
-from memplan.planning.budget import bytes_of, cost_model
+from memplan.evict.workload import Workload
+from memplan.planning.budget import bytes_of
 from memplan.planning.fit import make_workload
+from memplan.planning.make_plan import ScheduledGraph, solved
+from memplan.planning.options import Budget, PlanOptions
 from memplan.planning.partition.assign import Assignment, assign
 from memplan.planning.partition.blocks import Units, units_of
 from memplan.planning.partition.divide import Divided, devices_of, divide
 from memplan.planning.partition.simulate import simulate
-from memplan.solvers import Solver, solve
+from memplan.solvers import solve
 
 _TRIES = 4
 _POLICY = "blocks"  # the name of the policy in plans
 
 
 def plan_several(
-    budget: Any,
-    *,
-    model: str,
-    graph: Graph,
-    schedule: Schedule,
-    alignment: int,
-    versions: Mapping[str, str],
-    costs: CostModel | str,
-    devices: tuple[str, ...],
-    policy: str | Policy = "auto",
-    redzone: int = 0,
-    solver: str | Solver = "auto",
-    time_limit: float | None = None,
+    scheduled: ScheduledGraph, options: PlanOptions, costs: CostModel, *, devices: tuple[str, ...]
 ) -> Plan:
-    """Make a plan of a scheduled graph whose blocks are partitioned over `devices`, each with an arena of its own.
+    """Return a plan of a scheduled graph whose blocks are partitioned over `devices`, each with an arena of its own.
 
-    `budget` is a number of bytes, a text or a share (of the bytes that one device would need) that holds for each
-    device, or a sequence with one such budget per device; None balances the devices. Parameters stay on the device of
-    their block from their first use to their last; nothing is evicted. `time_limit` is in seconds, for each device.
+    `options.budget` is a number of bytes, a text or a share (of the bytes that one device would need) that holds for
+    each device, or a sequence with one such budget per device; None balances the devices. Parameters stay on the device
+    of their block from their first use to their last; nothing is evicted. The solver's time limit is for each device.
     Raises `BudgetInfeasible` with the smallest budget, the same for every device, that the partition can keep.
     """
-    if policy != "auto":
-        fit_policy(policy)
+    if options.policy != "auto":
         what = "several devices share a step by blocks, and evict nothing"
-        raise MemplanError(what, where=f"policy={policy!r}", hint="leave out policy=, or name one device")
-    prices = cost_model(costs)
-    workload = make_workload(graph, schedule.order, prices, alignment, device=devices[0])
+        raise MemplanError(what, where=f"policy={options.policy!r}", hint="leave out policy=, or name one device")
+    graph, alignment = scheduled.graph, scheduled.alignment
+    workload = make_workload(graph, scheduled.schedule.order, costs, alignment, device=devices[0])
     workload = workload.within(measure(workload, workload.plain).peak)
-    budgets = _budgets(budget, workload, len(devices))
+    budgets = _budgets(options.budget, workload, len(devices))
     whole = apply(workload, flow(workload))
     units = units_of(whole.graph, len(devices))
     wanted = budgets
     for _ in range(_TRIES):
         assignment = assign(
-            whole.graph, units, prices.to_device, alignment=alignment, count=len(devices), budgets=wanted
+            whole.graph, units, costs.to_device, alignment=alignment, count=len(devices), budgets=wanted
         )
         divided = _divided(whole, units, assignment, devices)
         require_equivalent(graph, divided.graph, divided.sources)
-        order = make_schedule(divided.graph, tuple(range(len(divided.graph.ops))), schedule.policy)
-        problem = lifetimes.problem(divided.graph, order, alignment=alignment, redzone=redzone)
+        order = make_schedule(divided.graph, tuple(range(len(divided.graph.ops))), scheduled.schedule.policy)
+        partitioned = replace(scheduled, graph=divided.graph, schedule=order)
+        problem = partitioned.problem
         parts = [lifetimes.device_problem(problem, divided.graph, device) for device in devices]
-        solutions = [solve(part, solver=solver, time_limit=time_limit) for part in parts]
-        limits = [solution.arena_size for solution in solutions] if budgets is None or redzone else budgets
+        solutions = [solved(part, options) for part in parts]
+        limits = [solution.arena_size for solution in solutions] if budgets is None or scheduled.redzone else budgets
         over = [max(s.arena_size - b, 0) for s, b in zip(solutions, limits, strict=True)]
         if not any(over):
             break
@@ -84,23 +71,14 @@ def plan_several(
     else:
         raise _without_holes(solutions, limits)
     sections = _sections(devices, parts, solutions, limits)
-    plan = Plan(
-        model=model,
-        graph=divided.graph,
-        schedule=order,
-        problem=problem,
-        solution=_side_by_side(sections, solutions),
-        alignment=alignment,
-        redzone=redzone,
-        versions=versions,
-    )
-    return replace(plan, eviction=_eviction(plan, whole, divided, prices, sections))
+    plan = partitioned.plan(problem, _side_by_side(sections, solutions))
+    return replace(plan, eviction=_eviction(plan, whole, divided, costs, sections))
 
 
 def _eviction(
     plan: Plan, whole: Applied, divided: Divided, prices: CostModel, sections: tuple[DeviceArena, ...]
 ) -> EvictionPlan:
-    """The `EvictionPlan` that records the devices' arenas and the predicted seconds of the step."""
+    """Return the `EvictionPlan` that records the devices' arenas and the predicted seconds of the step."""
     seconds, stall = simulate(divided.graph, prices)
     return EvictionPlan(
         policy=_POLICY,
@@ -120,7 +98,7 @@ def _eviction(
 def _sections(
     devices: Sequence[str], parts: Sequence[Problem], solutions: Sequence[Solution], limits: Sequence[int]
 ) -> tuple[DeviceArena, ...]:
-    """The arenas of the devices, at consecutive offsets."""
+    """Return the arenas of the devices, at consecutive offsets."""
     found, start = [], 0
     for device, part, solution, limit in zip(devices, parts, solutions, limits, strict=True):
         size = solution.arena_size
@@ -135,7 +113,7 @@ def _divided(whole: Applied, units: Units, assignment: Assignment, devices: Sequ
 
 
 def _side_by_side(sections: Sequence[DeviceArena], solutions: Sequence[Solution]) -> Solution:
-    """The solutions of all devices as one solution, with the arenas at consecutive offsets."""
+    """Return the solutions of all devices as one solution, with the arenas at consecutive offsets."""
     offsets = {
         name: offset + section.start
         for section, solution in zip(sections, solutions, strict=True)
@@ -152,18 +130,18 @@ def _side_by_side(sections: Sequence[DeviceArena], solutions: Sequence[Solution]
     )
 
 
-def _budgets(budget: Any, workload: Workload, count: int) -> list[int] | None:
+def _budgets(budget: Budget | Sequence[Budget] | None, workload: Workload, count: int) -> list[int] | None:
     if budget is None:
         return None
-    alike = isinstance(budget, (int, float, str))
-    if not alike and len(budget) != count:
-        what = f"{len(budget)} budgets for {count} devices"
+    each = [budget] * count if isinstance(budget, (int, float, str)) else budget
+    if len(each) != count:
+        what = f"{len(each)} budgets for {count} devices"
         raise InvalidSize(what, where="budget", hint="give one for all devices alike, or one for each")
     found = []
-    for one in [budget] * count if alike else budget:
+    for one in each:
         if one is None or one == "min":
             hint = "give each device bytes, a text or a share, or no budget at all, which divides evenly"
-            raise InvalidSize(f"{one!r} is no budget of one of several devices", where="budget", hint=hint)
+            raise InvalidSize(f"{one!r} is not a budget of one of several devices", where="budget", hint=hint)
         found.append(bytes_of(one, workload, flow))
     return found
 

@@ -61,7 +61,7 @@ class FileFormat(Generic[_Held]):
         return f"{self.version_of}_version"
 
     def text(self, held: _Held) -> str:
-        """The text of a file. Equal contents give equal bytes."""
+        """Return the text of a file. Equal contents give equal bytes."""
         body = to_json(held)
         head = {self.key: self.version, "fingerprint": held.fingerprint, "checksum": checksum(body)}
         return json.dumps({**head, **body}, separators=(",", ":"), allow_nan=False) + "\n"
@@ -115,7 +115,7 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def to_text(plan: Plan) -> str:
-    """The text of the plan file of `plan`."""
+    """Return the text of the plan file of `plan`."""
     return _PLAN.text(plan)
 
 
@@ -126,7 +126,8 @@ def checksum(body: dict[str, Any]) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a plan file, made from the dataclasses. `plan.schema.json` in this package is a copy of it.
+    """Return the JSON schema of a plan file, made from the dataclasses. `plan.schema.json` in this package is a copy of
+    it.
 
     The schema describes the form of a plan file. `load` also checks its meaning: it can refuse a file that matches the
     schema.
@@ -170,7 +171,10 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 
 def _parse(where: str, hint: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises `UnreadableFile` or `InvalidPlan`, with `hint`, if the file holds none."""
+    """Return the object in a JSON file.
+
+    Raises `UnreadableFile` or `InvalidPlan`, with `hint`, if the file holds none.
+    """
     try:
         data = json.loads(
             Path(where).read_bytes(), parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicates
@@ -182,7 +186,7 @@ def _parse(where: str, hint: str) -> dict[str, Any]:
     except ValueError as error:
         raise UnreadableFile(f"is not JSON: {error}", where=where, hint=hint) from error
     if not isinstance(data, dict):
-        raise InvalidPlan("is not a plan: the top level is no object", where=where, hint=hint)
+        raise InvalidPlan("is not a plan: the top level is not an object", where=where, hint=hint)
     return data
 
 

@@ -56,13 +56,13 @@ class Allocator:
 
     def __init__(self, backing: Backing) -> None:
         from memplan.recording import machine_kernel
-        from memplan.recording.hook_kernel import make_hooks
+        from memplan.recording.allocator_kernel import make_functions
 
         self._kernel: Any = machine_kernel
         self._m: Any = self._kernel.new_machine()
         self._backing = backing
         self._mutex = ctypes.create_string_buffer(64)  # a pthread_mutex_t of zeros is unlocked
-        self._hooks = make_hooks(self._m.ctypes.data, ctypes.addressof(self._mutex), backing)
+        self._functions = make_functions(self._m.ctypes.data, ctypes.addressof(self._mutex), backing)
         self._arena = 0
         self._loaded: Tape | None = None
         self.differences = 0  # steps that differed from the recorded one, since a tape was loaded
@@ -70,7 +70,7 @@ class Allocator:
     @property
     def pointers(self) -> tuple[int, int]:
         """Addresses of `void* allocate(size_t, int, void*)` and `void release(void*, size_t, int, void*)`."""
-        return self._hooks[0].address, self._hooks[1].address
+        return self._functions[0].address, self._functions[1].address
 
     def start_recording(self) -> None:
         """Record all allocations and releases from now on."""

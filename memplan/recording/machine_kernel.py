@@ -1,4 +1,4 @@
-"""The state machine of a replay over one array of integers, so that an allocator's hook can run it without Python.
+"""The state machine of a replay over one array of integers, so that an allocator can run it without Python.
 
 `serve` answers each allocation of a step from the tape as long as the step equals the recorded one: the same sizes in
 the same order, and every allocation released before its bytes are reused. From the first difference on, the rest of the

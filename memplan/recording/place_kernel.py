@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from numba import carray, cfunc, types
 
-from memplan.recording.hook_kernel import pointer_to
+from memplan.recording.allocator_kernel import pointer_to
 
 ADDRESS, NBYTES, LOW, HIGH, SERVED, SCRATCH, CAPTURE = range(7)  # words of the state
 WORDS = 8

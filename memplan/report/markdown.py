@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from memplan.core.units import format_bytes
-from memplan.report.cells import cell, table
 from memplan.report.lines import (
     budget_lines,
     certificate,
@@ -15,6 +14,7 @@ from memplan.report.lines import (
     verdict,
     waiting_lines,
 )
+from memplan.report.sections import cell, table
 from memplan.report.summary import Report
 
 

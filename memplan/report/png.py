@@ -1,14 +1,17 @@
-"""Renders the picture of an arena as PNG, by Pillow, in the layout of the SVG; for viewers that do not show SVG."""
+"""Renders the pictures of an arena and of a `Frontier` as PNG, by Pillow, for viewers that do not show SVG."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from memplan.core.units import format_bytes, format_exact
 from memplan.errors import MemplanError
+from memplan.planning.frontier import Frontier, Rival
+from memplan.report import frontier_form
 from memplan.report.frame import ARENA, HEIGHT, INNER, LEFT, RIGHT, TOP, WIDTH, live_y, ticks, x_of, y_of
 from memplan.report.lines import printable
 from memplan.report.picture import Picture, colours
@@ -125,3 +128,26 @@ def _legend(canvas: Canvas, picture: Picture) -> None:
         canvas.box(x, HEIGHT - 22, 12, 12, fill)
         canvas.text(x + 18, HEIGHT - 11, kind or "buffer")
         x += 40 + 8 * len(kind or "buffer")
+
+
+def frontier_png(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) -> bytes:
+    """Return a PNG file. Raises `MemplanError` when Pillow is not installed."""
+    form = frontier_form
+    wide, tall = form.WIDTH, form.HEIGHT
+    plot = form.Plot(frontier, rivals)
+    with drawn(wide, tall) as (canvas, finish):
+        canvas.text(form.LEFT, 34, form.frontier_title(name, frontier), "#16191d", size=18)
+        for x, label in plot.columns():
+            canvas.line(x, form.TOP, x, tall - form.BOTTOM, "#d9dde3")
+            canvas.text(x, tall - form.BOTTOM + 20, label, anchor="ms")
+        for y, label in plot.rows():
+            canvas.line(form.LEFT, y, wide - form.RIGHT, y, "#d9dde3")
+            canvas.text(form.LEFT - 8, y, label, anchor="rm")
+        line = plot.ours()
+        for (x0, y0, _), (x1, y1, _) in itertools.pairwise(line):
+            canvas.line(x0, y0, x1, y1, "#4c82d8")
+        for points, fill in ((line, "#4c82d8"), (plot.theirs(), "#c26a1b")):
+            for x, y, _ in points:
+                canvas.box(x - 4, y - 4, 8, 8, fill)
+        canvas.text(form.LEFT, tall - 14, "blue: memplan, orange: torch's activation_memory_budget")
+    return finish()

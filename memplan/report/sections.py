@@ -1,11 +1,11 @@
-"""Headings, sentences and tables as data, rendered as markdown here and for terminals in `sections_table.py`."""
+"""Headings, sentences and tables as data, rendered as markdown here and for terminals in `table.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from memplan.report.cells import cell, table
+from memplan.report.lines import printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +66,18 @@ def sections_markdown(title: str, sections: Iterable[Section]) -> str:
         if section.rows:
             parts.append(table([(" " if c.numeric else "") + c.name for c in section.columns], section.rows))
     return "\n\n".join(parts) + "\n"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a markdown table of literal texts; a column whose header starts with a space is aligned to the right."""
+    rule = ["---:" if name.startswith(" ") else "---" for name in header]
+    lines = [[name.strip() for name in header], rule, *([cell(text) for text in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cell(text: str) -> str:
+    """Return `text` escaped, so that it stays in its cell and is not read as markup."""
+    escaped = printable(text)
+    for mark in "\\|`*_<>[]":
+        escaped = escaped.replace(mark, "\\" + mark)
+    return escaped

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from memplan.analysis.advice import Lever, levers
 from memplan.analysis.holders import Holder, alive_at, largest
 from memplan.core.division import Division
 from memplan.core.evictions import SEND, Action, DeviceArena
 from memplan.core.graph import StorageKind
+from memplan.core.jsonio import to_json
 from memplan.core.plan import Plan
 from memplan.core.problem import Solution, Status
 from memplan.core.schedule import Evidence, live_bytes
@@ -274,3 +276,13 @@ def _functional(plan: Plan) -> tuple[Functional, ...]:
         for target, sizes in calls.items()
     )
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.target)))
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """Return the report as plain JSON types: every figure exact, in bytes, under the names of `Report`.
+
+    `format` names and numbers its layout.
+    """
+    data = to_json(report)
+    data["versions"] = dict(report.versions)
+    return {"format": "memplan-report-1", **data}

@@ -1,6 +1,8 @@
-"""Renders the report with rich, for terminals of any width."""
+"""Renders the report, and sections, with rich for terminals of any width."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -21,6 +23,7 @@ from memplan.report.lines import (
     verdict,
     waiting_lines,
 )
+from memplan.report.sections import Section
 from memplan.report.summary import Functional, Report
 
 WIDE = 100
@@ -129,5 +132,36 @@ def _functional(rows: tuple[Functional, ...], width: int) -> RenderableType:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Return literal text, since names of modules contain brackets that rich would read as markup."""
+    """Return `literal` for each line of a text of our own."""
     return Text("\n".join(map(printable, text.split("\n"))), style=style)
+
+
+def sections_table(title: str, sections: Iterable[Section], width: int) -> RenderableType:
+    """Return the title, then every section after an empty line."""
+    parts: list[RenderableType] = [literal(title, "bold")]
+    for section in sections:
+        parts.append(Text())
+        if section.heading:
+            parts.append(literal(section.heading, "bold"))
+        mark = "- " if len(section.lines) > 1 else ""
+        parts += [literal(mark + line) for line in section.lines]
+        if section.rows:
+            parts.append(_section_table(section, width))
+    return Group(*parts)
+
+
+def _section_table(section: Section, width: int) -> RenderableType:
+    table = new_table()
+    shown = [i for i, column in enumerate(section.columns) if width >= column.from_width]
+    for i in shown:
+        column = section.columns[i]
+        justify, overflow = ("right", "ellipsis") if column.numeric else ("left", "fold")
+        table.add_column(column.name, justify=justify, overflow=overflow, no_wrap=column.numeric)  # type: ignore[arg-type]
+    for row in section.rows:
+        table.add_row(*(literal(row[i]) for i in shown))
+    return table
+
+
+def literal(text: str, style: str = "") -> Text:
+    """Return `text` on one line, with control characters and markup shown as they are."""
+    return Text(printable(text), style=style)

@@ -10,7 +10,7 @@ from rich.text import Text
 from memplan.check.check import Finding
 from memplan.core.units import format_exact
 from memplan.report.lines import printable
-from memplan.report.table import NARROW, headed, holders_table, new_table
+from memplan.report.table import NARROW, headed, holders_table, literal, new_table
 from memplan.report.verdicts import Judged, change, gain_lines, grown_rows, proof_lines
 
 
@@ -24,14 +24,14 @@ def verdicts_table(judged: Sequence[Judged], width: int) -> RenderableType:
     for j in judged:
         for finding in j.verdict.findings:
             mark = Text("ok", "green") if finding.ok else Text("FAIL", "bold red")
-            cells = [mark, _literal(j.name), Text(finding.name), *map(Text, finding.texts())]
+            cells = [mark, literal(j.name), Text(finding.name), *map(Text, finding.texts())]
             table.add_row(*cells, *([Text(change(finding))] if compared else []))
     parts: list[RenderableType] = [table] if table.rows else []
     for j in judged:
         parts += _why(j, width)
     if gains := gain_lines(judged):
         parts += [Text(), Text("the baseline can shrink: run with --update-baseline", "bold green")]
-        parts += [_literal(f"  {line}") for line in gains]
+        parts += [literal(f"  {line}") for line in gains]
     for ok, line in proof_lines(judged):
         head = ("ok    ", "green") if ok else ("FAIL  ", "bold red")
         parts.append(Text.assemble(head, printable(line)))
@@ -60,7 +60,7 @@ def _explained(name: str, finding: Finding, width: int) -> RenderableType:
     table.add_column("kind")
     table.add_column("size", justify="right")
     for kind, size in finding.parts:
-        table.add_row(_literal(kind), Text(format_exact(size)))
+        table.add_row(literal(kind), Text(format_exact(size)))
     return headed(f"{name}: what lies outside the arena", table)
 
 
@@ -72,14 +72,10 @@ def _grown(name: str, finding: Finding, width: int) -> RenderableType:
         table.add_column("kind", no_wrap=True)
     table.add_column("where", overflow="fold")
     for delta, buffers, kind, where in grown_rows(finding):
-        middle = [Text(buffers), _literal(kind)] if width >= NARROW else []
-        table.add_row(Text(delta), *middle, _literal(where))
+        middle = [Text(buffers), literal(kind)] if width >= NARROW else []
+        table.add_row(Text(delta), *middle, literal(where))
     before, after = finding.before or 0, finding.measured
     if finding.is_share:
         return headed(f"{name}: what changed the {finding.name} since the baseline", table)
     sizes = f"{format_exact(int(before))} -> {format_exact(int(after))}"
     return headed(f"{name}: {finding.name} {sizes} since the baseline", table)
-
-
-def _literal(text: str) -> Text:
-    return Text(printable(text))

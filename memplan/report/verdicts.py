@@ -10,8 +10,8 @@ from memplan.analysis.groups import Growth
 from memplan.check.check import Finding, Verdict
 from memplan.core.jsonio import to_json
 from memplan.core.units import format_bytes, format_exact, format_share
-from memplan.report.cells import cell, table
 from memplan.report.lines import op_name, printable
+from memplan.report.sections import cell, table
 from memplan.verify import Proof
 
 FORMAT = "memplan-check-1"

@@ -1,16 +1,17 @@
 """The runtime: takes a plan and a traced step, and returns a module that runs in exactly the planned arena.
 
-Start at `api/` (what users call). A call goes through `guards/` (is it the step that was planned?) and `execute/`
-(autograd, generated code); `memory/` holds the arena, `kernels/` chooses the callable of each op, `codegen/` generates
-the code of the step. Beside them: `copies/`, `profile/`, `on_demand/`, `recording/`, `debug/`, and `dynamo/` (the
-torch.compile backend).
+In: a `Plan` and a `TracedGraph`. Out: a `CompiledModule` or `CompiledStep`. Start at `api/` (what users call). A call
+goes through `guards/` (is it the step that was planned?) and `execute/` (autograd, generated code); `memory/` holds
+the arena, `kernels/` chooses the callable of each op, `codegen/` generates the code of the step. Beside them:
+`copies/`, `profiling/`, `on_demand/`, `recording/`, `debug/`, and `dynamo/` (the torch.compile backend).
 """
 
 from __future__ import annotations
 
-from memplan.runtime.api.module import CompiledModule, compile
-from memplan.runtime.api.profiling import profile
-from memplan.runtime.api.whole_step import CompiledStep, compile_step
+from memplan.runtime.api.compile import compile
+from memplan.runtime.api.compile_step import compile_step
+from memplan.runtime.api.compiled_module import CompiledModule
+from memplan.runtime.api.compiled_step import CompiledStep
 from memplan.runtime.debug.hooks import StepEvent
 from memplan.runtime.debug.tracker import Tracker
 from memplan.runtime.recording.recorded import Recording, install_allocator, record
@@ -24,6 +25,5 @@ __all__ = [
     "compile",
     "compile_step",
     "install_allocator",
-    "profile",
     "record",
 ]

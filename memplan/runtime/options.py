@@ -1,88 +1,99 @@
-"""The options of `memplan.compile` and `memplan.compile_step`, validated when they are created."""
+"""The options of `memplan.compile`, `memplan.compile_step` and `Backend`: those of `memplan.plan`, and how a step runs.
+
+Each of the three makes one value of its keywords and passes it down. Creating it checks every option.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from memplan.core.division import compression_of, division_of
+from memplan.core.choices import (
+    ON_MISMATCH,
+    SANITIZERS,
+    STEP_ON_MISMATCH,
+    OnMismatch,
+    Sanitize,
+    StepOnMismatch,
+    require_choice,
+)
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
+from memplan.planning.options import PlanKeywords, PlanOptions, refuse_beside_arena
 from memplan.planning.planfile import load
-from memplan.runtime.debug.sanitizers import SANITIZERS, redzone_of
-from memplan.trace import alignment_of, plan_traced, stay_in_arena
-from memplan.trace.dynamic.dims import refuse_beside
+from memplan.runtime.debug.sanitizers import redzone_of
+from memplan.trace import Retracer, alignment_of, plan_step
 from memplan.trace.graph.remap_to_plan import require_planned
+from memplan.trace.retracer import retraced
 from memplan.trace.traced import TracedGraph
 
-ON_MISMATCH = ("error", "eager", "replan", "passive")
+if TYPE_CHECKING:
+    from memplan.planning.options import Budget, Device
+
 MEASURE = "measure"  # a value of `costs`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The options that decide how a traced step is planned and checked; every way to compile takes them.
+class RunKeywords(PlanKeywords, total=False):
+    """The keywords of `Backend`, apart from `gradients`."""
 
-    `memplan.compile` describes each of them.
+    in_place: bool
+    sanitize: Sanitize | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions(PlanOptions):
+    """The options that decide how a step is planned and checked; every way to compile takes them.
+
+    `memplan.compile` describes each of them. Raises `MemplanError` for an option without a valid value.
     """
 
-    budget: Any = None
-    policy: Any = "auto"
-    costs: Any = None
-    divide: Any = None
-    compress: str | None = None
-    schedule: Any = "auto"
-    solver: Any = "auto"
-    layout: str = "auto"
-    time_limit: float | None = None
     in_place: bool = True
-    sanitize: str | None = None
-    device: Any = None
+    sanitize: Sanitize | None = None
+    measurable: ClassVar[bool] = False  # whether `costs` may be "measure"
 
     def __post_init__(self) -> None:
+        if self.measures and self.budget is None:
+            hint = "give a budget (and no plan), or leave costs out"
+            raise MemplanError("without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint)
+        PlanOptions.__post_init__(self)
         require_choice("sanitize", self.sanitize, (None, *SANITIZERS))
         require_choice("in_place", self.in_place, (True, False))
-        division_of(self.divide)
-        compression_of(self.compress)
 
     @property
     def measures(self) -> bool:
-        """Whether the first steps are measured. Raises `MemplanError` without a budget: costs have no effect then."""
-        if not (isinstance(self.costs, str) and self.costs == MEASURE):
-            return False
-        if self.budget is None:
-            hint = "give a budget (and no plan), or leave costs out"
-            raise MemplanError("without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint)
-        return True
+        """Whether the first steps are measured."""
+        return self.measurable and isinstance(self.costs, str) and self.costs == MEASURE
 
-    def settle(self, traced: TracedGraph, given: Plan | None, *, room: int = 0) -> tuple[TracedGraph, Plan]:
-        """Return the step, rewritten as its plan divides it, and the plan: the given one, or a new one.
+    @property
+    def owned_gradients(self) -> bool:
+        """Whether the backward assigns the `.grad` of parameters itself."""
+        return self.gradients == "owned"
 
-        `room`: the bytes of an arena that exists already.
+    def _require_known_costs(self) -> None:
+        """Raise as `PlanOptions` does, except for "measure" where steps can be measured."""
+        if not self.measures:
+            PlanOptions._require_known_costs(self)
+
+    def redzone(self, device: torch.device) -> int:
+        """Return the bytes that a plan for `device` has to leave free on both sides of every buffer."""
+        return redzone_of(self.sanitize, alignment_of(device))
+
+    def settle(
+        self, traced: TracedGraph, retracer: Retracer | None, given: Plan | None = None, *, room: int = 0
+    ) -> tuple[TracedGraph, Plan]:
+        """Return the variant of the step that its plan is for, and the plan: the given one, or a new one.
+
+        `retracer`: traces other variants of the step, if it has any. `room`: the bytes of an arena that exists already.
         """
         if given is not None:
-            divided = traced.rewritten(given.division, given.compress)
-            return replace(divided, again=None), self.require_fit(divided, given)
-        plan = self.plan(traced, room=room)
-        return replace(traced.rewritten(plan.division, plan.compress), again=None), plan
-
-    def plan(self, traced: TracedGraph, *, room: int = 0) -> Plan:
-        """Return a new plan of a traced step. `room`: the bytes of an existing arena, which the plan may use."""
-        options = self.planning(traced.device)
-        return plan_traced(traced, room=room, divide=self.divide, compress=self.compress, **options)
-
-    def planning(self, device: torch.device) -> dict[str, Any]:
-        """Return the keyword arguments for `plan_traced`."""
-        return {
-            **{"budget": self.budget, "policy": self.policy, "costs": self.costs},
-            **{"schedule": self.schedule, "solver": self.solver, "layout": self.layout, "time_limit": self.time_limit},
-            "redzone": redzone_of(self.sanitize, alignment_of(device)),
-        }
+            variant = retraced(traced, retracer, given.division, given.compress)
+            return variant, self.require_fit(variant, given)
+        return plan_step(traced, retracer, self, redzone=self.redzone(traced.device), room=room)
 
     def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:
         """Return the given plan if it can run this step.
@@ -101,62 +112,99 @@ class PlanOptions:
         if given.alignment % needed:
             what = f"the given plan aligns to {given.alignment} bytes, {traced.device} needs {needed}"
             raise PlanMismatch(what, hint="make a new plan on this kind of device")
-        if given.redzone < redzone_of(self.sanitize, needed):
+        if given.redzone < self.redzone(traced.device):
             what = "the given plan has no red zones around its buffers"
             raise InputMismatch(what, where="sanitize='redzone'", hint="leave out plan=, or leave out sanitize=")
         return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(PlanOptions):
-    """All options of `memplan.compile`, apart from the model, its example inputs and a plan."""
+class CompileOptions(RunOptions):
+    """All options of `memplan.compile`, apart from the model, its example inputs, its mode and a plan."""
 
-    gradients: str = "safe"
-    on_mismatch: str = "error"
+    on_mismatch: OnMismatch = "error"
     cuda_graph: bool = False
-    dynamic_shapes: Any = None
-    bucketing: Any = None
+    bucketing: Mapping[str, int] | None = None
+    measurable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        PlanOptions.__post_init__(self)
+        if self.measures and self.budget is not None:
+            require_measurable(cuda_graph=self.cuda_graph, varies=self.dynamic_shapes is not None)
+        RunOptions.__post_init__(self)
         require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
-        stay_in_arena(
-            self.gradients,
-            device=self.device,
-            budget=self.budget,
-            cuda_graph=self.cuda_graph,
-            dynamic_shapes=self.dynamic_shapes,
-        )
+        if self.gradients_in_arena:
+            refuse_beside_arena(cuda_graph=self.cuda_graph)
         if self.cuda_graph:
             require_recordable(self.device)
-        if self.dynamic_shapes is None and self.bucketing is not None:
-            hint = "name the dimensions that vary, or leave bucketing out"
-            raise InvalidShapes("no dimension varies", where="bucketing without dynamic_shapes", hint=hint)
-        if self.bucketing is not None and not isinstance(self.bucketing, Mapping):
-            hint = "write {'batch': 8}: the multiple up to which the sizes of each dimension are rounded"
-            raise InvalidShapes(f"is a {type(self.bucketing).__name__}", where="bucketing", hint=hint)
+        if self.bucketing is not None:
+            _require_buckets(self.bucketing, varies=self.dynamic_shapes is not None)
         if self.dynamic_shapes is not None and self.cuda_graph:
             hint = "record the shapes that matter, each compiled on its own"
             raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
-        if self.dynamic_shapes is not None:
-            refuse_beside(device=self.device, divide=self.divide, compress=self.compress)
 
 
-def require_recordable(device: Any) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions(RunOptions):
+    """All options of `memplan.compile_step`, apart from the model, the optimizer, the loss, the example and a plan."""
+
+    clip_grad_norm: float | None = None
+    accumulate: int = 1
+    on_mismatch: StepOnMismatch = "error"
+    cuda_graph: bool = False
+    allow_unsynchronized: bool = False
+    measurable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if type(self.accumulate) is not int or self.accumulate < 1:
+            hint = "pass the number of micro-batches per update, 1 or more"
+            raise MemplanError(f"accumulate={self.accumulate!r}", hint=hint)
+        norm = self.clip_grad_norm
+        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm >= 0):
+            hint = "pass the maximal norm, a number of at least 0, or None"
+            raise MemplanError(f"clip_grad_norm={norm!r}", hint=hint)
+        RunOptions.__post_init__(self)
+        require_choice("on_mismatch", self.on_mismatch, STEP_ON_MISMATCH)
+        if self.measures:
+            require_measurable(cuda_graph=self.cuda_graph)
+        if self.cuda_graph:
+            require_recordable(self.device)
+
+
+def require_measurable(*, cuda_graph: bool, varies: bool = False) -> None:
+    """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, and for shapes that vary."""
+    if cuda_graph:
+        hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
+        raise UnsupportedCall("a recorded step is replayed without Python", where="costs='measure'", hint=hint)
+    if varies:
+        hint = "measure one shape, save compiled.measurement.costs, and compile with costs='costs.json'"
+        raise UnsupportedCall("steps of one shape are measured", where="costs='measure'", hint=hint)
+
+
+def _require_buckets(bucketing: object, *, varies: bool) -> None:
+    """Raise `InvalidShapes` unless `bucketing` is a mapping and shapes vary."""
+    if not varies:
+        hint = "name the dimensions that vary, or leave bucketing out"
+        raise InvalidShapes("no dimension varies", where="bucketing without dynamic_shapes", hint=hint)
+    if not isinstance(bucketing, Mapping):
+        hint = "write {'batch': 8}: the multiple up to which the sizes of each dimension are rounded"
+        raise InvalidShapes(f"is a {type(bucketing).__name__}", where="bucketing", hint=hint)
+
+
+def require_recordable(device: Device | None) -> None:
     """Raise `UnsupportedCall` if `device` is set: a CUDA graph cannot follow host tensors that move."""
     if device is not None:
         what = "a recorded step cannot follow parameters and inputs on the host"
         raise UnsupportedCall(what, where=f"device={device!r}", hint="leave out cuda_graph=True")
 
 
-def device_for(device: Any, given: Plan | None) -> Any:
+def device_for(device: Device | None, given: Plan | None) -> Device | None:
     """Return the device that the user asked for, or the one that the given plan runs on."""
     if device is None and given is not None and given.eviction is not None:
         return given.eviction.device.split(", ") if given.eviction.device else None
     return device
 
 
-def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan | None:
+def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Budget | Sequence[Budget] | None) -> Plan | None:
     """Return the plan that the user passed, loaded if it is a path; None if there is none.
 
     Raises `MemplanError` if a budget is passed too: a plan has one already.
@@ -170,9 +218,3 @@ def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Any) -> Plan 
     if not isinstance(found, Plan):
         raise MemplanError(f"is a {type(found).__name__}", where="plan", hint="pass a memplan.Plan, or the path of one")
     return found
-
-
-def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise `MemplanError` if `value` is none of `choices`."""
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")

@@ -1,6 +1,6 @@
 """Orders the ops: `Graph` in, `Schedule` out, with a proven lower bound of max live over all legal orders.
 
-Start at `portfolio.py`, the default: it tries the policies (`policies/`, one file each), repairs each at its peak by
+Start at `portfolio.py`, the default: it tries the policies (`policies/`), repairs each at its peak by
 minimum cuts (`bounds/`), and searches if the cuts leave a gap (`search/`). `select.py` lists all policies by name.
 `arrays/` holds a graph as flat arrays; loops in `*_kernel.py` are compiled by numba on large graphs only.
 """
@@ -12,8 +12,7 @@ from memplan.core.schedule import Evidence, Schedule, is_proven_again, live_byte
 from memplan.schedule.barrier import Barrier, accumulated, price
 from memplan.schedule.bounds.cut import cut_bound
 from memplan.schedule.evidence import require_evidence
-from memplan.schedule.policies.traced import traced
-from memplan.schedule.select import POLICIES, Policy, order
+from memplan.schedule.select import POLICIES, Policy, order, traced
 
 __all__ = [
     "Barrier",

@@ -7,12 +7,15 @@ finds that op in the graph and orders the step once more without it; the differe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from memplan.core.graph import Graph, Op, StorageKind
 from memplan.core.legal_orders import predecessors
 from memplan.schedule.select import order
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +40,15 @@ class Barrier:
 
 
 def price(graph: Graph, max_live: int) -> Barrier | None:
-    """The barrier of a step with `max_live` bytes, or None. To compute its cost, the step is ordered without it."""
-    before = predecessors(graph)
+    """Return the barrier of a step with `max_live` bytes, or None.
+
+    To compute its cost, the step is ordered without it.
+    """
     updates = [i for i, op in enumerate(graph.ops) if _parameters(graph, op)]
-    for last in _last_before_all(before, updates):
-        held = _held(graph, before, last, updates)
+    found = _last_before_all(predecessors(graph), updates)
+    dependencies = graph.to_networkx() if found else None
+    for last in found:
+        held = _held(graph, dependencies, last, updates)
         if held is not None:
             op = graph.ops[last]
             return Barrier(
@@ -50,19 +57,19 @@ def price(graph: Graph, max_live: int) -> Barrier | None:
                 gradients=len(held),
                 nbytes=sum(graph.storages[s].nbytes for s in held),
                 max_live=max_live,
-                without=order(_without(graph, before, last)).max_live,
+                without=order(_without(graph, dependencies, last)).max_live,
             )
     return None
 
 
 def _parameters(graph: Graph, op: Op) -> list[int]:
-    """The number of elements of each parameter that `op` writes."""
+    """Return the number of elements of each parameter that `op` writes."""
     written = (graph.values[v] for v in op.writes)
     return [_count(v.shape) for v in written if graph.storages[v.storage].kind is StorageKind.PARAMETER]
 
 
 def _last_before_all(before: tuple[frozenset[int], ...], updates: list[int]) -> list[int]:
-    """The ops that all updates depend on, leaving out those that another such op depends on."""
+    """Return the ops that all updates depend on, leaving out those that another such op depends on."""
     if len(updates) < 2:
         return []
     waiting = [0] * len(before)  # for each op, the updates (as bits) that depend on it
@@ -76,16 +83,20 @@ def _last_before_all(before: tuple[frozenset[int], ...], updates: list[int]) -> 
     return [op for op, found in enumerate(waiting) if found == everything and shared[op]]
 
 
-def _held(graph: Graph, before: tuple[frozenset[int], ...], last: int, updates: list[int]) -> set[int] | None:
-    """The planned storages of the gradients that `last` keeps alive; None unless every update has one.
+def _held(graph: Graph, dependencies: DiGraph, last: int, updates: list[int]) -> set[int] | None:
+    """Return the planned storages of the gradients that `last` keeps alive; None unless every update has one.
 
     They are written before `last`, and read after it by an update or by ops that only the update depends on.
     """
-    early = _ancestors(before, [last])
+    import networkx
+
+    early = networkx.ancestors(dependencies, last)
     made = {s for i in early for s in graph.written(graph.ops[i]) if graph.storages[s].planned}
+    rest = dependencies.copy()
+    rest.remove_nodes_from(early | {last})
     held: set[int] = set()
     for update in updates if made else ():
-        late = _ancestors(before, [update], but=early | {last}) | {update}
+        late = networkx.ancestors(rest, update) | {update}
         found = {
             graph.values[v].storage
             for i in late
@@ -99,17 +110,14 @@ def _held(graph: Graph, before: tuple[frozenset[int], ...], last: int, updates: 
     return held or None
 
 
-def _without(graph: Graph, before: tuple[frozenset[int], ...], last: int) -> Graph:
-    """The graph without `last` and the ops that only it depends on; no op reads their results any more."""
-    after: list[set[int]] = [set() for _ in before]
-    for op, needed in enumerate(before):
-        for earlier in needed:
-            after[earlier].add(op)
+def _without(graph: Graph, dependencies: DiGraph, last: int) -> Graph:
+    """Return the graph without `last` and the ops that only it depends on; no op reads their results any more."""
     kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
     gone = {last}
     for op in range(last - 1, -1, -1):
         written = graph.written(graph.ops[op])
-        if after[op] and after[op] <= gone and all(graph.storages[s].planned and s not in kept for s in written):
+        after = set(dependencies.successors(op))
+        if after and after <= gone and all(graph.storages[s].planned and s not in kept for s in written):
             gone.add(op)
     lost = {s for op in gone for s in graph.written(graph.ops[op])}
     lost -= {s for i, op in enumerate(graph.ops) if i not in gone for s in graph.written(op)}
@@ -124,7 +132,7 @@ def _unread(graph: Graph, op: Op, lost: set[int]) -> Op:
 
 
 def accumulated(graph: Graph) -> int:
-    """Bytes of gradients that are accumulated over several training steps.
+    """Return the bytes of gradients that are accumulated over several training steps.
 
     These are storages that outlive the step like optimizer state, and that an op which updates no parameter writes
     and reads together with a planned storage of the same size.
@@ -140,17 +148,6 @@ def accumulated(graph: Graph) -> int:
 
 def _planned(graph: Graph, value: int) -> bool:
     return graph.storages[graph.values[value].storage].planned
-
-
-def _ancestors(before: tuple[frozenset[int], ...], ops: Iterable[int], but: Collection[int] = frozenset()) -> set[int]:
-    """The ops that must run before `ops`, found without passing through an op in `but`."""
-    found: set[int] = set()
-    stack = list(ops)
-    while stack:
-        for earlier in before[stack.pop()].difference(found, but):
-            found.add(earlier)
-            stack.append(earlier)
-    return found
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -37,7 +37,7 @@ class _Postponed:
 
 
 def gather(graph: Graph, schedule: Schedule, kinds: Mapping[int, Hashable], alignment: int) -> Schedule:
-    """The schedule in which ops of one kind run next to each other, as far as max live does not rise.
+    """Return the schedule in which ops of one kind run next to each other, as far as max live does not rise.
 
     `kinds` maps each op that may be postponed to its kind. Max live is kept for sizes as they are, and for sizes
     rounded up to `alignment` bytes. Returns `schedule` itself if no op can be grouped. Linear in the storages that ops
@@ -89,11 +89,11 @@ class _Slack:
         self._left: list[int] = [min(h - now for h, now in zip(highest, both, strict=True)) for both in pairs]
 
     def has(self, step: int, nbytes: int) -> bool:
-        """Whether `nbytes` more bytes (rounded up) at a step leave max live unchanged."""
+        """Return whether `nbytes` more bytes (rounded up) at a step leave max live unchanged."""
         return nbytes <= self._left[step]
 
     def kept_by(self, op: int, step: int) -> int | None:
-        """Bytes (rounded up) that stay alive while `op` is postponed; None if it must not be postponed.
+        """Return the bytes (rounded up) that stay alive while `op` is postponed; None if it must not be postponed.
 
         It may be postponed only if all planned storages that it touches exist before it and have their last use at it.
         """

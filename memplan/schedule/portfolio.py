@@ -6,7 +6,7 @@ so that a graph gets the same schedule on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,29 +17,18 @@ from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, make_core, s
 from memplan.schedule.bounds.propagate import propagate
 from memplan.schedule.bounds.prover import Prover
 from memplan.schedule.bounds.repair import repair
-from memplan.schedule.policies.early_free import early_free_order, late_alloc_order
-from memplan.schedule.policies.greedy import greedy_order
-from memplan.schedule.policies.lpmf import lpmf_order
-from memplan.schedule.policies.reverse_greedy import reverse_greedy_order
+from memplan.schedule.policies.list_policies import RULES, listed
 from memplan.schedule.search.ideals import Narrowed, narrow, unsearched, widest
 
-_ORDERS: tuple[tuple[str, Callable[[GraphArrays], Ints]], ...] = (
-    ("traced", lambda core: core.traced),
-    ("early_free", early_free_order),
-    ("late_alloc", late_alloc_order),
-    ("lpmf", lpmf_order),
-    ("greedy", greedy_order),
-    ("reverse_greedy", reverse_greedy_order),
-)
 _NARROW = (8, 64)  # states
 _WIDE = (64, 512, 4096, 16384)
 
 
 def portfolio(graph: Graph) -> Schedule:
-    """The schedule with the smallest max live found by the policies, cut repair and a bounded search."""
+    """Return the schedule with the smallest max live found by the policies, cut repair and a bounded search."""
     core = make_core(graph)
     prover = Prover(core, _cut_work(core))
-    best, name, peak = _listed(core, prover)
+    best, name, peak = _best_policy(core, prover)
     if peak > prover.bound:
         prover.raise_bound(best)
     if peak > prover.bound:
@@ -50,14 +39,17 @@ def portfolio(graph: Graph) -> Schedule:
     return prover.schedule(graph, best, name)
 
 
-def _listed(core: GraphArrays, prover: Prover) -> tuple[Ints, str, int]:
-    """The best order of the policies, with and without repair, its name and its max live; the first of equals."""
+def _best_policy(core: GraphArrays, prover: Prover) -> tuple[Ints, str, int]:
+    """Return the best order of the policies, with and without repair, its name and its max live.
+
+    Of equal orders, it is the first.
+    """
     best, name = core.traced, "traced"
     peak = int(step_bytes(core, best).max(initial=0))
-    for policy, make in _ORDERS:
+    for policy in ("traced", *RULES):
         if peak == prover.bound:
             break
-        order = make(core)
+        order = core.traced if policy == "traced" else listed(core, policy)
         for called in (policy, f"{policy} + repair"):
             needs = int(step_bytes(core, order).max())
             if needs < peak:
@@ -68,7 +60,7 @@ def _listed(core: GraphArrays, prover: Prover) -> tuple[Ints, str, int]:
 
 
 def _searched(graph: Graph, core: GraphArrays, start: Narrowed) -> Narrowed:
-    """The best order and bound after propagation and ever wider searches.
+    """Return the best order and bound after propagation and ever wider searches.
 
     Narrow searches come first. Then the small storages are left out, which give a search many choices for a few bytes.
     If that leaves a gap of more than those few bytes, wide searches with all storages follow.
@@ -88,8 +80,9 @@ def _searched(graph: Graph, core: GraphArrays, start: Narrowed) -> Narrowed:
 
 
 def _rough(graph: Graph, core: GraphArrays, peak: int) -> GraphArrays | None:
-    """The arrays without the smallest storages, together at most a thousandth of `peak`; None if those are none or
-    all."""
+    """Return the arrays without the smallest storages, together at most a thousandth of `peak`; None if those are none
+    or all.
+    """
     sizes = np.sort(core.size)
     out = int(np.searchsorted(np.cumsum(sizes), peak // 1000, side="right"))
     return make_core(graph, least=int(sizes[out])) if 0 < out < len(sizes) else None

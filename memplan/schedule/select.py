@@ -7,7 +7,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from memplan.core.graph import Graph
-from memplan.core.schedule import Schedule
+from memplan.core.schedule import Schedule, make_schedule
 from memplan.errors import MemplanError
 
 Policy = Callable[[Graph], Schedule]
@@ -16,25 +16,35 @@ Policy = Callable[[Graph], Schedule]
 POLICIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "auto": ("portfolio", "portfolio"),
-        "traced": ("policies.traced", "traced"),
-        "early_free": ("policies.early_free", "early_free"),
-        "late_alloc": ("policies.early_free", "late_alloc"),
-        "lpmf": ("policies.lpmf", "lpmf"),
-        "greedy": ("policies.greedy", "greedy"),
-        "reverse_greedy": ("policies.reverse_greedy", "reverse_greedy"),
-        "beam": ("search.beam", "beam"),
-        "exact": ("search.exact", "exact"),
+        "traced": ("select", "traced"),
+        "early_free": ("policies.list_policies", "early_free"),
+        "late_alloc": ("policies.list_policies", "late_alloc"),
+        "lpmf": ("policies.list_policies", "lpmf"),
+        "greedy": ("policies.list_policies", "greedy"),
+        "reverse_greedy": ("policies.list_policies", "reverse_greedy"),
+        "beam": ("search.ideals", "beam"),
+        "exact": ("search.ideals", "exact"),
         "cpsat": ("search.cpsat", "cpsat"),
     }
 )
 
 
+def traced(graph: Graph) -> Schedule:
+    """Schedule the ops in the order in which the program ran when it was traced, which is eager's order."""
+    return make_schedule(graph, tuple(range(len(graph.ops))), "traced")
+
+
 def order(graph: Graph, schedule: str | Policy = "auto") -> Schedule:
     """Schedule `graph` by a policy or its name. Raises `MemplanError` for an unknown name."""
+    return policy_of(schedule)(graph)
+
+
+def policy_of(schedule: str | Policy) -> Policy:
+    """Return the policy of that name, or the given function itself. Raises `MemplanError` for an unknown name."""
     if callable(schedule):
-        return schedule(graph)
+        return schedule
     if schedule not in POLICIES:
         raise MemplanError(f"schedule={schedule!r}", hint=f"choose one of: {', '.join(map(repr, POLICIES))}")
     module, name = POLICIES[schedule]
-    found: Schedule = getattr(import_module(f"memplan.schedule.{module}"), name)(graph)
+    found: Policy = getattr(import_module(f"memplan.schedule.{module}"), name)
     return found

@@ -10,12 +10,9 @@ from memplan.core.validate import validate
 from memplan.errors import InvalidProblem, UnsupportedProblem
 from memplan.solvers.base import Solver
 from memplan.solvers.baselines.greedy import Greedy
-from memplan.solvers.baselines.hill_climb import HillClimb
 from memplan.solvers.baselines.naive import Naive
 from memplan.solvers.baselines.online import Online
 from memplan.solvers.baselines.partition import Partition
-from memplan.solvers.baselines.shared_objects import Shared
-from memplan.solvers.baselines.tlsf import TLSF
 from memplan.solvers.baselines.tstack import TStack
 from memplan.solvers.cpsat import CPSAT
 from memplan.solvers.limits import Progress, SolverLimits
@@ -28,11 +25,8 @@ _ALL: tuple[Solver, ...] = (
     Greedy(best_fit=True),
     TStack(),
     Partition(),
-    Shared(),
-    HillClimb(),
     Online(best_fit=False),
     Online(best_fit=True),
-    TLSF(),
     Naive(),
 )
 SOLVERS: Mapping[str, Solver] = {solver.name: solver for solver in _ALL}
@@ -45,18 +39,23 @@ def select_solver(problem: Problem, solver: str | Solver = "auto") -> Solver:
 
     Raises `UnsupportedProblem` if the name is unknown or the solver cannot solve the problem.
     """
+    found = solver_of(solver)
+    reason = found.refuses(problem)
+    if reason is not None:
+        raise UnsupportedProblem(f"solver {found.name!r} does not take it: {reason}", hint="use solver='auto'")
+    return found
+
+
+def solver_of(solver: str | Solver) -> Solver:
+    """Return the solver of that name, or the given solver itself. Raises `UnsupportedProblem` for anything else."""
     if isinstance(solver, str):
         name = DEFAULT if solver == "auto" else solver
         if name not in SOLVERS:
-            raise UnsupportedProblem(
-                f"there is no solver {solver!r}", hint=f"choose one of: auto, {', '.join(SOLVERS)}"
-            )
-        solver = SOLVERS[name]
+            what = f"there is no solver {solver!r}"
+            raise UnsupportedProblem(what, hint=f"choose one of: auto, {', '.join(SOLVERS)}")
+        return SOLVERS[name]
     if not isinstance(solver, Solver):
         raise UnsupportedProblem(f"{solver!r} is no solver", hint="give a name, or an object with solve and refuses")
-    reason = solver.refuses(problem)
-    if reason is not None:
-        raise UnsupportedProblem(f"solver {solver.name!r} does not take it: {reason}", hint="use solver='auto'")
     return solver
 
 
@@ -120,9 +119,8 @@ def solve(
 
 def check_numbers(problem: Problem, time_limit: float | None, work_limit: int | None) -> None:
     """Raise `InvalidProblem` for invalid limits, and for sizes and steps that are too large for 64-bit arithmetic."""
-    for where, limit in (("time_limit", time_limit), ("work_limit", work_limit)):
-        if limit is not None and not (isinstance(limit, (int, float)) and limit >= 0):
-            raise InvalidProblem(f"{limit} is not a number from 0 upwards", where=where, hint="leave it out")
+    require_limit("time_limit", time_limit)
+    require_limit("work_limit", work_limit)
     sizes, alignments, lives, pins = (
         map(attrgetter(name), problem.buffers) for name in ("size", "alignment", "live", "pinned_offset")
     )
@@ -135,6 +133,12 @@ def check_numbers(problem: Problem, time_limit: float | None, work_limit: int | 
             where="buffers",
             hint="count sizes in larger units and number the steps from 0",
         )
+
+
+def require_limit(where: str, limit: float | None) -> None:
+    """Raise `InvalidProblem` for a limit that is neither None nor a number from 0 upwards."""
+    if limit is not None and not (isinstance(limit, (int, float)) and limit >= 0):
+        raise InvalidProblem(f"{limit} is not a number from 0 upwards", where=where, hint="leave it out")
 
 
 def check_pins(problem: Problem) -> None:

@@ -38,7 +38,7 @@ class Expression:
             raise _too_deep(text, where) from error
 
     def evaluate(self, *values: int) -> int:
-        """The value of the expression (of a condition: 0 or 1). Raises `InvalidPlan` if a divisor is 0."""
+        """Return the value of the expression (of a condition: 0 or 1). Raises `InvalidPlan` if a divisor is 0."""
         return evaluator([self.text], self.symbols)(*values)[0]
 
     def __eq__(self, other: object) -> bool:
@@ -52,7 +52,7 @@ class Expression:
 
 
 def evaluator(texts: Sequence[str], symbols: Sequence[str]) -> Evaluate:
-    """A function that takes a value for each symbol and returns the value of every text.
+    """Return a function that takes a value for each symbol and returns the value of every text.
 
     The texts must have been checked by `Expression` before.
     """
@@ -77,7 +77,7 @@ def evaluator(texts: Sequence[str], symbols: Sequence[str]) -> Evaluate:
 
 
 def holder(conditions: Sequence[str], symbols: Sequence[str]) -> Evaluate:
-    """A function that takes a value for each symbol and returns 1 for every condition that holds, else 0.
+    """Return a function that takes a value for each symbol and returns 1 for every condition that holds, else 0.
 
     A condition that cannot be computed, because a divisor is 0, does not hold.
     """
@@ -113,7 +113,7 @@ def _parse(text: str, where: str) -> ast.expr:
 
 
 def _check(node: ast.expr, symbols: frozenset[str], text: str, where: str) -> bool:
-    """Whether `node` is a condition. Raises `InvalidPlan` naming the first part that is not allowed."""
+    """Return whether `node` is a condition. Raises `InvalidPlan` naming the first part that is not allowed."""
     parts = _parts(node, symbols)
     if parts is None:
         raise _not_allowed(node, text, where)
@@ -125,7 +125,7 @@ def _check(node: ast.expr, symbols: frozenset[str], text: str, where: str) -> bo
 
 
 def _parts(node: ast.expr, symbols: frozenset[str]) -> Sequence[ast.expr] | None:
-    """The operands of a node; None for a node that is not allowed."""
+    """Return the operands of a node; None for a node that is not allowed."""
     match node:
         case ast.Constant(value=int(number)) if type(number) is int and abs(number) < 2**63:
             return ()

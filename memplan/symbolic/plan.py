@@ -20,7 +20,7 @@ from memplan.planning.consistency import check_consistency
 from memplan.schedule import cut_bound
 from memplan.symbolic.expression import Expression, evaluator, holder
 from memplan.symbolic.resolve import Placement, Resolver
-from memplan.symbolic.sizes import Sizes, always_alike, as_taken, check_sizes
+from memplan.symbolic.sizes import Sizes, check_sizes, with_stable_candidates, with_used_candidates
 from memplan.symbolic.symbols import Symbol, check_symbols, values_of
 
 
@@ -76,15 +76,44 @@ class SymbolicPlan:
 
         Raises:
             ShapeOutOfRange: a value is missing or out of its range, or a condition does not hold.
+
+        Example:
+            >>> symbolic.place({"batch": 32}).arena_size
         """
         return self._resolver.place(values)
 
     def arena_size(self, values: Mapping[str, int]) -> int:
-        """Bytes of the arena of the plan for these values. Raises the errors of `resolve`."""
+        """Return the bytes of the arena of the plan for these values.
+
+        Args:
+            values: a value for each symbol.
+
+        Returns:
+            Bytes.
+
+        Raises:
+            ShapeOutOfRange: a value is missing or out of its range, or a condition does not hold.
+
+        Example:
+            >>> symbolic.arena_size({"batch": 32})
+        """
         return self.resolve(values).arena_size
 
     def max_live(self, values: Mapping[str, int]) -> int:
-        """The largest sum of live buffer sizes over all steps for these values, bytes with alignment padding."""
+        """Return the largest sum of live buffer sizes over all steps for these values.
+
+        Args:
+            values: a value for each symbol.
+
+        Returns:
+            Bytes, with alignment padding.
+
+        Raises:
+            ShapeOutOfRange: a value is missing or out of its range, or a condition does not hold.
+
+        Example:
+            >>> symbolic.max_live({"batch": 32})
+        """
         return self.place(values).max_live
 
     def resolve(self, values: Mapping[str, int], within: Mapping[str, int] | None = None) -> Plan:
@@ -102,15 +131,41 @@ class SymbolicPlan:
         Raises:
             ShapeOutOfRange: a value is missing or out of its range, or a condition does not hold.
             InvalidSolution: the placement is invalid (a bug of memplan).
+
+        Example:
+            >>> plan = symbolic.resolve({"batch": 32})
         """
         return self._resolver.resolve(values, within)
 
     def require_in_range(self, values: Mapping[str, int]) -> None:
-        """Raise `ShapeOutOfRange` naming the first value that is missing or out of its range."""
+        """Raise an error that names the first value that is missing or out of its range.
+
+        Args:
+            values: a value for each symbol.
+
+        Raises:
+            ShapeOutOfRange: a value is missing or out of its range.
+
+        Example:
+            >>> symbolic.require_in_range({"batch": 32})
+        """
         values_of(self.symbols, values)
 
     def covers(self, values: Mapping[str, int]) -> bool:
-        """Whether all conditions hold for these values, which must be in range; if not, they need another plan."""
+        """Return whether all conditions hold for these values; those for which one does not need another plan.
+
+        Args:
+            values: a value for each symbol, in its range.
+
+        Returns:
+            True if all hold.
+
+        Raises:
+            ShapeOutOfRange: a value is missing or out of its range.
+
+        Example:
+            >>> symbolic.covers({"batch": 32})
+        """
         return self._resolver.covers(values)
 
     @cached_property
@@ -120,14 +175,34 @@ class SymbolicPlan:
     # -- what people see ---------------------------------------------------------------------------------
 
     def size_of(self, name: str) -> str:
-        """The bytes of the storage called `name`, as an expression. Raises `UnknownName`."""
+        """Return the bytes of a storage as an expression of the symbols.
+
+        Args:
+            name: the name of the storage in the plan's graph.
+
+        Returns:
+            The expression, such as "4096*batch".
+
+        Raises:
+            UnknownName: the plan has no such storage.
+
+        Example:
+            >>> symbolic.size_of("gelu")
+        """
         index = next((i for i, s in enumerate(self.plan.graph.storages) if s.name == name), None)
         if index is None:
             raise UnknownName(f"the plan has no storage {name!r}", where=name, hint="to_text() lists the buffers")
         return self.sizes.expressions[self.sizes.storages[index]]
 
     def to_text(self) -> str:
-        """The plan as text: symbols, conditions, sizes for some values, and each buffer's bytes as an expression."""
+        """Return the plan as text: symbols, conditions, sizes for some values, and each buffer's bytes.
+
+        Returns:
+            The text; the bytes of a buffer are an expression of the symbols.
+
+        Example:
+            >>> print(symbolic.to_text())
+        """
         from memplan.symbolic.text import to_text
 
         return to_text(self)
@@ -135,7 +210,14 @@ class SymbolicPlan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to `path` as JSON, completely or not at all.
 
-        Raises `UnreadableFile` if the file cannot be written. `memplan.load_symbolic` reads it.
+        Args:
+            path: the file to write; `memplan.load_symbolic` reads it.
+
+        Raises:
+            UnreadableFile: the file cannot be written.
+
+        Example:
+            >>> symbolic.save("model.plan.json")
         """
         from memplan.symbolic.planfile import save_symbolic
 
@@ -158,7 +240,7 @@ def make_symbolic(
 
     Raises `InvalidPlan` if sizes, conditions and plan do not belong together.
     """
-    graph = as_taken(plan.graph, plan.schedule.order)
+    graph = with_used_candidates(plan.graph, plan.schedule.order)
     made = SymbolicPlan(
         symbols=tuple(symbols),
         conditions=tuple(conditions),
@@ -171,7 +253,7 @@ def make_symbolic(
 
 
 def _proven(graph: Graph, schedule: Schedule) -> Schedule:
-    """The schedule with the same order and the bound proven for `graph`, which has fewer in-place candidates."""
+    """Return the schedule with the same order and the bound proven for `graph`, which has fewer in-place candidates."""
     plain = make_schedule(graph, schedule.order, schedule.policy)
     if schedule.evidence not in (Evidence.CUT, Evidence.BETWEEN):
         return plain
@@ -183,8 +265,8 @@ def _proven(graph: Graph, schedule: Schedule) -> Schedule:
 
 
 def stable(graph: Graph, sizes: Sizes) -> Graph:
-    """The graph to plan for the hints: it has only the in-place candidates that exist for all other values too."""
-    return always_alike(graph, sizes)
+    """Return the graph to plan for the hints, with only the in-place candidates that exist for all values."""
+    return with_stable_candidates(graph, sizes)
 
 
 def check_symbolic(made: SymbolicPlan) -> None:
@@ -196,14 +278,17 @@ def check_symbolic(made: SymbolicPlan) -> None:
     names = [s.name for s in made.symbols]
     for i, text in enumerate(made.conditions):
         if not Expression(text, names, f"conditions[{i}]").condition:
-            raise InvalidPlan(f"{text!r} is no condition", where=f"conditions[{i}]")
+            raise InvalidPlan(f"{text!r} is not a condition", where=f"conditions[{i}]")
     for i, shape in enumerate(made.inputs):
         for text in shape:
             Expression(text, names, f"inputs[{i}]")
     if made.plan.eviction is not None:
         raise InvalidPlan("has evictions, which hold for one size only", where="plan.eviction")
     graph = made.plan.graph
-    if always_alike(graph, made.sizes) != graph or as_taken(graph, made.plan.schedule.order) != graph:
+    if (
+        with_stable_candidates(graph, made.sizes) != graph
+        or with_used_candidates(graph, made.plan.schedule.order) != graph
+    ):
         raise InvalidPlan("has in-place candidates that other values do not have", where="plan.graph")
     check_sizes(graph, made.sizes, made.symbols, evaluator(made.sizes.expressions, names))
     hints = tuple(s.hint for s in made.symbols)
@@ -218,5 +303,5 @@ def check_whole(made: SymbolicPlan) -> None:
 
 
 def whole_as_loaded(made: SymbolicPlan) -> SymbolicPlan:
-    """The symbolic plan of a file after `check_whole`, with the bounds not proven by it marked as claimed."""
+    """Return the symbolic plan of a file after `check_whole`, with bounds that it did not prove marked as claimed."""
     return replace(made, plan=as_loaded(made.plan))

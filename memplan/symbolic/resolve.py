@@ -21,7 +21,7 @@ from memplan.core.problem import Problem, Solution, Status
 from memplan.core.schedule import Evidence, Schedule, make_schedule, storage_intervals, working_set_bound
 from memplan.core.validate import validate
 from memplan.errors import ShapeOutOfRange
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.schedule import cut_bound, order
 from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.sizes import Sizes, graph_at
@@ -60,11 +60,14 @@ class Resolver:
         self.resolved: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Plan] = OrderedDict()
 
     def covers(self, values: Mapping[str, int]) -> bool:
-        """Whether all conditions hold for values in range."""
+        """Return whether all conditions hold for values in range."""
         return all(self._hold(*values_of(self.symbols, values)))
 
     def place(self, values: Mapping[str, int], *, thorough: bool = False) -> Placement:
-        """The offsets for these values; `thorough` is that of `SymbolicPlacer.place`. Raises `ShapeOutOfRange`."""
+        """Return the offsets for these values; `thorough` is that of `SymbolicPlacer.place`.
+
+        Raises `ShapeOutOfRange`.
+        """
         numbers = self._evaluate(*self._checked(values))
         placed = self._placer.place([numbers[p] for p in self._buffer_sizes], thorough=thorough)
         pairs = zip(self._buffer_names, placed.offsets.tolist(), strict=True)
@@ -76,7 +79,7 @@ class Resolver:
         )
 
     def resolve(self, values: Mapping[str, int], within: Mapping[str, int] | None = None) -> Plan:
-        """As `SymbolicPlan.resolve`."""
+        """Return the plan for these values; see `SymbolicPlan.resolve`."""
         given = self._checked(values)
         key = (given, given if within is None else self._checked(within))
         if key in self.resolved:
@@ -100,12 +103,14 @@ class Resolver:
         return given
 
     def _planned(self, values: Mapping[str, int]) -> Plan:
-        """The validated plan for these values, in the order of the plan for the hints."""
+        """Return the validated plan for these values, in the order of the plan for the hints."""
         schedule, problem, graph = self._problem(values, self.plan)
         return self._with(graph, schedule, problem, self.place(values, thorough=True).offsets)
 
     def _inside(self, values: Mapping[str, int], upper: Plan) -> Plan | None:
-        """The validated plan with the order and the offsets of `upper`; None if a buffer is larger than in `upper`."""
+        """Return the validated plan with the order and the offsets of `upper`; None if a buffer is larger than in
+        `upper`.
+        """
         schedule, problem, graph = self._problem(values, upper)
         largest = {b.id: b.size for b in upper.problem.buffers}
         if any(b.size > largest.get(b.id, -1) for b in problem.buffers):
@@ -114,7 +119,7 @@ class Resolver:
         return self._with(graph, schedule, problem, {b.id: offsets[b.id] for b in problem.buffers})
 
     def _problem(self, values: Mapping[str, int], base: Plan) -> tuple[Schedule, Problem, Graph]:
-        """The schedule, the problem and the graph for these values, in the order of `base`."""
+        """Return the schedule, the problem and the graph for these values, in the order of `base`."""
         graph = graph_at(self.plan.graph, self.sizes, self._evaluate(*values_of(self.symbols, values)))
         schedule = make_schedule(graph, base.schedule.order, base.schedule.policy)
         return schedule, lifetimes.problem(graph, schedule, alignment=base.alignment, redzone=base.redzone), graph
@@ -133,7 +138,7 @@ class Resolver:
         return replace(base, graph=graph, schedule=schedule, problem=problem, solution=solution, temporaries=None)
 
     def _good_enough(self, plan: Plan) -> Plan:
-        """`plan`, or a new plan with a smaller arena if that of `plan` is more than 1.25 times the lower bound.
+        """Return `plan`, or a new plan with a smaller arena if that of `plan` is more than 1.25 times the lower bound.
 
         The new plan, like the lower bound, may use every in-place candidate of these values. Plans with red zones,
         which are for tests, are not made anew.
@@ -145,17 +150,14 @@ class Resolver:
         )
         if plan.arena_size <= _ENOUGH * working_set_bound(graph) or plan.arena_size <= _ENOUGH * self._cut_bound(graph):
             return plan
-        anew = make_plan(
-            model=plan.model,
-            graph=graph,
-            schedule=order(graph),
-            alignment=plan.alignment,
-            versions=plan.versions,
-        )
+        anew = make_plan(replace(ScheduledGraph.of(plan), graph=graph, schedule=order(graph)))
         return anew if anew.arena_size < plan.arena_size else plan
 
     def _cut_bound(self, graph: Graph) -> int:
-        """The lower bound for `graph` by the cut that proved the bound of the plan for the hints; 0 without one."""
+        """Return the lower bound for `graph` by the cut that proved the bound of the plan for the hints.
+
+        It is 0 without such a cut.
+        """
         schedule = self.plan.schedule
         if schedule.evidence is Evidence.BETWEEN:
             return cut_bound(graph, None)

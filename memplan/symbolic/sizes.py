@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from memplan.core.graph import Graph, Op, Storage, Value
-from memplan.core.in_place_reuse import taken
+from memplan.core.in_place_reuse import used_candidates
 from memplan.errors import InvalidPlan, ShapeOutOfRange
 from memplan.symbolic.expression import Expression
 from memplan.symbolic.symbols import Symbol
@@ -32,18 +32,18 @@ class SizesWriter:
         self._place: dict[str, int] = {}
 
     def add(self, text: str) -> int:
-        """The index of an expression, which is added if it is new."""
+        """Return the index of an expression, which is added if it is new."""
         return self._place.setdefault(text, len(self._place))
 
     def finish(self, storages: Sequence[str], views: Sequence[Sequence[str]]) -> Sizes:
-        """The table of sizes for these storages (bytes) and values (shape, strides, offset)."""
+        """Return the table of sizes for these storages (bytes) and values (shape, strides, offset)."""
         placed = tuple(tuple(map(self.add, view)) for view in views)
         sized = tuple(map(self.add, storages))
         return Sizes(expressions=tuple(self._place), storages=sized, views=placed)
 
 
 def graph_at(graph: Graph, sizes: Sizes, numbers: Sequence[int]) -> Graph:
-    """The graph with other sizes; `numbers[i]` is the value of `sizes.expressions[i]`.
+    """Return the graph with other sizes; `numbers[i]` is the value of `sizes.expressions[i]`.
 
     Raises `ShapeOutOfRange` if a size would be negative.
     """
@@ -105,8 +105,8 @@ def _check_table(graph: Graph, sizes: Sizes) -> None:
             raise InvalidPlan(f"names expression {place}", where="sizes")
 
 
-def always_alike(graph: Graph, sizes: Sizes) -> Graph:
-    """`graph` without the in-place candidates that exist only because of the hints.
+def with_stable_candidates(graph: Graph, sizes: Sizes) -> Graph:
+    """Return `graph` without the in-place candidates that exist only because of the hints.
 
     A candidate is kept if the sizes of its storages are equal expressions, and so equal for all values; for an op with
     an `out=` kernel, the layouts of result and input must be equal expressions too.
@@ -114,12 +114,12 @@ def always_alike(graph: Graph, sizes: Sizes) -> Graph:
 
     def kept(op: Op) -> Op:
         return (
-            replace(op, inplace_candidates=tuple(c for c in op.inplace_candidates if alike(op, *c)))
+            replace(op, inplace_candidates=tuple(c for c in op.inplace_candidates if is_stable(op, *c)))
             if op.inplace_candidates
             else op
         )
 
-    def alike(op: Op, result: int, read: int) -> bool:
+    def is_stable(op: Op, result: int, read: int) -> bool:
         one, two = graph.values[result].storage, graph.values[read].storage
         if sizes.storages[one] != sizes.storages[two]:
             return False
@@ -129,9 +129,9 @@ def always_alike(graph: Graph, sizes: Sizes) -> Graph:
     return replace(graph, ops=tuple(map(kept, graph.ops)))
 
 
-def as_taken(graph: Graph, order: Sequence[int]) -> Graph:
-    """`graph` with only the in-place candidates that `order` uses, so that other sizes use the same ones."""
-    kept = dict(taken(graph, order))
+def with_used_candidates(graph: Graph, order: Sequence[int]) -> Graph:
+    """Return `graph` with only the in-place candidates that `order` uses, so that other sizes use the same ones."""
+    kept = dict(used_candidates(graph, order))
     ops = (
         replace(op, inplace_candidates=(kept[i],) if i in kept else ()) if op.inplace_candidates else op
         for i, op in enumerate(graph.ops)

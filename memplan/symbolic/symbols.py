@@ -39,7 +39,9 @@ def check_symbols(symbols: Sequence[Symbol]) -> None:
 
 
 def values_of(symbols: Sequence[Symbol], given: Mapping[str, int]) -> tuple[int, ...]:
-    """The values in the order of `symbols`. Raises `ShapeOutOfRange` for the first that is missing or out of range."""
+    """Return the values in the order of `symbols`. Raises `ShapeOutOfRange` for the first that is missing or out of
+    range.
+    """
     ranges = "; ".join(map(str, symbols))
     for name in given:
         if all(s.name != name for s in symbols):

@@ -11,7 +11,7 @@ from memplan.symbolic.plan import SymbolicPlan
 
 
 def to_text(plan: SymbolicPlan) -> str:
-    """The plan as plain text, with the sizes for the smallest values, the hints and the largest values."""
+    """Return the plan as plain text, with the sizes for the smallest values, the hints and the largest values."""
     graph = plan.plan.graph
     lines = [f"{plan.plan.model}: {len(graph.ops)} steps, {len(plan.plan.problem.buffers)} buffers"]
     lines += [f"  {s.name} = {s.min}..{s.max}, planned under {s.hint}" for s in plan.symbols]

@@ -1,42 +1,38 @@
 """Trace an `nn.Module` on example inputs into a `TracedGraph`. Only this package knows dynamo, AOTAutograd and fx.
 
-Start at `tracing.py`. It runs `capture/` (one joint graph on fake tensors), then the passes over that graph (`passes/`,
-`lowering/`, `chunking/`, `compression/`, `optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`).
-`planning.py` plans the result.
+In: an `nn.Module` and example inputs. Out: a `TracedGraph`. Start at `tracing.py`. It runs `capture/` (one joint
+graph on fake tensors), then the passes over that graph (`passes/`, `lowering/`, `chunking/`, `compression/`,
+`optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`). `planning.py` plans the result, and asks a
+`Retracer` (`retracer.py`) for other variants of a step.
 """
 
 from __future__ import annotations
 
-from memplan.trace.capture.front_ends import Captured, capture
+from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.planning import (
-    ARENA,
-    GRADIENTS,
-    LAYOUTS,
     alignment_of,
     device_costs,
-    layout_solver,
     plan,
+    plan_step,
     plan_traced,
-    stay_in_arena,
 )
+from memplan.trace.retracer import Retracer
 from memplan.trace.traced import TracedGraph
-from memplan.trace.tracing import trace, trace_captured, trace_graph, trace_step
+from memplan.trace.tracing import CapturedStep, capture_call, capture_step, trace, trace_captured, trace_graph
 
 __all__ = [
-    "ARENA",
-    "GRADIENTS",
-    "LAYOUTS",
     "Captured",
+    "CapturedStep",
+    "Retracer",
     "TracedGraph",
     "alignment_of",
-    "capture",
+    "capture_call",
+    "capture_step",
     "device_costs",
-    "layout_solver",
     "plan",
+    "plan_step",
     "plan_traced",
-    "stay_in_arena",
     "trace",
     "trace_captured",
     "trace_graph",
-    "trace_step",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,14 +14,20 @@ from torch.utils._pytree import tree_leaves
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes, parse_size
 from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError, UnsupportedGraph
-from memplan.evict.costs import CostModel
+from memplan.evict.costs import CostModel, cost_model
 from memplan.evict.select import fit_policy
 from memplan.evict.workload import Policy as EvictionPolicy
-from memplan.planning.budget import cost_model, plan_within
+from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload, smallest
+from memplan.planning.make_plan import ScheduledGraph
+from memplan.planning.options import PlanOptions, refuse_beside_arena
 from memplan.solvers import Solver
-from memplan.trace.planning import device_costs, plan_traced, stay_in_arena
+from memplan.trace.planning import device_costs, plan_traced
 from memplan.trace.tracing import trace
+
+if TYPE_CHECKING:
+    from memplan.core.choices import Gradients
+    from memplan.planning.options import Costs
 
 Make = Callable[[int], tuple[nn.Module, Any]]
 
@@ -34,9 +41,9 @@ def max_batch(
     train: bool | None = None,
     total: bool = False,
     policy: str | EvictionPolicy | None = "auto",
-    costs: CostModel | str | None = None,
+    costs: Costs | None = None,
     solver: str | Solver = "auto",
-    gradients: str = "safe",
+    gradients: Gradients = "safe",
 ) -> int:
     """Return the largest batch size from `lowest` to `highest` whose step fits `budget`.
 
@@ -86,10 +93,11 @@ def max_batch(
             where="max_batch",
             hint="give a budget in bytes and 1 <= lowest <= highest",
         )
-    resident = stay_in_arena(gradients, policy=None if policy == "auto" else policy)
-    policy = None if resident else policy
-    options = {"policy": policy, "costs": costs, "solver": solver, "resident": resident}
-    search = _Search(make, limit, train=train, total=total, **options)
+    options = PlanOptions(policy="auto" if policy is None else policy, costs=costs, solver=solver, gradients=gradients)
+    if options.gradients_in_arena:
+        refuse_beside_arena(policy=None if policy == "auto" else policy)
+    evicts = policy is not None and not options.gradients_in_arena
+    search = _Search(make, limit, options, train=train, total=total, evicts=evicts)
     if search.need(lowest) > limit:
         least = search.need(lowest)
         raise BudgetInfeasible(
@@ -110,7 +118,7 @@ def max_batch(
             )
             raise UnsupportedGraph(error.node, error.reason, hint) from error
         fits, fails = (fits, guess) if need > limit else (guess, fails)
-    if fits > lowest and search.alike(lowest, fits):
+    if fits > lowest and search.same_need(lowest, fits):
         raise InvalidModel(
             f"make({lowest}) and make({fits}) return the same inputs, which need the same memory: it ignores its batch",
             where="max_batch",
@@ -121,24 +129,31 @@ def max_batch(
     return fits
 
 
+@dataclass(slots=True)
 class _Search:
-    """Plan single batch sizes and remember what they need."""
+    """Plan single batch sizes and remember what they need.
 
-    def __init__(self, make: Make, limit: int, **options: Any) -> None:
-        self.make = make
-        self.limit = limit
-        self.options = options
-        self._needs: dict[int, int] = {}
-        self._inputs: dict[int, tuple[Any, ...]] = {}
+    `limit`: the budget in bytes. `total`: it bounds everything together, not the arena alone. `evicts`: storages that
+    do not fit may be evicted.
+    """
+
+    make: Make
+    limit: int
+    options: PlanOptions
+    train: bool | None
+    total: bool
+    evicts: bool
+    _needs: dict[int, int] = field(default_factory=dict)
+    _inputs: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def need(self, batch: int) -> int:
         """Return the fewest bytes, of those that count against the budget, in which this batch size can run."""
         if batch not in self._needs:
             plain, costs, outside = self._plain(batch)
             least = plain.arena_size
-            if self.options["policy"] is not None and least + outside > self.limit:
+            if self.evicts and least + outside > self.limit:
                 workload = make_workload(plain.graph, plain.schedule.order, costs, plain.alignment)
-                least = smallest(workload, fit_policy(self.options["policy"]))
+                least = smallest(workload, fit_policy(self.options.policy))
             self._needs[batch] = least + outside
         return self._needs[batch]
 
@@ -153,7 +168,7 @@ class _Search:
         slope = (self._needs[two] - self._needs[one]) / (two - one)
         return one + int((self.limit - self._needs[one]) / slope) if slope > 0 else 2 * two
 
-    def alike(self, one: int, two: int) -> bool:
+    def same_need(self, one: int, two: int) -> bool:
         """Return whether two batch sizes make inputs of the same sizes and need the same memory."""
         return self._inputs[one] == self._inputs[two] and self._needs[one] == self._needs[two]
 
@@ -162,20 +177,11 @@ class _Search:
         plain, costs, outside = self._plain(batch)
         if plain.arena_size + outside <= self.limit:
             return True
-        if self.options["policy"] is None:
+        if not self.evicts:
             return False
+        options = replace(self.options, budget=max(self.limit - outside, 0))
         try:
-            plan_within(
-                max(self.limit - outside, 0),
-                model=plain.model,
-                graph=plain.graph,
-                schedule=plain.schedule,
-                alignment=plain.alignment,
-                versions=plain.versions,
-                costs=costs,
-                policy=self.options["policy"],
-                solver=self.options["solver"],
-            )
+            plan_within(ScheduledGraph.of(plain), options, costs)
         except BudgetInfeasible:
             return False
         return True
@@ -186,10 +192,10 @@ class _Search:
         self._inputs[batch] = tuple(
             tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in tree_leaves(inputs)
         )
-        traced = trace(model, inputs, train=self.options["train"], resident=self.options["resident"])
-        plan = plan_traced(traced, solver=self.options["solver"])
-        outside = plan.total - plan.arena_size if self.options["total"] else 0
-        return plan, cost_model(self.options["costs"] or device_costs(traced.device)), outside
+        traced = trace(model, inputs, train=self.train, resident=self.options.gradients_in_arena)
+        plan = plan_traced(traced, self.options)
+        outside = plan.total - plan.arena_size if self.total else 0
+        return plan, cost_model(self.options.costs or device_costs(traced.device)), outside
 
     def _example(self, batch: int) -> tuple[nn.Module, Any]:
         """Return the model and the inputs of a batch size, on fake tensors."""
@@ -199,7 +205,7 @@ class _Search:
         except MemplanError:
             raise
         except Exception as error:
-            hint = "make(batch) runs on fake tensors: build the model and inputs without looking at numbers"
+            hint = "make(batch) runs on fake tensors: build the model and its inputs without reading values of tensors"
             raise UnsupportedGraph(
                 f"make({batch})", f"{type(error).__name__}: {error}".splitlines()[0], hint
             ) from error

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch._ops import OpOverload
 
 from memplan.core.division import Division
 from memplan.core.graph import Graph
-from memplan.errors import UnsupportedProblem
 from memplan.trace.capture.python_values import Reading
 
 
@@ -52,18 +50,18 @@ class Live:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """What an op of the graph calls: a kernel and its arguments.
+    """The call that an op of the graph makes: a kernel and its arguments.
 
     `outs`: the values of its results (None where it returns none); empty for an op that only changes its arguments.
-    `several`: it returns a sequence, even if of one result. `opaque_results`: (position, number) of each opaque result
-    (see `OpaqueResult`).
+    `returns_sequence`: it returns a sequence, even if of one result. `opaque_results`: (position, number) of each
+    opaque result (see `OpaqueResult`).
     """
 
     target: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
-    several: bool = False
+    returns_sequence: bool = False
     opaque_results: tuple[tuple[int, int], ...] = ()
 
 
@@ -81,7 +79,7 @@ class Transfer:
 
 
 class Source(enum.Enum):
-    """Where a tensor comes from that the arena does not hold and that no op makes."""
+    """The origin of a tensor that the arena does not hold and that no op makes."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -112,7 +110,7 @@ class Binding:
 
 
 class ReturnKind(enum.Enum):
-    """How a leaf of the module's result is made."""
+    """The way in which a leaf of the module's result is made."""
 
     FRESH = "written by the step into memory that the caller owns"
     ALIAS = "a view of another leaf, an input or a parameter"
@@ -136,7 +134,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What leaves a step. All numbers are value indices, except those of `gradient_of` and `needs`.
+    """The values that leave a step. All numbers are value indices, except those of `gradient_of` and `needs`.
 
     `returned`: the leaves of the module's result, in order. `fresh`: the outputs that the forward returns to autograd;
     `tangents[i]`: the gradient that comes in for `fresh[i]` (None: not differentiable). `gradients`: what the backward
@@ -160,7 +158,7 @@ class TracedGraph:
     if the step was traced under it. `readings`: the Python values that are constants of the step. `device`: where all
     planned storages are. `runs_on`: the names of the devices in plans where everything else is on the host and the plan
     copies it; empty otherwise. `division`: how chains of rows were divided, with `over` settled. `compress`: how saved
-    activations are compressed. `again`: traces the step with another division and compression.
+    activations are compressed.
     """
 
     model: str
@@ -178,28 +176,12 @@ class TracedGraph:
     runs_on: tuple[str, ...] = ()
     division: Division | None = None
     compress: str = ""
-    again: Callable[[Division | None, str], TracedGraph] | None = field(default=None, compare=False, repr=False)
-
-    def divided(self, division: Division | None) -> TracedGraph:
-        """Return the same step with its chains of rows divided by `division` (None: not divided)."""
-        return self.rewritten(division, self.compress)
-
-    def rewritten(self, division: Division | None, compress: str) -> TracedGraph:
-        """Return the same step, divided by `division`, with saved activations compressed by `compress` ("": not
-        compressed).
-        """
-        if (division, compress) == (self.division, self.compress):
-            return self
-        if self.again is None:
-            hint = "leave out divide= and compress="
-            raise UnsupportedProblem("this step cannot be traced again", where="divide", hint=hint)
-        return self.again(division, compress)
 
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """Return the bindings of one source, in order."""
         return tuple(b for b in self.bindings if b.source is source)
 
     @property
-    def handed(self) -> int:
+    def opaque_count(self) -> int:
         """The number of opaque results, which go from kernel to kernel (see `OpaqueResult`)."""
         return 1 + max((n for k in self.kernels if isinstance(k, KernelCall) for _, n in k.opaque_results), default=-1)

@@ -1,12 +1,15 @@
-"""Trace a model into a `TracedGraph`: capture its graph, run the passes one after another, and read the result."""
+"""Trace a model into a `TracedGraph`: capture its graph, run the passes one after another, and read the result.
+
+`capture_call` (of a model) and `capture_step` (of a whole training step) return a `CapturedStep`, which planning can
+trace in several variants. `trace` does both at once for a model.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -14,7 +17,7 @@ from torch import fx, nn
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import UnsupportedGraph
-from memplan.trace.capture.front_ends import Captured, capture
+from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.compression.pack import pack_masks
@@ -31,6 +34,9 @@ from memplan.trace.passes.rewrite import copy_of, value
 from memplan.trace.passes.simplify import simplify
 from memplan.trace.traced import TracedGraph
 
+if TYPE_CHECKING:
+    from memplan.planning.options import Device
+
 
 def trace(
     model: nn.Module,
@@ -39,10 +45,10 @@ def trace(
     *,
     train: bool | None = None,
     in_place: bool = True,
-    device: Any = None,
+    device: Device | None = None,
     resident: bool = False,
 ) -> TracedGraph:
-    """Trace one step of `model`.
+    """Return one step of `model`, traced.
 
     Args:
         model: the module to trace; its parameters may be real, fake or meta tensors.
@@ -58,14 +64,37 @@ def trace(
         UnsupportedGraph: the model cannot be traced as one graph.
         UnsupportedDevice: `device` is not available, or the model is not on the CPU.
     """
+    return capture_call(
+        model, example_inputs, example_kwargs, train=train, in_place=in_place, device=device, resident=resident
+    ).retrace()
+
+
+def capture_call(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    train: bool | None = None,
+    in_place: bool = True,
+    device: Device | None = None,
+    resident: bool = False,
+) -> CapturedStep:
+    """Return one step of `model`, captured. The arguments and errors are those of `trace`."""
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
     captured, target = _captured_for(device, model, args, keywords_of(example_kwargs), train=train)
-    return _divisible(captured, type(model).__name__, own_outputs, target, in_place=in_place, resident=resident)
+    return CapturedStep(
+        captured=captured,
+        model=type(model).__name__,
+        finish=own_outputs,
+        target=target,
+        in_place=in_place,
+        resident=resident,
+    )
 
 
 def _captured_for(
-    device: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
+    device: Device | None, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
 ) -> tuple[Captured, Target | None]:
     """Return the graph captured for `device` (None: for where the model is), and the target that stands for it."""
     if device is None:
@@ -75,29 +104,35 @@ def _captured_for(
     return capture(model, args, kwargs, train=train, device=target.device), target
 
 
-def _divisible(
-    captured: Captured,
-    model: str,
-    finish: Callable[[fx.Graph], None],
-    target: Target | None,
-    *,
-    in_place: bool,
-    resident: bool = False,
-) -> TracedGraph:
-    """Trace a captured graph; the result can be traced again with another division or compression."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedStep:
+    """A captured step: the `Retracer` of a call of a model, or of a whole training step.
 
-    @lru_cache(maxsize=2)
-    def make(division: Division | None, compress: str) -> TracedGraph:
-        """Trace a copy of the captured graph, divided and compressed."""
-        copied = fx.GraphModule(captured.graph_module, copy_of(captured.graph_module.graph))
-        whole = replace(captured, graph_module=copied)
-        host_resident = target is not None
+    `captured`: the graph, which is never changed. `model`: the name of the model. `finish`: the last pass. `target`:
+    the device where the step runs while its model stays on the host (None: where the model is). `in_place`: results may
+    take the bytes of inputs. `resident`: parameters' gradients stay in the arena.
+    """
+
+    captured: Captured
+    model: str
+    finish: Callable[[fx.Graph], None]
+    target: Target | None
+    in_place: bool
+    resident: bool = False
+
+    def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
+        """Return the step, traced from a copy of its graph; see `Retracer`."""
+        copied = fx.GraphModule(self.captured.graph_module, copy_of(self.captured.graph_module.graph))
         traced = trace_captured(
-            whole, model, finish, division, compress, resident=resident, host_resident=host_resident
+            replace(self.captured, graph_module=copied),
+            self.model,
+            self.finish,
+            division,
+            compress,
+            resident=self.resident,
+            host_resident=self.target is not None,
         )
-        return replace(_finished(traced, target, in_place=in_place), again=make)
-
-    return make(None, "")
+        return _finished(traced, self.target, in_place=self.in_place)
 
 
 def _finished(traced: TracedGraph, target: Target | None, *, in_place: bool) -> TracedGraph:
@@ -108,7 +143,7 @@ def _finished(traced: TracedGraph, target: Target | None, *, in_place: bool) -> 
     return replace(traced, graph=with_inplace_candidates(traced.graph)) if in_place else traced
 
 
-def trace_step(
+def capture_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     example_inputs: tuple[Any, ...],
@@ -118,9 +153,9 @@ def trace_step(
     accumulate: Accumulate | None = None,
     rates_in_memory: bool = False,
     in_place: bool = True,
-    device: Any = None,
-) -> TracedGraph:
-    """Trace forward, backward and the optimizer's update of a model that returns its loss.
+    device: Device | None = None,
+) -> CapturedStep:
+    """Return forward, backward and the optimizer's update of a model that returns its loss, captured.
 
     The optimizer's state is created where it does not exist yet.
 
@@ -154,7 +189,7 @@ def trace_step(
             device=None if target is None else target.device,
         )
 
-    return _divisible(captured, type(model).__name__, update, target, in_place=in_place)
+    return CapturedStep(captured=captured, model=type(model).__name__, finish=update, target=target, in_place=in_place)
 
 
 def _require_one_number(captured: Captured) -> None:
@@ -164,7 +199,9 @@ def _require_one_number(captured: Captured) -> None:
     leaves = captured.out_spec.num_leaves
     if leaves != 1 or math.prod(shapes[0]) != 1:
         what = f"returns {leaves} values" if leaves != 1 else f"returns a tensor of shape {shapes[0]}"
-        raise UnsupportedGraph("loss_fn", f"{what}, a step minimises one number", "return the mean or the sum alone")
+        raise UnsupportedGraph(
+            "loss_fn", f"{what}, but a training step minimises one number", "return the mean or the sum alone"
+        )
 
 
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:

@@ -23,7 +23,7 @@ _SEARCHES = ("exact", "beam", "cpsat")
 _UNLIMITED = 10**15  # a work limit that is never reached before the time limit
 
 
-class State(enum.StrEnum):
+class ProofState(enum.StrEnum):
     """The result of a proof."""
 
     PROVEN = "proven"
@@ -41,7 +41,7 @@ class Proof:
     """
 
     of: str
-    state: State
+    state: ProofState
     bound: int
     how: str
     independent: bool
@@ -49,7 +49,7 @@ class Proof:
     @property
     def ok(self) -> bool:
         """Whether the claim was proven again."""
-        return self.state is State.PROVEN
+        return self.state is ProofState.PROVEN
 
     @property
     def text(self) -> str:
@@ -57,9 +57,9 @@ class Proof:
         what = "order of its ops" if self.of == "order" else "layout in its order"
         said = f"no {what} needs less than {format_exact(self.bound)}"
         heads = {
-            State.PROVEN: f"proven again: {said}",
-            State.CLAIMED: f"claimed, and not proved again: {said}",
-            State.FALSE: f"not true: that {said}",
+            ProofState.PROVEN: f"proven again: {said}",
+            ProofState.CLAIMED: f"claimed, and not proved again: {said}",
+            ProofState.FALSE: f"not true: that {said}",
         }
         return f"{heads[self.state]}; {self.how}"
 
@@ -88,14 +88,14 @@ def _order(plan: Plan, seconds: float | None) -> Proof:
     except MemplanError as error:  # its process ended
         least, how = None, f"networkx's minimum_cut at {schedule.proof} gave no answer: {error.what}"
     if least is None:
-        return Proof(of="order", state=State.CLAIMED, bound=schedule.bound, how=how, independent=True)
+        return Proof(of="order", state=ProofState.CLAIMED, bound=schedule.bound, how=how, independent=True)
     return _by_cut(schedule, least, f"the minimum cut at {schedule.proof}", "networkx's minimum_cut")
 
 
 def _by_cut(schedule: Schedule, least: int, what: str, by: str) -> Proof:
     """Return the proof of the bound by the least bytes at one point, which were found independently."""
     how = f"by {what}: {format_exact(least)}, by {by}, independent of what proved it first"
-    state = State.PROVEN if least >= schedule.bound else State.FALSE
+    state = ProofState.PROVEN if least >= schedule.bound else ProofState.FALSE
     return Proof(of="order", state=state, bound=schedule.bound, how=how, independent=True)
 
 
@@ -103,15 +103,15 @@ def _searched(graph: Graph, schedule: Schedule, seconds: float | None) -> Proof:
     """Return the proof of the bound by repeating the search that is said to have proven it."""
     name = "auto" if schedule.evidence is Evidence.SEARCH else _search_of(schedule.policy)
     called = "the portfolio's search" if name == "auto" else f"the long search {name!r}"
-    state, how = State.CLAIMED, f"{called} did not end within {seconds or 0:g} s"
+    state, how = ProofState.CLAIMED, f"{called} did not end within {seconds or 0:g} s"
     try:
         found = within(seconds, _repeat_search, graph, name, seconds is not None)
     except MemplanError as error:  # of the search or of its process, which says nothing of the claim
         found, how = None, f"{called} gave no answer: {error.what}"
     if found is not None and found.bound >= schedule.bound:
-        state, how = State.PROVEN, f"by repeating {called}, the code that proves it first"
+        state, how = ProofState.PROVEN, f"by repeating {called}, the code that proves it first"
     elif found is not None and found.max_live < schedule.bound:
-        state, how = State.FALSE, f"{called} finds an order that needs {format_exact(found.max_live)}"
+        state, how = ProofState.FALSE, f"{called} finds an order that needs {format_exact(found.max_live)}"
     elif found is not None:
         how = f"{called} reached its limits and proves {format_exact(found.bound)}"
     return Proof(of="order", state=state, bound=schedule.bound, how=how, independent=False)
@@ -136,14 +136,14 @@ def _layout(plan: Plan, seconds: float | None) -> Proof:
     bound, what = plan.solution.bound, "max live, what is alive together"
     if bound <= plan.max_live:
         how = f"by {what}: {format_exact(plan.max_live)}"
-        return Proof(of="layout", state=State.PROVEN, bound=bound, how=how, independent=True)
+        return Proof(of="layout", state=ProofState.PROVEN, bound=bound, how=how, independent=True)
     found = [solve(problem, time_limit=seconds) for problem in _problems(plan)]
     least, size = sum(s.bound for s in found), sum(s.arena_size for s in found)
-    state, how = State.CLAIMED, f"solving again proves {format_exact(least)} within its limits"
+    state, how = ProofState.CLAIMED, f"solving again proves {format_exact(least)} within its limits"
     if least >= bound:
-        state, how = State.PROVEN, "by solving again, with the code that proves it first"
+        state, how = ProofState.PROVEN, "by solving again, with the code that proves it first"
     elif size < bound:
-        state, how = State.FALSE, f"solving again finds an arena of {format_exact(size)}"
+        state, how = ProofState.FALSE, f"solving again finds an arena of {format_exact(size)}"
     return Proof(of="layout", state=state, bound=bound, how=how, independent=False)
 
 

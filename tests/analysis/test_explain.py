@@ -22,7 +22,7 @@ from memplan.core.in_place import with_inplace_candidates
 from memplan.core.plan import Plan
 from memplan.core.schedule import live_bytes
 from memplan.errors import InvalidSize
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.report.diff_form import diff_json, diff_sections, diff_title
 from memplan.report.explain_form import explain_json, explain_sections, explain_title
 from memplan.report.sections import sections_markdown
@@ -89,7 +89,7 @@ def _chain(op: str, sizes: tuple[int, int, int]) -> Plan:
     out = b.storage(StorageKind.OUTPUT, sizes[2], planned=False)
     b.op(Phase.FORWARD, (two,), (out,), target="aten.sum.default")
     graph = b.graph((out,))
-    return make_plan(model="chain", graph=graph, schedule=traced(graph), alignment=1, versions={})
+    return make_plan(ScheduledGraph(model="chain", graph=graph, schedule=traced(graph), alignment=1, versions={}))
 
 
 def test_in_place_is_advised_only_where_an_op_can_do_it() -> None:
@@ -224,7 +224,7 @@ def test_advice_names_what_lies_in_a_buffer_and_not_what_did() -> None:
     b.op(Phase.FORWARD, (x,), (big,), target="aten.mm")
     b.op(Phase.BACKWARD, (two, big), (kept,), target="aten.sum")
     graph = with_inplace_candidates(b.graph(gradients=(kept,)))
-    plan = make_plan(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={})
+    plan = make_plan(ScheduledGraph(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={}))
     assert [h.module for h in alive_at(plan, 2)] == ["", "first"]
     assert "64 B of aten.neg in second" in _advised(plan, 2)
 

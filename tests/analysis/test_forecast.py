@@ -14,6 +14,7 @@ from memplan.core.evictions import OFFLOAD_WAIT, RELOAD, TRANSFERS, Action
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, MemplanError, UnknownName
+from memplan.planning.options import PlanOptions
 from memplan.trace import plan_traced, trace
 from tests.graph_strategies import plans
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
@@ -28,9 +29,9 @@ def _evicting(model: str) -> tuple[Plan, ...]:
     found = [plan_of_everything(traced), plan_of_everything(traced, redzone=64)]
     for policy in (QUICK, QUICK_RECOMPUTE):
         try:
-            found.append(plan_traced(traced, budget=0.7, policy=policy, costs=FAST_LINK))
+            found.append(plan_traced(traced, PlanOptions(budget=0.7, policy=policy, costs=FAST_LINK)))
         except BudgetInfeasible as error:
-            found.append(plan_traced(traced, budget=error.smallest, policy=policy, costs=FAST_LINK))
+            found.append(plan_traced(traced, PlanOptions(budget=error.smallest, policy=policy, costs=FAST_LINK)))
     return tuple(found)
 
 

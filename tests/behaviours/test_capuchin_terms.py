@@ -9,6 +9,7 @@ import pytest
 from benchmarks.zoo import ZOO
 from memplan.core.evictions import RELOAD, TRANSFERS, Action
 from memplan.core.plan import Plan
+from memplan.planning.options import PlanOptions
 from memplan.trace import plan_traced, trace
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything
 
@@ -19,7 +20,7 @@ def _plan(kind: str, model: str) -> Plan:
     if kind == "everything":
         return plan_of_everything(traced)
     policy = QUICK if kind == "copies" else QUICK_RECOMPUTE
-    return plan_traced(traced, budget="min", policy=policy, costs=FAST_LINK)
+    return plan_traced(traced, PlanOptions(budget="min", policy=policy, costs=FAST_LINK))
 
 
 @pytest.mark.parametrize("kind", ["everything", "copies", "recompute"])

@@ -17,7 +17,7 @@ import memplan
 from memplan.core.compressed_storages import PACKED
 from memplan.core.evictions import Action
 from memplan.errors import InvalidSize
-from memplan.trace.capture.front_ends import capture
+from memplan.trace.capture.joint_graph import capture
 from memplan.trace.compression.pack import pack_masks
 from memplan.trace.passes.rewrite import copy_of
 from tests.runtime.budgets import QUICK
@@ -115,4 +115,4 @@ def test_P9_any_mask_comes_back(rows: int, seed: int, share: float) -> None:  # 
 
 def test_P9_a_compression_that_is_not_known_is_refused() -> None:  # noqa: N802
     with pytest.raises(InvalidSize, match="compress"):
-        memplan.plan(nn.Linear(2, 2), torch.ones(1, 2), compress="zip")
+        memplan.plan(nn.Linear(2, 2), torch.ones(1, 2), compress="zip")  # type: ignore[call-overload]

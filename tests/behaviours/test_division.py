@@ -19,9 +19,9 @@ import memplan
 from memplan.core.division import Division
 from memplan.errors import BudgetInfeasible, InvalidSize
 from memplan.evict.costs import DEVICES
-from memplan.evict.working_set import floor
+from memplan.evict.workload_limits import floor
 from memplan.planning.fit import make_workload
-from memplan.trace import trace
+from memplan.trace import CapturedStep, capture_call
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.passes.rewrite import copy_of
 from memplan.trace.traced import TracedGraph
@@ -75,9 +75,14 @@ MODELS = {"gpt2": _causal, "bert": _masked}
 
 
 @cache
-def _traced(name: str) -> TracedGraph:
+def _step(name: str) -> CapturedStep:
     model, args = MODELS[name]()
-    return trace(model, args, train=True)
+    return capture_call(model, args, train=True)
+
+
+@cache
+def _traced(name: str, division: Division | None = None) -> TracedGraph:
+    return _step(name).retrace(division=division)
 
 
 def _floor(traced: TracedGraph) -> int:
@@ -94,7 +99,7 @@ def test_T11_the_floor_falls_to_one_copy_of_the_logits(name: str) -> None:  # no
     product that reads their gradient."""
     logits = BATCH * TOKENS * VOCABULARY * 4
     rows = BATCH * (TOKENS - 1) * VOCABULARY * 4 if name == "gpt2" else logits
-    whole, divided = _traced(name), _traced(name).divided(Division(blocks=10))
+    whole, divided = _traced(name), _traced(name, Division(blocks=10))
     assert _floor(whole) >= 2 * rows
     weight = VOCABULARY * WIDTH * 4
     assert _floor(divided) <= logits + max(weight, 3 * logits // 10) + BATCH * TOKENS * WIDTH * 4 + 2048
@@ -102,15 +107,15 @@ def test_T11_the_floor_falls_to_one_copy_of_the_logits(name: str) -> None:  # no
 
 @pytest.mark.parametrize("name", MODELS)
 def test_T11_with_sums_the_logits_never_exist_whole(name: str) -> None:  # noqa: N802
-    divided = _traced(name).divided(Division(blocks=3, sums=True))
+    divided = _traced(name, Division(blocks=3, sums=True))
     logits = BATCH * TOKENS * VOCABULARY * 4
     assert max(s.nbytes for s in _traced(name).graph.storages if s.planned) >= logits
     assert max(s.nbytes for s in divided.graph.storages if s.planned) <= max(logits // 3, VOCABULARY * WIDTH * 4)
-    assert _floor(divided) < _floor(_traced(name).divided(Division(blocks=3))) < _floor(_traced(name))
+    assert _floor(divided) < _floor(_traced(name, Division(blocks=3))) < _floor(_traced(name))
 
 
 def test_T11_divided_ops_are_ops_with_names_and_rows_of_their_own() -> None:  # noqa: N802
-    graph = _traced("bert").divided(Division(blocks=4)).graph
+    graph = _traced("bert", Division(blocks=4)).graph
     names = [op.name for op in graph.ops]
     for op in ("_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"):
         assert op not in names

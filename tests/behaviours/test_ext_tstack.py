@@ -25,7 +25,7 @@ from memplan.evict.policies.flow import flow
 from memplan.evict.simulator.device_state import EvictionKind
 from memplan.evict.simulator.memory import AddressSpace
 from memplan.evict.workload import Policy, Workload
-from memplan.report.stack_text import stack_text
+from memplan.report.text_diagrams import stack_text
 from memplan.schedule import make_schedule
 from memplan.solvers import solve
 from memplan.trace import trace
@@ -72,7 +72,7 @@ def test_E2_the_layout_of_a_real_graph_is_drawn_too() -> None:  # noqa: N802
     lowest = [name for name, offset in plan.solution.offsets.items() if offset == 0 and ends[name] > 0]
     assert max(ends.values()) in {ends[name] for name in lowest}
     with pytest.raises(UnsupportedProblem, match="layout"):
-        memplan.plan(model, args, layout="stack")
+        memplan.plan(model, args, layout="stack")  # type: ignore[call-overload]
     with pytest.raises(UnsupportedProblem, match="greedy"):
         memplan.plan(model, args, layout="tstack", solver="greedy")
 

@@ -18,7 +18,7 @@ from benchmarks import zoo
 from memplan.core.compressed_storages import PACKED
 from memplan.core.evictions import Action
 from memplan.errors import InvalidSize
-from memplan.trace.capture.front_ends import capture
+from memplan.trace.capture.joint_graph import capture
 from memplan.trace.compression.quantize import group_of, quantize
 from memplan.trace.passes.rewrite import copy_of
 from tests.runtime.budgets import QUICK
@@ -223,4 +223,4 @@ def test_P9_training_follows_eager() -> None:  # noqa: N802
 
 def test_P9_the_error_names_both_compressions() -> None:  # noqa: N802
     with pytest.raises(InvalidSize, match="int8"):
-        memplan.compile(nn.Linear(2, 2), torch.ones(1, 2), compress="int4")
+        memplan.compile(nn.Linear(2, 2), torch.ones(1, 2), compress="int4")  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ from memplan.evict.judge.arrays import measure
 from memplan.planning.fit import make_workload
 from memplan.runtime import CompiledModule
 from memplan.runtime.copies.copies import Direction
-from memplan.runtime.profile.measurement import Measurement
-from memplan.runtime.profile.profile_guided import SAMPLES, WARM
+from memplan.runtime.profiling.measurement import Measurement
+from memplan.runtime.profiling.profile_guided import SAMPLES, WARM
 from memplan.schedule import order
 from memplan.trace import alignment_of, trace
 from tests.models import Layers

@@ -74,9 +74,9 @@ def test_P3_it_works_before_the_measurement_is_finished() -> None:  # noqa: N802
     assert compiled._guide is not None
     outcome_of(model, compiled, x, seed=0)
     assert outcome_of(model, compiled, x[:50], seed=0).same_as(outcome_of(model, model, x[:50], seed=0))
-    assert compiled._guide._meter.samples == 1
+    assert compiled._guide._op_timer.samples == 1
     outcome_of(model, compiled, x, seed=0)
-    assert compiled._guide._meter.samples == 2
+    assert compiled._guide._op_timer.samples == 2
 
 
 def test_P3_a_mode_whose_program_is_over_the_budget_runs_too() -> None:  # noqa: N802
@@ -141,7 +141,7 @@ def test_P3_it_has_to_be_asked_for() -> None:  # noqa: N802
     with pytest.raises(InputMismatch):
         step(x[:3])
     with pytest.raises(MemplanError, match="on_mismatch"):
-        memplan.compile_step(model, optimizer, lambda loss: loss, x, on_mismatch="eager")
+        memplan.compile_step(model, optimizer, lambda loss: loss, x, on_mismatch="eager")  # type: ignore[arg-type]
 
 
 # -- evicting on demand ----------------------------------------------------------------------------------
@@ -243,9 +243,9 @@ def test_an_error_leaves_nothing_behind() -> None:
 
     with pytest.raises(ValueError, match="no"):
         passive.run(fail, x)
-    assert passive.living.nbytes == 0
+    assert passive.live_bytes.nbytes == 0
     expected = outcome_of(model, model, x, seed=0)
     assert outcome_of(model, lambda x: passive.run(model, x), x, seed=0).same_as(expected)
     with torch.no_grad():
         assert torch.equal(passive.run(model.eval(), x), model(x))
-    assert passive.living.nbytes == 0
+    assert passive.live_bytes.nbytes == 0

@@ -13,22 +13,22 @@ from memplan.evict.events import Kind
 from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
-from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import floor
 from memplan.trace import trace
 from tests.evict.judge import judged, workload_of
 
 
 @cache
-def _model(name: str, *, streamed: bool) -> tuple[Graph, Workload]:
+def _model(name: str, *, host_resident: bool) -> tuple[Graph, Workload]:
     graph = trace(*getattr(zoo, name)("nano")).graph
-    return graph, workload_of(graph, alignment=64, streamed=streamed)
+    return graph, workload_of(graph, alignment=64, host_resident=host_resident)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("host_resident", [False, True])
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
-def test_T2_genoa_needs_one_ops_working_set(name: str, streamed: bool) -> None:  # noqa: N802
-    graph, workload = _model(name, streamed=streamed)
+def test_T2_genoa_needs_one_ops_working_set(name: str, host_resident: bool) -> None:  # noqa: N802
+    graph, workload = _model(name, host_resident=host_resident)
     least, op = floor(workload)
     workload = replace(workload, budget=least)
     _, figures = judged(graph, workload, genoa(workload))
@@ -39,14 +39,14 @@ def test_T2_genoa_needs_one_ops_working_set(name: str, streamed: bool) -> None: 
 
 
 def test_T2_an_operand_arrives_right_before_its_op_and_leaves_right_after() -> None:  # noqa: N802
-    _, workload = _model("gpt2", streamed=True)
+    _, workload = _model("gpt2", host_resident=True)
     workload = replace(workload, budget=floor(workload)[0])
     here: set[int] = set()
     for kind, index in genoa(workload):
         if kind is Kind.RUN:
             assert here <= {*workload.reads[index], *workload.writes[index]}
             here |= {*workload.writes[index]}
-            here = {s for s in here if workload.uses[s][-1] > index or s in workload.streamed}
+            here = {s for s in here if workload.uses[s][-1] > index or s in workload.host_resident}
         elif kind is Kind.RELOAD:
             here.add(index)
         elif kind in (Kind.DROP, Kind.OFFLOADED):
@@ -54,10 +54,10 @@ def test_T2_an_operand_arrives_right_before_its_op_and_leaves_right_after() -> N
     assert not here
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("host_resident", [False, True])
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
-def test_T3_flow_is_faster_the_more_bytes_there_are_and_faster_than_genoa(name: str, streamed: bool) -> None:  # noqa: N802
-    graph, workload = _model(name, streamed=streamed)
+def test_T3_flow_is_faster_the_more_bytes_there_are_and_faster_than_genoa(name: str, host_resident: bool) -> None:  # noqa: N802
+    graph, workload = _model(name, host_resident=host_resident)
     plain, least = measure(workload, workload.plain).peak, floor(workload)[0]
     slowest = measure(workload, genoa(replace(workload, budget=least))).seconds
     for share in (1.0, 0.8, 0.6, 0.4, 0.0):
@@ -68,13 +68,13 @@ def test_T3_flow_is_faster_the_more_bytes_there_are_and_faster_than_genoa(name: 
         assert figures.seconds < slowest
         runs = [event.of for event in events if event.kind is Kind.RUN]
         assert runs == sorted(set(runs))  # nothing is computed twice
-    if not streamed:
+    if not host_resident:
         whole = replace(workload, budget=plain)
         assert flow(whole) == workload.plain
 
 
 def test_T3_what_is_needed_last_leaves_first() -> None:  # noqa: N802
-    graph, workload = _model("gpt2", streamed=False)
+    graph, workload = _model("gpt2", host_resident=False)
     fitted = replace(workload, budget=measure(workload, workload.plain).peak * 8 // 10)
     position = -1
     for kind, index in flow(fitted):

@@ -14,8 +14,8 @@ from benchmarks.zoo import ZOO
 from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
-from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import floor
 from memplan.planning.fit import make_workload
 from memplan.schedule import order
 from memplan.trace import alignment_of, trace

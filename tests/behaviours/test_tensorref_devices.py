@@ -145,9 +145,9 @@ def test_T4_plan_files_and_what_does_not_belong_together(tmp_path: Path) -> None
             memplan.plan(model, inputs, device=devices)
     with pytest.raises(InvalidSize, match="3 budgets for 2 devices"):
         memplan.plan(model, inputs, device=TWO, budget=[1, 2, 3])
-    with pytest.raises(InvalidSize, match="no budget of one"):
+    with pytest.raises(InvalidSize, match="not a budget of one"):
         memplan.plan(model, inputs, device=TWO, budget="min")
-    with pytest.raises(InvalidSize, match="is no budget"):
+    with pytest.raises(InvalidSize, match="is not a budget"):
         memplan.plan(model, inputs, device="cpu", budget=[1, 2])
     with pytest.raises(MemplanError, match="evict nothing"):
         memplan.plan(model, inputs, device=TWO, policy="genoa")

@@ -21,6 +21,7 @@ from memplan.evict.judge.overlap import overlapped
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
+from memplan.planning.options import PlanOptions
 from memplan.runtime.copies.copy_threads import ThreadCopies
 from memplan.runtime.debug.hooks import EventKind, StepEvent, When
 from memplan.runtime.debug.tracker import Tracker
@@ -62,7 +63,7 @@ def test_T5_copies_that_start_early_stall_less_at_run_time() -> None:  # noqa: N
     stalled = {}
     for policy in (_late, everything):
         budget = measure(workload, policy(workload)).peak
-        plan = plan_traced(traced, budget=budget, policy=policy, costs=FAST_LINK)
+        plan = plan_traced(traced, PlanOptions(budget=budget, policy=policy, costs=FAST_LINK))
         compiled = memplan.compile(model, args, plan=plan)
         copies = compiled._arena.copies
         assert isinstance(copies, ThreadCopies)

@@ -77,7 +77,7 @@ def test_a_gain_is_told() -> None:
 
 
 def test_growth_without_a_baseline_is_bad_input() -> None:
-    with pytest.raises(InvalidSize, match="counts from a baseline"):
+    with pytest.raises(InvalidSize, match="is relative to a baseline"):
         check(sample_plan(), [parse_rule("arena:+0")])
 
 
@@ -142,10 +142,14 @@ def test_figures_of_nothing_are_a_baseline(tmp_path: Path) -> None:
     [
         (b"{", UnreadableFile, "is not JSON"),
         (b"[" * 99999, UnreadableFile, "is not JSON"),
-        (b"[]", InvalidPlan, "is no baseline of format 'memplan-baseline-1': it says none"),
-        (b'{"models": {}}', InvalidPlan, "is no baseline of format 'memplan-baseline-1': it says None"),
-        (b'{"format": "x", "models": {}}', InvalidPlan, "is no baseline of format 'memplan-baseline-1': it says 'x'"),
-        (b'{"format": "memplan-baseline-1", "models": []}', InvalidPlan, "is no baseline of format 'memplan-bas"),
+        (b"[]", InvalidPlan, "is not a baseline of format 'memplan-baseline-1': it says none"),
+        (b'{"models": {}}', InvalidPlan, "is not a baseline of format 'memplan-baseline-1': it says None"),
+        (
+            b'{"format": "x", "models": {}}',
+            InvalidPlan,
+            "is not a baseline of format 'memplan-baseline-1': it says 'x'",
+        ),
+        (b'{"format": "memplan-baseline-1", "models": []}', InvalidPlan, "is not a baseline of format 'memplan-bas"),
         (b'{"format": "memplan-baseline-1", "models": {"a": 1}}', InvalidPlan, "1 is not of type object"),
     ],
 )

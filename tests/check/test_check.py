@@ -235,7 +235,7 @@ def test_limits_are_rules_in_the_order_of_the_fields() -> None:
 
 
 def test_a_rule_without_its_baseline_names_the_plan() -> None:
-    with pytest.raises(InvalidSize, match=r"'arena:\+0' counts from a baseline, and sample has none"):
+    with pytest.raises(InvalidSize, match=r"'arena:\+0' is relative to a baseline, and sample has none"):
         check(sample_plan(), [parse_rule("arena:+0")])
     with pytest.raises(InvalidSize, match=r"and the plan has none"):
         check(dataclasses.replace(sample_plan(), model=""), [parse_rule("arena:+0")])

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.planfile import save
 from memplan.schedule import traced
 from tests.cli.helpers import Run
@@ -34,7 +34,10 @@ def net():
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     graph = chain(8)
-    save(make_plan(model="chain", graph=graph, schedule=traced(graph), alignment=64, versions={}), tmp_path / "c.json")
+    save(
+        make_plan(ScheduledGraph(model="chain", graph=graph, schedule=traced(graph), alignment=64, versions={})),
+        tmp_path / "c.json",
+    )
     return tmp_path / "c.json"
 
 

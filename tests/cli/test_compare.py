@@ -57,7 +57,7 @@ def test_explain_shows_who_is_alive_and_why(run: Run, plan_file: Path) -> None:
     [
         (["explain", "plan.json", "--at", "5"], "its steps are 0 to 4"),
         (["explain", "plan.json", "--at", "-1"], ""),
-        (["explain", "plan.json", "--at", "top"], "'top' is no step"),
+        (["explain", "plan.json", "--at", "top"], "'top' is not a step of the plan"),
         (["explain", "none.json"], "cannot be read"),
         (["diff", "plan.json"], "AFTER"),
         (["diff", "plan.json", "none.json"], "cannot be read"),

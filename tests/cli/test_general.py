@@ -6,6 +6,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -74,9 +75,15 @@ def test_a_command_imports_only_what_it_needs(args: list[str], forbidden: set[st
     assert not forbidden & set(done.stderr.split())
 
 
-def test_no_submodule_hides_a_public_name() -> None:
-    submodules = {found.name for found in pkgutil.iter_modules(memplan.__path__)}
-    assert not submodules & set(memplan.__all__)
+def test_no_package_exports_a_name_of_its_own_submodule() -> None:
+    """Otherwise the attribute of the package depends on what was imported first."""
+    packages = [
+        memplan,
+        *(import_module(f.name) for f in pkgutil.walk_packages(memplan.__path__, "memplan.") if f.ispkg),
+    ]
+    for package in packages:
+        submodules = {found.name for found in pkgutil.iter_modules(package.__path__)}
+        assert not submodules & set(package.__all__ if hasattr(package, "__all__") else ()), package.__name__
     assert not hasattr(memplan, "nonsense")
 
 

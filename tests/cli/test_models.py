@@ -13,6 +13,7 @@ from memplan.cli import main
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
 from memplan.planning import planfile
+from memplan.planning.options import PlanOptions
 from tests.cli.helpers import Run, python
 from tests.samples import sample_plan
 
@@ -60,16 +61,16 @@ def test_report_plans_a_model(run: Run, tracer: FakeTracer) -> None:
     assert "noise of the model" in err
     ((args, options),) = tracer.calls
     assert args == ((1, 2), None)
-    plain = {"train": None, "budget": None, "costs": None, "solver": "auto", "time_limit": None, "gradients": "safe"}
-    assert options == plain
+    assert options == {"train": None, "options": PlanOptions()}
 
 
 def test_report_passes_its_options_on(run: Run, tracer: FakeTracer) -> None:
     options = ["--infer", "--solver", "naive", "--time-limit", "2", "--budget", "50%", "--costs", "h100"]
-    options += ["--gradients", "arena"]
     assert run("report", "model.py:make", *options)[0] == 0
-    passed = {"train": False, "budget": "50%", "costs": "h100", "solver": "naive", "time_limit": 2.0}
-    assert tracer.calls[0][1] == {**passed, "gradients": "arena"}
+    assert run("report", "model.py:make", "--gradients", "arena")[0] == 0
+    passed = PlanOptions(budget="50%", costs="h100", solver="naive", time_limit=2.0)
+    assert tracer.calls[0][1] == {"train": False, "options": passed}
+    assert tracer.calls[1][1] == {"train": None, "options": PlanOptions(gradients="arena")}
 
 
 def test_check_plans_models_and_loads_plans(run: Run, tracer: FakeTracer, plan_file: Path) -> None:

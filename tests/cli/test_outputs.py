@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
         (["report", "mine.py:f", "--costs", "costs.json", "--png", "costs.json"], "--png: costs.json is what the"),
         (["report", "in.json", "--html", "."], ".: cannot be written: it is a folder"),
         (["report", "in.json", "--png", "no/x.png"], "no/x.png: cannot be written: there is no folder no\n"),
-        (["report", "in.json", "--png", "b.csv/x.png"], "b.csv/x.png: cannot be written: b.csv is no folder"),
+        (["report", "in.json", "--png", "b.csv/x.png"], "b.csv/x.png: cannot be written: b.csv is not a folder"),
         (["budget", "in.json", "--svg", "in.json"], "--svg: in.json is what the command reads"),
         (["budget", "in.json", "--html", "x", "--png", "x"], "--png: x is what --html writes too"),
         (["budget", "mine.py:f", "--costs", "costs.json", "--html", "costs.json"], "--html: costs.json is what the"),

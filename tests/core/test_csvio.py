@@ -112,7 +112,7 @@ HEAD = "id,lower,upper,size"
         (f"{HEAD}\na,0,1,1_0\n", 2, "size is '1_0', not a whole number"),
         (f"{HEAD}\na,0,1,{'9' * 19}\n", 2, f"size is {'9' * 19}, more than 18 digits"),
         (f"{HEAD}\na,0,1,{'9' * 5000}\n", 2, f"size is {'9' * 57}..., more than 18 digits"),
-        (f'{HEAD}\n"a,0,1,2\n', 2, "is no CSV: unexpected end of data"),
+        (f'{HEAD}\n"a,0,1,2\n', 2, "is not CSV: unexpected end of data"),
     ],
 )
 def test_each_fault_says_what_where_and_the_next_step(tmp_path: Path, content: str, line: int, what: str) -> None:
@@ -149,7 +149,7 @@ def test_a_capacity_stands_before_the_last_ending(tmp_path: Path, name: str, cap
 def test_what_is_no_text_and_what_is_no_file_differ(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes(b"\xff\xfeid")
-    with pytest.raises(UnreadableFile, match=r"is no UTF-8 text: .*invalid start byte") as caught:
+    with pytest.raises(UnreadableFile, match=r"is not UTF-8 text: .*invalid start byte") as caught:
         read_problem(path)
     assert caught.value.where == str(path)
     with pytest.raises(UnreadableFile, match="cannot be read: No such file or directory"):

@@ -5,13 +5,15 @@ from itertools import product
 from operator import mul
 from typing import Any
 
+import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph, Origin, Phase, StorageKind, Value, check_graph, require_same
+from memplan.core.legal_orders import predecessors, require_legal
 from memplan.errors import InvalidPlan, PlanMismatch
-from tests.graph_strategies import graphs
+from tests.graph_strategies import GraphBuilder, graphs
 from tests.samples import sample_graph
 
 
@@ -107,3 +109,25 @@ def test_outputs_and_gradients_must_be_values() -> None:
     ):
         with pytest.raises(InvalidPlan, match=r"outputs|gradients"):
             check_graph(graph)
+
+
+@given(graphs())
+@settings(deadline=None)
+def test_the_networkx_graph_has_every_dependency_and_no_other(graph: Graph) -> None:
+    made = graph.to_networkx()
+    assert [made.nodes[i]["name"] for i in range(len(graph.ops))] == [op.name for op in graph.ops]
+    assert [frozenset(made.predecessors(i)) for i in range(len(graph.ops))] == list(predecessors(graph))
+    require_legal(graph, tuple(nx.lexicographical_topological_sort(made, key=lambda i: (i >= graph.forward_ops, -i))))
+
+
+def test_the_networkx_graph_says_why_an_op_waits() -> None:
+    b = GraphBuilder()
+    x, y = (b.storage(StorageKind.ACTIVATION, nbytes, planned=True) for nbytes in (100, 20))
+    b.op(Phase.FORWARD, (), (x,), random=True, target="aten.rand")
+    b.op(Phase.FORWARD, (x,), (y,))
+    b.op(Phase.BACKWARD, (y,), (), random=True)
+    made = b.graph().to_networkx()
+    assert made.edges[0, 1]["storages"] == ("activation_0",)
+    assert made.edges[0, 2]["storages"] == ()  # random ops keep their order
+    about = {"name": "op0", "target": "aten.rand", "phase": "forward", "module": "", "source": "", "nbytes": 100}
+    assert made.nodes[0] == about

@@ -297,3 +297,39 @@ def test_rows_are_overwritten_on_the_cpu_only(target: str) -> None:
 
 def test_a_copy_is_pointwise() -> None:
     assert _inplace_candidates(_usual("aten.copy_.default")) == ((1, 0),)
+
+
+def test_what_the_caller_keeps_and_another_op_made_is_not_put_elsewhere() -> None:
+    """A planned gradient is written a second time, from a sum that has its last use there."""
+    make, op, _ = _usual().ops
+    graph = replace(_usual(), gradients=(1,))
+    twice = replace(graph, ops=(replace(make, writes=(1,)), replace(make, name="sum", writes=(0,)), op))
+    assert [o.inplace_candidates for o in with_inplace_candidates(twice).ops] == [(), (), ()]
+
+
+def test_only_what_is_read_of_the_same_storage_must_lie_where_the_kernel_writes() -> None:
+    """Of two inputs, the one that is laid out as the result gives its bytes, whatever the other's layout and place."""
+    graph = _usual()
+    other = replace(graph.values[0], name="other", storage=3, strides=(1, 4))
+    for read in ((0, 3), (3, 0)):
+        storages = (*graph.storages, replace(graph.storages[0], name="other"))
+        wide = replace(graph, storages=storages, values=(*graph.values, other))
+        make, op, use = wide.ops
+        ops = (replace(make, writes=(0, 3)), replace(op, reads=read), use)
+        assert _inplace_candidates(replace(wide, ops=ops)) == ((1, 0),)
+    # The same with the layouts exchanged: now the later storage gives its bytes.
+    turned = _value(
+        replace(graph, storages=(*graph.storages, replace(graph.storages[0], name="other"))), 0, strides=(1, 4)
+    )
+    turned = replace(turned, values=(*turned.values, replace(graph.values[0], name="other", storage=3)))
+    make, op, use = turned.ops
+    ops = (replace(make, writes=(0, 3)), replace(op, reads=(0, 3)), use)
+    assert _inplace_candidates(replace(turned, ops=ops)) == ((1, 3),)
+
+
+def test_each_input_is_named_once_in_the_order_of_its_first_read() -> None:
+    graph = _usual(direct=False)
+    make, op, use = graph.ops
+    again = replace(graph.values[0], name="again")
+    twice = replace(graph, values=(*graph.values, again), ops=(make, replace(op, reads=(3, 0)), use))
+    assert _inplace_candidates(twice) == ((1, 3),)

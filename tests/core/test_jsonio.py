@@ -4,6 +4,7 @@ import enum
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -138,3 +139,75 @@ def test_messages_stay_short_whatever_the_data() -> None:
     assert len(clip("x" * 100)) == 60
     while deep:  # taken apart by hand: freeing it in one go recurses
         deep = deep[0]  # type: ignore[assignment]
+
+
+def test_numbers_are_read_up_to_sixty_three_bits() -> None:
+    for number in (2**63 - 1, -(2**63 - 1)):
+        assert from_json(int, number, "n") == number
+        assert show(number) == str(number)
+    for number in (2**63, -(2**63)):
+        with pytest.raises(InvalidPlan, match=rf"^n: a number beyond {2**63 - 1}"):
+            from_json(int, number, "n")
+        assert show(number) == "a very large number"
+    assert from_json(float, 3, "x") == 3.0
+    assert type(from_json(float, 3, "x")) is float
+    with pytest.raises(InvalidPlan, match="x: nan is not a finite number"):
+        from_json(float, float("nan"), "x")
+    assert show(float(2**70)) == "1.1805916207174113e+21"
+    assert show(True) == "True"
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "message"),
+    [
+        (int, True, r"^n: True is not of type whole number"),
+        (int, 1.0, r"^n: 1.0 is not of type whole number"),
+        (bool, 1, r"^n: 1 is not of type true or false"),
+        (float, True, r"^n: True is not of type number"),
+        (str, 5, r"^n: 5 is not of type string"),
+        (tuple[int, ...], {"a": 1}, r"^n: an object of 1 keys is not of type list"),
+        (Mapping[str, int], [1, 2], r"^n: a list of 2 items is not of type object"),
+        (tuple[int, str], [1, "a", 2], r"^n: 3 items, expected 2"),
+        (Colour, "green", r"^n: 'green' is none of red, blue"),
+        (Inner, {"size": 1, "x": 2}, r"^n\.x: unknown key"),
+        (str, "\ud800", r"^n: '\\ud800' is not Unicode text"),
+    ],
+)
+def test_faults_say_what_was_found_and_what_is_expected(kind: Any, data: object, message: str) -> None:
+    with pytest.raises(InvalidPlan, match=message):
+        from_json(kind, data, "n")
+
+
+def _read(kind: Any, data: object, where: str) -> Any:
+    return from_json(kind, data, where)
+
+
+def test_items_and_keys_are_read_one_by_one() -> None:
+    assert _read(tuple[int, ...], [1, 2], "n") == (1, 2)
+    assert _read(tuple[int, ...], [], "n") == ()
+    assert _read(tuple[int, str], [1, "a"], "n") == (1, "a")
+    assert _read(tuple[int], [1], "n") == (1,)
+    assert _read(Mapping[str, float], {"a": 1}, "n") == {"a": 1.0}
+    assert _read(int | None, None, "n") is None
+    assert _read(int | None, 4, "n") == 4
+    with pytest.raises(InvalidPlan, match=r"^n\[1\]"):
+        _read(tuple[int, ...], [1, "a"], "n")
+    with pytest.raises(InvalidPlan, match=r"^n\.kkkkkkkkkk[k]*\.\.\.: "):
+        _read(Mapping[str, int], {"k" * 100: "a"}, "n")
+
+
+def test_values_are_written_as_plain_json() -> None:
+    assert to_json([Colour.BLUE, (1, 2), {5: Inner(size=3, colour=Colour.BLUE)}]) == [
+        "blue", [1, 2], {"5": {"size": 3, "colour": "blue"}},
+    ]  # fmt: skip
+    assert to_json(Inner) is Inner  # a class is no value of it
+
+
+def test_texts_are_shortened_at_sixty_characters() -> None:
+    assert clip("x" * 60) == "x" * 60
+    assert clip("x" * 61) == "x" * 57 + "..."
+    assert show("y" * 58) == "'" + "y" * 58 + "'"
+    assert show("y" * 59) == "'" + "y" * 56 + "..."
+    assert (show({}), show({"a": 1}), show([]), show([1, 2])) == (
+        "an object of 0 keys", "an object of 1 keys", "a list of 0 items", "a list of 2 items",
+    )  # fmt: skip

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,3 +78,29 @@ def test_copies_on_the_host_are_placed_without_red_zones() -> None:
     ]
     guarded = lifetimes.problem(graph, traced(graph), alignment=64, redzone=64)
     assert [(buffer.id, buffer.size) for buffer in guarded.buffers] == [("activation_1", 64 + 2 * 64)]
+
+
+def test_each_of_several_devices_has_the_buffers_that_lie_there() -> None:
+    b = GraphBuilder()
+    made = [b.storage(StorageKind.ACTIVATION, 8 * (i + 1), planned=True) for i in range(4)]
+    for i, value in enumerate(made):
+        b.op(Phase.FORWARD, tuple(made[:i]), (value,))
+    graph = b.graph()
+    places = ("cuda:1", "cpu", "cuda:0", "cuda:1")
+    graph = replace(graph, storages=tuple(replace(s, device=d) for s, d in zip(graph.storages, places, strict=True)))
+    whole = lifetimes.problem(graph, traced(graph), alignment=8)
+    for device in ("cpu", "cuda:0", "cuda:1", "cuda:2"):
+        part = lifetimes.device_problem(whole, graph, device)
+        assert part.capacity is None
+        assert [buffer.size for buffer in part.buffers] == [8 * (i + 1) for i, d in enumerate(places) if d == device]
+
+
+def test_storages_without_bytes_are_no_buffers_and_kinds_are_kept() -> None:
+    b = GraphBuilder()
+    made = b.storage(StorageKind.ACTIVATION, 1, planned=True)
+    empty = b.storage(StorageKind.ACTIVATION, 0, planned=True)
+    b.op(Phase.FORWARD, (), (made, empty))
+    found = lifetimes.problem(b.graph(), traced(b.graph()), alignment=4, redzone=8).buffers
+    assert [(buffer.id, buffer.size, buffer.kind, buffer.alignment) for buffer in found] == [
+        ("activation_0", 4 + 2 * 8, "activation", 4)
+    ]

@@ -9,16 +9,20 @@ from memplan.evict.costs import DEVICES, CostModel
 from memplan.evict.events import Events
 from memplan.evict.graph.apply import Applied, apply
 from memplan.evict.graph.equivalent import require_equivalent
-from memplan.evict.host_resident import all_streamed
 from memplan.evict.judge.arrays import MeasuredEvents, measure
-from memplan.evict.workload import Workload, in_order
+from memplan.evict.workload import Workload, host_resident_storages, in_order
 from memplan.schedule import make_schedule, order
 
 
 def workload_of(
-    graph: Graph, *, budget: int = 0, alignment: int = 1, streamed: bool = False, costs: CostModel = DEVICES["a100"]
+    graph: Graph,
+    *,
+    budget: int = 0,
+    alignment: int = 1,
+    host_resident: bool = False,
+    costs: CostModel = DEVICES["a100"],
 ) -> Workload:
-    """The traced order of `graph` as a workload; `streamed`: with what the model and the caller hold on the host."""
+    """The traced order of `graph` as a workload; `host_resident`: what the model and the caller hold is on the host."""
     schedule = order(graph, "traced")
     return Workload(
         graph=in_order(graph, schedule.order),
@@ -26,7 +30,7 @@ def workload_of(
         costs=costs,
         budget=budget,
         alignment=alignment,
-        streamed=all_streamed(graph) if streamed else frozenset(),
+        host_resident=host_resident_storages(graph) if host_resident else frozenset(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Ways down to the budget: by single storages, by classes of alike ones, and by random walks over either."""
+"""Ways down to the budget: by single storages, by classes of similar ones, and by random walks over either."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from benchmarks import zoo
 from memplan.evict.judge.arrays import measure
 from memplan.evict.search.decisions import SAVE, DecisionSearch
-from memplan.evict.search.descent import alike, descend, descend_alike, singles, walk
+from memplan.evict.search.descent import anneal_walk, descend, descend_classes, singles, storage_classes
 from memplan.trace import trace
 from tests.evict.judge import workload_of
 
@@ -19,11 +19,11 @@ def _search(share: float, **options: bool) -> DecisionSearch:
 
 def test_classes_hold_every_move_once_and_storages_of_one_size() -> None:
     search = _search(0.6)
-    moves = [move for choices in alike(search) for option in choices for move in option]
+    moves = [move for choices in storage_classes(search) for option in choices for move in option]
     expected = [m for choices in singles(search) for (m,) in choices if m.decision != SAVE]
     assert sorted(moves, key=repr) == sorted(expected, key=repr)
-    assert len(alike(search)) < len(singles(search))
-    for choices in alike(search):
+    assert len(storage_classes(search)) < len(singles(search))
+    for choices in storage_classes(search):
         assert len({search.workload.size[m.storage] for option in choices for m in option}) == 1
         for option in choices:
             assert len({m.decision for m in option}) == 1
@@ -35,7 +35,7 @@ def test_classes_hold_every_move_once_and_storages_of_one_size() -> None:
 def test_a_coarse_descent_stops_before_what_single_decisions_finish(share: float, *, swaps: bool) -> None:
     search = _search(share, swaps=swaps)
     start = search.start()
-    coarse = descend_alike(search, start, 1.0, alike(search))
+    coarse = descend_classes(search, start, 1.0, storage_classes(search))
     assert 0 < coarse.area <= start.area
     fine = descend(search, coarse, 1.0)
     assert fine is not None
@@ -48,7 +48,7 @@ def test_walks_are_repeatable_and_their_best_keeps_the_budget(soft: float) -> No
     search = _search(0.6)
     fits = descend(search, search.start(), 1.0)
     assert fits is not None
-    one, two = (walk(search, fits, singles(search), work=200_000, seed=3, soft=soft) for _ in range(2))
+    one, two = (anneal_walk(search, fits, singles(search), work=200_000, seed=3, soft=soft) for _ in range(2))
     assert one.best is not None
     assert two.best is not None
     assert (one.best.decision == two.best.decision).all()
@@ -62,11 +62,13 @@ def test_walks_are_repeatable_and_their_best_keeps_the_budget(soft: float) -> No
 def test_a_walk_that_never_fits_has_no_best() -> None:
     """From just above the budget: with little work it stays there, with more it finds a best that fits."""
     search = _search(0.6)
-    walked = walk(search, search.start(), alike(search), work=0, seed=0, soft=1.0)
+    walked = anneal_walk(search, search.start(), storage_classes(search), work=0, seed=0, soft=1.0)
     assert walked.best is None
     assert walked.last.area == search.start().area
-    coarse = descend_alike(search, search.start(), 1.0, alike(search))
-    short, long = (walk(search, coarse, singles(search), work=work, seed=0, soft=1.0) for work in (5_000, 2_000_000))
+    coarse = descend_classes(search, search.start(), 1.0, storage_classes(search))
+    short, long = (
+        anneal_walk(search, coarse, singles(search), work=work, seed=0, soft=1.0) for work in (5_000, 2_000_000)
+    )
     assert short.best is None
     assert 0 < short.last.area != coarse.area
     assert long.best is not None
@@ -78,5 +80,5 @@ def test_a_walk_that_has_nowhere_to_go_keeps_what_fits() -> None:
     search = _search(0.6)
     fits = descend(search, search.start(), 1.0)
     assert fits is not None
-    walked = walk(search, fits, singles(search), work=0, seed=0, soft=1.0)
+    walked = anneal_walk(search, fits, singles(search), work=0, seed=0, soft=1.0)
     assert walked.best is walked.last is fits

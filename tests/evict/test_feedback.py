@@ -12,9 +12,9 @@ from memplan.core.graph import Graph
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import Link
 from memplan.evict.events import Events, Kind
-from memplan.evict.feedback import Guided, Remembered, later, link_of
+from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, link_of, with_lateness
 from memplan.evict.judge.arrays import measure
-from memplan.evict.judge.overlap import come_early
+from memplan.evict.judge.overlap import start_reloads_earlier
 from memplan.evict.policies.genoa import genoa
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs
@@ -68,21 +68,25 @@ def test_reloads_come_earlier_within_the_budget_and_never_later(graph: Graph, ex
     tight = measure(workload, events).peak
     workload = workload.within(int(tight + extra * max(plain - tight, 0)))
     before = _starts(events)
-    after = come_early(workload, events, dict.fromkeys(list(before)[::2], lead))
+    after = start_reloads_earlier(workload, events, dict.fromkeys(list(before)[::2], lead))
     _, figures = judged(graph, workload, after)  # the same values, by the oracle
     assert figures.seconds <= measure(workload, events).seconds + 1e-9
     assert all(start <= before[key] for key, start in _starts(after).items())
     assert [e for e in after if e.kind is not Kind.RELOAD] == [e for e in events if e.kind is not Kind.RELOAD]
     if figures.peak > workload.budget:
         with pytest.raises(BudgetInfeasible):
-            Guided(events, dict.fromkeys(list(before)[::2], lead))(workload)
+            ProfileGuidedPolicy(events, dict.fromkeys(list(before)[::2], lead))(workload)
 
 
 def test_leads_add_up() -> None:
-    assert later({(1, 0): 1.0, (2, 0): 2.0}, {(2, 0): 0.5, (3, 1): 4.0}) == {(1, 0): 1.0, (2, 0): 2.5, (3, 1): 4.0}
+    assert with_lateness({(1, 0): 1.0, (2, 0): 2.0}, {(2, 0): 0.5, (3, 1): 4.0}) == {
+        (1, 0): 1.0,
+        (2, 0): 2.5,
+        (3, 1): 4.0,
+    }
 
 
 def test_a_policy_is_remembered_by_its_last_answer() -> None:
-    policy = Remembered(lambda workload: workload.plain, "mine")
+    policy = RecordingPolicy(lambda workload: workload.plain, "mine")
     assert policy.events is None
     assert policy.__name__ == "mine"

@@ -18,8 +18,8 @@ from memplan.evict.events import Event, Events, Kind
 from memplan.evict.judge.arrays import WorkloadArrays, measure, to_arrays
 from memplan.evict.policies.auto import recompute
 from memplan.evict.policies.cpsat import optimum
-from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import floor
 from memplan.trace import trace
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import graphs

@@ -20,9 +20,9 @@ from memplan.evict.policies.dtr import Heuristic, dtr, h_dtr, h_local, h_lru, h_
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.select import POLICIES, fit_policy
-from memplan.evict.working_set import floor
 from memplan.evict.workload import Policy, Workload
-from memplan.trace import trace, trace_step
+from memplan.evict.workload_limits import floor
+from memplan.trace import capture_step, trace
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder, graphs
 
@@ -38,7 +38,7 @@ def _model(name: str) -> Graph:
     model, inputs = getattr(zoo, name.removesuffix(" step"))("nano")
     if not name.endswith("step"):
         return trace(model, inputs).graph
-    return trace_step(model, torch.optim.AdamW(model.parameters(), fused=True), inputs).graph
+    return capture_step(model, torch.optim.AdamW(model.parameters(), fused=True), inputs).retrace().graph
 
 
 def _at(workload: Workload, share: float) -> Workload:
@@ -63,7 +63,7 @@ def _fitted(graph: Graph, workload: Workload, policy: Policy) -> Events | None:
 @given(st.data(), st.sampled_from(sorted(POLICIES.keys() - _SLOW)))
 def test_within_the_budget_and_equal_to_the_traced_step(data: st.DataObject, name: str) -> None:
     graph = data.draw(graphs(max_ops=12))
-    workload = workload_of(graph, alignment=data.draw(st.sampled_from([1, 64])), streamed=data.draw(st.booleans()))
+    workload = workload_of(graph, alignment=data.draw(st.sampled_from([1, 64])), host_resident=data.draw(st.booleans()))
     _fitted(graph, _at(workload, data.draw(st.sampled_from(_SHARES))), fit_policy(name))
 
 
@@ -75,17 +75,17 @@ def test_searching_policies_too(graph: Graph, name: str, share: float, alignment
     _fitted(graph, _at(workload, share), policy)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("host_resident", [False, True])
 @pytest.mark.parametrize("name", sorted(POLICIES.keys() - _SLOW))
 @pytest.mark.parametrize("model", ["mlp", "mlp step", "gpt2", "resnet"])
-def test_models_of_the_zoo(model: str, name: str, streamed: bool) -> None:
+def test_models_of_the_zoo(model: str, name: str, host_resident: bool) -> None:
     graph = _model(model)
-    workload = workload_of(graph, alignment=64, streamed=streamed)
+    workload = workload_of(graph, alignment=64, host_resident=host_resident)
     plain = measure(workload, workload.plain)
     whole = _at(workload, 1.0)
     kept = _fitted(graph, whole, fit_policy(name))
     # genoa moves everything; dtr's addresses may be in pieces; capuchin counts streamed storages throughout
-    if kept is not None and name not in ({"capuchin"} if streamed else set()) | {"genoa", "dtr-addresses"}:
+    if kept is not None and name not in ({"capuchin"} if host_resident else set()) | {"genoa", "dtr-addresses"}:
         assert measure(whole, kept).seconds <= plain.seconds * (1 + 1e-9)
     for share in _SHARES[1:]:
         _fitted(graph, _at(workload, share), fit_policy(name))
@@ -93,8 +93,8 @@ def test_models_of_the_zoo(model: str, name: str, streamed: bool) -> None:
 
 @_PLAIN
 @given(graphs(max_ops=12), st.booleans(), st.sampled_from([1, 64]))
-def test_genoa_needs_the_floor(graph: Graph, streamed: bool, alignment: int) -> None:
-    workload = workload_of(graph, alignment=alignment, streamed=streamed)
+def test_genoa_needs_the_floor(graph: Graph, host_resident: bool, alignment: int) -> None:
+    workload = workload_of(graph, alignment=alignment, host_resident=host_resident)
     least, op = floor(workload)
     workload = replace(workload, budget=least)
     assert judged(graph, workload, genoa(workload))[1].peak == least
@@ -106,8 +106,8 @@ def test_genoa_needs_the_floor(graph: Graph, streamed: bool, alignment: int) -> 
 
 @_PLAIN
 @given(graphs(max_ops=12), st.booleans(), st.floats(0, 1))
-def test_flow_is_never_slower_than_genoa_and_needs_no_more(graph: Graph, streamed: bool, share: float) -> None:
-    workload = _at(workload_of(graph, streamed=streamed), share)
+def test_flow_is_never_slower_than_genoa_and_needs_no_more(graph: Graph, host_resident: bool, share: float) -> None:
+    workload = _at(workload_of(graph, host_resident=host_resident), share)
     assert _fitted(graph, workload, flow) is not None
     assert measure(workload, flow(workload)).seconds <= measure(workload, genoa(workload)).seconds
 

@@ -11,11 +11,10 @@ from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import InvalidEviction
 from memplan.evict.events import Event, Kind
 from memplan.evict.graph.apply import apply
-from memplan.evict.host_resident import with_streamed_kept
-from memplan.evict.recompute_limits import limits
 from memplan.evict.search.decisions import Decisions, DecisionSearch
 from memplan.evict.search.expand_kernel import SWAP
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Workload, with_host_resident_kept
+from memplan.evict.workload_limits import limits
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder
 
@@ -95,12 +94,12 @@ def test_decisions_that_cannot_be_make_no_events() -> None:
 
 def test_a_policy_that_moves_nothing_sees_what_streamed_storages_leave() -> None:
     graph = _pair()
-    workload = replace(workload_of(graph, streamed=True), budget=1000)
+    workload = replace(workload_of(graph, host_resident=True), budget=1000)
     seen: list[Workload] = []
 
     def plain(inner: Workload) -> tuple[Event, ...]:
         seen.append(inner)
         return inner.plain
 
-    assert judged(graph, workload, with_streamed_kept(workload, plain))[1].peak == 64 + 64 + 32 + 32
-    assert (seen[0].budget, seen[0].streamed) == (1000 - 3 * 64, frozenset())
+    assert judged(graph, workload, with_host_resident_kept(workload, plain))[1].peak == 64 + 64 + 32 + 32
+    assert (seen[0].budget, seen[0].host_resident) == (1000 - 3 * 64, frozenset())

@@ -15,7 +15,7 @@ from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.dtr import dtr
 from memplan.evict.policies.seeds import decisions_of
 from memplan.evict.search.decisions import DecisionSearch
-from memplan.evict.working_set import floor
+from memplan.evict.workload_limits import floor
 from memplan.trace import trace
 from tests.evict.judge import workload_of
 from tests.graph_strategies import graphs

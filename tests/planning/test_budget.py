@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,15 +13,17 @@ from memplan.core.graph import Graph, Op, Origin, Phase, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.core.validate import validate
 from memplan.errors import BudgetInfeasible, InvalidCosts, InvalidPlan, InvalidSize, MemplanError, UnreadableFile
-from memplan.evict.costs import DEVICES, CostModel, Link, flops_of, load_costs, signature_of
+from memplan.evict.costs import DEVICES, CostModel, Link, cost_model, flops_of, load_costs, signature_of
 from memplan.evict.events import Events
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
-from memplan.planning.budget import Budget, cost_model, plan_within
+from memplan.planning.budget import plan_within
 from memplan.planning.consistency import check_consistency
 from memplan.planning.fit import make_workload
 from memplan.planning.frontier import frontier
+from memplan.planning.make_plan import ScheduledGraph
+from memplan.planning.options import Budget, PlanOptions
 from memplan.planning.planfile import load
 from memplan.report.frontier_form import frontier_sections, frontier_svg
 from memplan.schedule import traced
@@ -47,10 +50,13 @@ def chain(length: int = 6, *, size: int = SIZE) -> Graph:
     return b.graph(gradients=(kept,))
 
 
-def within(budget: Budget, graph: Graph | None = None, **options: object) -> Plan:
+def within(budget: Budget, graph: Graph | None = None, *, redzone: int = 0, room: int = 0, **options: Any) -> Plan:
     graph = chain() if graph is None else graph
-    given = {"model": "chain", "alignment": 64, "versions": {}, "costs": "a100", **options}
-    return plan_within(budget, graph=graph, schedule=traced(graph), **given)  # type: ignore[arg-type]
+    scheduled = ScheduledGraph(
+        model="chain", graph=graph, schedule=traced(graph), alignment=64, versions={}, redzone=redzone
+    )
+    asked = PlanOptions(budget=budget, **options)
+    return plan_within(scheduled, asked, cost_model(asked.costs or "a100"), room=room)
 
 
 def need(graph: Graph) -> int:
@@ -170,7 +176,7 @@ def test_cost_models_are_saved_and_read_strictly(tmp_path: Path) -> None:
     with pytest.raises(InvalidCosts, match="measured"):
         load_costs(path)
     path.write_text("[]")
-    with pytest.raises(UnreadableFile, match="no cost model"):
+    with pytest.raises(UnreadableFile, match="not a cost model"):
         load_costs(path)
     with pytest.raises(UnreadableFile, match="cannot be read"):
         load_costs(tmp_path / "absent.json")

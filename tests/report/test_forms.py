@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from memplan.core.plan import Plan
-from memplan.report.jsonform import report_json
 from memplan.report.lines import printable
 from memplan.report.markdown import report_markdown
+from memplan.report.summary import report_json
 from memplan.report.table import ReportTable
 from tests.graph_strategies import plans
 from tests.samples import MIB, branching_plan, deep_plan, sample_plan

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from memplan.core.choices import Sanitize
 from memplan.core.plan import Plan
 from memplan.evict.costs import DEVICES, Link
 from memplan.evict.events import Event, Events, Kind
@@ -17,8 +18,9 @@ from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.auto import auto
 from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
+from memplan.planning.options import PlanOptions
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import arena_for
 from memplan.schedule import order
 from memplan.trace import alignment_of, plan_traced
@@ -57,20 +59,20 @@ def plan_of_everything(traced: TracedGraph, *, redzone: int = 0) -> Plan:
     schedule = order(traced.graph)
     workload = make_workload(traced.graph, schedule.order, FAST_LINK, alignment_of(traced.device))
     budget = measure(workload, everything(workload)).peak
-    plan = plan_traced(traced, budget=budget, policy=everything, costs=FAST_LINK, redzone=redzone)
+    plan = plan_traced(traced, PlanOptions(budget=budget, policy=everything, costs=FAST_LINK), redzone=redzone)
     assert plan.evictions
     return plan
 
 
-def runner_of(model: nn.Module, traced: TracedGraph, plan: Plan, sanitize: str | None = "poison") -> Runner:
+def runner_of(model: nn.Module, traced: TracedGraph, plan: Plan, sanitize: Sanitize | None = "poison") -> Runner:
     """What `memplan.compile(model, ..., plan=plan)` runs, without tracing once more."""
-    return Runner(Structure(model), traced, plan, arena_for(plan, traced.device), sanitize=sanitize)
+    return Runner(ModuleGuards(model), traced, plan, arena_for(plan, traced.device), sanitize=sanitize)
 
 
 def step_of(runner: Runner, model: nn.Module, args: tuple[Any, ...], seed: int) -> Outcome:
     """The outcome of one forward and backward by `runner`."""
 
     def call(*given: Any) -> Any:
-        return runner(runner.signature.flatten(given, {}), training=True)
+        return runner(runner.input_guards.flatten(given, {}), training=True)
 
     return outcome_of(model, call, *args, seed=seed)

@@ -15,7 +15,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
-from memplan.trace.capture.front_ends import capture
+from memplan.trace.capture.joint_graph import capture
 from memplan.trace.passes.own_outputs import returned_by
 
 

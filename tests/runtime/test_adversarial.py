@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from memplan.core.choices import Sanitize
 from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import plan as memplan_plan
@@ -125,7 +126,7 @@ def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("sanitize", ["poison", None])
 @pytest.mark.parametrize("name", SAME_AS_EAGER)
-def test_same_as_eager(name: str, sanitize: str | None) -> None:
+def test_same_as_eager(name: str, sanitize: Sanitize | None) -> None:
     model = Fn(SAME_AS_EAGER[name])
     eager = copy.deepcopy(model)
     compiled = memplan_compile(model, _x(), sanitize=sanitize)
@@ -234,7 +235,7 @@ def test_flat_parameters_that_swap_places_raise() -> None:
     assert torch.equal(compiled(_x()), copy.deepcopy(model)(_x()))
     for i in (0, 1):
         model[i].weight.data = flat[16 - 16 * i : 32 - 16 * i].view(4, 4)
-    with pytest.raises(InputMismatch, match="shared their memory"):
+    with pytest.raises(InputMismatch, match="do not share memory as they did"):
         compiled(_x())
 
 

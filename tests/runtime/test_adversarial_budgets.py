@@ -14,6 +14,7 @@ from torch import nn
 
 from memplan.errors import InvalidCosts, InvalidEviction, InvalidPlan, InvalidSize, MemplanError, PlanMismatch
 from memplan.evict.costs import Link
+from memplan.planning.options import PlanOptions
 from memplan.planning.planfile import load
 from memplan.runtime import CompiledModule
 from memplan.runtime import compile as memplan_compile
@@ -47,7 +48,7 @@ def test_other_modes_use_the_room_that_is_there(budget: Any) -> None:
 
 def test_other_modes_keep_the_budget_of_a_given_plan() -> None:
     model, x = _net()
-    plan = plan_traced(trace(model, x), budget="min", policy=QUICK, costs=FAST_LINK)
+    plan = plan_traced(trace(model, x), PlanOptions(budget="min", policy=QUICK, costs=FAST_LINK))
     compiled = memplan_compile(model, x, plan=plan)
     model.eval()
     compiled(x).sum().backward()
@@ -92,14 +93,14 @@ def test_results_of_no_bytes_are_copied_too() -> None:
 def test_odd_options_raise_typed_errors(options: dict[str, Any]) -> None:
     model, x = _net()
     with pytest.raises(MemplanError) as caught:
-        plan_traced(trace(model, x), **options)
+        plan_traced(trace(model, x), PlanOptions(**options))
     assert isinstance(caught.value, InvalidSize | InvalidCosts | InvalidEviction) or "nowhere.json" in str(caught.value)
 
 
 def test_a_budget_beyond_all_memory_is_no_budget() -> None:
     model, x = _net()
     traced = trace(model, x)
-    assert plan_traced(traced, budget=10**30).arena_size == plan_traced(traced).arena_size
+    assert plan_traced(traced, PlanOptions(budget=10**30)).arena_size == plan_traced(traced).arena_size
 
 
 @pytest.mark.parametrize("bounds", [{"budget": None}, {"budget": 0.5}, {"budget": 1 << 20, "lowest": 1.5}])
@@ -172,7 +173,7 @@ def test_a_submodule_with_two_names_stays_as_it_is() -> None:
 @pytest.mark.parametrize("other", [_TwoNames, lambda: nn.Sequential(*list(_net()[0].children())[:2])])
 def test_a_plan_with_evictions_for_another_model_is_refused_as_such(other: Any) -> None:
     model, x = _net()
-    plan = plan_traced(trace(model, x), budget=0.6, policy=QUICK, costs=FAST_LINK)
+    plan = plan_traced(trace(model, x), PlanOptions(budget=0.6, policy=QUICK, costs=FAST_LINK))
     strange = other()
     with pytest.raises(PlanMismatch, match="another graph"):
         memplan_compile(strange, torch.randn(64, 16) if isinstance(strange, _TwoNames) else x, plan=plan)

@@ -18,6 +18,7 @@ from torch import nn
 
 import memplan
 from benchmarks.zoo import ZOO
+from memplan.core.choices import Gradients
 from memplan.errors import BudgetInfeasible, MemplanError, StaleActivationsError, UnsupportedCall
 from memplan.runtime.dynamo.backend import Backend
 from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
@@ -82,7 +83,7 @@ def test_a_graph_break_gives_two_planned_graphs() -> None:
     assert len(backend.graphs) == 2
     plans = [graph.plans[0] for graph in backend.graphs]
     assert all(plan.arena_size == plan.max_live for plan in plans)
-    one, two = (graph.lanes[0].runner.arena for graph in backend.graphs)
+    one, two = (graph.instances[0].runner.arena for graph in backend.graphs)
     assert one.memory is two.memory, "one arena for both"
     assert max(plan.arena_size for plan in plans) <= backend.arena_size <= sum(plan.arena_size for plan in plans)
 
@@ -101,7 +102,7 @@ def test_owned_gradients_train_like_eager(name: str) -> None:
     model, inputs = (Broken(), (torch.randn(4, 8),)) if name == "broken" else ZOO[name]("nano")
     backend = Backend(sanitize="poison", gradients="owned")
     _assert_trains_like_eager(model, [inputs] * 4, backend)
-    assert all(lane.runner.owned is not None for graph in backend.graphs for lane in graph.lanes)
+    assert all(instance.runner.owned is not None for graph in backend.graphs for instance in graph.instances)
 
 
 def test_owned_gradients_of_parameters_that_two_graphs_share_add_up() -> None:
@@ -124,7 +125,7 @@ def test_gradients_that_cannot_be_had_are_refused() -> None:
     with pytest.raises(UnsupportedCall, match="share an arena"):
         Backend(gradients="arena")
     with pytest.raises(MemplanError, match="stolen"):
-        Backend(gradients="stolen")
+        Backend(gradients="stolen")  # type: ignore[arg-type]
     handle = model.weight.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
     with pytest.raises(UnsupportedCall, match="hook"):
         torch.compile(model, backend=Backend(gradients="owned"))(x).sum().backward()
@@ -145,7 +146,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("gradients", ["safe", "owned"])
-def test_layers_that_share_a_graph_keep_their_activations(gradients: str) -> None:
+def test_layers_that_share_a_graph_keep_their_activations(gradients: Gradients) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)), nn.Linear(8, 1), nn.Flatten(0))
     backend = Backend(sanitize="poison", gradients=gradients)
@@ -153,10 +154,10 @@ def test_layers_that_share_a_graph_keep_their_activations(gradients: str) -> Non
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, backend=backend)
     _assert_same_gradients(model, eager, [compiled(x).sum() for x in inputs[:2]], [eager(x).sum() for x in inputs[:2]])
-    lanes = sum(len(graph.lanes) for graph in backend.graphs)
+    instances = sum(len(graph.instances) for graph in backend.graphs)
     for x in inputs:
         _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
-    assert sum(len(graph.lanes) for graph in backend.graphs) == lanes, "lanes are used again"
+    assert sum(len(graph.instances) for graph in backend.graphs) == instances, "instances are used again"
 
 
 class Block(nn.Module):
@@ -183,7 +184,7 @@ def test_graphs_share_what_they_do_not_save() -> None:
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
         _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
-    separate = sum(lane.plan.arena_size for graph in backend.graphs for lane in graph.lanes)
+    separate = sum(instance.plan.arena_size for graph in backend.graphs for instance in graph.instances)
     assert backend.arena_size < 0.7 * separate
     assert backend.arena_size <= 1.3 * whole
 
@@ -216,8 +217,8 @@ def test_another_order_is_noticed() -> None:
         one, two = (part(x).square().sum() for part in parts)
         two.backward()
         one.backward()
-    lanes = [lane for graph in backend.graphs for lane in graph.lanes]
-    assert len({lane.runner.arena.memory for lane in lanes}) < len(lanes)
+    instances = [instance for graph in backend.graphs for instance in graph.instances]
+    assert len({instance.runner.arena.memory for instance in instances}) < len(instances)
     model.zero_grad()
     one, two = (part(x).square().sum() for part in parts)
     one.backward()
@@ -238,7 +239,7 @@ def test_graphs_kept_for_ever_do_not_grow_the_record() -> None:
     step = torch.compile(Broken().eval(), backend=backend)
     for _ in range(300):
         step(torch.ones(4, 8)).backward()
-    assert len(backend._conductors.mine()._events) <= 1024
+    assert len(backend._coordinators.of_this_thread()._events) <= 1024
     kept.sum().backward()
 
 
@@ -337,7 +338,7 @@ def test_a_budget_that_no_plan_keeps_says_so() -> None:
         compiled(torch.randn(4, 8)).sum().backward()
     assert caught.value.smallest > 64
     with pytest.raises(memplan.MemplanError, match="sanitize"):
-        Backend(sanitize="poisson")
+        Backend(sanitize="poisson")  # type: ignore[arg-type]
 
 
 def test_hooks_see_the_steps_of_all_graphs() -> None:
@@ -351,7 +352,7 @@ def test_hooks_see_the_steps_of_all_graphs() -> None:
     with backend.hooks.add(seen.append):
         compiled(x).backward()
     graphs = {e.steps for e in seen}
-    assert graphs == {len(lane.plan.graph.ops) for graph in backend.graphs for lane in graph.lanes}
+    assert graphs == {len(instance.plan.graph.ops) for graph in backend.graphs for instance in graph.instances}
     assert {e.phase for e in seen} == {"forward", "backward"}
     count = len(seen)
     compiled(x).backward()
@@ -435,4 +436,5 @@ def test_a_copy_of_what_was_compiled_is_compiled_by_a_backend_of_its_own() -> No
         assert torch.equal(q.grad, p.grad)
     assert len(backend.graphs) == 1
     (other,) = pickle.loads(pickle.dumps([backend]))
-    assert (other._options, other._owned, other.graphs) == (backend._options, True, ())
+    assert (other._options, other.graphs) == (backend._options, ())
+    assert other._options.gradients == "owned"

@@ -50,6 +50,14 @@ def test_by_compile_step(options: dict[str, Any]) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "options", [{"layout": "stack"}, {"costs": "measure", "budget": 0.5}, {"device": "cpu"}], ids=str
+)
+def test_by_a_backend_when_it_is_made(options: dict[str, Any]) -> None:
+    with pytest.raises(MemplanError, match=next(iter(options))):
+        memplan.Backend(**options)
+
+
 def test_a_constant_of_the_other_sign_is_another_constant() -> None:
     class Divided(nn.Module):
         def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from memplan.core.choices import Gradients
+from memplan.core.plan import SCHEMA_VERSION
 from memplan.errors import InputMismatch, InvalidPlan, MemplanError, PlanMismatch, StaleActivationsError
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
@@ -235,7 +237,7 @@ def test_on_mismatch_eager_and_replan() -> None:
 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(MemplanError, match="sanitize"):
-        memplan_compile(_linear(), torch.randn(3, 4), sanitize="poisn")
+        memplan_compile(_linear(), torch.randn(3, 4), sanitize="poisn")  # type: ignore[arg-type]
 
 
 class Moody(nn.Module):
@@ -322,7 +324,7 @@ def test_a_plan_for_another_graph_names_the_first_difference(tmp_path: Path) -> 
     memplan_plan(_linear(4), torch.randn(3, 4)).save(path)
     with pytest.raises(PlanMismatch, match="primals_1"):
         memplan_compile(_linear(5), torch.randn(3, 5), plan=path)
-    path.write_text(path.read_text().replace('"schema_version":1', '"schema_version":99'))
+    path.write_text(path.read_text().replace(f'"schema_version":{SCHEMA_VERSION}', '"schema_version":99'))
     with pytest.raises(InvalidPlan, match="99"):
         memplan_compile(_linear(4), torch.randn(3, 4), plan=path)
 
@@ -330,9 +332,9 @@ def test_a_plan_for_another_graph_names_the_first_difference(tmp_path: Path) -> 
 def test_fake_and_meta_models_cannot_be_compiled() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.randn(3, 4)
-    with pytest.raises(InputMismatch, match="no numbers"):
+    with pytest.raises(InputMismatch, match="no data"):
         memplan_compile(model, x)
-    with pytest.raises(InputMismatch, match="no numbers"):
+    with pytest.raises(InputMismatch, match="no data"):
         compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda y: y.sum(), x)
 
 
@@ -349,7 +351,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("gradients", ["safe", "owned", "arena"])
-def test_a_result_without_gradients_requires_one_as_in_eager(gradients: str) -> None:
+def test_a_result_without_gradients_requires_one_as_in_eager(gradients: Gradients) -> None:
     model, x = Counting(), torch.eye(3)
     compiled = memplan_compile(model, x, gradients=gradients)
     for step in (model, compiled):

@@ -73,7 +73,12 @@ def _traversed(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(
     "call",
-    [_CHECKPOINTED, partial(checkpoint, use_reentrant=True), partial(_CHECKPOINTED, context_fn=_products_saved), _traversed],
+    [
+        _CHECKPOINTED,
+        partial(checkpoint, use_reentrant=True),
+        partial(_CHECKPOINTED, context_fn=_products_saved),
+        _traversed,
+    ],
     ids=["region", "reentrant", "selective", "nested"],
 )
 def test_followed_with_eagers_bits_and_less_memory(call: Callable[..., Any], dropout: float) -> None:
@@ -92,7 +97,9 @@ def test_a_region_runs_again_once_and_what_a_layer_outside_saves_is_kept() -> No
     assert len(again) == len(set(again))
     targets = [op.target for op in found.graph.ops if "@" in op.name]
     assert targets.count("aten.gelu.default") == _BLOCKS
-    assert targets.count("aten.addmm.default") == _BLOCKS  # the first of each block: no backward reads the second's result
+    assert (
+        targets.count("aten.addmm.default") == _BLOCKS
+    )  # the first of each block: no backward reads the second's result
     assert "aten.tanh.default" not in targets
 
 
@@ -153,3 +160,12 @@ def test_a_budget_goes_below_what_the_checkpoints_need() -> None:
     compiled = memplan.compile(model, _x().requires_grad_(), budget="min", policy="recompute")
     assert compiled.plan.arena_size <= followed.arena_size
     assert all(map(torch.equal, _step(compiled), _step(model)))
+
+
+def test_where_checkpoints_are_not_followed_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    rows = torch.export.Dim("rows", min=2, max=128)
+    for options in ({"device": "cpu"}, {"dynamic_shapes": {"x": {0: rows}}}):
+        caplog.clear()
+        with caplog.at_level("WARNING", "memplan"):
+            assert memplan.plan(Net(), _x(), **options)  # type: ignore[call-overload]
+        assert "activation checkpoints of the model are not followed" in caplog.text

@@ -174,15 +174,16 @@ def test_threads_with_a_module_each() -> None:
 
 def test_threads_compile_at_the_same_time() -> None:
     """Torch notes in flags of the process that it traces; crossing threads would leave them up, for ever."""
-    expected = _gradients(_net(), _x())
+    x, nets = _x(), [_net(), _net()]  # drawn here: the threads share torch's generator
+    expected = _gradients(_net(), x)
     outcomes: list[bool] = []
     ready = threading.Barrier(2)
 
     def work() -> None:
-        net = _net()
+        net = nets.pop()
         ready.wait()
         for _ in range(2):
-            ours = _gradients(compile(net, _x()), _x())
+            ours = _gradients(compile(net, x), x)
             outcomes.append(all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)))
 
     threads = [threading.Thread(target=work) for _ in range(2)]

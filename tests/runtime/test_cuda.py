@@ -253,7 +253,7 @@ def test_large_fallbacks_are_recorded_in_place() -> None:
         assert torch.equal(loss_of(recorded, x, seed=0), loss_of(plain, x, seed=0))
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
-    graphed = recorded._selector.main.graphed
+    graphed = recorded._selector.main.cuda_graphs
     assert graphed is not None
     assert graphed._recording is not None
     assert graphed._recording.placer.pools

@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 
 from benchmarks.zoo import ZOO
+from memplan.core.choices import Gradients
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime import compile, compile_step
 from memplan.runtime.execute import cuda_graphs
@@ -65,7 +66,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
 
 @pytest.mark.parametrize("gradients", ["safe", "owned"])
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "lstm"])
-def test_replays_are_the_steps_themselves(name: str, gradients: str, recorder: Rerun) -> None:
+def test_replays_are_the_steps_themselves(name: str, gradients: Gradients, recorder: Rerun) -> None:
     """Dropout, running statistics and accumulated gradients included."""
     model, args = ZOO[name]("nano")
     other = copy.deepcopy(model)

@@ -13,6 +13,7 @@ from torch import nn
 
 import memplan
 from memplan.analysis.forecast import Residence
+from memplan.core.choices import Gradients
 from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible, InvalidEviction, MemplanError, PlanMismatch, UnsupportedDevice
@@ -54,7 +55,7 @@ def x() -> torch.Tensor:
 @pytest.mark.parametrize("options", [{}, {"budget": "min", "policy": "genoa"}, {"budget": "min", "policy": "flow"}])
 @pytest.mark.parametrize("gradients", ["safe", "owned"])
 def test_results_gradients_and_buffers_are_those_without_a_device(
-    options: dict[str, Any], gradients: str, net: SeveralResults, x: torch.Tensor
+    options: dict[str, Any], gradients: Gradients, net: SeveralResults, x: torch.Tensor
 ) -> None:
     reference = memplan.compile(copy.deepcopy(net), x.clone().requires_grad_(), gradients=gradients)
     options = {"sanitize": "poison", "gradients": gradients, "costs": FAST_LINK, **options}
@@ -173,7 +174,7 @@ def test_what_does_not_go_together(net: SeveralResults, x: torch.Tensor) -> None
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
     with pytest.raises(MemplanError, match="recorded step"):
         memplan.compile_step(net, optimizer, lambda out: out[0].sum(), x, device="cpu", cuda_graph=True)
-    with pytest.raises(MemplanError, match="run where they are"):
+    with pytest.raises(MemplanError, match="run on the device of their tensors"):
         memplan.Backend(device="cpu")
     with pytest.raises(BudgetInfeasible):
         memplan.compile(net, x, device="cpu", budget=64, **FLOW)

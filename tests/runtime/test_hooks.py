@@ -15,6 +15,7 @@ from memplan.core.evictions import OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, A
 from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.errors import MemplanError, StaleActivationsError, UnsupportedCall
+from memplan.planning.options import PlanOptions
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime.copies.copy_threads import ThreadCopies
@@ -39,7 +40,7 @@ def _made(kind: str, name: str = "mlp") -> tuple[torch.nn.Module, tuple[Any, ...
     if kind == "copies":
         plan = plan_of_everything(traced)
     else:
-        plan = plan_traced(traced, budget="min", policy=QUICK_RECOMPUTE, costs=FAST_LINK)
+        plan = plan_traced(traced, PlanOptions(budget="min", policy=QUICK_RECOMPUTE, costs=FAST_LINK))
     return model, args, memplan_compile(model, args, plan=plan, sanitize="poison")
 
 
@@ -219,7 +220,7 @@ def test_what_cannot_be_a_hook() -> None:
 
 def test_recorded_steps_have_no_hooks() -> None:
     _, _, compiled = _made("free")
-    compiled._selector.main.graphed = object()
+    compiled._selector.main.cuda_graphs = object()
     with pytest.raises(UnsupportedCall, match="cuda_graph=True"):
         compiled.hooks.add(lambda _: None)
     assert len(compiled.hooks) == 0

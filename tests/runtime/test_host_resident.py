@@ -17,14 +17,14 @@ from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
 from memplan.planning.budget import eviction_of
 from memplan.planning.fit import fit, make_workload
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.runtime.copies.copy_threads import ThreadCopies
-from memplan.runtime.execute.optimizer_state import StepStructure
+from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import arena_for
 from memplan.schedule import make_schedule, order
-from memplan.trace import alignment_of, trace, trace_step
+from memplan.trace import alignment_of, capture_step, trace
 from memplan.trace.traced import TracedGraph
 from tests.models import TwoLayersLoss
 from tests.runtime.budgets import FAST_LINK
@@ -36,7 +36,7 @@ def _streamed(workload: Workload) -> Events:
     """Each is loaded for each op that uses it, one op ahead; and written back when the op changed it."""
     events: list[Event] = []
     for i in range(len(workload.graph.ops)):
-        used = [s for s in workload.graph.touched(workload.graph.ops[i]) if s in workload.streamed]
+        used = [s for s in workload.graph.touched(workload.graph.ops[i]) if s in workload.host_resident]
         events += [Event(Kind.RELOAD, s) for s in used]
         events += [Event(Kind.RELOADED, s) for s in used]
         events.append(Event(Kind.RUN, i))
@@ -49,22 +49,24 @@ def _streamed(workload: Workload) -> Events:
 
 def _plan(traced: TracedGraph) -> Plan:
     """The plan in which all parameters and all optimizer state are streamed."""
-    streamed = frozenset(i for i, s in enumerate(traced.graph.storages) if s.kind in STREAMED)
+    host_resident = frozenset(i for i, s in enumerate(traced.graph.storages) if s.kind in STREAMED)
     alignment = alignment_of(traced.device)
     workload = make_workload(traced.graph, order(traced.graph).order, FAST_LINK, alignment)
-    workload = replace(workload, streamed=streamed)
+    workload = replace(workload, host_resident=host_resident)
     workload = replace(workload, budget=measure(workload, _streamed(workload)).peak)
     assert workload.budget < measure(workload, workload.plain).peak
     fitted = fit(traced.graph, workload, _streamed)
     schedule = make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), "traced")
-    plan = make_plan(model="streamed", graph=fitted.graph, schedule=schedule, alignment=alignment, versions={})
+    plan = make_plan(
+        ScheduledGraph(model="streamed", graph=fitted.graph, schedule=schedule, alignment=alignment, versions={})
+    )
     return replace(plan, eviction=eviction_of(fitted, plan, "streamed", workload.within(plan.arena_size)))
 
 
-def _runner(structure: Structure, traced: TracedGraph) -> Runner:
+def _runner(module_guards: ModuleGuards, traced: TracedGraph) -> Runner:
     plan = _plan(traced)
     assert plan.host_size == 0, "the parameters themselves are the copies on the host"
-    return Runner(structure, traced, plan, arena_for(plan, traced.device), sanitize="poison")
+    return Runner(module_guards, traced, plan, arena_for(plan, traced.device), sanitize="poison")
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def net() -> TwoLayersLoss:
 
 def test_gradients_are_those_of_eager_also_after_parameters_moved(net: TwoLayersLoss, x: torch.Tensor) -> None:
     eager = copy.deepcopy(net)
-    runner = _runner(Structure(net), trace(net, (x,)))
+    runner = _runner(ModuleGuards(net), trace(net, (x,)))
     for _ in range(2):
         net.zero_grad()
         eager.zero_grad()
@@ -108,7 +110,7 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 def test_whole_steps_write_parameters_and_state_back(make: Make, net: TwoLayersLoss, x: torch.Tensor) -> None:
     eager = copy.deepcopy(net)
     ours, theirs = make(net.parameters()), make(eager.parameters())
-    runner = _runner(StepStructure(net, ours), trace_step(net, ours, (x,)))
+    runner = _runner(StepGuards(net, ours), capture_step(net, ours, (x,)).retrace())
     assert isinstance(runner.arena.copies, ThreadCopies)
     for _ in range(3):
         loss = runner.whole_step([x], torch.ones(()))

@@ -27,7 +27,8 @@ from memplan.errors import BudgetInfeasible, InvalidEviction, InvalidPlan, Mempl
 from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
 from memplan.planning.fit import make_workload
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.options import PlanOptions
 from memplan.runtime import CompiledModule, compile_step
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime.copies.copies import Direction
@@ -68,9 +69,12 @@ def _plans(traced: TracedGraph, shares: Sequence[float] = SHARES) -> Iterator[tu
     for policy, name, some in ((QUICK, "offload", shares), (QUICK_RECOMPUTE, "recompute", (0.5,))):
         for share in some:
             try:
-                yield f"{name} {share}", plan_traced(traced, budget=share, policy=policy, costs=FAST_LINK)
+                yield f"{name} {share}", plan_traced(traced, PlanOptions(budget=share, policy=policy, costs=FAST_LINK))
             except BudgetInfeasible as error:
-                yield f"{name} min", plan_traced(traced, budget=error.smallest, policy=policy, costs=FAST_LINK)
+                yield (
+                    f"{name} min",
+                    plan_traced(traced, PlanOptions(budget=error.smallest, policy=policy, costs=FAST_LINK)),
+                )
                 break
 
 
@@ -121,7 +125,7 @@ def test_recurrent_models(kind: type[nn.LSTM | nn.GRU]) -> None:
     traced = trace(model, args)
     expected = step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
     for policy in (QUICK, QUICK_RECOMPUTE):
-        plan = plan_traced(traced, budget=0.9, policy=policy, costs=FAST_LINK)
+        plan = plan_traced(traced, PlanOptions(budget=0.9, policy=policy, costs=FAST_LINK))
         assert plan.evictions
         assert step_of(runner_of(model, traced, plan), model, args, 0).same_as(expected)
     assert step_of(runner_of(model, traced, plan_of_everything(traced)), model, args, 0).same_as(expected)
@@ -155,7 +159,7 @@ def test_any_copies_at_any_steps_give_the_same_bits(seed: int) -> None:
     workload = make_workload(traced.graph, schedule.order, FAST_LINK, 64)
     events = some(workload)
     peak = measure(workload, events).peak
-    plan = plan_traced(traced, budget=peak, policy=lambda _: events, costs=FAST_LINK)
+    plan = plan_traced(traced, PlanOptions(budget=peak, policy=lambda _: events, costs=FAST_LINK))
     runner = runner_of(model, traced, plan)
     _copies(runner).before_each(lambda _: time.sleep(generator.choice((0, 0.0002, 0.002))))
     for _ in range(2):
@@ -428,7 +432,9 @@ def test_a_plan_that_would_evict_wrongly_is_refused(tamper: Callable[..., Evicte
     graph, sources = tamper(plan.graph, plan.eviction.sources)
     schedule = make_schedule(graph, tuple(range(len(graph.ops))), "traced")
     wrong = make_plan(
-        model=plan.model, graph=graph, schedule=schedule, alignment=plan.alignment, versions=plan.versions
+        ScheduledGraph(
+            model=plan.model, graph=graph, schedule=schedule, alignment=plan.alignment, versions=plan.versions
+        )
     )
     host = solve(host_problem(graph, schedule, alignment=plan.alignment))
     record = replace(plan.eviction, sources=sources, host=host, budget=wrong.arena_size)

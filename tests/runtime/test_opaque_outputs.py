@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.core.choices import Sanitize
 from memplan.runtime import compile, compile_step
 from memplan.trace.traced import KernelCall, OpaqueResult
 from tests.steps import gradients_of, loss_of, same_tensors
@@ -82,13 +83,13 @@ def _train(model: nn.Module, call: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("sanitize", [None, "poison"])
-def test_the_backward_gets_the_forwards_own_state(sanitize: str | None) -> None:
+def test_the_backward_gets_the_forwards_own_state(sanitize: Sanitize | None) -> None:
     torch.manual_seed(0)
     model, x = Attends(), torch.randn(4, 8)
     eager = copy.deepcopy(model)
     compiled = compile(model, x, sanitize=sanitize)
     traced = compiled._selector.main.traced
-    assert traced.handed == 2
+    assert traced.opaque_count == 2
     assert all("int64" not in v.dtype for v in traced.graph.values), "the states have no place in the arena"
     assert same_tensors(_train(model, compiled, x), _train(eager, eager, x))
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import Dim
 
 import memplan
+from memplan.core.choices import Gradients, OnMismatch, StepOnMismatch
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.trace.passes.overlapping_strides import may_overlap
 
@@ -53,7 +54,7 @@ _WINDOWS: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("how", ["error", "eager", "replan", "passive"])
 @pytest.mark.parametrize("example", _WINDOWS)
-def test_a_dense_call_after_an_overlapping_example(example: str, how: str) -> None:
+def test_a_dense_call_after_an_overlapping_example(example: str, how: OnMismatch) -> None:
     torch.manual_seed(0)
     model, x, dense = Scaled(3), _WINDOWS[example](), torch.randn(14, 3)
     compiled = memplan.compile(model, x, on_mismatch=how)
@@ -77,7 +78,7 @@ def test_an_overlapping_call_after_a_dense_example() -> None:
 
 @pytest.mark.parametrize("how", ["error", "passive"])
 @pytest.mark.parametrize("example", _WINDOWS)
-def test_a_dense_batch_after_an_overlapping_one(example: str, how: str) -> None:
+def test_a_dense_batch_after_an_overlapping_one(example: str, how: StepOnMismatch) -> None:
     torch.manual_seed(0)
     model, x, dense = Scaled(3), _WINDOWS[example](), torch.randn(14, 3)
     eager = copy.deepcopy(model)
@@ -126,7 +127,7 @@ _OUTPUTS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("gradients", ["safe", "owned"])
 @pytest.mark.parametrize("after", _OUTPUTS)
-def test_gradients_of_overlapping_outputs_are_those_of_eager(after: str, gradients: str) -> None:
+def test_gradients_of_overlapping_outputs_are_those_of_eager(after: str, gradients: Gradients) -> None:
     torch.manual_seed(0)
     model, x = Scaled(16, _OUTPUTS[after]), torch.randn(2, 16, requires_grad=True)
     eager, y = copy.deepcopy(model), x.detach().clone().requires_grad_()

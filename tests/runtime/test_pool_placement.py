@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memplan.core.plan import Plan
+from memplan.planning.options import PlanOptions
 from memplan.recording.allocator import host_backing
 from memplan.recording.places import LEAST, PlaceAllocator, PlannedPlace, places, segment
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
@@ -38,8 +39,9 @@ class Convolutions(nn.Module):
 
 @cache
 def _plan() -> Plan:
+    options = PlanOptions(schedule="traced", solver="greedy")
     with torch.device("meta"):
-        return plan(Convolutions(), torch.empty(2, 1, 1024, 512), schedule="traced", solver="greedy")
+        return plan(Convolutions(), torch.empty(2, 1, 1024, 512), options=options)
 
 
 def test_only_what_has_its_whole_segment_to_itself_has_a_place() -> None:
@@ -123,7 +125,7 @@ def test_a_result_that_is_there_is_not_copied(cooperates: bool, several: bool) -
         return (x, result) if several else result
 
     outs = (3, 7) if several else (7,)
-    bound = BoundOp(form=CallForm.FUNCTIONAL, function=kernel, args=(), kwargs={}, outs=outs, several=several)
+    bound = BoundOp(form=CallForm.FUNCTIONAL, function=kernel, args=(), kwargs={}, outs=outs, returns_sequence=several)
     other = replace(bound, function=torch.abs)
     placed = placing((other, bound), {1: PlannedPlace(7, 512, 4096)}, {"v7": target}, placer)
     assert placed[0] is other

@@ -19,7 +19,7 @@ from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, U
 from memplan.evict.events import Events
 from memplan.evict.workload import Workload
 from memplan.runtime import CompiledModule, CompiledStep
-from memplan.runtime.profile.profile_guided import REPLANS, SAMPLES, WARM
+from memplan.runtime.profiling.profile_guided import REPLANS, SAMPLES, WARM
 from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, QUICK, everything
 from tests.runtime.virtual import virtual
@@ -122,9 +122,9 @@ def test_measured_costs_are_saved_and_used_again(tmp_path: Path) -> None:
 def test_steps_that_end_early_are_not_measured() -> None:
     model, x = _net()
     compiled = _compiled(model, x)
-    meter = compiled._guide._meter
+    timer = compiled._guide._op_timer
     compiled(x)  # no backward
-    assert meter.samples == 0
+    assert timer.samples == 0
 
     def fail(event: Any) -> None:
         if event.step == event.steps - 3:
@@ -132,11 +132,11 @@ def test_steps_that_end_early_are_not_measured() -> None:
 
     with compiled.hooks.add(fail), pytest.raises(RuntimeError, match="no more"):
         outcome_of(model, compiled, x)
-    assert meter.samples == 0
+    assert timer.samples == 0
     with pytest.raises(InputMismatch):
         compiled(x[:3])
     outcome_of(model, compiled, x)
-    assert meter.samples == 1
+    assert timer.samples == 1
 
 
 def test_other_modes_run_in_between() -> None:
@@ -182,9 +182,9 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
     safe = compiled.plan
     for _ in range(STEPS):
         expected = outcome_of(model, compiled, x)
-    assert compiled._guide.due
+    assert compiled._guide.ready
     main = compiled._selector.main
-    loss = main(main.signature.flatten((x,), {}), training=True)  # as if the guide had not been asked
+    loss = main(main.input_guards.flatten((x,), {}), training=True)  # as if the guide had not been asked
     with pytest.raises(StaleActivationsError):
         compiled(x)
     assert compiled.plan is safe
@@ -196,7 +196,7 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
 
 
 def test_a_program_is_not_tried_in_an_arena_that_holds_a_step() -> None:
-    """Guided or not: the trial of another mode's program would overwrite the activations."""
+    """ProfileGuidedPolicy or not: the trial of another mode's program would overwrite the activations."""
     model, x = _net()
     compiled = memplan.compile(model, x)
     expected = outcome_of(model, compiled, x)
@@ -252,7 +252,7 @@ def test_copies_measure_anew_or_keep_the_guided_plan(how: Any) -> None:
     outcome_of(model, compiled, x)
     twin = how(compiled)
     assert twin._guide is not None
-    assert twin._guide._meter.samples == 0
+    assert twin._guide._op_timer.samples == 0
     assert twin.plan.fingerprint == compiled.plan.fingerprint
     _finish(twin._original, twin, x)
     _finish(model, compiled, x)

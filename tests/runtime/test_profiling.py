@@ -46,5 +46,5 @@ def test_bad_input() -> None:
     model, inputs = zoo.mlp("nano")
     with pytest.raises(InvalidCosts, match="rounds"):
         memplan.profile(model, inputs, rounds=0)
-    with pytest.raises(InputMismatch, match="holds no numbers"):
+    with pytest.raises(InputMismatch, match="has no data"):
         memplan.profile(model.to("meta"), inputs)

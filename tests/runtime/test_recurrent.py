@@ -13,7 +13,7 @@ import memplan
 from memplan.errors import UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import trace
-from memplan.trace.capture.front_ends import capture
+from memplan.trace.capture.joint_graph import capture
 from tests.runtime.budgets import QUICK_RECOMPUTE
 from tests.steps import outcome_of, under_autocast
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.core.choices import Sanitize
 from memplan.core.problem import Buffer
 from memplan.errors import ArenaCorruption
 from memplan.runtime import CompiledModule
@@ -30,7 +31,7 @@ class Masking(nn.Module):
         return out.square().mean()
 
 
-def _compiled(sanitize: str | None) -> tuple[CompiledModule, torch.Tensor]:
+def _compiled(sanitize: Sanitize | None) -> tuple[CompiledModule, torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(5, 6)
     return memplan.compile(Masking(), x, sanitize=sanitize), x
@@ -50,7 +51,7 @@ def _is_poisoned(memory: torch.Tensor) -> bool:
 
 def test_poison_before_the_first_write_and_after_the_last_use() -> None:
     compiled, _ = _compiled("poison")
-    guards, plan = compiled._selector.main.program.guards, compiled.plan
+    guards, plan = compiled._selector.main.program.sanitizers, compiled.plan
     kinds = set()
     for buffer in plan.problem.buffers:
         memory = _bytes(compiled, buffer)
@@ -65,7 +66,7 @@ def test_poison_before_the_first_write_and_after_the_last_use() -> None:
 
 def test_poison_leaves_what_is_alive_alone() -> None:
     compiled, _ = _compiled("poison")
-    guards, plan = compiled._selector.main.program.guards, compiled.plan
+    guards, plan = compiled._selector.main.program.sanitizers, compiled.plan
     for buffer in plan.problem.buffers:
         memory = _bytes(compiled, buffer).zero_()
         for step in range(buffer.live.start, buffer.live.end):
@@ -76,7 +77,7 @@ def test_poison_leaves_what_is_alive_alone() -> None:
 
 
 @pytest.mark.parametrize("sanitize", ["poison", None])
-def test_a_late_reader_sees_poison(sanitize: str | None) -> None:
+def test_a_late_reader_sees_poison(sanitize: Sanitize | None) -> None:
     """After the step, nothing in the arena is alive: whoever reads there now reads too late."""
     compiled, x = _compiled(sanitize)
     compiled(x).backward()

@@ -382,7 +382,7 @@ def test_torch_is_not_asked_where_no_run_can_be(monkeypatch: pytest.MonkeyPatch)
     compiled = memplan_compile(model, x)
     expected = compiled(x).detach()
     asked: list[Any] = []
-    monkeypatch.setattr(torchscript_runs, "_finds", lambda line, layout: asked.append(line))
+    monkeypatch.setattr(torchscript_runs, "_finds_overload", lambda line, layout: asked.append(line))
     with compiled.hooks.add(lambda event: None):  # hooks stand between all ops
         assert torch.equal(compiled(x).detach(), expected)
     assert not asked

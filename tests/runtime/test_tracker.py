@@ -13,6 +13,7 @@ from memplan.core.plan import Plan
 from memplan.core.problem import Problem
 from memplan.evict.judge.arrays import measure
 from memplan.planning.fit import make_workload
+from memplan.planning.options import PlanOptions
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
 from memplan.runtime.debug.tracker import HeldBytes, Tracker
@@ -51,7 +52,7 @@ def _run(model: torch.nn.Module, args: tuple[Any, ...], plan: Plan) -> Tracker:
 
 
 def _budgeted(traced: TracedGraph) -> Plan:
-    return plan_traced(traced, budget="min", policy=QUICK, costs=FAST_LINK)
+    return plan_traced(traced, PlanOptions(budget="min", policy=QUICK, costs=FAST_LINK))
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "bert"])

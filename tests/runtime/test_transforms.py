@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 import memplan
+from memplan.core.choices import Gradients
 from memplan.errors import UnsupportedCall
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by torch's own jvp
@@ -47,7 +48,7 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("gradients", ["safe", "owned"])
-def test_refused_around_a_compiled_module(train: bool, gradients: str) -> None:
+def test_refused_around_a_compiled_module(train: bool, gradients: Gradients) -> None:
     model, x = _model(), torch.randn(3, 4)
     expected = model(x)
     compiled = memplan.compile(model, x, train=train, gradients=gradients)

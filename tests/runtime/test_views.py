@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.core.choices import Gradients
 from memplan.errors import StaleActivationsError
 from memplan.trace import trace
 from memplan.trace.traced import Source
@@ -57,7 +58,7 @@ def _results(model: Any, x: torch.Tensor, w: nn.Parameter) -> tuple[list[torch.T
 
 @pytest.mark.parametrize("gradients", ["safe", "owned", "arena"])
 @pytest.mark.parametrize("name", VIEWS)
-def test_views_and_pieces_are_eagers(name: str, gradients: str) -> None:
+def test_views_and_pieces_are_eagers(name: str, gradients: Gradients) -> None:
     model, x = Weighted(VIEWS[name]), torch.randn(4, 6)
     compiled = memplan.compile(model, x.clone().requires_grad_(), gradients=gradients, sanitize="poison")
     for _ in range(2):
@@ -80,7 +81,7 @@ def test_views_and_pieces_are_eagers(name: str, gradients: str) -> None:
     [lambda y: y[:2], lambda y: y[:, 1], lambda y: y.view(24), lambda y: y.unbind(0)[0], lambda y: y.chunk(2)[1]],
 )
 @pytest.mark.parametrize("gradients", ["safe", "owned"])
-def test_to_change_a_view_of_what_the_backward_needs_raises(view: Any, gradients: str) -> None:
+def test_to_change_a_view_of_what_the_backward_needs_raises(view: Any, gradients: Gradients) -> None:
     def forward(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (view(torch.sigmoid(x * w)),)
 

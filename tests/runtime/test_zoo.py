@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.zoo import ZOO
 from memplan.core.problem import Status
+from memplan.planning.options import PlanOptions
 from memplan.runtime import compile as memplan_compile
 from memplan.trace import plan_traced, trace
 from tests.runtime.reference import Interpreted
@@ -85,7 +86,7 @@ def test_the_arena_is_max_live(name: str) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_greedy_is_close_to_max_live_without_reuse(name: str) -> None:
-    p = plan_traced(trace(*ZOO[name]("nano"), in_place=False), schedule="traced", solver="greedy")
+    p = plan_traced(trace(*ZOO[name]("nano"), in_place=False), PlanOptions(schedule="traced", solver="greedy"))
     assert p.max_live <= p.arena_size <= (1.10 if name == "t5" else 1.02) * p.max_live
 
 

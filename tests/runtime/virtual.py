@@ -83,7 +83,7 @@ def virtual(
     """What is compiled within is measured in virtual time; `said`: as `seconds` if left out."""
     clock = Clock()
     with monkeypatch.context() as patch:
-        patch.setattr("memplan.runtime.profile.op_timer.perf_counter", clock)
+        patch.setattr("memplan.runtime.profiling.op_timer.perf_counter", clock)
         patch.setattr(
             "memplan.runtime.memory.arena.make_copies", lambda _: VirtualCopies(clock, seconds, said or seconds)
         )

@@ -11,8 +11,8 @@ from torch.nn import functional as F  # noqa: N812
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.report.jsonform import report_json
 from memplan.report.markdown import report_markdown
+from memplan.report.summary import report_json
 from memplan.runtime import compile_step
 from memplan.schedule import accumulated, order, price
 from tests.graph_strategies import GraphBuilder, graphs

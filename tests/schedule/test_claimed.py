@@ -14,8 +14,8 @@ from memplan.cli import main
 from memplan.core.plan import Plan
 from memplan.core.problem import Status
 from memplan.planning.planfile import load
-from memplan.report.jsonform import report_json
 from memplan.report.lines import certificate, verdict
+from memplan.report.summary import report_json
 from memplan.schedule import Evidence
 from memplan.symbolic import load_symbolic
 from tests.samples import branching_plan

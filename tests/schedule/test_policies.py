@@ -11,7 +11,7 @@ from memplan.core.problem import Interval
 from memplan.core.schedule import Evidence
 from memplan.errors import MemplanError
 from memplan.planning.consistency import check_consistency
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.schedule import POLICIES, cut_bound, live_bytes, make_schedule, order, require_legal, traced
 from memplan.schedule.arrays.compiled import CompiledKernel
 from memplan.schedule.arrays.graph_arrays import make_core, step_bytes
@@ -162,7 +162,7 @@ def test_order_and_in_place_reuse_are_chosen_together() -> None:
     assert (traced(graph).max_live, best.max_live) == (210, 110)
     assert best.certified
     assert best.order == (0, 2, 1, 3)
-    plan = make_plan(model="m", graph=graph, schedule=best, alignment=1, versions={})
+    plan = make_plan(ScheduledGraph(model="m", graph=graph, schedule=best, alignment=1, versions={}))
     assert [(b.id, b.size, b.live) for b in plan.problem.buffers] == [
         ("activation_0", 100, Interval(0, 4)),
         ("activation_2", 10, Interval(1, 4)),

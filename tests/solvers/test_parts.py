@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.baselines.tlsf import class_of_request, size_class
 from benchmarks.instances import network, planted, scattered
 from memplan.core.problem import Buffer, Interval, Problem
 from memplan.core.validate import validate
@@ -19,7 +20,6 @@ from memplan.solvers.arrays.heuristics import fill, first_fit, online, pairs_ali
 from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of, load_of, subset
 from memplan.solvers.base import finish
-from memplan.solvers.baselines.tlsf import class_of_request, size_class
 from memplan.solvers.bounds import lower_bound
 from memplan.solvers.limits import Budget
 from memplan.solvers.search import cpsat_model, squeaky_wheel
@@ -130,16 +130,6 @@ def test_budgets_count_inner_work_too() -> None:
     assert outer.remaining_work() == 500
     assert outer.slice(10_000).nodes(10_000, 100) == 501
     assert Budget(SolverLimits(seconds=0.0)).is_over
-
-
-@given(problem=problems(aligned=False), data=st.data())
-@settings(max_examples=60, deadline=None)
-def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataObject) -> None:
-    core = core_of(problem)
-    if core.n:
-        value = np.array(data.draw(st.lists(st.integers(0, 99), min_size=core.sections, max_size=core.sections)))
-        expected = [value[lo:hi].max() for lo, hi in zip(core.lo, core.hi, strict=True)]
-        assert squeaky_wheel._highest(value, core.lo, core.hi).tolist() == expected
 
 
 def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:

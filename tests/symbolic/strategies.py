@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from memplan.core.graph import Graph
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.options import PlanOptions
 from memplan.schedule import traced
 from memplan.symbolic import Symbol, SymbolicPlan, make_symbolic
 from memplan.symbolic.plan import stable
@@ -62,13 +63,15 @@ def symbolic_plans(draw: st.DrawFn, max_ops: int = 10) -> SymbolicPlan:
     graph = stable(graph, sizes)
     alignment = draw(st.sampled_from([1, 64]))
     plan = make_plan(
-        model="random",
-        graph=graph,
-        schedule=draw(st.one_of(st.just(traced(graph)), schedules(graph))),
-        alignment=alignment,
-        redzone=draw(st.sampled_from([0, alignment])),
-        versions={"memplan": "0.1.0"},
-        solver="greedy",
+        ScheduledGraph(
+            model="random",
+            graph=graph,
+            schedule=draw(st.one_of(st.just(traced(graph)), schedules(graph))),
+            alignment=alignment,
+            redzone=draw(st.sampled_from([0, alignment])),
+            versions={"memplan": "0.1.0"},
+        ),
+        PlanOptions(solver="greedy"),
     )
     return make_symbolic(symbols=varying, sizes=sizes, plan=plan, conditions=[f"{varying[0].name} >= 1"])
 

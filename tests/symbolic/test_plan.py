@@ -16,7 +16,7 @@ from memplan.core.problem import Solution, Status
 from memplan.core.validate import validate
 from memplan.errors import InvalidPlan, MemplanError, ShapeOutOfRange, UnknownName
 from memplan.planning.consistency import check_consistency
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.schedule import make_schedule, order, traced
 from memplan.symbolic import SymbolicPlan, make_symbolic
 from memplan.symbolic.sizes import graph_at
@@ -58,11 +58,13 @@ def test_a_resolved_plan_is_a_plan_within_a_quarter_of_planning_anew(data: st.Da
     assert (resolved.graph.values, resolved.graph.storages) == (graph.values, graph.storages)
     graph = with_inplace_candidates(graph) if any(op.inplace_candidates for op in graph.ops) else graph
     anew = make_plan(
-        model="anew",
-        graph=graph,
-        schedule=order(graph),
-        alignment=plan.plan.alignment,
-        versions={},
+        ScheduledGraph(
+            model="anew",
+            graph=graph,
+            schedule=order(graph),
+            alignment=plan.plan.alignment,
+            versions={},
+        )
     )
     assert plan.plan.redzone or resolved.arena_size <= 1.25 * anew.arena_size
     assert plan.resolve(values) is resolved
@@ -119,7 +121,7 @@ def test_a_condition_that_does_not_hold_is_named() -> None:
     ("change", "complaint"),
     [
         ({"conditions": ("batch > 8",)}, "do not hold for the hint"),
-        ({"conditions": ("batch",)}, "is no condition"),
+        ({"conditions": ("batch",)}, "is not a condition"),
         ({"symbols": ()}, "not allowed"),
     ],
 )
@@ -166,5 +168,5 @@ def _example(conditions: list[str], power: int = 1, highest: int = 64, times: st
     texts = ["8", f"batch*seq**{power}", f"batch*seq*({times})"]
     symbols = tuple(Symbol(name=n, min=1, max=highest, hint=2) for n in ("batch", "seq"))
     sizes = SizesWriter().finish(texts, [(t, "1", "0") for t in texts])
-    plan = make_plan(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={})
+    plan = make_plan(ScheduledGraph(model="two", graph=graph, schedule=traced(graph), alignment=1, versions={}))
     return make_symbolic(symbols=symbols, sizes=sizes, plan=plan, conditions=conditions)

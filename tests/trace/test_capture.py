@@ -18,7 +18,8 @@ from benchmarks.zoo import ZOO
 from memplan.errors import MemplanError, UnsupportedGraph
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime.dynamo.backend import Backend
-from memplan.trace import capture, plan, trace
+from memplan.trace import plan, trace
+from memplan.trace.capture.joint_graph import capture
 
 
 class Breaks(nn.Module):

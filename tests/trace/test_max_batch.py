@@ -58,7 +58,7 @@ def test_P7_gradients_in_the_arena_leave_room_for_more() -> None:  # noqa: N802
     with pytest.raises(UnsupportedCall, match="policy='recompute'"):
         memplan.max_batch(make, limit, gradients="arena", policy="recompute")
     with pytest.raises(memplan.MemplanError, match="stolen"):
-        memplan.max_batch(make, limit, gradients="stolen")
+        memplan.max_batch(make, limit, gradients="stolen")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["mlp", "lstm"])

@@ -141,7 +141,7 @@ def test_a_bias_gets_the_sum_itself() -> None:
 
 def test_every_rule_is_exercised() -> None:
     """Each op that has a rule occurs in a captured case, and none is left after lowering where the rule applies."""
-    from memplan.trace.capture.front_ends import capture
+    from memplan.trace.capture.joint_graph import capture
 
     seen: set[Any] = set()
     left: set[str] = set()

@@ -15,7 +15,8 @@ from memplan.evict.costs import DEVICES
 from memplan.evict.events import Kind
 from memplan.evict.graph.apply import apply
 from memplan.evict.judge.arrays import measure
-from memplan.trace import capture, trace
+from memplan.trace import trace
+from memplan.trace.capture.joint_graph import capture
 from memplan.trace.torch_budget import TorchPartition, events_of, partitions, points_of, torch_points
 from tests.evict.judge import judged
 

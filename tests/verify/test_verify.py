@@ -12,9 +12,9 @@ import pytest
 
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError, UnsupportedGraph
-from memplan.planning.make_plan import make_plan
+from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.schedule import Evidence, order
-from memplan.verify import Proof, State, proofs, verify
+from memplan.verify import Proof, ProofState, proofs, verify
 from memplan.verify.within import within
 from tests.samples import branching_plan, sample_plan
 from tests.schedule.test_bound import diamonds
@@ -27,7 +27,7 @@ def _said(plan: Plan, **changes: Any) -> Plan:
 
 def _searched_plan(policy: str = "auto") -> Plan:
     graph = diamonds(2)
-    return make_plan(model="", graph=graph, schedule=order(graph, policy), alignment=1, versions={})
+    return make_plan(ScheduledGraph(model="", graph=graph, schedule=order(graph, policy), alignment=1, versions={}))
 
 
 def _of_order(plan: Plan, time_limit: float | None = None) -> Proof:
@@ -39,10 +39,10 @@ def _of_order(plan: Plan, time_limit: float | None = None) -> Proof:
 @pytest.mark.parametrize("limit", [None, 60.0])
 def test_a_cut_is_verified_independently(limit: float | None) -> None:
     proof = _of_order(branching_plan("auto"), limit)
-    assert (proof.state, proof.bound, proof.independent) == (State.PROVEN, 150, True)
+    assert (proof.state, proof.bound, proof.independent) == (ProofState.PROVEN, 150, True)
     assert "by the minimum cut at op3: 150 B, by networkx's minimum_cut, independent of what proved it" in proof.text
     proof = _of_order(_said(branching_plan("traced"), bound=151, evidence=Evidence.CUT, proof="op3"), limit)
-    assert (proof.state, proof.ok) == (State.FALSE, False)
+    assert (proof.state, proof.ok) == (ProofState.FALSE, False)
 
 
 def test_a_working_set_and_an_empty_plan_are_verified() -> None:
@@ -50,14 +50,16 @@ def test_a_working_set_and_an_empty_plan_are_verified() -> None:
     assert not _of_order(_said(sample_plan(), bound=261)).ok
     empty = diamonds(2)
     empty = dataclasses.replace(empty, ops=(), outputs=())
-    assert _of_order(make_plan(model="", graph=empty, schedule=order(empty), alignment=1, versions={})).ok
+    assert _of_order(
+        make_plan(ScheduledGraph(model="", graph=empty, schedule=order(empty), alignment=1, versions={}))
+    ).ok
 
 
 def test_the_moment_between_forward_and_backward_is_verified() -> None:
     plan = sample_plan()  # 160 bytes wait for the backward
     proof = _of_order(_said(plan, bound=160, evidence=Evidence.BETWEEN, proof=""))
-    assert (proof.state, proof.independent) == (State.PROVEN, True)
-    assert _of_order(_said(plan, bound=161, evidence=Evidence.BETWEEN, proof="")).state is State.FALSE
+    assert (proof.state, proof.independent) == (ProofState.PROVEN, True)
+    assert _of_order(_said(plan, bound=161, evidence=Evidence.BETWEEN, proof="")).state is ProofState.FALSE
 
 
 @pytest.mark.parametrize("limit", [None, 60.0])
@@ -65,22 +67,22 @@ def test_the_portfolio_s_search_is_repeated_and_labelled_so(limit: float | None)
     plan = _searched_plan()
     assert plan.schedule.evidence is Evidence.SEARCH
     proof = _of_order(plan, limit)
-    assert (proof.state, proof.independent) == (State.PROVEN, False)
+    assert (proof.state, proof.independent) == (ProofState.PROVEN, False)
     assert "by repeating the portfolio's search, the code that proves it first" in proof.text
     higher = plan.schedule.bound + 1
-    assert _of_order(_said(plan, bound=higher, max_live=higher), limit).state is State.FALSE
+    assert _of_order(_said(plan, bound=higher, max_live=higher), limit).state is ProofState.FALSE
 
 
 @pytest.mark.parametrize("policy", ["exact", "cpsat"])
 def test_a_long_search_is_repeated(policy: str) -> None:
     proof = _of_order(_searched_plan(policy), 300.0)
-    assert (proof.state, proof.independent) == (State.PROVEN, False)
+    assert (proof.state, proof.independent) == (ProofState.PROVEN, False)
     assert f"by repeating the long search '{policy}'" in proof.text
 
 
 def test_a_false_long_search_is_refuted() -> None:
     proof = _of_order(false_order())
-    assert proof.state is State.FALSE
+    assert proof.state is ProofState.FALSE
     assert proof.text == (
         "not true: that no order of its ops needs less than 190 B; the long search 'exact' finds an order that "
         "needs 150 B"
@@ -92,17 +94,17 @@ def test_a_search_that_reaches_its_limits_leaves_a_claim(monkeypatch: pytest.Mon
     weaker = dataclasses.replace(plan.schedule, bound=plan.schedule.bound - 1)
     monkeypatch.setattr(proofs, "order", lambda graph, name: weaker)
     proof = _of_order(plan)
-    assert proof.state is State.CLAIMED
+    assert proof.state is ProofState.CLAIMED
     assert "reached its limits and proves" in proof.how
 
 
 def test_layouts_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     (layout,) = (proof for proof in verify(branching_plan("auto")) if proof.of == "layout")
-    assert (layout.state, layout.bound, layout.independent) == (State.PROVEN, 150, True)
+    assert (layout.state, layout.bound, layout.independent) == (ProofState.PROVEN, 150, True)
     false = false_layout()
     (layout,) = (proof for proof in verify(false) if proof.of == "layout")
-    assert (layout.state, layout.how) == (State.FALSE, "solving again finds an arena of 150 B")
-    for bound, state in ((200, State.PROVEN), (199, State.CLAIMED)):
+    assert (layout.state, layout.how) == (ProofState.FALSE, "solving again finds an arena of 150 B")
+    for bound, state in ((200, ProofState.PROVEN), (199, ProofState.CLAIMED)):
         again = dataclasses.replace(false.solution, bound=bound)
         monkeypatch.setattr(proofs, "solve", lambda problem, time_limit, again=again: again)
         (layout,) = (proof for proof in verify(false) if proof.of == "layout")
@@ -153,8 +155,8 @@ def test_a_search_that_gives_no_answer_leaves_a_claim(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(proofs, "within", fail)
     order_proof, _ = verify(false_order())
-    assert order_proof.state is State.CLAIMED
+    assert order_proof.state is ProofState.CLAIMED
     assert "gave no answer: its process ended" in order_proof.how
     cut_proof, _ = verify(branching_plan("auto"))
-    assert cut_proof.state is State.CLAIMED
+    assert cut_proof.state is ProofState.CLAIMED
     assert "minimum_cut at op3 gave no answer" in cut_proof.how

@@ -45,7 +45,7 @@ def apply(workload: Workload, events: Iterable[Event]) -> Applied:
 
 
 @dataclass(slots=True)
-class _Life:
+class _StorageState:
     """The current life of a storage: where its bytes are, as indices of the new graph's storages."""
 
     device: int | None = None
@@ -67,7 +67,7 @@ class _GraphBuilder:
     ops: list[Op] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     instances: list[tuple[int, int]] = field(default_factory=list)  # (base storage, its further life)
-    lives: list[_Life] = field(default_factory=list)
+    lives: list[_StorageState] = field(default_factory=list)
     ran: list[int] = field(default_factory=list)
     moved: dict[tuple[int, int], int] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)  # storage -> the number of its further lives
@@ -80,8 +80,8 @@ class _GraphBuilder:
         self.values, self.storages = list(g.values), list(g.storages)
         self.ran = [0] * len(g.ops)
         self.forward_left = g.forward_ops
-        self.lives = [_Life(device=None if i in w.held else i) for i in range(len(g.storages))]
-        for s in w.streamed - w.fresh:
+        self.lives = [_StorageState(device=None if i in w.held else i) for i in range(len(g.storages))]
+        for s in w.host_resident - w.fresh:
             self.lives[s].host, self.lives[s].clean = s, True
 
     # -- events ------------------------------------------------------------------------------------------
@@ -107,18 +107,18 @@ class _GraphBuilder:
         return Applied(graph=graph, sources=tuple(self.sources), instances=tuple(self.instances))
 
     def _run(self, index: int, where: str) -> None:
-        op, again = self.workload.graph.ops[index], self.ran[index] > 0
-        if again and op.random:
+        op, recompute = self.workload.graph.ops[index], self.ran[index] > 0
+        if recompute and op.random:
             raise InvalidEviction("it draws random numbers, and would draw others", where=where)
         touched = self.workload.graph.values
         reads = tuple(self._value(v, self._readable(touched[v].storage, where)) for v in op.reads)
-        target = {s: self._writable(s, index, again, where) for s in self.workload.graph.written(op)}
+        target = {s: self._writable(s, index, recompute, where) for s in self.workload.graph.written(op)}
         writes = tuple(self._value(v, target[touched[v].storage]) for v in op.writes)
-        if not again and op.phase is Phase.FORWARD:
+        if not recompute and op.phase is Phase.FORWARD:
             self.forward_left -= 1
             self.due |= self.workload.due.intersection(target)
-        name = f"{op.name}@{self.ran[index]}" if again else op.name
-        phase = None if again else op.phase
+        name = f"{op.name}@{self.ran[index]}" if recompute else op.name
+        phase = None if recompute else op.phase
         new = dict(zip((*op.reads, *op.writes), (*reads, *writes), strict=True))
         inplace_candidates = tuple((new[result], new[read]) for result, read in op.inplace_candidates)
         unrelated = tuple((new[result], new[read]) for result, read in op.unrelated)
@@ -176,7 +176,7 @@ class _GraphBuilder:
 
     # -- where things are --------------------------------------------------------------------------------
 
-    def _on_device(self, s: int, where: str) -> _Life:
+    def _on_device(self, s: int, where: str) -> _StorageState:
         life = self.lives[s]
         if life.device is None or life.dropped or life.copying is Kind.RELOAD:
             raise InvalidEviction("its bytes are not on the device", where=where)
@@ -187,24 +187,24 @@ class _GraphBuilder:
         assert device is not None
         return device
 
-    def _writable(self, s: int, index: int, again: bool, where: str) -> int:
+    def _writable(self, s: int, index: int, recompute: bool, where: str) -> int:
         """Return the storage that a run writes: the current life, a new one, or memory that is discarded."""
         life, name = self.lives[s], self.workload.graph.storages[s].name
-        if life.copying is not None and not again:
+        if life.copying is not None and not recompute:
             raise InvalidEviction(f"it writes {name} while that is being copied", where=where)
         place = self.workload.writers[s].index(index)
         absent = life.device is None or life.dropped
-        if again and not self.workload.recomputable[s]:
+        if recompute and not self.workload.recomputable[s]:
             raise InvalidEviction(f"it would change {name} twice", where=where)
-        life.clean = life.clean and again
+        life.clean = life.clean and recompute
         if life.copying is None and not absent and life.written == place:
             life.written += 1
-        elif absent and place == 0 and not life.away and life.copying is None and (again or not life.dropped):
-            further = again or s in self.workload.streamed
+        elif absent and place == 0 and not life.away and life.copying is None and (recompute or not life.dropped):
+            further = recompute or s in self.workload.host_resident
             life.device, life.written, life.dropped = (self._instance(s) if further else s), 1, False
-        elif again and (life.away or life.copying is not None or not absent):
+        elif recompute and (life.away or life.copying is not None or not absent):
             return self._instance(s)
-        elif s not in self.workload.streamed or absent:
+        elif s not in self.workload.host_resident or absent:
             raise InvalidEviction(f"{name} does not hold what its earlier writers wrote", where=where)
         assert life.device is not None
         return life.device

@@ -53,9 +53,9 @@ class _Run:
             related = tuple(c for r, c in zip(op.reads, operands, strict=True) if (v, r) not in op.unrelated)
             self.content[value.storage] = self.names("op", source, k, related, before)
 
-    def found(self, op: Op, *, again: bool) -> object:
+    def found(self, op: Op, *, recompute: bool) -> object:
         """Return what an op finds in its operands; of a recompute, only in those that all its results depend on."""
-        immaterial = {r for _, r in op.unrelated} if again else set()
+        immaterial = {r for _, r in op.unrelated} if recompute else set()
         pairs = zip(op.reads, self.operands(op), strict=True)
         return tuple(-1 if r in immaterial else content for r, content in pairs)
 
@@ -87,7 +87,7 @@ class _Run:
         values = self.graph.values
         expected = (*op.reads[:1], *op.writes) if waits else op.reads
         if op.target not in TRANSFERS or len(op.writes) != 1 or len(op.reads) != 1 + waits or op.reads != expected:
-            raise _fault(op, "is no copy from one storage to another")
+            raise _fault(op, "is not a copy from one storage to another")
         pair = values[op.reads[0]].storage, values[op.writes[0]].storage
         from_host = op.target in (RELOAD, RELOAD_WAIT)
         source, destination = (self.graph.storages[s] for s in pair)
@@ -123,7 +123,7 @@ def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) ->
     base = _Run(traced, names)
     expected: list[tuple[object, ...]] = []
     for i, op in enumerate(traced.ops):
-        expected.append((base.found(op, again=False), base.found(op, again=True), _layouts(traced, op)))
+        expected.append((base.found(op, recompute=False), base.found(op, recompute=True), _layouts(traced, op)))
         base.op(op, i)
     run = _Run(evicted, names)
     times = [0] * len(traced.ops)
@@ -135,10 +135,11 @@ def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) ->
             run.copy(op)
             continue
         if source >= len(traced.ops) or traced.ops[source].target != op.target:
-            raise _fault(op, "is no op of the traced graph")
+            raise _fault(op, "is not an op of the traced graph")
         run.require_idle(op)
-        again = times[source] > 0
-        if (run.found(op, again=again), _layouts(evicted, op)) != (expected[source][again], expected[source][2]):
+        recompute = times[source] > 0
+        results = run.found(op, recompute=recompute), _layouts(evicted, op)
+        if results != (expected[source][recompute], expected[source][2]):
             raise _fault(op, f"does not find what {traced.ops[source].name} does")
         run.op(op, source)
         times[source] += 1

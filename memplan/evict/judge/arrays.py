@@ -47,8 +47,8 @@ class WorkloadArrays:
         self.to_host = np.array(w.to_host, np.float64)
         self.to_device = np.array(w.to_device, np.float64)
         self.pair_ptr, self.pair = _flat([[x for pair in op for x in pair] for op in w.pairs])
-        self.streamed = np.zeros(len(w.size), np.bool_)
-        self.streamed[list(w.streamed - w.fresh)] = True
+        self.host_resident = np.zeros(len(w.size), np.bool_)
+        self.host_resident[list(w.host_resident - w.fresh)] = True
         self.redo_until = np.array(w.redo_until, np.int64)
 
     @cached_property
@@ -56,7 +56,7 @@ class WorkloadArrays:
         """The arguments of `measure_kernel.measure`, in its order."""
         return (
             *(self.read_ptr, self.read, self.write_ptr, self.write, self.writer_ptr, self.writer, self.size),
-            *(self.pair_ptr, self.pair, self.streamed, self.seconds, self.to_host, self.to_device),
+            *(self.pair_ptr, self.pair, self.host_resident, self.seconds, self.to_host, self.to_device),
         )
 
     def measure(self, kinds: Ints, indices: Ints) -> MeasuredEvents | None:

@@ -14,7 +14,7 @@ NEVER, HERE, GONE, LEAVING, ARRIVING, AWAY = range(6)
 def measure(
     kinds, indices, budget,
     read_ptr, read, write_ptr, write, writer_ptr, writer, size,
-    pair_ptr, pair, streamed, seconds, to_host, to_device,
+    pair_ptr, pair, host_resident, seconds, to_host, to_device,
 ):  # fmt: skip
     """Return (first impossible event or -1, peak bytes, seconds, stall seconds, area above `budget`, live bytes).
 
@@ -24,7 +24,7 @@ def measure(
     n, m, count = read_ptr.shape[0] - 1, size.shape[0], kinds.shape[0]
     state = np.zeros(m, np.int8)
     written = np.zeros(m, np.int64)  # how many of its writers have run in the current life
-    on_host = streamed.copy()
+    on_host = host_resident.copy()
     current, wrote = np.full(m, -1, np.int64), np.full(m, -1, np.int64)
     ran = np.zeros(n, np.int64)
     lives, most = m, 0
@@ -59,7 +59,7 @@ def measure(
                 while writer[writer_ptr[s] + place] != i:
                     place += 1
                 here = state[s] == HERE
-                if here and (written[s] == place or (streamed[s] and ran[i] == 0)):
+                if here and (written[s] == place or (host_resident[s] and ran[i] == 0)):
                     written[s] += 1
                     last[current[s]] = step
                     wrote[s] = current[s]

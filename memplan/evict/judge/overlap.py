@@ -27,17 +27,17 @@ def overlapped(workload: Workload, events: Sequence[Event]) -> Events:
     best, figures = tuple(events), arrays.measure(*to_arrays(events))
     if figures is None or figures.peak > workload.budget:
         return best
-    left = _leave_early(workload, events)
-    for found in (left, come_early(workload, left)):
+    left = _start_offloads_earlier(workload, events)
+    for found in (left, start_reloads_earlier(workload, left)):
         judged = arrays.measure(*to_arrays(found))
         if judged is not None and judged.peak <= workload.budget and judged.seconds < figures.seconds:
             best, figures = found, judged
     return best
 
 
-def _leave_early(workload: Workload, events: Sequence[Event]) -> Events:
+def _start_offloads_earlier(workload: Workload, events: Sequence[Event]) -> Events:
     """Start each copy to the host at the last touch, and free its bytes when it is complete."""
-    starts = _last_touches(workload, events)
+    starts = _last_uses(workload, events)
     clock, free = 0.0, 0.0
     leaving: dict[int, float] = {}  # storage -> when its copy is complete; copies end in this order
     back = 0.0
@@ -65,7 +65,7 @@ def _leave_early(workload: Workload, events: Sequence[Event]) -> Events:
     return tuple(found)
 
 
-def _last_touches(workload: Workload, events: Sequence[Event]) -> dict[int, list[int]]:
+def _last_uses(workload: Workload, events: Sequence[Event]) -> dict[int, list[int]]:
     """Return, by event position, the storages whose next copy to the host can start right after that event."""
     touched: dict[int, int] = {}
     found: dict[int, list[int]] = {}
@@ -79,7 +79,7 @@ def _last_touches(workload: Workload, events: Sequence[Event]) -> dict[int, list
     return found
 
 
-def come_early(workload: Workload, events: Sequence[Event], leads: Leads = _NONE) -> Events:
+def start_reloads_earlier(workload: Workload, events: Sequence[Event], leads: Leads = _NONE) -> Events:
     """Return the events with reloads started early enough to be complete when they are waited for.
 
     Reloads keep their order. None starts later than before, or earlier than its bytes fit. `leads` maps (storage,

@@ -22,17 +22,17 @@ from memplan.evict.policies.delta import delta
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.loading import while_loading
 from memplan.evict.policies.seeds import seeded
-from memplan.evict.search.decisions import AGAIN, KEEP, ONCE, SAVE, SWAP, Decisions, DecisionSearch, Move
-from memplan.evict.search.descent import alike, descend, descend_alike, singles, walk
-from memplan.evict.working_set import infeasible
+from memplan.evict.search.decisions import EACH_TIME, KEEP, ONCE, SAVE, SWAP, Decisions, DecisionSearch, Move
+from memplan.evict.search.descent import anneal_walk, descend, descend_classes, singles, storage_classes
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import infeasible
 
 _EXPONENTS = (1.0, 0.5)  # a gain is bytes saved / seconds ** exponent
 _WORK = 4_000_000  # ops measured by annealing, all rounds together
 _TRIMMED = 2  # how many of the best candidates from starts of one kind are trimmed
 _TIGHT = 0.45  # a budget below this share of the bytes without a budget is tight
 _SOFT = 0.6  # the share of annealing rounds in which the budget may be exceeded at a price
-_ALIKE_WORK = 2_000_000  # ops measured by annealing over classes of alike storages
+_CLASSES_WORK = 2_000_000  # ops measured by annealing over classes of similar storages
 
 
 def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int = 0) -> Events:
@@ -41,14 +41,14 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     `work` limits annealing, in ops measured; with 0, the first events that keep the budget are returned. Raises
     `BudgetInfeasible` when none are found: with swaps, only below the floor.
     """
-    if workload.streamed:
+    if workload.host_resident:
         return while_loading(workload, partial(auto, swaps=swaps, work=work, seed=seed), swaps=swaps, search=bool(work))
     search = DecisionSearch(workload, swaps=swaps)
     start = search.start()
     if start.area == 0:
         return search.events(start)
     found = [fitted for a in _EXPONENTS if (fitted := descend(search, start, a))]
-    blocks = _from_alike(search, start, work=min(work, _ALIKE_WORK), seed=seed)
+    blocks = _from_classes(search, start, work=min(work, _CLASSES_WORK), seed=seed)
     if (found or blocks) and not work:
         return search.events(min(found + blocks, key=lambda d: d.seconds))
     on_demand, seeds = seeded(search, quick=not work)
@@ -59,10 +59,10 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
         if (fitted := descend(search, origin, a))
     ]
     if found and workload.budget < _TIGHT * start.peak:  # a start that evicts everything may lead to better events
-        found += _from_below(search, (AGAIN, ONCE))
+        found += _from_below(search, (EACH_TIME, ONCE))
     if not found and not blocks:  # try again with the smallest storages too
         search = DecisionSearch(workload, swaps=swaps, least=0.0)
-        found += _from_below(search, (SWAP, AGAIN, ONCE))
+        found += _from_below(search, (SWAP, EACH_TIME, ONCE))
     improved = [_improved(search, family, work // 2, seed) for family in (found, blocks) if family]
     ways = [search.events(min(improved, key=lambda d: d.seconds))] if improved else []
     ways += [on_demand] if on_demand is not None else []
@@ -73,13 +73,13 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     return min(ways, key=lambda events: measure(workload, events).seconds)
 
 
-def _from_alike(search: DecisionSearch, start: Decisions, *, work: int, seed: int) -> list[Decisions]:
-    """Return the descents from states in which all storages of a class are treated alike."""
-    classes = alike(search)
-    coarse = [descend_alike(search, start, a, classes) for a in _EXPONENTS]
+def _from_classes(search: DecisionSearch, start: Decisions, *, work: int, seed: int) -> list[Decisions]:
+    """Return the descents from states in which all storages of a class are treated in the same way."""
+    classes = storage_classes(search)
+    coarse = [descend_classes(search, start, a, classes) for a in _EXPONENTS]
     if work:
-        walks = [walk(search, one, classes, work=work // len(coarse), seed=seed, soft=1.0) for one in coarse]
-        coarse += [state for walked in walks for state in (walked.best, walked.last) if state is not None]
+        walks = [anneal_walk(search, one, classes, work=work // len(coarse), seed=seed, soft=1.0) for one in coarse]
+        coarse += [state for walk in walks for state in (walk.best, walk.last) if state is not None]
     return [fitted for state in coarse if (fitted := descend(search, state, 1.0))]
 
 
@@ -93,7 +93,7 @@ def _last_resorts(workload: Workload) -> Iterator[Events]:
 
 
 def _from_below(search: DecisionSearch, wanted: Sequence[int]) -> list[Decisions]:
-    """Return the descents from states in which every storage is treated alike, in each of the `wanted` ways."""
+    """Return the descents from states in which every storage is treated in the same of the `wanted` ways."""
     return [fitted for low in drastic(search, wanted) if (fitted := descend(search, low, 1.0))]
 
 
@@ -154,5 +154,5 @@ def _saved(search: DecisionSearch, state: Decisions) -> Decisions:
 
 def annealed(search: DecisionSearch, state: Decisions, *, work: int, seed: int) -> Decisions:
     """Return the best state within the budget that a random walk over one or two decisions at a time finds."""
-    walked = walk(search, state, singles(search), work=work, seed=seed, soft=_SOFT)
-    return state if walked.best is None or walked.best is state else trimmed(search, walked.best)
+    walk = anneal_walk(search, state, singles(search), work=work, seed=seed, soft=_SOFT)
+    return state if walk.best is None or walk.best is state else trimmed(search, walk.best)

@@ -14,11 +14,10 @@ from itertools import pairwise
 import numpy as np
 
 from memplan.evict.events import Events, Kind
-from memplan.evict.host_resident import with_streamed_kept
 from memplan.evict.judge.arrays import to_arrays
 from memplan.evict.search.decisions import KEEP, ONCE, SWAP, Decisions, DecisionSearch, Move
-from memplan.evict.working_set import infeasible, require_floor
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Workload, with_host_resident_kept
+from memplan.evict.workload_limits import infeasible, require_floor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ def capuchin(workload: Workload) -> Events:
 
     Raises `BudgetInfeasible` when no storage that is idle at the peak is left to evict.
     """
-    return with_streamed_kept(workload, _guided)
+    return with_host_resident_kept(workload, _guided)
 
 
 def _guided(workload: Workload) -> Events:

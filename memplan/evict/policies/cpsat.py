@@ -1,6 +1,7 @@
 """`cpsat`: an exact policy for graphs of about a hundred ops, by OR-Tools and retention intervals; recompute only.
 
-It also shows how far the greedy policies are from the optimum on such graphs.
+`auto` does not build on it. It is a documented choice of users (`policy="cpsat"`), and the reference that shows how far
+the other policies are from the optimum on such graphs.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from dataclasses import dataclass
 from memplan.core.interruptible import run
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Events
-from memplan.evict.host_resident import with_streamed_kept
 from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.auto import recompute
 from memplan.evict.policies.retention import TICKS, RetentionProgram
-from memplan.evict.working_set import floor, require_floor
-from memplan.evict.workload import Workload
+from memplan.evict.workload import Workload, with_host_resident_kept
+from memplan.evict.workload_limits import floor, require_floor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ def cpsat(workload: Workload, *, work: float = 5.0) -> Events:
 
     Raises `BudgetInfeasible` when neither keeps the budget.
     """
-    return with_streamed_kept(workload, lambda inner: _best(inner, work))
+    return with_host_resident_kept(workload, lambda inner: _best(inner, work))
 
 
 def _best(workload: Workload, work: float) -> Events:

@@ -53,7 +53,7 @@ def direct(released: Released) -> EvictionKind:
 def delta(workload: Workload, *, filter: Filter = cheapest, director: Director = direct) -> Events:
     """Return events that keep the budget. Raises `BudgetInfeasible` when an op's operands do not fit."""
     simulator = EvictionSimulator(workload, ByteCounter(workload.budget), _Delta(workload, filter, director))
-    return overlapped(workload, simulator.walk())
+    return overlapped(workload, simulator.simulate())
 
 
 class _Delta:
@@ -69,13 +69,13 @@ class _Delta:
             clock.append(clock[-1] + seconds)
         self._clock = clock
         self._away: set[int] = set()
-        self._copied: set[int] = set(workload.streamed)
+        self._copied: set[int] = set(workload.host_resident)
         self._busy = 0.0  # the time until which the link to the host is in use
 
     def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
         return min(candidates, key=lambda s: (self._filter(candidate(device, self._around, s)), s))
 
-    def way(self, device: DeviceState, storage: int) -> EvictionKind:
+    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
         w, by = device.workload, device.next_use(storage)
         released = Released(
             recompute=device.seconds(storage) + self._around.seconds(device, storage),

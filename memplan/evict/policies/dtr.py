@@ -67,7 +67,7 @@ def dtr_addresses(workload: Workload, *, heuristic: Heuristic = h_dtr) -> Events
 
 
 def _run(workload: Workload, heuristic: Heuristic, memory: SimulatedMemory) -> Events:
-    return EvictionSimulator(workload, memory, _Dropper(workload, heuristic)).walk()
+    return EvictionSimulator(workload, memory, _Dropper(workload, heuristic)).simulate()
 
 
 class _Dropper:
@@ -82,7 +82,7 @@ class _Dropper:
     def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
         return min(candidates, key=lambda s: (self._heuristic(candidate(device, self._around, s)), s))
 
-    def way(self, device: DeviceState, storage: int) -> EvictionKind:
+    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
         return EvictionKind.DROP
 
     def changed(self, device: DeviceState, storage: int) -> None:

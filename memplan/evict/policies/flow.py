@@ -17,8 +17,8 @@ from memplan.evict.policies.genoa import genoa
 from memplan.evict.simulator.device_state import DeviceState, EvictionKind
 from memplan.evict.simulator.eviction_simulator import EvictionSimulator
 from memplan.evict.simulator.memory import ByteCounter
-from memplan.evict.working_set import require_floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import require_floor
 
 
 class _Furthest:
@@ -29,7 +29,7 @@ class _Furthest:
     def choose(self, device: DeviceState, candidates: Sequence[int]) -> int:
         return max(candidates, key=lambda s: (device.next_use(s), -s))
 
-    def way(self, device: DeviceState, storage: int) -> EvictionKind:
+    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
         return EvictionKind.SWAP
 
     def changed(self, device: DeviceState, storage: int) -> None:
@@ -45,6 +45,6 @@ def flow(workload: Workload) -> Events:
     found = [overlapped(workload, genoa(workload))]
     with suppress(BudgetInfeasible):
         found.insert(
-            0, overlapped(workload, EvictionSimulator(workload, ByteCounter(workload.budget), _Furthest()).walk())
+            0, overlapped(workload, EvictionSimulator(workload, ByteCounter(workload.budget), _Furthest()).simulate())
         )
     return min(found, key=lambda events: measure(workload, events).seconds)

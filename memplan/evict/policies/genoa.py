@@ -7,8 +7,8 @@ compared with it; `flow` keeps what fits instead.
 from __future__ import annotations
 
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.working_set import require_floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import require_floor
 
 
 def genoa(workload: Workload) -> Events:
@@ -18,13 +18,13 @@ def genoa(workload: Workload) -> Events:
     for i in range(len(workload.graph.ops)):
         reads, writes = workload.reads[i], workload.writes[i]
         for s in dict.fromkeys((*reads, *writes)):
-            if workload.uses[s][0] < i or s in workload.streamed - workload.fresh:
+            if workload.uses[s][0] < i or s in workload.host_resident - workload.fresh:
                 events += [Event(Kind.RELOAD, s), Event(Kind.RELOADED, s)]
         events.append(Event(Kind.RUN, i))
         for s in dict.fromkeys((*writes, *reads)):
             wanted = workload.uses[s][-1] > i
-            if s in writes and (wanted or s in workload.streamed):
+            if s in writes and (wanted or s in workload.host_resident):
                 events += [Event(Kind.OFFLOAD, s), Event(Kind.OFFLOADED, s)]
-            elif wanted or s in workload.streamed:
+            elif wanted or s in workload.host_resident:
                 events.append(Event(Kind.DROP, s))
     return tuple(events)

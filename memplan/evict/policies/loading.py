@@ -15,13 +15,12 @@ from memplan.core.graph import Op, Phase, Storage, Value
 from memplan.errors import BudgetInfeasible, InvalidEviction
 from memplan.evict.costs import signature_of
 from memplan.evict.events import Event, Events, Kind
-from memplan.evict.host_resident import with_streamed_kept
 from memplan.evict.judge.arrays import measure
 from memplan.evict.judge.overlap import overlapped
 from memplan.evict.policies.delta import delta
 from memplan.evict.policies.flow import flow
-from memplan.evict.working_set import infeasible
-from memplan.evict.workload import Policy, Workload
+from memplan.evict.workload import Policy, Workload, with_host_resident_kept
+from memplan.evict.workload_limits import infeasible
 
 LOAD = "memplan.load"
 
@@ -37,7 +36,7 @@ def while_loading(workload: Workload, policy: Policy, *, swaps: bool, search: bo
     ways: list[Policy] = [flow] if swaps or fits else []
     if not fits:
         ways += [delta] if swaps else []
-        ways += [partial(way, policy=policy) for way in (with_streamed_kept, _loads_as_ops) if search or not swaps]
+        ways += [partial(way, policy=policy) for way in (with_host_resident_kept, _loads_as_ops) if search or not swaps]
     found = []
     for way in ways:
         with suppress(BudgetInfeasible, InvalidEviction):
@@ -70,7 +69,7 @@ def _with_loads(workload: Workload) -> tuple[Workload, list[int]]:
     """
     g = workload.graph
     first: dict[int, list[int]] = {}
-    for s in sorted(workload.streamed - workload.fresh):
+    for s in sorted(workload.host_resident - workload.fresh):
         if workload.uses[s]:
             first.setdefault(workload.uses[s][0], []).append(s)
     values, ops, of = list(g.values), list[Op](), list[int]()
@@ -81,11 +80,11 @@ def _with_loads(workload: Workload) -> tuple[Workload, list[int]]:
             of.append(~s)
         ops.append(op)
         of.append(i)
-    storages = tuple(replace(s, planned=s.planned or i in workload.streamed) for i, s in enumerate(g.storages))
+    storages = tuple(replace(s, planned=s.planned or i in workload.host_resident) for i, s in enumerate(g.storages))
     graph = replace(g, ops=tuple(ops), values=tuple(values), storages=storages)
     loads = {signature_of(graph, op): workload.to_device[~i] for op, i in zip(ops, of, strict=True) if i < 0}
     costs = replace(workload.costs, measured={**workload.costs.measured, **loads})  # a load costs its copy
-    return replace(workload, graph=graph, sources=tuple(range(len(ops))), streamed=frozenset(), costs=costs), of
+    return replace(workload, graph=graph, sources=tuple(range(len(ops))), host_resident=frozenset(), costs=costs), of
 
 
 def _bytes_of(storage: Storage, index: int) -> Value:
@@ -122,8 +121,8 @@ class _Translation:
     def run(self, op: int) -> None:
         """Run `op` of the workload: load its operands before it, free what has its last use there after it."""
         w = self.workload
-        written = w.streamed.intersection(w.writes[op])
-        touched = sorted(w.streamed.intersection((*w.reads[op], *w.writes[op])))
+        written = w.host_resident.intersection(w.writes[op])
+        touched = sorted(w.host_resident.intersection((*w.reads[op], *w.writes[op])))
         for s in touched:
             if s not in w.fresh or w.writers[s][0] != op:
                 self.bring(s)
@@ -136,7 +135,7 @@ class _Translation:
 
     def move(self, kind: Kind, s: int) -> None:
         """Evict a storage, or bring it back."""
-        if s not in self.workload.streamed:
+        if s not in self.workload.host_resident:
             self.events.append(Event(kind, s))
         elif kind is Kind.RELOADED:
             self.bring(s)

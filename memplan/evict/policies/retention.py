@@ -23,7 +23,7 @@ TICKS = 1e10  # ticks per second: the objective is a whole number of ticks
 
 
 @dataclass(slots=True)
-class _Life:
+class _Retention:
     """One life of a storage. `begin` is the first slot of the row in which its writers run; each runs at `begin` plus
     its own index.
     """
@@ -48,7 +48,7 @@ class RetentionProgram:
         self.w, self.model, self._count = workload, cp_model.CpModel(), lives
         self.horizon = _slot(len(workload.graph.ops), 0)
         self.runs: dict[tuple[int, ...], list[tuple[Any, Any]]] = {}
-        self.lives: dict[int, list[_Life]] = {}
+        self.lives: dict[int, list[_Retention]] = {}
         self._make_runs()
         self._make_lives()
         for i in range(len(workload.graph.ops)):
@@ -85,11 +85,11 @@ class RetentionProgram:
         for s, writers in enumerate(w.writers):
             if not self._planned(s):
                 continue
-            base = _Life(True, _slot(writers[0], 0), writers[0], writers[0])
+            base = _Retention(True, _slot(writers[0], 0), writers[0], writers[0])
             base.end = self.model.new_int_var(_slot(writers[-1], writers[-1]), self.horizon, f"end{s}")
             found = [base]
             for k, (active, begin) in enumerate(self.runs.get(writers, ()) if w.recomputable[s] else ()):
-                life = _Life(active, begin, writers[0], writers[-1])
+                life = _Retention(active, begin, writers[0], writers[-1])
                 life.end = self.model.new_int_var(0, self.horizon, f"end{s}.{k}")
                 self.model.add(life.end >= begin + writers[-1]).only_enforce_if(active)
                 found.append(life)
@@ -155,7 +155,7 @@ class RetentionProgram:
                 self.model.add_at_most_one(chosen)
         return found
 
-    def _require_over(self, life: _Life, slot: Any, when: Any) -> None:
+    def _require_over(self, life: _Retention, slot: Any, when: Any) -> None:
         """Require, if `when`, that `life` ends at `slot` or before, begins after it, or is not present."""
         over, late = self.model.new_bool_var(""), self.model.new_bool_var("")
         self.model.add(life.end <= slot).only_enforce_if(over)

@@ -16,7 +16,7 @@ from memplan.evict.events import Events, Kind
 from memplan.evict.judge.arrays import to_arrays
 from memplan.evict.policies.capuchin import guided
 from memplan.evict.policies.dtr import dtr
-from memplan.evict.search.decisions import AGAIN, ONCE, SWAP, Decisions, DecisionSearch
+from memplan.evict.search.decisions import EACH_TIME, ONCE, SWAP, Decisions, DecisionSearch
 
 _WORK = 4_000_000  # ops measured for Capuchin's decisions: enough for all of them on graphs of some thousand ops
 
@@ -38,12 +38,12 @@ def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[Events | Non
         events = events if figures is not None and figures.peak <= workload.budget else None
     if not quick:
         state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
-        states += [state, decisions_of(search, search.events(state))]  # the second: AGAIN for what runs repeatedly
+        states += [state, decisions_of(search, search.events(state))]  # the second: EACH_TIME for what runs repeatedly
     return events, tuple(state for state in states if np.isfinite(state.area))
 
 
 def decisions_of(search: DecisionSearch, events: Events) -> Decisions:
-    """Return decisions that describe `events`: SWAP after a use, ONCE for one recompute, AGAIN for several."""
+    """Return decisions that describe `events`: SWAP after a use, ONCE for one recompute, EACH_TIME for several."""
     w = search.workload
     decision, gap = search.nothing()
     times: dict[int, int] = {}
@@ -65,7 +65,7 @@ def decisions_of(search: DecisionSearch, events: Events) -> Decisions:
     for s, count in times.items():
         if w.redo_until[s] < 0 or s not in after:
             continue
-        decision[s] = ONCE if count == 1 else AGAIN
+        decision[s] = ONCE if count == 1 else EACH_TIME
         gap[s] = _use(w.uses[s], after[s]) if count == 1 else -1
     for s, at in away.items():
         decision[s], gap[s] = SWAP, _use(w.uses[s], at)

@@ -11,12 +11,12 @@ import numpy as np
 from memplan.errors import InvalidEviction
 from memplan.evict.events import Events
 from memplan.evict.judge.arrays import Ints, WorkloadArrays, to_arrays, to_events
-from memplan.evict.search.expand_kernel import AGAIN, KEEP, ONCE, SAVE, SWAP, expand
+from memplan.evict.search.expand_kernel import EACH_TIME, KEEP, ONCE, SAVE, SWAP, expand
 from memplan.evict.search.prefetch_kernel import prefetch
 from memplan.evict.search.search_kernel import judge
 from memplan.evict.workload import Workload
 
-__all__ = ["AGAIN", "KEEP", "ONCE", "SAVE", "SWAP", "DecisionSearch", "Decisions", "Move"]
+__all__ = ["EACH_TIME", "KEEP", "ONCE", "SAVE", "SWAP", "DecisionSearch", "Decisions", "Move"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class DecisionSearch:
             moves = []
             if w.size[s] * (over[back] - over[at]) > least:
                 if redo[s] >= 0:
-                    moves += [Move(s, ONCE, at), Move(s, AGAIN, -1)]
+                    moves += [Move(s, ONCE, at), Move(s, EACH_TIME, -1)]
                 if swaps:
                     moves.append(Move(s, SWAP, at))
             if redo[s] >= 0:

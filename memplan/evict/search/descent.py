@@ -1,8 +1,8 @@
-"""Greedy descent to the budget, by bytes saved per second: one storage at a time, or all alike storages together.
+"""Greedy descent to the budget, by bytes saved per second: one storage at a time, or whole classes of similar ones.
 
-A model repeats its blocks, and a decision that helps in one helps in all: descents over classes of alike storages need
-a hundredth of the measurements, and end better on deep models, where a descent over single storages treats equal blocks
-unequally.
+A model repeats its blocks, and a decision that helps in one helps in all: descents over classes of similar storages
+need a hundredth of the measurements, and end better on deep models, where a descent over single storages treats equal
+blocks unequally.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def singles(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
     return tuple(tuple((move,) for move in moves) for moves in search.moves)
 
 
-def alike(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
+def storage_classes(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
     """Return the options of each class of storages: equal in size, and used by the same sequence of kernels."""
     graph = search.workload.graph
     classes: dict[tuple[object, ...], dict[int, list[Move]]] = {}
@@ -48,10 +48,10 @@ def descend(search: DecisionSearch, state: Decisions, exponent: float) -> Decisi
     return state if state.area == 0 else None
 
 
-def descend_alike(
+def descend_classes(
     search: DecisionSearch, state: Decisions, exponent: float, classes: Sequence[Sequence[Option]]
 ) -> Decisions:
-    """Return the last state above the budget on a descent over `classes` (see `alike`).
+    """Return the last state above the budget on a descent over `classes` (see `storage_classes`).
 
     The option that would reach the budget is not taken, since not all of its moves may be needed.
     """
@@ -117,7 +117,7 @@ class Descended:
     last: Decisions
 
 
-def walk(
+def anneal_walk(
     search: DecisionSearch, state: Decisions, choices: Sequence[Sequence[Option]], *, work: int, seed: int, soft: float
 ) -> Descended:
     """Anneal over one or two options at a time, for `work` measured ops; `soft` is that of `search_kernel.anneal`."""

@@ -8,7 +8,7 @@ from numba import njit
 
 from memplan.evict.judge.measure_kernel import AWAY, DROP, GONE, HERE, NEVER, OFFLOAD, RELOADED, RUN
 
-KEEP, ONCE, AGAIN, SWAP, SAVE = range(5)
+KEEP, ONCE, EACH_TIME, SWAP, SAVE = range(5)
 SOON = 6  # ops: a storage whose next use is at most so far away is not evicted before it
 
 
@@ -17,7 +17,7 @@ def _stale(s, i, decision, near, remade, last_use, redo_until):
     """Return whether `s` had its last use some time ago, so that it is recomputed now instead of kept until now."""
     if last_use[s] >= i or decision[s] == SAVE or redo_until[s] < i or i - near[s] <= SOON:
         return False
-    return decision[s] == AGAIN or not remade[s]
+    return decision[s] == EACH_TIME or not remade[s]
 
 
 @njit(cache=True)
@@ -30,7 +30,7 @@ def expand(
     `redo_until[s]` is the last position before which the writers of `s` can run again (-1: never), `last_use[s]` the
     position of its last use, `gap[s]` that of the use after which `decision[s]` takes effect. KEEP: kept until the last
     use (and recomputed if a recompute reads it long after). ONCE: dropped after `gap[s]`, recomputed for the next use.
-    AGAIN: dropped after every use that no other follows soon. SWAP: offloaded after `gap[s]`. SAVE: never evicted.
+    EACH_TIME: dropped after every use that no other follows soon. SWAP: offloaded after `gap[s]`. SAVE: never evicted.
     """
     n, m = read_ptr.shape[0] - 1, decision.shape[0]
     state = np.zeros(m, np.int8)
@@ -105,7 +105,7 @@ def expand(
                             x = read[r]
                             near[x] = i
                             unused = pointer[x] >= use_ptr[x + 1] or use[pointer[x]] > i + SOON
-                            if decision[x] == AGAIN and state[x] == HERE and x != top and unused:
+                            if decision[x] == EACH_TIME and state[x] == HERE and x != top and unused:
                                 if count + 4 > limit:
                                     return -1
                                 kinds[count], indices[count] = DROP, x
@@ -131,7 +131,7 @@ def expand(
                     continue
                 following = use[pointer[s]]
                 gives_up = decision[s] == ONCE and gap[s] == i
-                gives_up = gives_up or (decision[s] == AGAIN and following > i + SOON)
+                gives_up = gives_up or (decision[s] == EACH_TIME and following > i + SOON)
                 if count + 4 > limit:
                     return -1
                 if gives_up and i >= writer[writer_ptr[s + 1] - 1]:

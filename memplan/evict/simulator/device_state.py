@@ -13,10 +13,9 @@ from typing import Protocol
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Event, Kind
-from memplan.evict.recompute_limits import limits
 from memplan.evict.simulator.memory import SimulatedMemory
-from memplan.evict.working_set import floor
 from memplan.evict.workload import Workload
+from memplan.evict.workload_limits import floor, limits
 
 
 class Location(enum.Enum):
@@ -45,7 +44,7 @@ class Evictor(Protocol):
         """Return the storage to evict next, one of `candidates` (never empty)."""
         ...
 
-    def way(self, device: DeviceState, storage: int) -> EvictionKind:
+    def choose_kind(self, device: DeviceState, storage: int) -> EvictionKind:
         """Return how to evict `storage`; called only where both kinds are possible."""
         ...
 
@@ -64,7 +63,7 @@ class DeviceState:
     def __init__(self, workload: Workload, memory: SimulatedMemory, evictor: Evictor) -> None:
         self.workload, self.memory, self.evictor = workload, memory, evictor
         count = len(workload.size)
-        self.given = workload.streamed - workload.fresh
+        self.given = workload.host_resident - workload.fresh
         self.where = [Location.AWAY if s in self.given else Location.NEVER for s in range(count)]
         self.limit = limits(workload)
         self.last = [uses[-1] if uses else -1 for uses in workload.uses]
@@ -94,12 +93,12 @@ class DeviceState:
         """Return whether only the running op holds the storage."""
         return self._locks[s] == 1
 
-    def touch(self, i: int, *, again: bool) -> None:
+    def touch(self, i: int, *, recompute: bool) -> None:
         """Record that op i has run: its storages were touched now, and the host's copies of its results are stale."""
         for s in (*self.workload.reads[i], *self.workload.writes[i]):
             self.touched[s] = self.clock
         for s in self.workload.writes[i]:
-            self._clean[s] = self._clean[s] and again
+            self._clean[s] = self._clean[s] and recompute
 
     def appear(self, s: int) -> None:
         """Record that a storage is on the device now."""
@@ -116,8 +115,8 @@ class DeviceState:
                 raise self.infeasible("nothing is left to be given up")
             s = self.evictor.choose(self, candidates)
             ways = self._ways(s)
-            way = ways[0] if len(ways) == 1 else self.evictor.way(self, s)
-            if way is EvictionKind.DROP:
+            kind = ways[0] if len(ways) == 1 else self.evictor.choose_kind(self, s)
+            if kind is EvictionKind.DROP:
                 self.drop(s)
             else:
                 self.swap_out(s)
@@ -126,7 +125,7 @@ class DeviceState:
         """Return the ways in which a storage can be evicted now."""
         made = self.workload.writers[s] and self.workload.writers[s][-1] <= self.position
         ways = [EvictionKind.DROP] if made and self.limit[s] >= max(self.last[s], self.position) else []
-        free = s in self.workload.streamed and self.last[s] <= self.position
+        free = s in self.workload.host_resident and self.last[s] <= self.position
         return (*ways, EvictionKind.SWAP) if self.evictor.swaps or free else tuple(ways)
 
     def give(self, key: int, size: int) -> None:
@@ -136,7 +135,7 @@ class DeviceState:
 
     def release(self, s: int) -> None:
         """Free a storage after its last use."""
-        if s in self.workload.streamed:
+        if s in self.workload.host_resident:
             self.swap_out(s)
             return
         self.give(s, self.workload.size[s])

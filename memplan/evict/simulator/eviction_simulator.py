@@ -18,14 +18,14 @@ _MAX_RUNS_PER_OP = 40  # on average; a policy that exceeds it is taken to recomp
 
 
 class EvictionSimulator:
-    """A simulated run of a workload on a device; `walk()` runs the step once."""
+    """A simulated run of a workload on a device; `simulate()` runs the step once."""
 
     def __init__(self, workload: Workload, memory: SimulatedMemory, evictor: Evictor) -> None:
         self.workload = workload
         self.device = DeviceState(workload, memory, evictor)
         self._runs = 0
 
-    def walk(self) -> Events:
+    def simulate(self) -> Events:
         """Return the events of the step. Raises `BudgetInfeasible` when an op's operands do not fit."""
         for i in range(len(self.workload.graph.ops)):
             self.device.position = i
@@ -44,7 +44,7 @@ class EvictionSimulator:
         d.hold(operands)
         for s in operands:
             self._bring(s)
-        self._execute(i, again=False)
+        self._execute(i, recompute=False)
         d.let_go(operands)
         for s in (*operands, *fresh):
             if d.last[s] == i and d.where[s] is Location.HERE:
@@ -82,22 +82,22 @@ class EvictionSimulator:
                 continue
             d.drop(top)
             for i in self.workload.writers[top]:
-                self._execute(i, again=True)
+                self._execute(i, recompute=True)
 
-    def _execute(self, i: int, *, again: bool) -> None:
+    def _execute(self, i: int, *, recompute: bool) -> None:
         """Allocate bytes for the results of op i, whose operands are on the device, and run it."""
         w, d = self.workload, self.device
         first = [s for s in w.writes[i] if s not in d.given and w.writers[s][0] == i]
-        new = [s for s in first if (self._is_wanted(s) if again else d.where[s] is Location.NEVER)]
+        new = [s for s in first if (self._is_wanted(s) if recompute else d.where[s] is Location.NEVER)]
         lost = [s for s in first if s not in new]  # written once more, and discarded
-        whole = not again or all(len(w.writers[s]) == 1 for s in new)  # no later writer wants the same inputs
+        whole = not recompute or all(len(w.writers[s]) == 1 for s in new)  # no later writer wants the same inputs
         host, result = self._takeover(i, new) if whole else (-1, -1)
         for s in new:
             if s != result:
                 host, result = self._room_for(i, s, host, result)
         for s in lost:
             d.take(~s, w.size[s])
-        for s in [s for s in lost if again and self._is_wanted(s)]:  # dropped just now, to make room
+        for s in [s for s in lost if recompute and self._is_wanted(s)]:  # dropped just now, to make room
             d.give(~s, w.size[s])
             d.take(s, w.size[s])
             lost.remove(s)
@@ -112,7 +112,7 @@ class EvictionSimulator:
             d.hand_over(host, result)
         for s in lost:
             d.give(~s, w.size[s])
-        d.touch(i, again=again)
+        d.touch(i, recompute=recompute)
         d.let_go(new)
         for s in new:
             d.appear(s)

@@ -37,12 +37,12 @@ class Assignment:
     seconds: float
 
     def device_of(self, unit: int) -> int:
-        """The device, by position, that runs `unit`."""
+        """Return the device, by position, that runs `unit`."""
         return next(k for k, end in enumerate(self.ends) if unit < end)
 
 
 @dataclass(frozen=True, slots=True)
-class _Life:
+class _StorageInterval:
     """A planned storage: its bytes, its home unit, its first and last step, and the (step, unit) of every op that
     computes with it."""
 
@@ -97,7 +97,7 @@ _Worth = tuple[float, float]
 
 
 def _best(m: int, count: int, add: Callable[[int, int, int, _Worth], _Worth]) -> tuple[_Worth, tuple[int, ...]]:
-    """The least cost of dividing `m` units into `count` runs, which may be empty, and the ends of the runs."""
+    """Return the least cost of dividing `m` units into `count` runs, which may be empty, and the ends of the runs."""
     best: list[tuple[_Worth, tuple[int, ...]] | None] = [((0.0, 0.0), ()), *([None] * m)]
     for k in range(count):
         after: list[tuple[_Worth, tuple[int, ...]] | None] = [None] * (m + 1)
@@ -115,7 +115,7 @@ def _best(m: int, count: int, add: Callable[[int, int, int, _Worth], _Worth]) ->
     return found
 
 
-def _lives(graph: Graph, units: Units, alignment: int) -> list[_Life]:
+def _lives(graph: Graph, units: Units, alignment: int) -> list[_StorageInterval]:
     touched: dict[int, list[tuple[int, int]]] = {}
     ends: dict[int, tuple[int, int]] = {}
     for step, op in enumerate(graph.ops):
@@ -128,12 +128,12 @@ def _lives(graph: Graph, units: Units, alignment: int) -> list[_Life]:
     for s, (first, last) in ends.items():
         size = -(-graph.storages[s].nbytes // alignment) * alignment
         touches = tuple(touched.get(s, ()))
-        found.append(_Life(size, touches[0][1] if touches else 0, first, last, touches))
+        found.append(_StorageInterval(size, touches[0][1] if touches else 0, first, last, touches))
     return found
 
 
-def _price(lives: Sequence[_Life], steps: int, start: int, end: int, link: Link) -> tuple[int, float]:
-    """The max live bytes of a device that runs the units [start, end), and the seconds of the transfers to it."""
+def _price(lives: Sequence[_StorageInterval], steps: int, start: int, end: int, link: Link) -> tuple[int, float]:
+    """Return the max live bytes of a device that runs the units [start, end), and the seconds of transfers to it."""
     change = np.zeros(steps + 1, np.int64)
     seconds = 0.0
     for life in lives:

@@ -30,7 +30,7 @@ class Units:
 
 
 def units_of(graph: Graph, devices: int) -> Units:
-    """The units of `graph`, whose ops are in schedule order. Without blocks, the units are single modules."""
+    """Return the units of `graph`, whose ops are in schedule order. Without blocks, the units are single modules."""
     found = _cut(graph, 0)
     for depth in range(1, _DEEPEST + 1):
         cut = _cut(graph, depth)
@@ -42,7 +42,7 @@ def units_of(graph: Graph, devices: int) -> Units:
 
 
 def _block(module: str, depth: int) -> str:
-    """The module path up to its `depth`-th number, or to its last number if it has fewer; "" if it has none.
+    """Return the module path up to its `depth`-th number, or to its last number if it has fewer; "" if it has none.
 
     Depth 0 returns the whole path.
     """
@@ -71,7 +71,7 @@ def _cut(graph: Graph, depth: int) -> Units:
 
 
 def _forward(graph: Graph, depth: int) -> tuple[list[str], list[int]]:
-    """The names of the units, and the unit of each op of the forward.
+    """Return the names of the units, and the unit of each op of the forward.
 
     An op without a block belongs to the block before it, to a first unit before all blocks, or, if it has a module of
     its own, to a last unit after all blocks.
@@ -98,6 +98,9 @@ def _computes_forward(op: Op) -> bool:
 
 
 def _source(graph: Graph, op: Op, made: dict[int, int], last: int) -> int:
-    """The unit that wrote the storages that `op` reads; if there are several, that of the last one; else `last`."""
+    """Return the unit that wrote the storages that `op` reads.
+
+    If there are several, it is that of the last one; if there are none, `last`.
+    """
     found = [made[s] for v in op.reads if (s := graph.values[v].storage) in made]
     return found[-1] if found else last

@@ -17,7 +17,8 @@ _AHEAD = 16  # ops: a transfer starts at most this many ops before its first rea
 
 
 def devices_of(graph: Graph, wanted: Sequence[int]) -> tuple[int, ...]:
-    """The device of each op: that of `wanted`, except that all writers of a storage are on the device of the first.
+    """Return the device of each op: that of `wanted`, except that all writers of a storage are on the device of the
+    first.
 
     Copies to and from the host have -1, because they follow their storage.
     """
@@ -47,15 +48,15 @@ class Divided:
 
 
 def divide(graph: Graph, sources: Sequence[int], device_of: Sequence[int], names: Sequence[str]) -> Divided:
-    """`graph`, whose ops are in schedule order, with op i on device `names[device_of[i]]` and with transfers."""
-    builder = _Builder(graph, tuple(device_of), tuple(names))
+    """Return `graph`, whose ops are in schedule order, with op i on device `names[device_of[i]]` and with transfers."""
+    builder = _PartitionBuilder(graph, tuple(device_of), tuple(names))
     for i, op in enumerate(graph.ops):
         builder.op(i, op, sources[i])
     return builder.finish()
 
 
 @dataclass(slots=True)
-class _Builder:
+class _PartitionBuilder:
     """Builds the graph of several devices, op by op."""
 
     graph: Graph
@@ -97,7 +98,7 @@ class _Builder:
         self.ops.append((op, source))
 
     def finish(self) -> Divided:
-        """The finished graph, with every send at its position."""
+        """Return the finished graph, with every send at its position."""
         before: dict[int, list[Op]] = {}
         for position, op in self.sends:
             before.setdefault(position, []).append(op)
@@ -115,7 +116,7 @@ class _Builder:
         return Divided(graph=graph, sources=tuple(source for _, source in found))
 
     def _on_device(self, v: int, device: int, op: Op) -> int:
-        """The value that `op` on `device` reads for value `v`: `v` itself, or its copy on that device."""
+        """Return the value that `op` on `device` reads for value `v`: `v` itself, or its copy on that device."""
         s = self.graph.values[v].storage
         if self.home.get(s, device) == device:
             return v
@@ -124,7 +125,7 @@ class _Builder:
         return self._value(v, self.copies[s, device])
 
     def _sent(self, s: int, device: int, op: Op) -> int:
-        """A new copy of storage `s` on `device`, with its send and its wait, which is appended here."""
+        """Return a new copy of storage `s` on `device`, with its send and its wait, which is appended here."""
         count = self.counts[s, device] = self.counts.get((s, device), 0) + 1
         base = self.storages[s]
         name = f"{base.name} on {self.names[device]}{f' ({count})' if count > 1 else ''}"
@@ -164,7 +165,7 @@ class _Builder:
 
 
 def _homes(graph: Graph, device_of: Sequence[int]) -> dict[int, int]:
-    """The device of each planned storage: that of its writers, or of its first reader if it comes from the host."""
+    """Return the device of each planned storage: its writers', or its first reader's if it comes from the host."""
     writers: dict[int, int] = {}
     readers: dict[int, int] = {}
     for i, op in enumerate(graph.ops):

@@ -10,7 +10,9 @@ from memplan.evict.costs import CostModel
 
 
 def simulate(graph: Graph, costs: CostModel) -> tuple[float, float]:
-    """The predicted seconds of a step whose ops are in schedule order, and those of them spent waiting for copies."""
+    """Return the predicted seconds of a step whose ops are in schedule order, and those of them spent waiting for
+    copies.
+    """
     seconds: dict[str, Callable[[int], float]] = {
         OFFLOAD: costs.to_host.seconds,
         RELOAD: costs.to_device.seconds,

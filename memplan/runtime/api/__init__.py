@@ -1,5 +1,7 @@
 """The functions that users call (`compile`, `compile_step`, `profile`) and the objects that they return.
 
-Start at `module.py` (`CompiledModule`) and `whole_step.py` (`CompiledStep`). `builder.py` and `step_builder.py` trace,
-plan and assemble programs; `select.py` and `shapes.py` choose the program of a call; `pickling.py` copies modules.
+In: a model, example inputs and options. Out: a `CompiledModule` or `CompiledStep`. Start at `compile.py` and
+`compile_step.py`, then `compiled_module.py` and `compiled_step.py`. `builder.py` and `step_builder.py` trace, plan
+and assemble programs; `select.py` and `shapes.py` choose the program of a call; `loss_module.py` is a model with its
+loss; `pickling.py` copies modules.
 """

@@ -15,12 +15,12 @@ from memplan.errors import InputMismatch
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.cuda_graphs import make_recorder
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena, arena_for
 from memplan.runtime.memory.host import prepare_host
-from memplan.runtime.options import Options
-from memplan.runtime.profile.profile_guided import ProfileGuide, guide_of, require_measurable, room_for, safe_plan
-from memplan.trace import ARENA, trace
+from memplan.runtime.options import CompileOptions
+from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
+from memplan.trace import CapturedStep, capture_call
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
@@ -33,25 +33,22 @@ class Builder:
     """Builds the programs of one model. Refusals are raised before an arena is allocated.
 
     `options` are those of the next program: the budget of a given plan and measured costs are written into them.
-    `arena` is the arena that all programs share, one at a time; the first program allocates it. Raises
-    `UnsupportedCall` for options under which no step can be measured.
+    `arena` is the arena that all programs share, one at a time; the first program allocates it.
     """
 
-    def __init__(self, model: nn.Module, options: Options, hooks: Hooks) -> None:
+    def __init__(self, model: nn.Module, options: CompileOptions, hooks: Hooks) -> None:
         self.model, self.hooks = model, hooks
-        self.structure = Structure(model)
+        self.module_guards = ModuleGuards(model)
         self.measures = options.measures
-        if self.measures:
-            require_measurable(cuda_graph=options.cuda_graph, dynamic_shapes=options.dynamic_shapes)
         self.options = replace(options, costs=None) if self.measures else options
         self.arena: Arena | None = None
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
         """Return a program for calls like this one, with the `given` plan or a new one."""
         with torch.inference_mode(False):
-            traced = self._trace(args, kwargs, train)
+            traced, captured = self._trace(args, kwargs, train)
             room = 0 if self.arena is None else self.arena.nbytes
-            runner = self.assemble(*self.options.settle(traced, given, room=room))
+            runner = self.assemble(*self.options.settle(traced, captured, given, room=room))
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = replace(self.options, budget=given.eviction.budget)
         return runner
@@ -62,8 +59,8 @@ class Builder:
         Its arena has room for every plan within the budget.
         """
         with torch.inference_mode(False):
-            traced, plan, policy = safe_plan(self.options, self._trace(args, kwargs, train))
-            runner = self.assemble(traced, plan, room_for(plan, policy))
+            traced, plan, policy = safe_plan(self.options, *self._trace(args, kwargs, train))
+            runner = self.assemble(traced, plan, arena_room(plan, policy))
             if policy.events is None:
                 return runner, None
             return runner, guide_of(self.options, traced, runner, policy, partial(self.assemble, traced))
@@ -76,6 +73,7 @@ class Builder:
 
         require_real(self.model, args, kwargs)
         options = self.options
+        assert options.dynamic_shapes is not None
         traced = trace_symbolic(
             self.model,
             args,
@@ -85,7 +83,7 @@ class Builder:
             in_place=options.in_place,
             fixed=fixed,
         )
-        return traced, plan_of(traced, **options.planning(traced.traced.device))
+        return traced, plan_of(traced, options, redzone=options.redzone(traced.traced.device))
 
     def assemble(
         self, traced: TracedGraph, plan: Plan, room: int = 0, bound: tuple[BoundOp, ...] | None = None
@@ -94,31 +92,33 @@ class Builder:
         options = self.options
         with torch.inference_mode(False):
             return Runner(
-                self.structure,
+                self.module_guards,
                 traced,
                 plan,
                 self._arena_for(plan, traced.device, room),
                 sanitize=options.sanitize,
-                owned=options.gradients == "owned",
+                owned=options.owned_gradients,
                 recorder=make_recorder(traced.device, options.sanitize) if options.cuda_graph else None,
                 bound=bound,
                 hooks=self.hooks,
             )
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> TracedGraph:
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[TracedGraph, CapturedStep]:
+        """Return the step of a call as it is traced first, and what traces its other variants."""
         require_real(self.model, args, kwargs)
         options = self.options
-        traced = trace(
+        captured = capture_call(
             self.model,
             args,
             kwargs,
             train=train,
             in_place=options.in_place,
             device=options.device,
-            resident=options.gradients == ARENA,
+            resident=options.gradients_in_arena,
         )
+        traced = captured.retrace()
         prepare_host(self.model, traced)
-        return traced
+        return traced, captured
 
     def _arena_for(self, plan: Plan, device: torch.device, room: int) -> Arena:
         """Return the shared arena if the plan fits in it, else a new arena for this plan alone.
@@ -128,7 +128,7 @@ class Builder:
         arena = self.arena
         if arena is None or (self.options.dynamic_shapes is not None and max(plan.arena_size, room) > arena.nbytes):
             arena = self.arena = arena_for(plan, device, room)
-        return arena.turned(plan) or arena_for(plan, device)
+        return arena.view_for(plan) or arena_for(plan, device)
 
 
 def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -139,6 +139,4 @@ def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *inputs):
         if isinstance(tensor, torch.Tensor) and (tensor.is_meta or isinstance(tensor, FakeTensor)):
             hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"
-            raise InputMismatch(
-                f"a fake or {tensor.device} tensor holds no numbers to compute with", where=name, hint=hint
-            )
+            raise InputMismatch(f"a fake or {tensor.device} tensor has no data to compute with", where=name, hint=hint)

@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedCall
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.options import Options
+from memplan.runtime.options import CompileOptions
 
 _Example = tuple[tuple[Any, ...], dict[str, Any]]
 _Recipe = tuple[nn.Module, _Example, Mapping[str, Any], list[bool]]
 
 
 def recipe(  # noqa: PLR0917
-    model: nn.Module, main: Runner, options: Options, given: Plan | None, modes: list[bool], train: bool | None
+    model: nn.Module, main: Runner, options: CompileOptions, given: Plan | None, modes: list[bool], train: bool | None
 ) -> _Recipe:
     """Return the arguments of `rebuild`. `modes`: the training flag of every submodule when the model was compiled."""
     traced = main.traced

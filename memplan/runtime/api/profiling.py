@@ -19,11 +19,12 @@ from torch import nn
 
 from memplan.errors import InvalidCosts
 from memplan.evict.costs import DEVICES, CostModel, Link, signature_of
+from memplan.planning.options import PlanOptions
 from memplan.runtime.api.builder import require_real
 from memplan.runtime.execute.program import Program
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.execute.trial import fill_dynamic, leaves_users_alone, run_bound, without_autocast
-from memplan.runtime.guards.module_state_guards import Structure
+from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import arena_for
 from memplan.trace import device_costs, plan_traced, trace
 from memplan.trace.capture.refusals import keywords_of
@@ -73,8 +74,8 @@ def profile(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     require_real(model, args, keywords_of(example_kwargs))
     traced = trace(model, args, example_kwargs, train=train)
-    plan = plan_traced(traced, schedule="traced")
-    runner = Runner(Structure(model), traced, plan, arena_for(plan, traced.device), sanitize=None)
+    plan = plan_traced(traced, PlanOptions(schedule="traced"))
+    runner = Runner(ModuleGuards(model), traced, plan, arena_for(plan, traced.device), sanitize=None)
     seconds = _op_seconds(runner.program, rounds)
     base = DEVICES[device_costs(traced.device)]
     graph = traced.graph
@@ -94,7 +95,7 @@ def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
     """Return the median seconds by op index, for all ops that change no tensor of the user."""
     traced, order = program.traced, program.plan.schedule.order
     names = program.namespace.names
-    env = [*(names.get(f"v{index}") for index in range(len(traced.graph.values))), *[None] * traced.handed]
+    env = [*(names.get(f"v{index}") for index in range(len(traced.graph.values))), *[None] * traced.opaque_count]
     layout = program.layout
     tensors = {
         i: traced.example_inputs[b.index].detach() for i, b in enumerate(traced.bindings) if b.source is Source.INPUT

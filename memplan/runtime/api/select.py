@@ -13,14 +13,14 @@ from memplan.errors import InputMismatch, MemplanError
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import Arena
-from memplan.trace.capture.front_ends import NoBackward, autocast_dtype
+from memplan.trace.capture.joint_graph import NoBackward, autocast_dtype
 
 _MAX_RUNNERS = 8
 _MAX_REFUSED = 64  # calls of which it is known that they cannot be planned
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class CallState:
     """The state in which a call is made: whether autograd records it, and the training flag of every submodule."""
 
     grad: bool
@@ -35,16 +35,16 @@ class Selector:
     """Finds the runner for a call; a state that is new gets a new runner.
 
     `main` runs calls in the state in which the module was compiled. Calls under `no_grad` and in eval mode run other
-    runners in the same arena. `follows`: if `main` has no backward, a call that eager would record gets a program that
-    has one; if that cannot be planned, or its backward has not run yet, calls run eagerly (`RunsEagerly`).
+    runners in the same arena. `backward_on_demand`: if `main` has no backward, a call that eager would record gets a
+    program that has one; if that cannot be planned, or its backward has not run yet, calls run eagerly (`RunsEagerly`).
     """
 
-    def __init__(self, builder: Builder, main: Runner, *, follows: bool = False) -> None:
-        self._builder, self._structure = builder, builder.structure
+    def __init__(self, builder: Builder, main: Runner, *, backward_on_demand: bool = False) -> None:
+        self._builder, self._module_guards = builder, builder.module_guards
         self.main = main
-        self._follows = follows and not main.traced.training
+        self._backward_on_demand = backward_on_demand and not main.traced.training
         self._refused: dict[Any, str] = {}  # why a call that eager would record has no program
-        self.main_modes = self._structure.modes()
+        self.main_modes = self._module_guards.modes()
         self._runners: dict[Any, Runner] = {}
 
     @property
@@ -58,17 +58,17 @@ class Selector:
         Raises `InputMismatch` naming the first difference from what the module was compiled for.
         """
         main = self.main
-        modes = self._structure.modes()
+        modes = self._module_guards.modes()
         grad = self._records(args, kwargs)
         require_autocast(main)
         runner = main
         if modes != self.main_modes or grad is not main.traced.training:
             self._check_modes(modes)
-            leaves = main.signature.flatten(args, kwargs)
-            example = pytree.tree_unflatten(leaves, main.signature.spec)
-            runner = self._cached(State(grad, tuple(modes)), *example, train=grad)
+            leaves = main.input_guards.flatten(args, kwargs)
+            example = pytree.tree_unflatten(leaves, main.input_guards.spec)
+            runner = self._cached(CallState(grad, tuple(modes)), *example, train=grad)
         self._require_free(runner.arena)
-        return runner, runner.signature.flatten(args, kwargs, training=grad)
+        return runner, runner.input_guards.flatten(args, kwargs, training=grad)
 
     def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
         """Return the runner, kept for reuse, for a call that differs from the example; it has a plan of its own."""
@@ -79,10 +79,10 @@ class Selector:
         )
         grad = self._records(args, kwargs)
         autocast = autocast_dtype(self.main.device_type)
-        state = State(grad, tuple(self._structure.modes()))
+        state = CallState(grad, tuple(self._module_guards.modes()))
         runner = self._cached((state, autocast, str(spec), layouts), args, kwargs, train=grad)
         self._require_free(runner.arena)
-        return runner, runner.signature.flatten(args, kwargs)
+        return runner, runner.input_guards.flatten(args, kwargs)
 
     def _cached(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
         if key not in self._runners:
@@ -93,16 +93,16 @@ class Selector:
         return self._runners[key]
 
     def _records(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call goes through autograd."""
-        if not torch.is_grad_enabled() or not self._follows:
+        """Return whether a call goes through autograd."""
+        if not torch.is_grad_enabled() or not self._backward_on_demand:
             return self.main.traced.training and torch.is_grad_enabled()
-        given = chain(self.main.slots.tensors(), pytree.tree_leaves((args, kwargs)))
+        given = chain(self.main.parameter_guards.tensors(), pytree.tree_leaves((args, kwargs)))
         return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
 
     def _built(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
         """Return a new program; it has a backward if eager would record the call and something requires a gradient."""
         self._require_free(self._builder.arena)  # the trial run overwrites its bytes
-        if not (self._follows and train):
+        if not (self._backward_on_demand and train):
             return self._builder.build(args, kwargs, train)
         if key not in self._refused:
             try:
@@ -119,13 +119,13 @@ class Selector:
 
     def _require_free(self, arena: Arena | None) -> None:
         """Raise `RunsEagerly` if an evaluation would overwrite saved activations, whose backward may never run."""
-        if self._follows and arena is not None and arena.ownership.pending is not None:
-            raise RunsEagerly("results of an earlier call are alive, with their backward")
+        if self._backward_on_demand and arena is not None and arena.ownership.pending is not None:
+            raise RunsEagerly("results of an earlier call, whose backward has not run, are still alive")
 
     def _check_modes(self, modes: list[bool]) -> None:
         """Raise `InputMismatch` unless all modes are as compiled, or the whole module is in eval mode."""
         if any(modes):
-            self._structure.require_modes(self.main_modes)
+            self._module_guards.require_modes(self.main_modes)
 
 
 def require_autocast(runner: Runner) -> None:

@@ -23,7 +23,7 @@ import torch.utils._pytree as pytree
 
 from memplan.errors import InputMismatch, InvalidShapes, ShapeOutOfRange, UnsupportedGraph
 from memplan.runtime.api.builder import Builder
-from memplan.runtime.api.select import Selector, State, require_autocast
+from memplan.runtime.api.select import CallState, Selector, require_autocast
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.input_guards import laid_out
 from memplan.runtime.kernels.kernel_selection import BoundOp, with_arguments
@@ -71,18 +71,24 @@ class ShapedSelector(Selector):
     """A `Selector` with a program for every shape, made from a `Family` that covers it, or for this shape alone."""
 
     def __init__(
-        self, builder: Builder, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool, follows: bool = False
+        self,
+        builder: Builder,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        train: bool,
+        backward_on_demand: bool = False,
     ) -> None:
-        self._builder, self._structure = builder, builder.structure
+        self._builder, self._module_guards = builder, builder.module_guards
         self._bucketing: Mapping[str, int] = builder.options.bucketing or {}
         self.family = Family(*builder.symbolic(args, kwargs, train, frozenset()))
         _check_buckets(self._bucketing, self.family)
         flat, self.spec = pytree.tree_flatten((args, kwargs))
-        self._main_state = State(train, tuple(self._structure.modes()))
+        self._main_state = CallState(train, tuple(self._module_guards.modes()))
         self._families = {self._main_state: [self.family]}
         self.programs: OrderedDict[Any, Runner] = OrderedDict()
         main = self._new(self._main_state, flat, args, kwargs)
-        super().__init__(builder, main, follows=follows)
+        super().__init__(builder, main, backward_on_demand=backward_on_demand)
         self._keep((self._main_state, _shapes(flat)), main)
 
     def select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
@@ -90,12 +96,12 @@ class ShapedSelector(Selector):
 
         Raises `InputMismatch` (for shapes, `ShapeOutOfRange`) naming the first difference from what is planned.
         """
-        modes = self._structure.modes()
+        modes = self._module_guards.modes()
         grad = self._records(args, kwargs)
         require_autocast(self.main)
         self._check_modes(modes)
-        flat = self.main.signature.leaves_of(args, kwargs)
-        key = (State(grad, tuple(modes)), _shapes(flat))
+        flat = self.main.input_guards.leaves_of(args, kwargs)
+        key = (CallState(grad, tuple(modes)), _shapes(flat))
         runner = self.programs.get(key)
         if runner is None:
             self._require_free(self._builder.arena)
@@ -103,7 +109,7 @@ class ShapedSelector(Selector):
             self._keep(key, runner)
         self.programs.move_to_end(key)
         self._require_free(runner.arena)
-        return runner, runner.signature.flatten(args, kwargs, training=grad)
+        return runner, runner.input_guards.flatten(args, kwargs, training=grad)
 
     def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
         """Return what `Selector.replan` returns, with the program in the shared arena."""
@@ -113,7 +119,7 @@ class ShapedSelector(Selector):
 
     # -- the programs that are kept ----------------------------------------------------------------------
 
-    def _keep(self, key: tuple[State, Any], runner: Runner) -> None:
+    def _keep(self, key: tuple[CallState, Any], runner: Runner) -> None:
         """Keep a program, and drop the least recently used ones beyond the limit."""
         self.programs[key] = runner
         if key[0] == self._main_state:
@@ -134,14 +140,14 @@ class ShapedSelector(Selector):
 
     # -- new programs ------------------------------------------------------------------------------------
 
-    def _made(self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
+    def _made(self, state: CallState, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
         """Return a new program, after checking the call and that the model is still what was traced."""
         self._require_same_kind(flat)
         self.main.current()
         self.family.plan.require_in_range(self.family.trace.values_of(flat))
         return self._new(state, flat, args, kwargs)
 
-    def _new(self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
+    def _new(self, state: CallState, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runner:
         """Return a program of the first family that covers the call, else of a new family, else for this call alone."""
         families = self._families.setdefault(state, [])
         for family in families:
@@ -159,7 +165,12 @@ class ShapedSelector(Selector):
         return self._built((state, _shapes(flat)), args, kwargs, train=state.grad)
 
     def _covering(
-        self, state: State, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], fixed: frozenset[str]
+        self,
+        state: CallState,
+        flat: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fixed: frozenset[str],
     ) -> tuple[Family, dict[str, int]] | None:
         """Return a new family and the values of a call in it; None if no family of several sizes covers the call."""
         try:
@@ -192,11 +203,11 @@ class ShapedSelector(Selector):
 
     def _require_same_kind(self, flat: Sequence[Any]) -> None:
         """Raise `InputMismatch` if a leaf differs from the example in more than the dimensions that vary."""
-        examples, varying = self.main.signature.examples, self.family.trace.dims.leaves
+        examples, varying = self.main.input_guards.examples, self.family.trace.dims.leaves
         for i, (x, example) in enumerate(zip(flat, examples, strict=True)):
-            where, hint = f"input {i}", "pass what the example is like, or compile for this input too"
+            where, hint = f"input {i}", "pass an input like the example, or compile another module for this one"
             if not isinstance(example, torch.Tensor):
-                self.main.signature.check_constant(i, x)
+                self.main.input_guards.check_constant(i, x)
             elif not isinstance(x, torch.Tensor):
                 raise InputMismatch(f"is a {type(x).__name__}, the plan was made for a tensor", where=where, hint=hint)
             elif (x.dtype, x.device, x.dim()) != (example.dtype, example.device, example.dim()):
@@ -209,7 +220,7 @@ class ShapedSelector(Selector):
                         what = f"dimension {dim} is {size}, the plan was made for {planned}"
                         hint = "let it vary: name it in dynamic_shapes"
                         raise ShapeOutOfRange(what, where=where, hint=hint)
-        self.main.signature.check_ties(flat)
+        self.main.input_guards.check_ties(flat)
 
 
 def _shapes(flat: Sequence[Any]) -> tuple[torch.Size | None, ...]:

@@ -10,74 +10,57 @@ import torch
 from torch import nn
 
 from memplan.core.plan import Plan
-from memplan.evict.feedback import Remembered
+from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.api.builder import require_real
 from memplan.runtime.execute.cuda_graphs import make_recorder
-from memplan.runtime.execute.optimizer_state import StepStructure
+from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.ranks import require_collective
 from memplan.runtime.memory.arena import arena_for_all
 from memplan.runtime.memory.host import prepare_host
-from memplan.runtime.options import PlanOptions, require_recordable
-from memplan.runtime.profile.profile_guided import ProfileGuide, guide_of, require_measurable, room_for, safe_plan
-from memplan.trace import trace_step
+from memplan.runtime.options import StepOptions
+from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
+from memplan.trace import CapturedStep, capture_step
 from memplan.trace.optimizer.updates import Accumulate
 from memplan.trace.traced import TracedGraph
 
 
 class StepBuilder:
-    """Builds the programs of a `CompiledStep`; `loss` is the model with its loss.
+    """Builds the programs of a `CompiledStep`; `loss` is the model with its loss."""
 
-    Raises `UnsupportedCall` for options under which no step can be measured or recorded.
-    """
-
-    def __init__(
-        self,
-        loss: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        options: PlanOptions,
-        *,
-        clip_grad_norm: float | None,
-        cuda_graph: bool,
-        allow_unsynchronized: bool,
-    ) -> None:
+    def __init__(self, loss: nn.Module, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
         self._loss, self._optimizer, self._options = loss, optimizer, options
-        self._clip_grad_norm, self._cuda_graph = clip_grad_norm, cuda_graph
-        self._allow_unsynchronized = allow_unsynchronized
-        self._measures = options.measures
-        if self._measures:
-            require_measurable(cuda_graph=cuda_graph)
-        if cuda_graph:
-            require_recordable(options.device)
 
     def build(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], kinds: Sequence[Accumulate | None], given: Plan | None
-    ) -> tuple[StepStructure, list[Runner], list[ProfileGuide]]:
-        """Return the structure that the programs act on, a program for each of `kinds`, and the guides.
+    ) -> tuple[StepGuards, list[Runner], list[ProfileGuide]]:
+        """Return the module_guards that the programs act on, a program for each of `kinds`, and the guides.
 
         Each program has the `given` plan or a new one. There are guides only if steps are measured and something is
         evicted.
         """
         require_real(self._loss, batch, kwargs)
         options = self._options
-        traced = [self._trace(batch, kwargs, kind) for kind in kinds]
-        if not self._allow_unsynchronized:
+        captured = [self._capture(batch, kwargs, kind) for kind in kinds]
+        traced = [c.retrace() for c in captured]
+        if not options.allow_unsynchronized:
             require_collective(traced)
         prepare_host(self._loss, traced[0], self._optimizer)
         device = traced[0].device
-        recorder = make_recorder(device, options.sanitize) if self._cuda_graph else None
-        planned: list[tuple[TracedGraph, Plan, Remembered | None]]
-        if self._measures:
-            planned = [safe_plan(options, t) for t in traced]
+        recorder = make_recorder(device, options.sanitize) if options.cuda_graph else None
+        planned: list[tuple[TracedGraph, Plan, RecordingPolicy | None]]
+        steps = list(zip(traced, captured, strict=True))
+        if options.measures:
+            planned = [safe_plan(options, t, c) for t, c in steps]
         else:
-            planned = [(*options.settle(t, given), None) for t in traced]
-        structure = StepStructure(self._loss, self._optimizer)
-        room = max(room_for(plan, policy) for _, plan, policy in planned)
+            planned = [(*options.settle(t, c, given), None) for t, c in steps]
+        module_guards = StepGuards(self._loss, self._optimizer)
+        room = max(arena_room(plan, policy) for _, plan, policy in planned)
         arena = arena_for_all([plan for _, plan, _ in planned], device, room)
 
         def runner_of(t: TracedGraph, plan: Plan) -> Runner:
-            view = arena.turned(plan) or arena
-            return Runner(structure, t, plan, view, sanitize=options.sanitize, recorder=recorder, whole=True)
+            view = arena.view_for(plan) or arena
+            return Runner(module_guards, t, plan, view, sanitize=options.sanitize, recorder=recorder, whole=True)
 
         runners = [runner_of(t, plan) for t, plan, _ in planned]
         guides = [
@@ -85,17 +68,17 @@ class StepBuilder:
             for (t, _, policy), runner in zip(planned, runners, strict=True)
             if policy is not None and policy.events is not None
         ]
-        return structure, runners, guides
+        return module_guards, runners, guides
 
-    def _trace(self, batch: tuple[Any, ...], kwargs: dict[str, Any], kind: Accumulate | None) -> TracedGraph:
-        return trace_step(
+    def _capture(self, batch: tuple[Any, ...], kwargs: dict[str, Any], kind: Accumulate | None) -> CapturedStep:
+        return capture_step(
             self._loss,
             self._optimizer,
             batch,
             kwargs,
-            clip_grad_norm=self._clip_grad_norm,
+            clip_grad_norm=self._options.clip_grad_norm,
             accumulate=kind,
-            rates_in_memory=self._cuda_graph,
+            rates_in_memory=self._options.cuda_graph,
             in_place=self._options.in_place,
             device=self._options.device,
         )

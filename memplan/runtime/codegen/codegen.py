@@ -18,13 +18,18 @@ import torch
 
 from memplan.core.graph import Graph, Value
 from memplan.runtime.codegen.namespace import Namespace
-from memplan.runtime.codegen.step_ir import Call, Empty, Hooked, Layout, Line, View, refs, same_layout
-from memplan.runtime.codegen.torchscript_runs import interpreted, raise_as_eager, separate_index_errors, takes
+from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs, same_layout
+from memplan.runtime.codegen.torchscript_runs import (
+    can_interpret,
+    make_interpreted,
+    raise_as_eager,
+    separate_index_errors,
+)
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
 from memplan.trace.traced import Live, OpaqueResult, Ref
 
-Hook = Callable[[], None]
+Callback = Callable[[], None]
 _MIN_CALLS = 3  # in a run: fewer calls take less time from Python than entering torch's interpreter
 
 
@@ -79,9 +84,9 @@ class FunctionWriter:
                 (born if position in bound.as_planned else adopted).append((position, out))
         self._add(Call(bound=bound, born=tuple(born), adopted=tuple(adopted), copied=tuple(copied)))
 
-    def hook(self, function: Hook) -> None:
+    def callback(self, function: Callback) -> None:
         """Add a call of `function()` here (sanitizers, hooks)."""
-        self._add(Hooked(name=self.namespace.add("g", function)))
+        self._add(CallbackLine(name=self.namespace.add("g", function)))
 
     def finish(self, groups: Sequence[Sequence[int]]) -> Callable[..., Any]:
         """Compile the function, which returns a tuple of values for each group."""
@@ -163,22 +168,22 @@ class FunctionWriter:
         """Return for each line whether torch's interpreter can run it, in a group that is large enough to gain time."""
         found: list[bool] = []
         asked: dict[Any, bool] = {}
-        for hooked, group in groupby(self.lines, key=lambda line: isinstance(line, Hooked)):
+        for callbacks, group in groupby(self.lines, key=lambda line: isinstance(line, CallbackLine)):
             lines = list(group)
-            may = self.layout.native and not hooked and sum(isinstance(line, Call) for line in lines) >= _MIN_CALLS
-            found += [may and takes(line, self.layout, asked) for line in lines]
+            may = self.layout.native and not callbacks and sum(isinstance(line, Call) for line in lines) >= _MIN_CALLS
+            found += [may and can_interpret(line, self.layout, asked) for line in lines]
         return found
 
     def _interpreted(self, lines: Sequence[Line], results: Sequence[int]) -> str:
         """Return the source of one call that runs all lines and returns the values `results`."""
-        run = interpreted(lines, results, self.layout, self.namespace.names)
+        run = make_interpreted(lines, results, self.layout, self.namespace.names)
         tensors = self.namespace.following(run.tensors, run.values)
         arguments = [tensors, *(f"v{value}" for value in run.arguments)]
         call = f"{self.namespace.add('s', run.function)}({', '.join(arguments)})"
         return f"{', '.join(f'v{value}' for value in results)} = {call}" if results else call
 
     def _python(self, line: Line) -> list[str]:
-        if isinstance(line, Hooked):
+        if isinstance(line, CallbackLine):
             return [f"{line.name}()"]
         if isinstance(line, Empty):
             return [f"v{line.value} = {self._empty(self.layout.graph.values[line.value])}"]
@@ -191,10 +196,10 @@ class FunctionWriter:
         bound, call = line.bound, self._call(line)
         if bound.form is not CallForm.FUNCTIONAL:
             return [f"v{line.born[0][1]} = {call}" if line.born else call]
-        if not bound.several and line.copied and line.copied[0][1] in self.layout.static:
+        if not bound.returns_sequence and line.copied and line.copied[0][1] in self.layout.static:
             return [f"v{line.copied[0][1]}.copy_({call})"]
         names = [f"r{i}" for i in range(len(bound.outs))]
-        lines = [f"{''.join(f'{n}, ' for n in names) if bound.several else names[0]} = {call}"]
+        lines = [f"{''.join(f'{n}, ' for n in names) if bound.returns_sequence else names[0]} = {call}"]
         lines += [
             f"{self._opaque_results()}[{number}] = {names[position]}" for position, number in bound.opaque_results
         ]
@@ -287,7 +292,7 @@ def _indented(header: str, body: Iterable[str]) -> list[str]:
 
 
 def _same_elements(one: Value, two: Value) -> bool:
-    """Whether both are contiguous and start at the same place."""
+    """Return whether both are contiguous and start at the same place."""
     return (
         one.offset == two.offset
         and all(v.strides == tuple(math.prod(v.shape[i + 1 :]) for i in range(len(v.shape))) for v in (one, two))
@@ -296,7 +301,7 @@ def _same_elements(one: Value, two: Value) -> bool:
 
 
 def _copies_onto_itself(graph: Graph, bound: BoundOp) -> bool:
-    """Whether an op copies a value onto itself, because the result took the bytes of the source in place."""
+    """Return whether an op copies a value onto itself, because the result took the bytes of the source in place."""
     if bound.function is not torch.Tensor.copy_:
         return False
     one, two = (graph.values[ref] for ref in refs(bound.args))

@@ -13,8 +13,8 @@ import torch
 class Namespace:
     """The globals of generated code.
 
-    `v12` is value 12, `k3` a kernel, `c4` a constant, `g5` a hook, `s6` a run of ops for torch's interpreter, and `l7`
-    the list of tensors of a run, which rarely change.
+    `v12` is value 12, `k3` a kernel, `c4` a constant, `g5` a callback, `s6` a run of ops for torch's interpreter, and
+    `l7` the list of tensors of a run, which rarely change.
     """
 
     names: dict[str, Any] = field(default_factory=dict)

@@ -100,15 +100,15 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hooked:
-    """Calls the hook `name()`."""
+class CallbackLine:
+    """Calls the callback `name()`."""
 
     name: str
     makes: tuple[int, ...] = ()
     uses: tuple[int, ...] = ()
 
 
-Line = Call | Empty | View | Hooked
+Line = Call | Empty | View | CallbackLine
 
 
 def refs(tree: Any) -> list[int]:
@@ -123,5 +123,5 @@ def refs(tree: Any) -> list[int]:
 
 
 def same_layout(one: Value, two: Value) -> bool:
-    """Whether two values of one storage have the same dtype, shape, strides and offset."""
+    """Return whether two values of one storage have the same dtype, shape, strides and offset."""
     return (one.dtype, one.shape, one.strides, one.offset) == (two.dtype, two.shape, two.strides, two.offset)

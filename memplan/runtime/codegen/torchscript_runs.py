@@ -20,24 +20,22 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 
-from memplan.runtime.codegen.step_ir import Call, Empty, Hooked, Layout, Line, View, refs, same_layout
-from memplan.runtime.memory.arena import dtype_of
-from memplan.trace.passes.out_variants import out_names
+from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs
+from memplan.runtime.codegen.torchscript_writer import TENSOR, TorchScriptWriter, overload_of
 from memplan.trace.passes.randomness import draws
 from memplan.trace.traced import Live, OpaqueResult, Ref
 
 # Ops whose message for an index out of range is unambiguous, or that raise a plain RuntimeError in eager too.
-_TELLS = {"index_select", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices_backward"}
-_TELLS |= {"_unsafe_index", "_unsafe_index_put"}
+_UNAMBIGUOUS = {"index_select", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices_backward"}
+_UNAMBIGUOUS |= {"_unsafe_index", "_unsafe_index_put"}
 _INDEX_ERROR = re.compile(r"index out of range in self$|Target -?\d+ is out of bounds\.$", re.MULTILINE)
 # With the same message, the first ops raise an IndexError and the second a RuntimeError.
-_INDEXED = {"index", "index_put", "index_put_"}
-_GATHERED = {"index_add", "index_add_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+_RAISES_INDEX_ERROR = {"index", "index_put", "index_put_"}
+_RAISES_RUNTIME_ERROR = {"index_add", "index_add_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_"}
 _OUT_OF_BOUNDS = re.compile(r"index -?\d+ is out of bounds for dimension \d+ with size \d+$", re.MULTILINE)
-_NUMBERS = {"index", "indices", "target", "repeats", "offsets", "mask_indices"}
+_INDEX_ARGUMENTS = {"index", "indices", "target", "repeats", "offsets", "mask_indices"}
 _MAY_FAIL = ("linalg_", "_linalg_", "cholesky", "lu_", "_assert", "_cdist")
 _FAILURES = (
     RuntimeError,
@@ -45,11 +43,8 @@ _FAILURES = (
     ValueError,
     AttributeError,
 )  # raised by torch's bindings for arguments that they do not take
-_MEMORY_FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
-_TENSOR, _INT = torch._C.TensorType.get(), torch._C.IntType.get()
 _UNSUPPORTED = object()  # stands for arguments that only Python can pass
-_PLAIN = {"IntType": int, "BoolType": bool, "FloatType": float}
-_FAILED = (
+_ERROR_PREFIX = (
     "The following operation failed in the TorchScript interpreter.\n"
     "Traceback of TorchScript (most recent call last):\nRuntimeError: "
 )  # without a source location, which the error of a user's script has
@@ -71,19 +66,19 @@ class Interpreted:
     arguments: tuple[int, ...]
 
 
-def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
-    """Whether torch's interpreter runs the same kernel for a line, and it cannot fail if the trial run did not.
+def can_interpret(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
+    """Return whether torch's interpreter runs the same kernel for a line, and it cannot fail if the trial run did not.
 
     `asked`: a cache of the answers, by overload and kinds of arguments.
     """
-    if isinstance(line, Hooked):
+    if isinstance(line, CallbackLine):
         return False
     if isinstance(line, Empty):
         return True
     if isinstance(line, View):
         one, two = (layout.graph.values[i] for i in (line.base, line.value))
         return one.dtype == two.dtype and two.storage in layout.fresh_storages
-    overload = _overload(line)
+    overload = overload_of(line)
     if overload is None or overload.namespace != "aten" or line.adopted or line.bound.opaque_results:
         return False
     kinds = _kinds(line.arguments)
@@ -99,7 +94,7 @@ def takes(line: Line, layout: Layout, asked: dict[Any, bool]) -> bool:
         return False
     key = (overload, line.bound.out_names, kinds)
     if key not in asked:
-        asked[key] = _finds(line, layout)
+        asked[key] = _finds_overload(line, layout)
     return asked[key]
 
 
@@ -108,10 +103,10 @@ def separate_index_errors(lines: Sequence[Line], fitting: Sequence[bool]) -> tup
 
     Ops that raise different types with the same message are not combined (see `raise_as_eager`).
     """
-    names = [o._opname if isinstance(line, Call) and (o := _overload(line)) is not None else "" for line in lines]
-    if not any(fit and name in _GATHERED for fit, name in zip(fitting, names, strict=True)):
+    names = [o._opname if isinstance(line, Call) and (o := overload_of(line)) is not None else "" for line in lines]
+    if not any(fit and name in _RAISES_RUNTIME_ERROR for fit, name in zip(fitting, names, strict=True)):
         return list(fitting), True
-    return [fit and name not in _INDEXED for fit, name in zip(fitting, names, strict=True)], False
+    return [fit and name not in _RAISES_INDEX_ERROR for fit, name in zip(fitting, names, strict=True)], False
 
 
 def _kinds(thing: Any) -> tuple[Any, ...]:
@@ -127,11 +122,13 @@ def _kinds(thing: Any) -> tuple[Any, ...]:
     return (type(thing) if isinstance(thing, (int, float, str)) else thing,)
 
 
-def interpreted(run: Sequence[Line], results: Sequence[int], layout: Layout, names: Mapping[str, Any]) -> Interpreted:
-    """Return one function for a run of lines that `takes` accepts. `names` has the static values, as `v12`."""
+def make_interpreted(
+    run: Sequence[Line], results: Sequence[int], layout: Layout, names: Mapping[str, Any]
+) -> Interpreted:
+    """Return one function for a run of lines that `can_interpret` accepts. `names` has the static values, as `v12`."""
     used = {v for line in run for v in line.uses} & layout.placed if _constants_are_memory() else set()
     placed = {v: names[f"v{v}"] for v in sorted(used)}
-    writer = _Writer(run, layout, placed)
+    writer = TorchScriptWriter(run, layout, placed)
     for line in run:
         writer.write(line)
     tensors = [thing if isinstance(thing, torch.Tensor) else names[f"v{thing}"] for thing in writer.static]
@@ -161,15 +158,15 @@ def raise_as_eager(error: RuntimeError, *, indexed: bool) -> None:
     `indexed`: the second result of `separate_index_errors`.
     """
     words = str(error)
-    if words.startswith(_FAILED):
-        said = words.removeprefix(_FAILED).removesuffix("\n")
+    if words.startswith(_ERROR_PREFIX):
+        said = words.removeprefix(_ERROR_PREFIX).removesuffix("\n")
         by_index = _INDEX_ERROR.match(said) or (indexed and _OUT_OF_BOUNDS.match(said))
         raise (IndexError if by_index else RuntimeError)(said) from None
 
 
 @cache
 def _constants_are_memory() -> bool:
-    """Whether this version of torch reads and writes the memory of a graph's constants at every run.
+    """Return whether this version of torch reads and writes the memory of a graph's constants at every run.
 
     It must not fold constants, nor remove ops whose results the graph itself does not read.
     """
@@ -177,7 +174,7 @@ def _constants_are_memory() -> bool:
 
     def call(name: str, *inputs: Any) -> Any:
         made = graph.insertNode(graph.create(name, list(inputs), 1)).output()
-        made.setType(_TENSOR)
+        made.setType(TENSOR)
         return made
 
     read, written = torch.zeros(1, device="cpu"), torch.ones(1, device="cpu")
@@ -196,144 +193,20 @@ def _constants_are_memory() -> bool:
 
 
 def _index_may_fail(line: Call, overload: OpOverload, layout: Layout) -> bool:
-    """Whether an op takes indices, and its error for an index out of range cannot be restored."""
-    if overload._opname in _TELLS | _INDEXED | _GATHERED:
+    """Return whether an op takes indices, and its error for an index out of range cannot be restored."""
+    if overload._opname in _UNAMBIGUOUS | _RAISES_INDEX_ERROR | _RAISES_RUNTIME_ERROR:
         return False
     args, kwargs = line.arguments
     named = {**dict(zip((a.name for a in overload._schema.arguments), args, strict=False)), **kwargs}
-    indices = [v for name, thing in named.items() if name in _NUMBERS for v in refs(thing)]
+    indices = [v for name, thing in named.items() if name in _INDEX_ARGUMENTS for v in refs(thing)]
     return any(layout.graph.values[v].dtype in ("int64", "int32") for v in indices)
 
 
-def _overload(line: Call) -> OpOverload | None:
-    return line.bound.fresh_overload if line.fresh else line.bound.overload
-
-
-def _finds(line: Call, layout: Layout) -> bool:
-    """Whether torch's interpreter finds the same overload from the arguments of a call."""
-    overload = _overload(line)
+def _finds_overload(line: Call, layout: Layout) -> bool:
+    """Return whether torch's interpreter finds the same overload from the arguments of a call."""
+    overload = overload_of(line)
     try:
-        writer = _Writer([line], layout, {})  # its graph must outlive the nodes that are read here
+        writer = TorchScriptWriter([line], layout, {})  # its graph must outlive the nodes that are read here
         return bool(writer.call(line).schema() == str(overload._schema))  # type: ignore[union-attr]
     except _FAILURES:
         return False
-
-
-class _Writer:
-    """Writes a TorchScript graph.
-
-    Its first input is the list of static tensors (`static`: values, and tensors that are no values); the others are
-    `arguments`, dynamic values that the run does not make itself. `placed` values become constants.
-    """
-
-    def __init__(self, run: Sequence[Line], layout: Layout, placed: Mapping[int, torch.Tensor]) -> None:
-        self.layout = layout
-        made = {value for line in run for value in line.makes}
-        used = dict.fromkeys(value for line in run for value in line.uses)
-        leaves = [leaf for line in run if isinstance(line, Call) for leaf in pytree.tree_leaves(line.arguments)]
-        constants = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        self.static: list[Any] = [*(v for v in used if v in layout.static and v not in placed), *constants.values()]
-        self.arguments = [v for v in used if v not in layout.static and v not in made]
-        self.graph: Any = torch._C.Graph()
-        tensors = self._input(torch._C.ListType(_TENSOR))
-        unpacked = self._insert("prim::ListUnpack", [tensors], [_TENSOR] * len(self.static))
-        elements = zip(self.static, unpacked.outputs(), strict=True)
-        self.known: dict[int, Any] = {value: self._input(_TENSOR) for value in self.arguments}
-        self.known |= {id(thing) if isinstance(thing, torch.Tensor) else thing: node for thing, node in elements}
-        self.known |= {value: self._constant(tensor) for value, tensor in placed.items()}
-
-    def write(self, line: Line) -> None:
-        """Add a line to the graph."""
-        if isinstance(line, Empty):
-            value = self.layout.graph.values[line.value]
-            device = torch.device(self.layout.graph.storages[value.storage].device)
-            given = (value.shape, value.strides, dtype_of(value), None, device, None)
-            self.known[line.value] = self._op(torch.ops.aten.empty_strided.default, given).output()
-        elif isinstance(line, View):
-            self.known[line.value] = self._view(line)
-        elif isinstance(line, Call):
-            made = list(self.call(line).outputs())
-            self.known |= {v: made[position] for position, v in line.born}
-            for position, v in line.copied:
-                copy = [self.known[v], made[position], self._constant(False)]
-                self._insert("aten::copy_", copy, [_TENSOR])
-
-    def call(self, line: Call) -> Any:
-        """Add a call to the graph; return its node."""
-        overload, (args, kwargs) = _overload(line), line.arguments
-        assert overload is not None
-        outs = [out for name in line.bound.out_names if name in kwargs for out in _as_list(kwargs.pop(name))]
-        kwargs |= dict(zip(out_names(overload), outs, strict=True)) if outs else {}
-        given = [
-            args[i] if i < len(args) else kwargs.pop(a.name, a.default_value)
-            for i, a in enumerate(overload._schema.arguments)
-        ]
-        if kwargs:
-            raise TypeError(f"{overload} takes no {', '.join(kwargs)}")
-        return self._op(overload, given)
-
-    def returning(self, results: Sequence[int]) -> Any:
-        """Return the graph after adding its outputs; all lines must be in it."""
-        if not results:
-            self.graph.registerOutput(self._constant(None))
-        elif len(results) == 1:
-            self.graph.registerOutput(self.known[results[0]])
-        else:
-            # a list, because converting a tuple to Python checks the type of every element
-            kind = torch._C.ListType(_TENSOR)
-            several = self._insert("prim::ListConstruct", [self.known[v] for v in results], [kind])
-            self.graph.registerOutput(several.output())
-        return self.graph
-
-    def _view(self, line: View) -> Any:
-        one, two = (self.layout.graph.values[i] for i in (line.base, line.value))
-        if same_layout(one, two):
-            return self.known[line.base]
-        given = (Ref(line.base), two.shape, two.strides, two.offset - one.offset)
-        return self._op(torch.ops.aten.as_strided.default, given).output()
-
-    # -- nodes -------------------------------------------------------------------------------------------
-
-    def _input(self, kind: Any) -> Any:
-        made = self.graph.addInput()
-        made.setType(kind)
-        return made
-
-    def _constant(self, thing: Any) -> Any:
-        return self.graph.insertConstant(thing)
-
-    def _insert(self, name: str, inputs: Sequence[Any], kinds: Sequence[Any]) -> Any:
-        node = self.graph.create(name, list(inputs), len(kinds))
-        self.graph.insertNode(node)
-        for output, kind in zip(node.outputs(), kinds, strict=True):
-            output.setType(kind)
-        return node
-
-    def _op(self, overload: OpOverload, given: Sequence[Any]) -> Any:
-        schema = overload._schema
-        inputs = [self._given(thing, a.type) for thing, a in zip(given, schema.arguments, strict=True)]
-        return self._insert(schema.name, inputs, [r.type for r in schema.returns])
-
-    def _given(self, thing: Any, kind: Any) -> Any:
-        """Return the node of an argument of type `kind`."""
-        if isinstance(thing, Ref):
-            return self.known[thing.value]
-        if isinstance(thing, torch.Tensor):
-            return self.known[id(thing)]
-        while kind.kind() == "OptionalType":
-            kind = kind.getElementType()
-        if isinstance(thing, (list, tuple)):
-            element = _INT if kind.getElementType().kind() == "SymIntType" else kind.getElementType()
-            plain = _PLAIN.get(element.kind())
-            if thing and plain is not None and all(type(item) in {plain, int} for item in thing):
-                return self._constant([plain(item) for item in thing])
-            items = [self._given(item, element) for item in thing]
-            return self._insert("prim::ListConstruct", items, [torch._C.ListType(element)]).output()
-        if isinstance(thing, torch.memory_format):
-            return self._constant(_MEMORY_FORMATS.index(thing))
-        as_float = kind.kind() == "FloatType" and type(thing) is int
-        return self._constant(float(thing) if as_float else thing)
-
-
-def _as_list(thing: Any) -> Sequence[Any]:
-    return thing if isinstance(thing, (list, tuple)) else [thing]

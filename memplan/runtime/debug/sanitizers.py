@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memplan.core.choices import Sanitize
 from memplan.core.lifetimes import host_problem
 from memplan.core.plan import Plan
 from memplan.core.problem import Buffer
@@ -19,7 +20,7 @@ from memplan.errors import ArenaCorruption
 from memplan.runtime.memory.arena import Arena, Memory
 from memplan.trace.traced import TracedGraph
 
-Hook = Callable[[], None]
+Callback = Callable[[], None]
 _PATTERN = 0xA5
 
 
@@ -27,13 +28,13 @@ _PATTERN = 0xA5
 class Sanitizers:
     """The functions to call before and after the op of each step."""
 
-    befores: tuple[tuple[Hook, ...], ...] = ()
-    afters: tuple[tuple[Hook, ...], ...] = ()
+    befores: tuple[tuple[Callback, ...], ...] = ()
+    afters: tuple[tuple[Callback, ...], ...] = ()
 
-    def before(self, step: int) -> Sequence[Hook]:
+    def before(self, step: int) -> Sequence[Callback]:
         return self.befores[step] if self.befores else ()
 
-    def after(self, step: int) -> Sequence[Hook]:
+    def after(self, step: int) -> Sequence[Callback]:
         return self.afters[step] if self.afters else ()
 
     def around(self, inner: Sanitizers, steps: int) -> Sanitizers:
@@ -45,10 +46,9 @@ class Sanitizers:
 
 
 NO_SANITIZERS = Sanitizers()
-SANITIZERS = ("poison", "redzone")
 
 
-def redzone_of(sanitize: str | None, alignment: int) -> int:
+def redzone_of(sanitize: Sanitize | None, alignment: int) -> int:
     """Return the bytes that the plan must leave on each side of every buffer for `sanitize`."""
     return alignment if sanitize == "redzone" else 0
 
@@ -59,8 +59,8 @@ def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> 
     They poison the arena, and host memory if the host itself copies.
     """
     steps = len(plan.schedule.order)
-    before: list[list[Hook]] = [[] for _ in range(steps)]
-    after: list[list[Hook]] = [[] for _ in range(steps)]
+    before: list[list[Callback]] = [[] for _ in range(steps)]
+    after: list[list[Callback]] = [[] for _ in range(steps)]
     graph = traced.graph
     dtype_of: dict[str, torch.dtype] = {}
     for value in sorted(
@@ -86,13 +86,13 @@ def make_poison(traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> 
     return Sanitizers(tuple(map(tuple, before)), tuple(map(tuple, after)))
 
 
-def _poison(view: torch.Tensor) -> Hook:
+def _poison(view: torch.Tensor) -> Callback:
     if view.dtype.is_floating_point or view.dtype.is_complex:
         return _fill(view, float("nan"))
     return _fill(view.view(torch.uint8), 0x7F)
 
 
-def _fill(view: torch.Tensor, value: float) -> Hook:
+def _fill(view: torch.Tensor, value: float) -> Callback:
     def fill() -> None:
         view.fill_(value)
 
@@ -102,8 +102,8 @@ def _fill(view: torch.Tensor, value: float) -> Hook:
 def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Sanitizers:
     """Return sanitizers that write red zones when a buffer becomes alive and check them after each of its steps."""
     steps = len(plan.schedule.order)
-    before: list[list[Hook]] = [[] for _ in range(steps)]
-    after: list[list[Hook]] = [[] for _ in range(steps)]
+    before: list[list[Callback]] = [[] for _ in range(steps)]
+    after: list[list[Callback]] = [[] for _ in range(steps)]
     for buffer in plan.problem.buffers:
         low = plan.solution.offsets[buffer.id]
         high = low + buffer.size
@@ -115,7 +115,7 @@ def make_redzone(traced: TracedGraph, plan: Plan, arena: Arena) -> Sanitizers:
     return Sanitizers(tuple(map(tuple, before)), tuple(map(tuple, after)))
 
 
-def _write_pattern(zones: tuple[torch.Tensor, ...]) -> Hook:
+def _write_pattern(zones: tuple[torch.Tensor, ...]) -> Callback:
     fills = [_fill(zone, _PATTERN) for zone in zones]
 
     def write() -> None:
@@ -125,7 +125,7 @@ def _write_pattern(zones: tuple[torch.Tensor, ...]) -> Hook:
     return write
 
 
-def _check(zones: tuple[torch.Tensor, ...], name: str, where: str) -> Hook:
+def _check(zones: tuple[torch.Tensor, ...], name: str, where: str) -> Callback:
     def check() -> None:
         if any(bool((zone != _PATTERN).any()) for zone in zones):
             raise ArenaCorruption(

@@ -75,7 +75,19 @@ class Tracker:
         return max((t.arena.nbytes for t in self.steps), default=0)
 
     def peak_of(self, device: str) -> int:
-        """Return the most bytes that were held at once on one device, by its name in the plan."""
+        """Return the most bytes of the arena that were held at once on one device.
+
+        Args:
+            device: The name of the device in the plan.
+
+        Returns:
+            Bytes; 0 for a device that has no arena.
+
+        Example:
+            ```python
+            print(tracker.peak_of("cuda:0"))
+            ```
+        """
         return max((t.devices[device].nbytes for t in self.steps if device in t.devices), default=0)
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from memplan.errors import StaleActivationsError
-from memplan.runtime.guards.module_state_guards import ModuleStateGuards
+from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.runtime.memory.arena import Arena
 
 _ALONE = 2  # references to the tensor of a `.grad` if only its parameter and its Python object refer to it
@@ -26,7 +26,7 @@ class ArenaGradients:
     """
 
     def __init__(
-        self, held: ModuleStateGuards, slots: Sequence[int], tensors: Sequence[torch.Tensor], arena: Arena
+        self, held: ParameterGuards, slots: Sequence[int], tensors: Sequence[torch.Tensor], arena: Arena
     ) -> None:
         self._held = held
         self._slots = [slot for slot, t in zip(slots, tensors, strict=True) if t.numel()]

@@ -69,8 +69,8 @@ class PlannedStep(torch.autograd.Function):
                 raise _changed(watched, ctx.versions, step)
             tangents, missing = runner.tangents_from(grads)
             gradients = runner.backward(*saved, *tangents)
-            if runner.resident is not None:
-                ownership.move_out = runner.resident.move_out
+            if runner.arena_gradients is not None:
+                ownership.move_out = runner.arena_gradients.move_out
         return (None, None, None, *runner.in_order(gradients, missing))
 
 

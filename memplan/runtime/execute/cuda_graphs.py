@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memplan.core.choices import Sanitize
 from memplan.core.graph import StorageKind
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.execute.program import Program
@@ -123,7 +124,7 @@ def _multiply(square: torch.Tensor) -> None:
     torch.addmm(square[0], square, square)
 
 
-def make_recorder(device: torch.device, sanitize: str | None) -> Recorder:
+def make_recorder(device: torch.device, sanitize: Sanitize | None) -> Recorder:
     """Return a new recorder for a device. Raises `UnsupportedCall` or `MemplanError` if nothing can be recorded."""
     if device.type != "cuda":
         raise UnsupportedCall(
@@ -138,7 +139,7 @@ def make_recorder(device: torch.device, sanitize: str | None) -> Recorder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
+class _CapturedGraphs:
     forward: Callable[[], None]
     backward: Callable[[], None]
     fresh: tuple[torch.Tensor, ...]
@@ -172,7 +173,7 @@ class CudaGraphProgram:
         self._live = [
             x for k in traced.kernels if isinstance(k, KernelCall) for x in k.kwargs.values() if isinstance(x, Live)
         ]
-        self._recording: _Recording | None = None
+        self._recording: _CapturedGraphs | None = None
 
     def forget(self) -> None:
         """Record again at the next call, because an address has changed."""
@@ -203,14 +204,14 @@ class CudaGraphProgram:
 
     # -- recording ---------------------------------------------------------------------------------------
 
-    def _ready(self) -> _Recording:
+    def _ready(self) -> _CapturedGraphs:
         live = [x.value() for x in self._live]
         if self._recording is None or self._recording.live != live:
             self._recording = None  # free its memory first
             self._recording = self._record(live)
         return self._recording
 
-    def _record(self, live: list[Any]) -> _Recording:
+    def _record(self, live: list[Any]) -> _CapturedGraphs:
         program, recorder = self.program, self.recorder
         saved: tuple[torch.Tensor, ...] = ()
         run_forward, run_backward = program.forward, program.backward
@@ -233,12 +234,12 @@ class CudaGraphProgram:
             run_forward, run_backward = program.placed(placer)
             if self._whole:
                 replay, (fresh, saved, gradients) = recorder.record(step)
-                return _Recording(replay, _nothing, fresh, saved, gradients, live, placer)
+                return _CapturedGraphs(replay, _nothing, fresh, saved, gradients, live, placer)
             replay, (fresh, saved) = recorder.record(forward)
             replay_backward, gradients = _nothing, ()
             if program.backward is not None:
                 replay_backward, gradients = recorder.record(backward)
-            return _Recording(replay, replay_backward, fresh, saved, gradients, live, placer)
+            return _CapturedGraphs(replay, replay_backward, fresh, saved, gradients, live, placer)
 
     @contextmanager
     def _restored(self) -> Iterator[None]:

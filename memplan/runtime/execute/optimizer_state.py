@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
-from memplan.runtime.guards.module_state_guards import COMPILE_AGAIN, Structure
+from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
 from memplan.trace.optimizer.optimizers import DECIDING, STEP
 from memplan.trace.optimizer.updates import ACCUMULATED, COUNTERS, LEARNING_RATE
 from memplan.trace.traced import Binding, Source
@@ -23,8 +23,8 @@ _HOOKS = "remove it, or compile the model alone (memplan.compile) and keep the o
 _LOAD_OR_COMPILE = "load a checkpoint of the optimizer, or compile the step again, which begins from zero"
 
 
-class StepStructure(Structure):
-    """The structure of a model with its optimizer, whose state tensors have slots too."""
+class StepGuards(ModuleGuards):
+    """The guards of a model and its optimizer: parameters, options and state, and hooks that a step would not call."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -32,15 +32,15 @@ class StepStructure(Structure):
         self._rates: dict[str, dict[str, Any]] = {}
         self._counters: Counters | None = None
         self._options = list(map(_deciding, optimizer.param_groups))
-        self._noted_rates = [group["lr"] for group in optimizer.param_groups]
+        self._last_rates = [group["lr"] for group in optimizer.param_groups]
         super().__init__(model)
         self.called = getattr(model, "model", model)  # without its loss
-        self._note()
+        self._store()
         own = {id(p) for group in self._groups for p in group}
         self._updated = [(name, p) for name, p in model.named_parameters() if id(p) in own]
         self._require_no_hooks()
 
-    def _note(self) -> None:
+    def _store(self) -> None:
         """Store the current parameters of each group, and the current state of all parameters."""
         groups = self.optimizer.param_groups
         self._groups = [list(group["params"]) for group in groups]
@@ -51,15 +51,15 @@ class StepStructure(Structure):
         """Return the modes, after checking that the optimizer has the same parameters, options and state."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self._groups) or not all(
-            _same(group["params"], noted) for group, noted in zip(groups, self._groups, strict=True)
+            _same(group["params"], stored) for group, stored in zip(groups, self._groups, strict=True)
         ):
-            what = "its groups have other parameters than when the step was compiled"
+            what = "its groups do not have the parameters that they had when the step was compiled"
             raise InputMismatch(what, where="the optimizer", hint=COMPILE_AGAIN)
         if list(map(_deciding, groups)) != self._options:
             self._require_options()
         state = self.optimizer.state
         if not (_same(state, self._parameters) and _same(state.values(), self._optimizer_states)):
-            self._note()
+            self._store()
             self.version += 1
         return super().modes()
 
@@ -67,7 +67,7 @@ class StepStructure(Structure):
         """Raise `InputMismatch` if the optimizer has a parameter that is no longer in the model."""
         for name, p in self._updated:
             if self.model.get_parameter(name) is not p:
-                what = "is another parameter than the optimizer's"
+                what = "is not the parameter that the optimizer has"
                 hint = "load without assign=True, or make the optimizer anew and compile the step again"
                 raise InputMismatch(what, where=name, hint=hint)
 
@@ -90,8 +90,8 @@ class StepStructure(Structure):
 
     def _require_options(self) -> None:
         """Raise `InputMismatch` if an option of a group has changed that decides how parameters are updated."""
-        for i, (group, noted) in enumerate(zip(self.optimizer.param_groups, self._options, strict=True)):
-            for option, now, before in zip(DECIDING, _deciding(group), noted, strict=True):
+        for i, (group, stored) in enumerate(zip(self.optimizer.param_groups, self._options, strict=True)):
+            for option, now, before in zip(DECIDING, _deciding(group), stored, strict=True):
                 if now != before and not (option == "momentum" and now and before):
                     what = f"{option} changed from {before} to {now}"
                     raise InputMismatch(what, where=f"the optimizer's group {i}", hint=COMPILE_AGAIN)
@@ -112,7 +112,7 @@ class StepStructure(Structure):
             parameters = [self.model.get_parameter(name) for name in binding.names]
             if self._counters is None or not _same(parameters, self._counters.parameters):
                 self._counters = Counters(parameters)
-            self._counters.look([self._state_of(name, STEP) for name in binding.names])
+            self._counters.set_holders([self._state_of(name, STEP) for name in binding.names])
             return self._counters.slot, binding.key
         return self._state_of(binding.name, binding.key), binding.key
 
@@ -132,17 +132,17 @@ class StepStructure(Structure):
         group = self.optimizer.param_groups[int(name.rpartition(" ")[2])]
         return {LEARNING_RATE: torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)}
 
-    def follow(self) -> None:
+    def synchronize(self) -> None:
         """Update the counters, and the learning rates that a CUDA graph reads from memory, from the optimizer."""
         if self._counters is not None:
-            self._counters.follow()
+            self._counters.synchronize()
         if not self._rates:
             return
         now = [group["lr"] for group in self.optimizer.param_groups]
-        if now != self._noted_rates:
+        if now != self._last_rates:
             for name, rate in self._rates.items():
                 rate[LEARNING_RATE].fill_(now[int(name.rpartition(" ")[2])])
-            self._noted_rates = now
+            self._last_rates = now
 
 
 class Counters:
@@ -160,12 +160,12 @@ class Counters:
         self._keys = [STEP] * len(parameters)
         self._holders: list[dict[str, Any]] = []
 
-    def look(self, holders: list[dict[str, Any]]) -> None:
+    def set_holders(self, holders: list[dict[str, Any]]) -> None:
         """Store the current state dicts of the parameters, and update the counters from them."""
         self._holders = holders
-        self.follow()
+        self.synchronize()
 
-    def follow(self) -> None:
+    def synchronize(self) -> None:
         """Replace every counter of the optimizer by its element, which takes its number.
 
         Raises `InputMismatch` if a counter is missing or no tensor.
@@ -189,5 +189,5 @@ def _deciding(group: dict[str, Any]) -> list[Any]:
 
 
 def _same(ones: Any, others: Any) -> bool:
-    """Whether two collections hold the same objects in the same order."""
+    """Return whether two collections hold the same objects in the same order."""
     return len(ones) == len(others) and all(map(is_, ones, others))

@@ -20,13 +20,13 @@ _HINT = 'compile with gradients="safe"'
 class OwnedGradients:
     """Assigns the gradients of parameters. `anchor` is the tensor that autograd sees instead of them.
 
-    `names` are the names of the parameters; `alike` says which gradients have the layout of their parameter.
+    `names` are the names of the parameters; `same_strides` says which gradients have the layout of their parameter.
     """
 
-    def __init__(self, names: Sequence[str], alike: Sequence[bool]) -> None:
+    def __init__(self, names: Sequence[str], same_strides: Sequence[bool]) -> None:
         self.anchor = torch.zeros((), requires_grad=True)
         self._names = names
-        self._alike = alike
+        self._same_strides = same_strides
         self._checked: tuple[int, list[int]] = (
             -1,
             [],
@@ -54,13 +54,13 @@ class OwnedGradients:
 
     def assign(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Set the `.grad` of each parameter, or add the gradient to an existing one."""
-        for p, gradient, alike in zip(parameters, gradients, self._alike, strict=True):
+        for p, gradient, same_strides in zip(parameters, gradients, self._same_strides, strict=True):
             if gradient is None:
                 continue
             grad = p.grad
             if grad is not None:
                 grad.add_(gradient)
-            elif alike:
+            elif same_strides:
                 p.grad = gradient
             else:
                 p.grad = torch.empty_like(p).copy_(gradient)

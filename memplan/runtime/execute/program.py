@@ -16,9 +16,8 @@ from memplan.runtime.codegen.namespace import Namespace
 from memplan.runtime.codegen.step_ir import Layout
 from memplan.runtime.codegen.torchscript_runs import AVAILABLE
 from memplan.runtime.copies.copies import Copy
-from memplan.runtime.debug.hooks import Hook as EventHook
-from memplan.runtime.debug.hooks import observing
-from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Hook, Sanitizers
+from memplan.runtime.debug.hooks import Hook, observing
+from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Callback, Sanitizers
 from memplan.runtime.execute.trial import run_trial
 from memplan.runtime.kernels.fused_updates import fuse_updates
 from memplan.runtime.kernels.kernel_selection import BoundOp
@@ -56,9 +55,9 @@ class Program:
     saved: tuple[int, ...]
     saved_outputs: tuple[bool, ...]
     used_in_backward: frozenset[int]
-    last: Hook | None
+    last: Callback | None
 
-    def observed(self, emit: EventHook | None, op_timer: Sanitizers = NO_SANITIZERS) -> Functions:
+    def observed(self, emit: Hook | None, op_timer: Sanitizers = NO_SANITIZERS) -> Functions:
         """Return forward and backward over the same addresses that call `emit` with every event.
 
         `op_timer`: the functions to call right before and after each op.
@@ -171,7 +170,7 @@ def _functions(
     order: Sequence[int],
     saved: Sequence[int],
     sanitizers: Sanitizers,
-    last: Hook | None,
+    last: Callback | None,
     prefix: str = "",
     join: bool = True,
 ) -> Functions:
@@ -264,17 +263,17 @@ def _write(
     writer: FunctionWriter,
     steps: Iterable[tuple[int, BoundOp | None]],
     sanitizers: Sanitizers,
-    last: Hook | None,
+    last: Callback | None,
 ) -> None:
     for step, bound in steps:
-        for hook in sanitizers.before(step):
-            writer.hook(hook)
+        for callback in sanitizers.before(step):
+            writer.callback(callback)
         if bound is not None:
             writer.op(bound)
-        for hook in sanitizers.after(step):
-            writer.hook(hook)
+        for callback in sanitizers.after(step):
+            writer.callback(callback)
     if last is not None:
-        writer.hook(last)
+        writer.callback(last)
 
 
 def _read_late(traced: TracedGraph, late: Sequence[int]) -> frozenset[int]:

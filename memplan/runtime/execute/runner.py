@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from memplan.core.choices import Sanitize
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedCall
 from memplan.runtime.debug.hooks import Hook, Hooks
@@ -18,12 +19,13 @@ from memplan.runtime.execute.autograd_step import run_owning, run_planned
 from memplan.runtime.execute.cuda_graphs import CudaGraphProgram, Recorder
 from memplan.runtime.execute.owned_gradients import OwnedGradients
 from memplan.runtime.execute.program import Functions, build_program
-from memplan.runtime.guards.input_guards import InputGuards, picking
-from memplan.runtime.guards.module_state_guards import ModuleStateGuards, Structure
+from memplan.runtime.guards.input_guards import InputGuards, items_getter
+from memplan.runtime.guards.module_guards import ModuleGuards
+from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.runtime.guards.python_value_guards import PythonValueGuards
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.memory.arena import Arena, Memory, dtype_of, view_within
-from memplan.trace.graph.remap_to_plan import follow
+from memplan.trace.graph.remap_to_plan import remap_to_plan
 from memplan.trace.traced import ReturnKind, Source, TracedGraph
 
 
@@ -32,12 +34,12 @@ class Runner:
 
     def __init__(
         self,
-        structure: Structure,
+        module_guards: ModuleGuards,
         traced: TracedGraph,
         plan: Plan,
         arena: Arena,
         *,
-        sanitize: str | None,
+        sanitize: Sanitize | None,
         owned: bool = False,
         recorder: Recorder | None = None,
         whole: bool = False,
@@ -49,17 +51,24 @@ class Runner:
         `owned`: assign `.grad` in the backward. `recorder`: record and replay CUDA graphs; `whole`: one graph for the
         whole step. `bound`: as in `build_program`. `hooks`: the hooks that observe the steps.
         """
-        traced = follow(traced, plan)  # values now have the places of the plan
+        traced = remap_to_plan(traced, plan)  # values now have the places of the plan
         self.traced = traced
         self.device_type = traced.device.type
         self.arena = arena
-        self.slots = ModuleStateGuards(structure, traced)
-        self.constants = PythonValueGuards(structure, traced.readings)
-        self._written_slots = [j for j, i in enumerate(self.slots.bindings) if traced.bindings[i].written]
-        self.signature = InputGuards(traced, structure.called.forward, changes_model=bool(self._written_slots))
-        self._note_written(self.slots.tensors())
-        self._counted: tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] = ((None,) * len(self.slots.bindings), ())
-        tensors = dict(zip(self.slots.bindings, self.slots.tensors(), strict=True))
+        self.parameter_guards = ParameterGuards(module_guards, traced)
+        self.python_value_guards = PythonValueGuards(module_guards, traced.readings)
+        self._written_parameters = [
+            j for j, i in enumerate(self.parameter_guards.bindings) if traced.bindings[i].written
+        ]
+        self.input_guards = InputGuards(
+            traced, module_guards.called.forward, changes_model=bool(self._written_parameters)
+        )
+        self._store_written(self.parameter_guards.tensors())
+        self._counted: tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] = (
+            (None,) * len(self.parameter_guards.bindings),
+            (),
+        )
+        tensors = dict(zip(self.parameter_guards.bindings, self.parameter_guards.tensors(), strict=True))
         for i, b in enumerate(traced.bindings):
             if b.source is Source.INPUT:
                 tensors[i] = traced.example_inputs[b.index].detach()
@@ -74,24 +83,24 @@ class Runner:
         else:
             self.program = build_program(traced, plan, arena, host, tensors, sanitizers=sanitizers, bound=bound)
         self.plan = self.program.plan
-        self.graphed = None if recorder is None else CudaGraphProgram(self.program, recorder, whole=whole)
-        self.forward = self.program.forward if self.graphed is None else self.graphed.forward
-        self.backward = self.program.backward if self.graphed is None else self.graphed.backward
+        self.cuda_graphs = None if recorder is None else CudaGraphProgram(self.program, recorder, whole=whole)
+        self.forward = self.program.forward if self.cuda_graphs is None else self.cuda_graphs.forward
+        self.backward = self.program.backward if self.cuda_graphs is None else self.cuda_graphs.backward
         self._emit: Hook | None = None
         self._op_timer = NO_SANITIZERS
         self._observed: tuple[Hook | None, Sanitizers, Functions] | None = None
-        self._wire()
-        self.owned = self._owned() if owned else None
+        self._prepare_calls()
+        self.owned = self._find_owned_gradients() if owned else None
         # Results without any gradient (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
         anchored = traced.training and not owned and not self._gradient_order
         self._anchors = (torch.zeros((), requires_grad=True),) if anchored else ()
-        self.resident = self._resident()
+        self.arena_gradients = self._find_arena_gradients()
         if hooks is not None:
             hooks.attach(self)
 
     def require_observable(self) -> None:
         """Raise `UnsupportedCall` if hooks cannot be called."""
-        if self.graphed is not None:
+        if self.cuda_graphs is not None:
             what = "a recorded step is replayed without Python, so that no hook could be called"
             raise UnsupportedCall(what, where="cuda_graph=True", hint="leave cuda_graph out to set hooks")
 
@@ -114,19 +123,19 @@ class Runner:
             known = self._observed = (emit, op_timer, self.program.observed(emit, op_timer))
         self.forward, self.backward = known[2]
 
-    def _wire(self) -> None:
+    def _prepare_calls(self) -> None:
         """Compute once what each call needs: the order of gradients, tangents, watched tensors and results."""
         t = self.traced
-        slot_of = {binding: i for i, binding in enumerate(self.slots.bindings)}
+        slot_of = {binding: i for i, binding in enumerate(self.parameter_guards.bindings)}
         of = t.results.gradient_of
         ordered = sorted(range(len(of)), key=lambda i: of[i] not in slot_of)  # parameters first, then inputs
         self._gradient_order = ordered
-        self._wanted_slots = [slot_of[of[i]] for i in ordered if of[i] in slot_of]
+        self._wanted_parameters = [slot_of[of[i]] for i in ordered if of[i] in slot_of]
         self._wanted_inputs = [t.bindings[of[i]].index for i in ordered if of[i] not in slot_of]
         # pick, of the current parameters and buffers, those that get gradients and those that the backward reads
-        self.wanted = picking(self._wanted_slots)
-        self.watched = picking([slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of])
-        self._in_order = picking(ordered)
+        self.wanted = items_getter(self._wanted_parameters)
+        self.watched = items_getter([slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of])
+        self._in_order = items_getter(ordered)
         self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
         self.tangents = t.results.tangents
         # (index of the fresh output, value) of each tangent, in the order in which the backward takes them
@@ -139,24 +148,24 @@ class Runner:
         returned = t.results.returned
         self._single = self._fresh_at.get(returned[0].value) if len(returned) == 1 and t.out_spec.is_leaf() else None
 
-    def _owned(self) -> OwnedGradients:
-        t, slots = self.traced, [self.slots.bindings[i] for i in self._wanted_slots]
+    def _find_owned_gradients(self) -> OwnedGradients:
+        t, slots = self.traced, [self.parameter_guards.bindings[i] for i in self._wanted_parameters]
         gradients = [t.graph.values[t.results.gradients[i]] for i in self._gradient_order[: len(slots)]]
-        alike = [
+        same_strides = [
             g.strides == t.graph.values[t.bindings[i].value].strides for g, i in zip(gradients, slots, strict=True)
         ]
-        return OwnedGradients([self.slots.names[i] for i in self._wanted_slots], alike)
+        return OwnedGradients([self.parameter_guards.names[i] for i in self._wanted_parameters], same_strides)
 
-    def _resident(self) -> ArenaGradients | None:
+    def _find_arena_gradients(self) -> ArenaGradients | None:
         """Return the gradients that the plan keeps in the arena; None if there are none."""
         t, namespace = self.traced, self.program.namespace.names
-        pairs = zip(self._wanted_slots, self._gradient_order, strict=False)
+        pairs = zip(self._wanted_parameters, self._gradient_order, strict=False)
         found = [(slot, t.results.gradients[i]) for slot, i in pairs]
         found = [(slot, v) for slot, v in found if t.graph.storages[t.graph.values[v].storage].planned]
         if not found:
             return None
         slots, values = zip(*found, strict=True)
-        return ArenaGradients(self.slots, slots, [namespace[f"v{v}"] for v in values], self.arena)
+        return ArenaGradients(self.parameter_guards, slots, [namespace[f"v{v}"] for v in values], self.arena)
 
     # -- a call ------------------------------------------------------------------------------------------
 
@@ -167,8 +176,8 @@ class Runner:
         """
         current = self.current() if current is None else current
         if self._written:
-            self.signature.check_apart(leaves, self._written)
-        inputs = self.signature.tensors(leaves)
+            self.input_guards.check_apart(leaves, self._written)
+        inputs = self.input_guards.tensors(leaves)
         if training:
             wanted = [leaves[i] for i in self._wanted_inputs] if self._wanted_inputs else ()
             if self.owned is None:
@@ -187,7 +196,7 @@ class Runner:
     @property
     def pool_bytes(self) -> int:
         """Bytes outside the arena that its CUDA graphs keep in their private pool."""
-        return 0 if self.graphed is None else self.graphed.recorder.pool_bytes
+        return 0 if self.cuda_graphs is None else self.cuda_graphs.recorder.pool_bytes
 
     def whole_step(self, leaves: list[Any], tangent: torch.Tensor) -> torch.Tensor:
         """Run forward and backward of a step whose backward updates the parameters; return the loss.
@@ -195,13 +204,13 @@ class Runner:
         `tangent` is the gradient of the minimised objective with respect to the loss.
         """
         current = self.current()
-        self.signature.check_apart(leaves, self._written)
-        inputs = self.signature.tensors(leaves)
+        self.input_guards.check_apart(leaves, self._written)
+        inputs = self.input_guards.tensors(leaves)
         assert self.backward is not None
         with self.arena.ownership as ownership, torch.no_grad():
             ownership.begin(keep=False)
-            if self.graphed is not None:
-                loss = self.graphed.step(inputs, tangent)
+            if self.cuda_graphs is not None:
+                loss = self.cuda_graphs.step(inputs, tangent)
             else:
                 (loss,), saved = self.forward(*inputs)
                 self.backward(*saved, tangent)
@@ -213,28 +222,30 @@ class Runner:
 
         Raises `InputMismatch` for a tensor, or a Python value, that is not as it was traced.
         """
-        self.constants.require_same()
-        current, unmoved = self.slots.look()
+        self.python_value_guards.require_same()
+        current, unmoved = self.parameter_guards.look()
         if not unmoved:
             with self.arena.ownership:  # a run in another thread reads its lists of tensors without the GIL
-                self._follow(current)
+                self._rebind_moved(current)
         return current
 
-    def _follow(self, current: Sequence[torch.Tensor]) -> None:
-        moved = self.slots.moved(current)
+    def _rebind_moved(self, current: Sequence[torch.Tensor]) -> None:
+        moved = self.parameter_guards.moved(current)
         for i in moved:
-            self.program.rebind(self.slots.bindings[i], current[i])
+            self.program.rebind(self.parameter_guards.bindings[i], current[i])
         if moved:
-            if self.graphed is not None:
-                self.graphed.forget()
-            self._note_written(current)
+            if self.cuda_graphs is not None:
+                self.cuda_graphs.forget()
+            self._store_written(current)
 
-    def _note_written(self, current: Sequence[torch.Tensor]) -> None:
+    def _store_written(self, current: Sequence[torch.Tensor]) -> None:
         """Store the names, by data pointer, of the parameters, buffers and state that the step changes."""
         self._written = {}
-        for i in self._written_slots:
-            source = self.traced.bindings[self.slots.bindings[i]].source
-            self._written[current[i].untyped_storage().data_ptr()] = f"the {source.value} {self.slots.names[i]!r}"
+        for i in self._written_parameters:
+            source = self.traced.bindings[self.parameter_guards.bindings[i]].source
+            self._written[current[i].untyped_storage().data_ptr()] = (
+                f"the {source.value} {self.parameter_guards.names[i]!r}"
+            )
 
     def _assemble(self, fresh: Sequence[torch.Tensor], current: list[torch.Tensor], leaves: list[Any]) -> Any:
         """Return the model's result: new tensors, and views of them, of inputs or of parameters, known to autograd."""
@@ -245,7 +256,7 @@ class Runner:
                 base[b.value] = leaves[b.index]
             elif b.tensor is not None:
                 base[b.value] = b.tensor
-        for position, i in enumerate(self.slots.bindings):
+        for position, i in enumerate(self.parameter_guards.bindings):
             base[t.bindings[i].value] = current[position]
         results = []
         for r in t.results.returned:
@@ -268,10 +279,10 @@ class Runner:
 
     def count_writes(self, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
         """Increment the version counters of buffers and inputs that the step changed, as in-place ops do in eager."""
-        if self._written_slots:
+        if self._written_parameters:
             known, written = self._counted
             if not all(map(is_, current, known)):
-                written = _versioned(current[i] for i in self._written_slots)
+                written = _versioned(current[i] for i in self._written_parameters)
                 self._counted = tuple(current), written
             torch.autograd.graph.increment_version(written)
         if self._written_inputs:
@@ -311,7 +322,7 @@ def _versioned(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(t for t in tensors if not t.is_inference())
 
 
-def _sanitizers(sanitize: str | None, traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Sanitizers:
+def _sanitizers(sanitize: Sanitize | None, traced: TracedGraph, plan: Plan, arena: Arena, host: Memory) -> Sanitizers:
     if sanitize == "poison":
         return make_poison(traced, plan, arena, host)
     if sanitize == "redzone":

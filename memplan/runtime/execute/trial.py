@@ -41,11 +41,11 @@ def run_trial(
 
     `transfers` are bound already; in the trial run they copy immediately.
     """
-    env = [*(static.get(index) for index in range(len(traced.graph.values))), *[None] * traced.handed]
+    env = [*(static.get(index) for index in range(len(traced.graph.values))), *[None] * traced.opaque_count]
     fill_dynamic(env, traced, layout, tensors)
     devices = [traced.device] if traced.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast(traced.device):
-        bound = _bind_by_running(traced, plan, layout, env, transfers)
+        bound = _select_kernels(traced, plan, layout, env, transfers)
         temporaries = None
         if not torch.autograd.profiler._is_profiler_enabled:  # it would end a session of the user
             temporaries = _measure(traced, plan, layout, bound, env)
@@ -54,7 +54,7 @@ def run_trial(
     return replace(plan, graph=replace(plan.graph, ops=measured), temporaries=temporaries), bound
 
 
-def _bind_by_running(
+def _select_kernels(
     traced: TracedGraph,
     plan: Plan,
     layout: Layout,
@@ -66,7 +66,7 @@ def _bind_by_running(
     for index in plan.schedule.order:
         kernel = traced.kernels[index]
         if isinstance(kernel, KernelCall):
-            bound[index] = selector.bind(kernel, env)
+            bound[index] = selector.select(kernel, env)
         if leaves_users_alone(traced, layout, index):
             run_bound(bound[index], env)
     return tuple(bound[index] for index in range(len(bound)))
@@ -94,7 +94,7 @@ def _measure(
 
 
 def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int) -> bool:
-    """Whether an op can be tried: it changes no tensor of the user, and is not a check that only raises."""
+    """Return whether an op can be tried: it changes no tensor of the user, and is not a check that only raises."""
     graph = traced.graph
     if graph.ops[index].only_raises:
         return False
@@ -145,7 +145,7 @@ def run_bound(bound: BoundOp, env: list[torch.Tensor | None]) -> None:
     for position, number in bound.opaque_results:
         env[-1 - number] = results[position]
     if bound.form is CallForm.FUNCTIONAL:
-        for out, result in zip(bound.outs, results if bound.several else (results,), strict=True):
+        for out, result in zip(bound.outs, results if bound.returns_sequence else (results,), strict=True):
             if out is not None:
                 destination = env[out]
                 assert destination is not None

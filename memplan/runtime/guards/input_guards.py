@@ -33,7 +33,7 @@ class InputGuards:
         plain = pytree.tree_flatten((tuple(range(self._count)), dict.fromkeys(self._names, 0)))[1]
         simple = len(tensors) == len(self.examples) and self.spec == plain
         self._same_layout = LayoutGuards(self.examples).check if simple else None
-        self.tensors = picking(self.bound)
+        self.tensors = items_getter(self.bound)
         self._expected = [(i, x.shape, x.dtype, x.device, x.stride()) for i, x in tensors]
         self._constants = [(i, x) for i, x in enumerate(self.examples) if not isinstance(x, torch.Tensor)]
         self._ties = _ties(self.examples)
@@ -52,10 +52,10 @@ class InputGuards:
             and (self._any_order or list(kwargs) == list(self._names))
         ):
             leaves = [*args, *map(kwargs.__getitem__, self._names)] if kwargs else list(args)
-            alike = self._same_layout(*leaves)
+            same_layout = self._same_layout(*leaves)
         else:
-            leaves, alike = self.leaves_of(args, kwargs), False
-        if alike:
+            leaves, same_layout = self.leaves_of(args, kwargs), False
+        if same_layout:
             self.check_ties(leaves)
         else:
             self._lay_out(leaves)
@@ -88,7 +88,9 @@ class InputGuards:
                 wanted = f"the plan was made for {dtype} {tuple(shape)} on {device}"
                 raise _mismatch(f"input {i}", f"is {x.dtype} {tuple(x.shape)} ({x.layout}) on {x.device}, {wanted}")
             if _overrides_operations(type(x)):
-                what = f"is a {type(x).__name__}, whose operations are its own; the plan was made for a plain tensor"
+                what = (
+                    f"is a {type(x).__name__}, which defines its own operations; the plan was made for a plain tensor"
+                )
                 raise _mismatch(f"input {i}", what)
             if x.stride() != strides:
                 leaves[i] = self._with_strides(i, x, strides)
@@ -105,7 +107,7 @@ class InputGuards:
     def check_ties(self, leaves: Sequence[Any]) -> None:
         """Raise `InputMismatch` if tensors share memory in another way than those of the example, and it matters."""
         if self._check_ties and _ties(leaves) != self._ties:
-            what = "tensors share memory in another way than those that the plan was made for"
+            what = "tensors do not share memory as those of the example do"
             raise _mismatch("inputs", what)
 
     def _with_strides(self, i: int, x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -149,7 +151,7 @@ def _parameters_of(forward: Callable[..., Any]) -> set[str]:
         return set()
 
 
-def picking(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def items_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return a function that returns the elements at these positions of a sequence."""
     if len(positions) > 1:
         return itemgetter(*positions)
@@ -166,14 +168,14 @@ def _ties(leaves: Sequence[Any]) -> dict[int, int]:
 
 
 def _overrides_operations(kind: type[torch.Tensor]) -> bool:
-    """Whether a tensor class defines its own `__torch_function__` or `__torch_dispatch__`."""
+    """Return whether a tensor class defines its own `__torch_function__` or `__torch_dispatch__`."""
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     plain = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
     return function not in plain or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def same_constant(one: Any, two: Any) -> bool:
-    """Whether two values of one type, which are no tensors, are the same constant of a trace."""
+    """Return whether two values of one type, which are no tensors, are the same constant of a trace."""
     if isinstance(one, (float, complex)):  # NaN is NaN, and -0.0 is not 0.0
         return repr(one) == repr(two)
     return one is two or bool(one == two)

@@ -31,5 +31,5 @@ class LayoutGuards:
     def _check(self, *tensors: Any) -> bool:
         if any(tensors[i] is not tensors[j] for i, j in self._duplicates):
             return False
-        alike: bool = self._guards(*(tensors[i] for i in self._single))
-        return alike
+        same: bool = self._guards(*(tensors[i] for i in self._single))
+        return same

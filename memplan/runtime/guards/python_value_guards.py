@@ -15,18 +15,18 @@ import torch
 
 from memplan.errors import InputMismatch
 from memplan.runtime.guards.input_guards import same_constant
-from memplan.runtime.guards.module_state_guards import COMPILE_AGAIN, Structure
+from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
 from memplan.trace.capture.python_values import GONE, Reading
 
-_OF_MODULES = ("_modules", "_parameters", "_buffers")  # dicts that are never replaced; `Structure` checks submodules
+_OF_MODULES = ("_modules", "_parameters", "_buffers")  # dicts that are never replaced; `ModuleGuards` checks submodules
 _HINT = f"{COMPILE_AGAIN}; a registered buffer, changed in place, may have another value in each step"
 
 
 class PythonValueGuards:
     """Compares the `readings` of a traced step with the current values."""
 
-    def __init__(self, structure: Structure, readings: Sequence[Reading]) -> None:
-        self._structure = structure
+    def __init__(self, module_guards: ModuleGuards, readings: Sequence[Reading]) -> None:
+        self._module_guards = module_guards
         self._readings = readings
         self._version: int | None = None  # nothing is stored yet
 
@@ -34,7 +34,7 @@ class PythonValueGuards:
         """Raise `InputMismatch` naming the first value that has changed."""
         try:
             if (
-                self._version == self._structure.version
+                self._version == self._module_guards.version
                 and all(map(is_, map(getitem, self._holders, self._keys), self._items))
                 and (not self._attributes or all(map(is_, map(getattr, self._owners, self._names), self._attributes)))
                 and list(map(len, self._sized)) == self._lengths
@@ -43,7 +43,7 @@ class PythonValueGuards:
         except (LookupError, AttributeError, ValueError):  # one is gone: the comparison below names it
             pass
         for reading in self._readings:
-            now = reading.now(self._structure.model)
+            now = reading.now(self._module_guards.model)
             if not _same_value(now, reading.value):
                 what = f"is {_describe(now)}, the plan was made for {_describe(reading.value)}"
                 raise InputMismatch(what, where=_name(reading), hint=_HINT)
@@ -55,10 +55,10 @@ class PythonValueGuards:
         attributes: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}
         self._sized: list[Any] = []
         for reading in self._readings:
-            owner: Any = self._structure.model if reading.root is None else reading.root
+            owner: Any = self._module_guards.model if reading.root is None else reading.root
             structure = len(reading.path) - len(reading.beyond_modules())
             for i, link in enumerate(reading.path):
-                value = link.follow(owner)
+                value = link.of(owner)
                 if i >= structure and not (link.attribute and link.key in _OF_MODULES):
                     held = owner if not link.attribute else getattr(owner, "__dict__", {})
                     plain = not link.attribute or link.key in held
@@ -71,7 +71,7 @@ class PythonValueGuards:
         self._holders, self._keys, self._items = map(list, zip(*items.values(), strict=True)) if items else ([], [], [])
         found = map(list, zip(*attributes.values(), strict=True)) if attributes else ([], [], [])
         self._owners, self._names, self._attributes = found
-        self._version = self._structure.version
+        self._version = self._module_guards.version
 
 
 def _same_value(now: Any, before: Any) -> bool:

@@ -37,7 +37,7 @@ def require_collective(traced: Iterable[TracedGraph]) -> None:
     """Raise `UnsupportedCall` if there are several ranks and no program of the step contains a collective."""
     ranks = torch.distributed.get_world_size() if _in_group() else 1
     if ranks > 1 and not any(op.target.startswith(_COLLECTIVES) for t in traced for op in t.graph.ops):
-        what = "the step holds no collective, so that each rank would train on its own"
+        what = "the step contains no collective, so each rank would train on its own"
         raise UnsupportedCall(what, where=f"a process group of {ranks} ranks", hint=_HINT)
 
 

@@ -19,7 +19,7 @@ active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def around() -> bool:
-    """Whether a transform may be active around this call. It costs one C call."""
+    """Return whether a transform may be active around this call. It costs one C call."""
     return active() or forward_ad._current_level >= 0
 
 

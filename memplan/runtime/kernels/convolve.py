@@ -40,7 +40,7 @@ def direct_convolutions(args: Sequence[Any], nbytes: int) -> tuple[Function, ...
 
 
 def keeps_signs(function: Function, args: Sequence[Any]) -> bool:
-    """Whether zeros in the results of `function` have the same signs as in those of `aten.convolution`."""
+    """Return whether zeros in the results of `function` have the same signs as in those of `aten.convolution`."""
     x, weight, bias, *how = args
     biases = [None] if bias is None else [torch.full_like(bias, zero) for zero in (0.0, -0.0)]
     for zero in (0.0, -0.0):

@@ -53,7 +53,7 @@ class BoundOp:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[int | None, ...]
-    several: bool = False
+    returns_sequence: bool = False
     opaque_results: tuple[tuple[int, int], ...] = ()
     out_names: tuple[str, ...] = ()
     returns: bool = False
@@ -91,12 +91,15 @@ class _Choice:
 
 @dataclass(slots=True)
 class KernelSelector:
-    """Binds the ops of a graph one after another; equal calls (op, shapes, strides, dtypes) are tried once."""
+    """Selects the kernels of the ops of a graph one after another; equal calls are tried once.
+
+    Calls are equal if op, shapes, strides and dtypes are.
+    """
 
     graph: Graph
     known: dict[Any, _Choice] = field(default_factory=dict)
 
-    def bind(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
+    def select(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         """Choose the callable for `kernel`, given real tensors for its `Ref`s. Outputs are not written."""
         if not kernel.outs:
             function = adds_rows(kernel, self.graph) or in_place_function(kernel)
@@ -119,7 +122,7 @@ class KernelSelector:
             args=scalars_as_tensors(kernel, self.graph) if choice.scalars else choice.arguments(kernel.args),
             kwargs={**kernel.kwargs, **choice.out_kwargs([Ref(out) for out in kernel.outs if out is not None])},
             outs=tuple(None if i in choice.absent else out for i, out in enumerate(kernel.outs)),
-            several=kernel.several,
+            returns_sequence=kernel.returns_sequence,
             opaque_results=kernel.opaque_results,
             out_names=choice.names or (),
             returns=choice.returns,
@@ -212,7 +215,7 @@ class KernelSelector:
         return (_Choice(inner.overload._op, names, arguments=inner.arguments, overload=inner.overload),)
 
     def _overlaps(self, kernel: KernelCall) -> bool:
-        """Whether a result shares a storage with an argument, which matters only to kernels that write in place."""
+        """Return whether a result shares a storage with an argument; only kernels that write in place care."""
         leaves = pytree.tree_leaves((kernel.args, kernel.kwargs))
         read = {self.graph.values[leaf.value].storage for leaf in leaves if isinstance(leaf, Ref)}
         return any(out is not None and self.graph.values[out].storage in read for out in kernel.outs)
@@ -220,7 +223,7 @@ class KernelSelector:
     def _returns_as_planned(
         self, choice: _Choice, kernel: KernelCall, args: Any, kwargs: dict[str, Any], expected: tuple[Any, ...]
     ) -> bool:
-        """Whether a choice, called without out arguments, returns the planned layout.
+        """Return whether a choice, called without out arguments, returns the planned layout.
 
         It is True only for results that the caller will own: they need no memory beforehand.
         """
@@ -233,7 +236,7 @@ class KernelSelector:
         return all(self._laid_out(made, out) for made in (choice.function(*args, **kwargs), *expected))
 
     def _laid_out(self, made: Any, out: int | None) -> bool:
-        """Whether a new result can serve as the value `out`: it is alone in its storage and has the planned strides."""
+        """Return whether a new result can be the value `out`: alone in its storage, with the planned strides."""
         if out is None or not isinstance(made, torch.Tensor):
             return False
         value = self.graph.values[out]

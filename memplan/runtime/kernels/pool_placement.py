@@ -90,11 +90,11 @@ def _placed(bound: BoundOp, place: PlannedPlace, target: torch.Tensor, placer: P
     def call(*args: Any, **kwargs: Any) -> Any:
         with placer.at(address, place.nbytes):
             results = bound.function(*args, **kwargs)
-        made = results[position] if bound.several else results
+        made = results[position] if bound.returns_sequence else results
         same = (made.data_ptr(), made.shape, made.stride()) == (target.data_ptr(), target.shape, target.stride())
         if not same:
             return results
-        if not bound.several:
+        if not bound.returns_sequence:
             return target
         return (*results[:position], target, *results[position + 1 :])
 

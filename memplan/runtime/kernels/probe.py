@@ -22,7 +22,7 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexErro
 def writes(
     function: Function, args: Any, kwargs: Mapping[str, Any], scratch: Sequence[torch.Tensor], expected: Sequence[Any]
 ) -> bool:
-    """Whether `function` writes the bytes of `expected` to its out arguments, and does not move or resize them.
+    """Return whether `function` writes the bytes of `expected` to its out arguments, and does not move or resize them.
 
     The out arguments are the tensors of `scratch`, which are also in `kwargs`.
     """
@@ -39,7 +39,7 @@ def writes(
 
 
 def _resizes(function: Function, args: Any, kwargs: Mapping[str, Any], scratch: Sequence[torch.Tensor]) -> bool:
-    """Whether a zero-dimensional result is larger at first, as that of `binary_cross_entropy` is.
+    """Return whether a zero-dimensional result is larger at first, as that of `binary_cross_entropy` is.
 
     torch would print a warning that Python cannot catch; it prints none for results that are still empty.
     """
@@ -52,7 +52,7 @@ def _resizes(function: Function, args: Any, kwargs: Mapping[str, Any], scratch: 
 
 
 def returns(function: Function, args: Any, kwargs: Mapping[str, Any], expected: Sequence[Any]) -> bool:
-    """Whether `function` returns the bytes of `expected`."""
+    """Return whether `function` returns the bytes of `expected`."""
     try:
         results = as_tuple(function(*args, **kwargs))
     except _REFUSALS:
@@ -70,7 +70,7 @@ def _same(one: Any, two: Any) -> bool:
 
 
 def same_bytes(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits (NaN equals NaN, 0.0 is not -0.0), for any strides."""
+    """Return whether two tensors of any strides have the same dtype, shape and bits (NaN is NaN, 0.0 is not -0.0)."""
     if one.dtype != two.dtype or one.shape != two.shape:
         return False
     if one.dtype == torch.bool:

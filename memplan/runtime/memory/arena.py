@@ -63,7 +63,7 @@ class Arena(Memory):
             self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
         return self._host
 
-    def turned(self, plan: Plan) -> Arena | None:
+    def view_for(self, plan: Plan) -> Arena | None:
         """Return the arena as a program of `plan` uses it; None if the plan does not fit."""
         return self if plan.arena_size <= self.nbytes else None
 
@@ -79,7 +79,7 @@ class Arenas(Arena):
     def __init__(self, sections: Sequence[DeviceArena]) -> None:
         super().__init__(0, torch.device(sections[0].device))
         self._memories = tuple(Memory(section.size, torch.device(section.device)) for section in sections)
-        self.ownership.turn = make_stream_ordering(*dict.fromkeys(memory.device for memory in self._memories))
+        self.ownership.order_streams = make_stream_ordering(*dict.fromkeys(memory.device for memory in self._memories))
         self._sections = tuple(sections)
         self._owner: Arena | None = (
             None  # of a view: the arena that it was made from, which closes the copies when freed
@@ -93,7 +93,7 @@ class Arenas(Arena):
         memory, start = self._at(offset)
         return Memory.storage(memory, offset - start, nbytes)
 
-    def turned(self, plan: Plan) -> Arena | None:
+    def view_for(self, plan: Plan) -> Arena | None:
         pairs = list(zip(plan.devices, self._memories, strict=False))
         if len(pairs) != len(self._memories) or any(s.size > m.nbytes for s, m in pairs):
             return None
@@ -123,7 +123,7 @@ def arena_for(plan: Plan, device: torch.device, room: int = 0) -> Arena:
 def arena_for_all(plans: Sequence[Plan], device: torch.device, room: int = 0) -> Arena:
     """Return a new arena that is large enough, on every device, for each of the plans."""
     largest = arena_for(max(plans, key=lambda plan: plan.arena_size), device, room)
-    if all(largest.turned(plan) for plan in plans):
+    if all(largest.view_for(plan) for plan in plans):
         return largest
     sections = [max(of, key=lambda section: section.size) for of in zip(*(plan.devices for plan in plans), strict=True)]
     return Arenas(sections)

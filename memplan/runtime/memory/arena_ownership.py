@@ -28,12 +28,12 @@ class ArenaOwnership:
 
     `drain()` returns when no copy into or out of the arena is running; it is called if a step ends early.
     `move_out()`, if set, moves gradients that a backward left in the arena out of it before the bytes are used again.
-    `turn()` makes the work launched from now on wait for the steps before, if they ran on other streams.
+    `order_streams()` makes the work launched from now on wait for the steps before, if they ran on other streams.
     """
 
-    def __init__(self, drain: Callable[[], None], turn: Callable[[], None]) -> None:
+    def __init__(self, drain: Callable[[], None], order_streams: Callable[[], None]) -> None:
         self.drain = drain
-        self.turn = turn
+        self.order_streams = order_streams
         self._lock = threading.Lock()
         self.steps = 0
         self._current: Callable[[], InFlight | None] = lambda: None
@@ -75,7 +75,7 @@ class ArenaOwnership:
             self.move_out()
             self.move_out = None
         self.drain()  # copies of a forward whose backward will not run
-        self.turn()
+        self.order_streams()
 
     @property
     def pending(self) -> InFlight | None:
@@ -96,4 +96,4 @@ class ArenaOwnership:
                 hint="call backward before the next forward",
             )
         step.done = True
-        self.turn()
+        self.order_streams()

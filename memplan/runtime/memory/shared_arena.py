@@ -27,11 +27,11 @@ _MAX_LAYOUTS = 8  # of one instance: a program whose order never repeats keeps i
 _MAX_EVENTS = 1024  # in one step
 
 
-class GraphInstance(Protocol):
-    """A program that can share an arena. `plan` is its plan alone; `role` is its place in the shared arena."""
+class ArenaUser(Protocol):
+    """A program that can share an arena. `plan` is its plan alone; `slot` is its place in the shared arena."""
 
     plan: Plan
-    role: ArenaSlot | None
+    slot: ArenaSlot | None
     layouts: int
 
     ownership: ObservedOwnership
@@ -47,7 +47,7 @@ class GraphInstance(Protocol):
 class InstanceEvent:
     """A forward (or backward) of an instance, and the other instances (by id) that were in flight then."""
 
-    instance: GraphInstance
+    instance: ArenaUser
     backward: bool
     in_flight: frozenset[int]
 
@@ -63,7 +63,7 @@ class ArenaSlot:
     members: tuple[weakref.ref[Any], ...]
     leaves_alone: tuple[frozenset[int], frozenset[int]]
 
-    def disturbed(self, instance: GraphInstance, *, backward: bool) -> list[GraphInstance]:
+    def overwritten_by(self, instance: ArenaUser, *, backward: bool) -> list[ArenaUser]:
         """Return the instances in flight whose activations a forward or backward of `instance` would overwrite."""
         others = [member() for member in self.members]
         return [
@@ -72,8 +72,8 @@ class ArenaSlot:
             if other is not None
             and other is not instance
             and other.ownership.pending is not None
-            and other.role is not None
-            and other.role.timeline is self.timeline  # it has not moved to another arena since
+            and other.slot is not None
+            and other.slot.timeline is self.timeline  # it has not moved to another arena since
             and id(other) not in self.leaves_alone[backward]
         ]
 
@@ -81,7 +81,7 @@ class ArenaSlot:
 class ObservedOwnership(ArenaOwnership):
     """An `ArenaOwnership` that reports each forward and backward of its instance to a coordinator."""
 
-    def __init__(self, coordinator: ArenaCoordinator, instance: GraphInstance) -> None:
+    def __init__(self, coordinator: ArenaCoordinator, instance: ArenaUser) -> None:
         super().__init__(_nothing, _nothing)
         self._coordinator = coordinator
         self._instance = weakref.ref(instance)
@@ -89,26 +89,26 @@ class ObservedOwnership(ArenaOwnership):
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step as `ArenaOwnership.begin` does, and report its forward."""
         step = super().begin(keep=keep)
-        self._note(backward=False)
+        self._report(backward=False)
         return step
 
     def end(self, step: InFlight) -> None:
         """Start a backward as `ArenaOwnership.end` does, and report it: activations that it overwrites are dropped."""
         super().end(step)
-        self._note(backward=True)
+        self._report(backward=True)
 
-    def join(self, whole: ArenaOwnership) -> None:
+    def share_with(self, whole: ArenaOwnership) -> None:
         """Drain copies and order streams as the whole arena does, which all its parts share."""
-        self.drain, self.turn = whole.drain, whole.turn
+        self.drain, self.order_streams = whole.drain, whole.order_streams
 
-    def give_up(self) -> None:
+    def drop_activations(self) -> None:
         """Drop the activations of the step in flight, which are overwritten: its backward will raise."""
         self._current = lambda: None
 
-    def _note(self, *, backward: bool) -> None:
+    def _report(self, *, backward: bool) -> None:
         instance = self._instance()
         if instance is not None:
-            self._coordinator.note(instance, backward=backward)
+            self._coordinator.record_event(instance, backward=backward)
 
 
 class ArenaCoordinator:
@@ -119,11 +119,11 @@ class ArenaCoordinator:
         self._events: list[InstanceEvent] = []
         self._given_up = False
 
-    def note(self, instance: GraphInstance, *, backward: bool) -> None:
+    def record_event(self, instance: ArenaUser, *, backward: bool) -> None:
         """Record that a forward or backward of `instance` begins."""
-        if instance.role is not None:
-            for other in instance.role.disturbed(instance, backward=backward):
-                other.ownership.give_up()
+        if instance.slot is not None:
+            for other in instance.slot.overwritten_by(instance, backward=backward):
+                other.ownership.drop_activations()
         with self._lock:
             if len(self._events) >= _MAX_EVENTS:  # one graph stays in flight for ever, so that no step is ever complete
                 self._given_up, self._events = True, []
@@ -136,7 +136,7 @@ class ArenaCoordinator:
             }
             self._events.append(InstanceEvent(instance, backward, frozenset(in_flight)))
 
-    def settle(self) -> None:
+    def place_last_step(self) -> None:
         """Place the instances of the last step in one arena, if nothing is in flight and they are not there already."""
         with self._lock:
             events = self._events
@@ -145,8 +145,8 @@ class ArenaCoordinator:
             self._events = []
         events = _completed(events)
         timeline = tuple((id(e.instance), e.backward) for e in events)
-        role = events[0].instance.role
-        if role is not None and role.timeline == timeline:
+        slot = events[0].instance.slot
+        if slot is not None and slot.timeline == timeline:
             return
         instances = list({id(e.instance): e.instance for e in events}.values())
         repeated = len(set(timeline)) < len(timeline)  # an instance ran twice: this is not the order of one step
@@ -167,12 +167,12 @@ def _completed(events: list[InstanceEvent]) -> list[InstanceEvent]:
     return events + added
 
 
-def _has_backward(instance: GraphInstance) -> bool:
+def _has_backward(instance: ArenaUser) -> bool:
     return len(instance.plan.graph.ops) > instance.plan.graph.forward_ops
 
 
 def _lay_out(
-    instances: Sequence[GraphInstance], events: Sequence[InstanceEvent], timeline: tuple[tuple[int, bool], ...]
+    instances: Sequence[ArenaUser], events: Sequence[InstanceEvent], timeline: tuple[tuple[int, bool], ...]
 ) -> None:
     """Place all buffers of all instances in one arena, and move the instances there."""
     starts, end = {}, 0
@@ -190,11 +190,11 @@ def _lay_out(
         placed = replace(instance.plan.solution, offsets=offsets, arena_size=solution.arena_size)
         instance.move(replace(instance.plan, solution=placed), part_of(arena, instance.ownership))
         alone = tuple(in_flight.get((id(instance), backward), frozenset()) for backward in (False, True))
-        instance.role = ArenaSlot(timeline, members, (alone[0], alone[1]))
+        instance.slot = ArenaSlot(timeline, members, (alone[0], alone[1]))
         instance.layouts += 1
 
 
-def _shifted(instance: GraphInstance, number: int, starts: dict[tuple[int, bool], int]) -> list[Buffer]:
+def _shifted(instance: ArenaUser, number: int, starts: dict[tuple[int, bool], int]) -> list[Buffer]:
     """Return the buffers of an instance, with live intervals in steps of the whole training step."""
     split = instance.plan.graph.forward_ops
     forward, backward = (
@@ -214,7 +214,7 @@ def _shifted(instance: GraphInstance, number: int, starts: dict[tuple[int, bool]
 
 def part_of(arena: Arena, ownership: ObservedOwnership) -> Arena:
     """Return the same memory with an ownership of its own."""
-    ownership.join(arena.ownership)
+    ownership.share_with(arena.ownership)
     part = copy.copy(arena)
     part.ownership = ownership
     part.whole = arena  # type: ignore[attr-defined]  # keeps the whole arena alive

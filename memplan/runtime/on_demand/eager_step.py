@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from memplan.errors import UnsupportedCall
-from memplan.runtime.execute.optimizer_state import StepStructure
+from memplan.runtime.execute.optimizer_state import StepGuards
 
 
 def eager_step(
-    structure: StepStructure,
+    module_guards: StepGuards,
     run: Callable[..., Any],
     batch: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -26,23 +26,23 @@ def eager_step(
     `run(model, *batch, **kwargs)` calls the model. `.grad` is not changed; with `accumulate`, gradients are added to
     the sums that the planned step keeps. Raises `UnsupportedCall` for a gradient that has no such sum.
     """
-    optimizer = structure.optimizer
+    optimizer = module_guards.optimizer
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    everyone = {*parameters, *structure.model.parameters()}
+    everyone = {*parameters, *module_guards.model.parameters()}
     before = {p: p.grad for p in everyone}
     try:
         for p in everyone:
             p.grad = None
         with torch.enable_grad():
-            loss = run(structure.model, *batch, **kwargs)
+            loss = run(module_guards.model, *batch, **kwargs)
             loss.backward(torch.full_like(loss, 1 / accumulate))
         if accumulate > 1:
-            _accumulate(structure, parameters)
+            _accumulate(module_guards, parameters)
         if update:
             if clip_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
             optimizer.step()
-            for total in structure.accumulated().values():
+            for total in module_guards.accumulated().values():
                 total.zero_()
     finally:
         for p, grad in before.items():
@@ -51,9 +51,9 @@ def eager_step(
     return result
 
 
-def _accumulate(structure: StepStructure, parameters: list[torch.Tensor]) -> None:
+def _accumulate(module_guards: StepGuards, parameters: list[torch.Tensor]) -> None:
     """Add the gradients to the sums of earlier calls, and set these as `.grad` of the parameters."""
-    totals = structure.accumulated()
+    totals = module_guards.accumulated()
     for p in parameters:
         total = totals.get(p)
         if p.grad is not None and total is None:

@@ -35,7 +35,7 @@ class LiveBytes:
         return self._at_most
 
     def exceeds(self, limit: int) -> bool:
-        """Whether more than `limit` bytes are alive."""
+        """Return whether more than `limit` bytes are alive."""
         return self._at_most > limit and self.nbytes > limit
 
     def add(self, tensors: Sequence[Any]) -> None:
@@ -52,7 +52,7 @@ class LiveBytes:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain strided tensor: no subclass, no lazy conjugate or negation, not quantized."""
+    """Return whether a tensor is a plain strided tensor: no subclass, no lazy conjugate or negation, not quantized."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

@@ -31,7 +31,7 @@ _log = logging.getLogger("memplan")
 _VIEWS = ("TBackward", "ViewBackward", "TransposeBackward", "PermuteBackward", "ReshapeAliasBackward", "UnsafeView")
 
 
-def passive_for(reason: MemplanError, plan: Plan, device: torch.device) -> OnDemandOffload | None:
+def offload_for(reason: MemplanError, plan: Plan, device: torch.device) -> OnDemandOffload | None:
     """Return what runs a call that has no plan because of `reason`: within the budget of `plan`; None without a budget.
 
     It logs a warning.
@@ -47,13 +47,13 @@ def passive_for(reason: MemplanError, plan: Plan, device: torch.device) -> OnDem
 class OnDemandOffload:
     """Runs one call and its backward within `budget` bytes of `device`, if possible.
 
-    `living` counts the live bytes; `evicted` and `fetched` are the bytes that were copied to the host and
+    `live_bytes` counts them; `evicted` and `fetched` are the bytes that were copied to the host and
     back.
     """
 
     def __init__(self, budget: int, device: torch.device) -> None:
         self.budget = budget
-        self.living = LiveBytes(device)
+        self.live_bytes = LiveBytes(device)
         self.evicted = self.fetched = 0
         self._blocks: weakref.WeakValueDictionary[int, SavedBlock] = (
             weakref.WeakValueDictionary()
@@ -78,26 +78,26 @@ class OnDemandOffload:
     @property
     def peak(self) -> int:
         """The most bytes that were held at once."""
-        return self.living.peak
+        return self.live_bytes.peak
 
     # -- bytes -------------------------------------------------------------------------------------------
 
     def make_room(self, nbytes: int) -> None:
         """Offload saved activations, the oldest first, until `nbytes` more fit or none is left."""
         free = self.budget - nbytes - self._reserved
-        if not self.living.exceeds(free):
+        if not self.live_bytes.exceeds(free):
             return
         for block in list(self._blocks.values()):
             if block.present:
                 self.evicted += block.evict()
-                if not self.living.exceeds(free):
+                if not self.live_bytes.exceeds(free):
                     return
 
     def fetch(self, nbytes: int) -> torch.UntypedStorage:
         """Return new memory on the device, after making room for it, and count it."""
         self.make_room(nbytes)
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.living.device)
-        self.living.add([memory])
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.live_bytes.device)
+        self.live_bytes.add([memory])
         self.fetched += nbytes
         return memory.untyped_storage()
 
@@ -105,7 +105,7 @@ class OnDemandOffload:
 
     def _pack(self, tensor: torch.Tensor) -> SavedTensor:
         block, storage = None, tensor.untyped_storage() if is_plain(tensor) else None
-        if storage is not None and storage in self.living:  # allocated in this call
+        if storage is not None and storage in self.live_bytes:  # allocated in this call
             block = self._block_of.get(storage._cdata)
             if block is None or block.host is not None:  # the block of an offloaded storage whose address was reused
                 block = SavedBlock(self.fetch, storage.nbytes())
@@ -125,14 +125,14 @@ class OnDemandOffload:
                 coming += prod(metadata.shape) * metadata.dtype.itemsize
 
         def before(grads: Sequence[Any]) -> None:
-            self.living.add(grads)
+            self.live_bytes.add(grads)
             self._reserved = 0
             self.make_room(coming)
             self._reserved = coming
 
         def after(made: Sequence[Any], _: Sequence[Any]) -> None:
             self._reserved = 0
-            self.living.add([grad for grad, one in zip(made, counted, strict=False) if one])
+            self.live_bytes.add([grad for grad, one in zip(made, counted, strict=False) if one])
 
         node.register_prehook(before)
         node.register_hook(after)
@@ -152,12 +152,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._offload.make_room(coming)
         result = func(*args, **kwargs)
         if _makes(func):
-            self._offload.living.add(pytree.tree_leaves(result))
+            self._offload.live_bytes.add(pytree.tree_leaves(result))
         return result
 
 
 def _makes(func: Any) -> bool:
-    """Whether a result of `func` is new, and no view of an argument."""
+    """Return whether a result of `func` is new, and no view of an argument."""
     returns = func._schema.returns
     return any(r.alias_info is None for r in returns)
 
@@ -200,7 +200,7 @@ def _accumulates(node: Any) -> bool:
 
 
 def _of_parameter(node: Any) -> bool:
-    """Whether the gradient that a node takes becomes the gradient of a leaf, perhaps as a view."""
+    """Return whether the gradient that a node takes becomes the gradient of a leaf, perhaps as a view."""
     while not _accumulates(node):
         following = [function for function, _ in node.next_functions if function is not None]
         if len(following) != 1 or not node.name().startswith(_VIEWS):

@@ -21,10 +21,10 @@ from memplan.core.units import format_bytes
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.recording.allocator import Allocator, cuda_backing
 from memplan.recording.tape import Tape, TapeEvent, lives, make_tape
-from memplan.report.partition_table import partition_table
+from memplan.report.text_diagrams import partition_table
 from memplan.runtime.kernels.pool_placement import cuda_runtime
 from memplan.runtime.memory.measure import quiet_kineto
-from memplan.solvers import solve
+from memplan.solvers import Solver, solve
 from memplan.trace import alignment_of
 
 _SHOWN = 10  # buffers at the peak that a report lists
@@ -43,6 +43,12 @@ class Recording:
         peak: The most bytes that were allocated at once, above those before the run.
         tape: The allocations and releases, in order, with their planned offsets.
         allocator: The installed allocator that recorded the run; None if the profiler did.
+
+    Example:
+        ```python
+        recording = memplan.record(step)
+        print(recording.arena_size, recording.max_live)  # bytes
+        ```
     """
 
     problem: Problem
@@ -58,6 +64,9 @@ class Recording:
 
         From the first allocation that differs from the recorded ones, or would overwrite live bytes, the rest of the
         block gets ordinary memory; that is logged once (logger "memplan").
+
+        Returns:
+            A context manager.
 
         Raises:
             UnsupportedCall: memplan's allocator was not installed when the run was recorded.
@@ -102,7 +111,16 @@ class Recording:
         return 1 - self.max_live / self.arena_size if self.arena_size else 0.0
 
     def report(self) -> str:
-        """Return the sizes, and the largest buffers at the peak, as text."""
+        """Return the sizes, and the largest buffers at the peak, as text.
+
+        Returns:
+            One line for each figure and buffer.
+
+        Example:
+            ```python
+            print(memplan.record(step).report())
+            ```
+        """
         alive = sorted(self.problem.alive_at(self.problem.peak_step), key=lambda b: -b.size)
         lines = [
             f"{len(self.problem.buffers)} allocations",
@@ -113,7 +131,16 @@ class Recording:
         return "\n".join(lines)
 
     def to_text(self) -> str:
-        """Return the table of steps and partitions as text, like `Plan.to_text`."""
+        """Return the table of steps and partitions as text, like `Plan.to_text`.
+
+        Returns:
+            The table; sizes are bytes.
+
+        Example:
+            ```python
+            print(memplan.record(step).to_text())
+            ```
+        """
         return partition_table(self.problem)
 
 
@@ -157,7 +184,7 @@ def record(
     *,
     device: str | torch.device = "cpu",
     warm_up: int = 1,
-    solver: Any = "auto",
+    solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Recording:
     """Run `step_fn()`, and plan the memory that it allocated on `device`.
@@ -185,7 +212,7 @@ def record(
         ```
     """
     if torch.autograd.profiler._is_profiler_enabled:
-        raise MemplanError("another profiler is running", hint="record outside of it")
+        raise MemplanError("another profiler is running", hint="call memplan.record outside of that profiler")
     device = torch.device(device)
     allocator = _installed[0] if _installed and device.type == "cuda" else None
     for _ in range(warm_up):
@@ -200,7 +227,7 @@ def recording_of(
     alignment: int,
     allocator: Allocator | None = None,
     *,
-    solver: Any = "auto",
+    solver: str | Solver = "auto",
     time_limit: float | None = None,
 ) -> Recording:
     """Return a recording of allocations and releases in order. `alignment` is in bytes."""

@@ -80,22 +80,24 @@ class GraphArrays:
         return np.repeat(np.arange(self.n), np.diff(self.chance_ptr))
 
     def graph_order(self, order: Ints) -> tuple[int, ...]:
-        """The order `order` of these arrays as indices of the graph's ops, without the barrier."""
+        """Return the order `order` of these arrays as indices of the graph's ops, without the barrier."""
         real = order[order != self.barrier]
         return tuple((real - (real > self.barrier)).tolist())
 
     def core_order(self, order: Sequence[int]) -> Ints:
-        """The order `order` of the graph's ops in the numbers of these arrays, with the barrier after the forward."""
+        """Return the order `order` of the graph's ops in the numbers of these arrays, with the barrier after the
+        forward.
+        """
         numbers = np.asarray(order, np.int64)
         return np.insert(numbers + (numbers >= self.barrier), self.barrier, self.barrier)
 
     def graph_op(self, op: int) -> int:
-        """The graph's index of an op other than the barrier."""
+        """Return the graph's index of an op other than the barrier."""
         return op - (op > self.barrier)
 
 
 def make_core(graph: Graph, *, least: int = 1) -> GraphArrays:
-    """The arrays of `graph`. Linear in its ops and the storages that they touch.
+    """Return the arrays of `graph`. Linear in its ops and the storages that they touch.
 
     Storages of fewer than `least` bytes are left out. A lower bound without them is also a lower bound with them.
     """
@@ -115,7 +117,7 @@ def make_core(graph: Graph, *, least: int = 1) -> GraphArrays:
 
 
 def _with_barrier(before: list[frozenset[int]], barrier: int) -> list[list[int]]:
-    """The predecessors with the barrier between the phases, which replaces every edge between them."""
+    """Return the predecessors with the barrier between the phases, which replaces every edge between them."""
     forward = before[:barrier]
     needed = frozenset().union(*forward) if forward else frozenset()
     last = [op for op in range(barrier) if op not in needed]
@@ -175,7 +177,7 @@ def _flat(rows: Iterable[Sequence[Any]]) -> tuple[Ints, Ints]:
 
 
 def with_edge(core: GraphArrays, first: int, then: int) -> GraphArrays:
-    """The arrays with the additional edge that `first` runs before `then`, which must not be ordered yet."""
+    """Return the arrays with the additional edge that `first` runs before `then`, which must not be ordered yet."""
     return replace(
         core,
         pred_ptr=core.pred_ptr + (np.arange(core.n + 1) > then),
@@ -186,7 +188,8 @@ def with_edge(core: GraphArrays, first: int, then: int) -> GraphArrays:
 
 
 def reverse(core: GraphArrays) -> GraphArrays:
-    """The arrays with time reversed: op i becomes op n - 1 - i, storage i becomes m - 1 - i, `kept` becomes `given`.
+    """Return the arrays with time reversed: op i becomes op n - 1 - i, storage i becomes m - 1 - i, `kept` becomes
+    `given`.
 
     An order, reversed and renumbered, is an order of the reversed arrays with the same live bytes at each step.
     """
@@ -212,12 +215,12 @@ def reverse(core: GraphArrays) -> GraphArrays:
 
 
 def _reversed_ptr(ptr: Ints) -> Ints:
-    """The row starts for the rows in reverse order."""
+    """Return the row starts for the rows in reverse order."""
     return np.ascontiguousarray((ptr[-1] - ptr)[::-1])
 
 
 def step_bytes(core: GraphArrays, order: Ints) -> Ints:
-    """Bytes that are alive at each step of `order`."""
+    """Return the bytes that are alive at each step of `order`."""
     if not core.m:
         return np.zeros(core.n, np.int64)
     position = np.empty(core.n, np.int64)

@@ -6,6 +6,9 @@ The sum of their sizes is submodular in I. Its minimum over all ideals that v al
 and no order needs fewer bytes at v. A result of v that may take the bytes of an input adds its size only if another op
 touches that input later: the network has one more storage for this. With several such inputs there is one cut for each,
 and the smallest counts.
+
+The maximum flows are those of OR-Tools (`SimpleMaxFlow`), which does not say how much it worked: the work of a cut is
+counted by the size of its network.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from memplan.core.graph import Graph
+from memplan.errors import MemplanError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,11 +26,12 @@ if TYPE_CHECKING:
     from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints
 
 
-_INTERPRETED = 5000  # ops: up to here a single cut takes less time than importing numba
+_INTERPRETED = 5000  # ops: up to here building a single network takes less time than importing numba
+_VISITS = 6  # arcs that a flow visits for each arc of its network: the mean of shortest augmenting paths on models
 
 
 def cut_bound(graph: Graph, op: int | None) -> int:
-    """The bytes that every legal order needs while `op` (an index into the graph's ops) runs.
+    """Return the bytes that every legal order needs while `op` (an index into the graph's ops) runs.
 
     If `op` is None: the bytes that every order needs between forward and backward.
     """
@@ -41,8 +46,8 @@ def cut_bound(graph: Graph, op: int | None) -> int:
 class Cut:
     """The minimum cut at `op`: no ideal before it needs fewer than `bytes`.
 
-    `ideal` is the smallest ideal that needs `bytes` (True for the ops that run before `op`). `work` is the number of
-    arcs visited.
+    `ideal` is the smallest ideal that needs `bytes` (True for the ops that run before `op`). `work` is an estimate of
+    the number of arcs visited, which depends on the graph alone.
     """
 
     op: int
@@ -52,7 +57,7 @@ class Cut:
 
 
 def cut(core: GraphArrays, op: int, *, before: int = -1, after: int = -1, interpreted: bool = False) -> Cut:
-    """The minimum cut at `op` (a number of the arrays): the fewest bytes alive while it runs, over all ideals.
+    """Return the minimum cut at `op` (a number of the arrays): the fewest bytes alive while it runs, over all ideals.
 
     `before` and `after` are ops that may run on either side of `op`, or -1: only ideals with `before` and without
     `after` count.
@@ -75,16 +80,36 @@ def cut(core: GraphArrays, op: int, *, before: int = -1, after: int = -1, interp
 
 
 def _least(core: GraphArrays, op: int, side: Ints, chance: tuple[int, int], ops: int) -> Cut:
-    """The minimum cut at `op` with one in-place candidate: its storage (-1 for none), and the bytes that it saves if
-    `op` is the last to touch that storage."""
+    """Return the minimum cut at `op` with one in-place candidate: its storage (-1 for none), and the bytes that it
+    saves if `op` is the last to touch that storage.
+    """
     from memplan.schedule.bounds.cut_kernel import BEFORE, network
-    from memplan.schedule.bounds.flow_kernel import max_flow
 
     c = core
     nodes, tail, head, capacity, fixed, node = network(
         *(ops, op, side, *chance, c.pred_ptr, c.pred, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size, c.kept)
     )
-    flow, near, work = max_flow(ops, nodes, tail, head, capacity)
+    flow, near = min_cut(nodes, tail, head, capacity)
     ideal = near[node[: c.n]] & (side >= 0) | (side == BEFORE)
-    looked_at = int(work) + 2 * (c.n + len(c.pred) + len(c.user))
+    looked_at = _VISITS * len(tail) + 2 * (c.n + len(c.pred) + len(c.user))
     return Cut(op=op, bytes=int(fixed + flow), ideal=ideal, work=looked_at)
+
+
+def min_cut(nodes: int, tail: Ints, head: Ints, capacity: Ints) -> tuple[int, npt.NDArray[np.bool_]]:
+    """Return the maximum flow from node 0 to node 1, and for each node whether it is on the source's side of the cut.
+
+    Of several minimum cuts it is the one nearest to the source. Arc i goes from `tail[i]` to `head[i]`.
+    """
+    import numpy as np
+    from ortools.graph.python.max_flow import SimpleMaxFlow
+
+    solver, near = SimpleMaxFlow(), np.zeros(nodes, np.bool_)
+    near[0] = True
+    solver.add_arcs_with_capacity(tail, head, capacity)
+    if solver.num_nodes() < 2:  # no arcs
+        return 0, near
+    status = solver.solve(0, 1)
+    if status != SimpleMaxFlow.OPTIMAL:
+        raise MemplanError(f"a minimum cut of {len(tail)} arcs ended as {status.name}", hint="use schedule='traced'")
+    near[solver.get_source_side_min_cut()] = True
+    return solver.optimal_flow(), near

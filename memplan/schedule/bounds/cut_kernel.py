@@ -12,7 +12,7 @@ BEFORE, FREE, AFTER = 1, 0, -1
 
 @CompiledKernel
 def sides_of(v, before, after, pred_ptr, pred, succ_ptr, succ):
-    """For each op: BEFORE if it must run before `v`, AFTER if it is `v` or must run after it, else FREE.
+    """Return, for each op: BEFORE if it must run before `v`, AFTER if it is `v` or must run after it, else FREE.
 
     `before` and `after` are ops (-1 for none) that are assumed to run before and after `v`, with their predecessors and
     successors.
@@ -52,7 +52,7 @@ def sides_of(v, before, after, pred_ptr, pred, succ_ptr, succ):
 
 @CompiledKernel
 def network(v, side, host, saved, pred_ptr, pred, touch_ptr, touch, user_ptr, user, size, kept):
-    """The network: (nodes, tails, heads, capacities, bytes alive in any case, node of each op or storage).
+    """Return the network: (nodes, tails, heads, capacities, bytes alive in any case, node of each op or storage).
 
     Node 0, the source, is all ops that run before `v`; node 1, the sink, is `v` and all ops after it. FREE ops, and
     storages whose last use may be on either side, have nodes of their own. An op on the source's side runs before `v`,

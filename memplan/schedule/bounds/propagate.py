@@ -59,7 +59,7 @@ def propagate(core: GraphArrays, order: Ints, target: int, work: int) -> Propaga
 
 
 def _excluded(core: GraphArrays, first: int, then: int, target: int, work: int) -> tuple[bool, int]:
-    """Whether every order with `first` before `then` is proven to need more than `target`, and the work left."""
+    """Return whether every order with `first` before `then` is proven to need more than `target`, and the work left."""
     for op, before, after in ((then, first, -1), (first, -1, then)):
         found = cut(core, op, before=before, after=after)
         work -= found.work
@@ -69,8 +69,9 @@ def _excluded(core: GraphArrays, first: int, then: int, target: int, work: int) 
 
 
 def _pairs(core: GraphArrays, order: Ints, target: int) -> Iterator[tuple[int, int]]:
-    """Pairs of ops to try: an op at the peak with ops that its cut has on the other side, with ops near it and with
-    large ops; and two large ops."""
+    """Yield pairs of ops to try: an op at the peak with ops that its cut has on the other side, with ops near it and
+    with large ops; and two large ops.
+    """
     large = np.argsort(-core.working_set, kind="stable")[:_LARGEST].tolist()
     seen: set[tuple[int, int]] = set()
     near = np.flatnonzero(step_bytes(core, order) > target)[:_LARGEST]
@@ -86,7 +87,7 @@ def _pairs(core: GraphArrays, order: Ints, target: int) -> Iterator[tuple[int, i
 
 
 def _misplaced(core: GraphArrays, order: Ints, at: int) -> list[int]:
-    """The largest ops that `order` has on the other side of step `at` than the minimum cut there has."""
+    """Return the largest ops that `order` has on the other side of step `at` than the minimum cut there has."""
     ran = np.zeros(core.n, np.bool_)
     ran[order[:at]] = True
     other = np.flatnonzero(cut(core, int(order[at])).ideal != ran)

@@ -20,7 +20,7 @@ class Prover:
         self._cuts: dict[int, Cut] = {}
 
     def cut_at(self, op: int) -> Cut | None:
-        """The minimum cut at `op`, or None if the work limit is reached."""
+        """Return the minimum cut at `op`, or None if the work limit is reached."""
         if op in self._cuts:
             return self._cuts[op]
         if self.work <= 0:
@@ -49,7 +49,7 @@ class Prover:
                 return
 
     def schedule(self, graph: Graph, order: Ints, policy: str) -> Schedule:
-        """The schedule of `order`, with the bound proven over all orders."""
+        """Return the schedule of `order`, with the bound proven over all orders."""
         at_an_op = self.evidence in (Evidence.CUT, Evidence.WORKING_SET) and graph.ops
         proof = graph.ops[self.core.graph_op(self.op)].name if at_an_op else ""
         return Schedule(

@@ -14,7 +14,8 @@ _TRIED = 8  # peak steps tried in one round; an order can have thousands
 
 
 def repair(core: GraphArrays, order: Ints, cut_at: Callable[[int], Cut | None]) -> Ints:
-    """The order, repaired at its peak steps as long as (max live, number of steps that reach it) becomes smaller.
+    """Return the order, repaired at its peak steps as long as (max live, number of steps that reach it) becomes
+    smaller.
 
     For a peak at op v whose minimum cut is below the peak, the new order is: the cut's ideal, v, the rest, each in the
     old order. Repair stops when the cut equals the peak (no order is better) or `cut_at` returns None (no work left).

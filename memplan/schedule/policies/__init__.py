@@ -1,5 +1,4 @@
-"""The policies that order ops by a single rule: `GraphArrays` in, an order out.
+"""The policies that order ops by a single rule: `Graph` in, `Schedule` out, without a search.
 
-`traced.py` is eager's order; `greedy.py`, `reverse_greedy.py`, `lpmf.py` and `early_free.py` are list scheduling with
-different priorities, run by `orders.py` over `list_kernel.py`.
+All are list scheduling with different priorities: `list_policies.py` names them, and `list_kernel.py` is the loop.
 """

@@ -1,4 +1,7 @@
-"""Searches for an order with a smaller max live: `ideals.py` over ideals, `cpsat.py` by constraint programming.
+"""Searches for an order with a smaller max live.
 
-`beam.py` keeps the best states of each level; `exact.py` drops only states that cannot be better.
+In: `GraphArrays` and a bound. Out: an order, or the proof that there is none below the bound. Start at `ideals.py`,
+which searches over ideals (sets of ops that can run first): its policy `beam` keeps the best states of each level, and
+`exact` drops only states that cannot be better; `auto` runs the same search within limits of work. `cpsat.py` uses
+constraint programming.
 """

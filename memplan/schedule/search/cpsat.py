@@ -1,7 +1,8 @@
 """`cpsat`: the order as a constraint program for OR-Tools, which shares no code with the other policies.
 
-It is a cross-check for graphs of some tens of ops. Positions are a permutation that keeps the graph's edges, storages
-are intervals over positions, and their largest cumulative size is minimized.
+`auto` does not build on it. It is a documented choice of users (`schedule="cpsat"`), and a cross-check of the search on
+graphs of some tens of ops, whose claims `memplan check --verify` knows. Positions are a permutation that keeps the
+graph's edges, storages are intervals over positions, and their largest cumulative size is minimized.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Searches for an order within a target, forwards and backwards in time. `beam` and `exact` use it."""
+"""Searches for an order within a target, forwards and backwards in time, and the policies `beam` and `exact`.
+
+Both policies run the same search: `beam` keeps a number of states, `exact` all that its memory limit holds.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, reverse, step_bytes
+from memplan.core.graph import Graph
+from memplan.core.schedule import Evidence, Schedule
+from memplan.schedule.arrays.graph_arrays import GraphArrays, Ints, make_core, reverse, step_bytes
+from memplan.schedule.bounds.prover import Prover
 from memplan.schedule.search.search_kernel import EXHAUSTED, FOUND, levels
 
 _USUAL = 64  # states: interpreted, a search of this width takes about as long as the other kernels
@@ -55,13 +61,13 @@ def search(core: GraphArrays, target: int, *, width: int, limit: int, backwards:
 
 
 def widest(core: GraphArrays, memory: int = 2**27) -> int:
-    """The most states that a search may hold so that its tables stay within `memory` bytes."""
+    """Return the most states that a search may hold so that its tables stay within `memory` bytes."""
     each = 2 * (2 * core.n + core.m) * _numbers(core).itemsize + 8 * core.n
     return max(1, memory // (each + 1))
 
 
 def _numbers(core: GraphArrays) -> np.dtype[np.signedinteger[Any]]:
-    """The smallest integer type that holds op numbers and counts of ops, for the search's tables."""
+    """Return the smallest integer type that holds op numbers and counts of ops, for the search's tables."""
     return np.dtype(np.int16 if core.n < 2**15 - 1 else np.int32)
 
 
@@ -84,7 +90,7 @@ class Narrowed:
 
 
 def unsearched(core: GraphArrays, order: Ints, bound: int, work: int) -> Narrowed:
-    """The state before the first search, with `order` as the best order so far."""
+    """Return the state before the first search, with `order` as the best order so far."""
     peak = int(step_bytes(core, order).max(initial=0))
     return Narrowed(order=order, max_live=peak, bound=min(bound, peak), left=work)
 
@@ -129,3 +135,24 @@ def _attempt(core: GraphArrays, best: Narrowed, target: int, width: int) -> Narr
         if left <= 0:
             break
     return best
+
+
+def beam(graph: Graph, *, width: int = 64, work: int = 10**9) -> Schedule:
+    """Schedule `graph` by searches that keep `width` states, starting from the traced order, up to `work` units."""
+    return _by_search(graph, make_core(graph), "beam", width, work)
+
+
+def exact(graph: Graph, *, work: int = 10**9) -> Schedule:
+    """Schedule `graph` by an exhaustive search; certified unless its memory limit or its limit of `work` is reached.
+
+    It is for graphs of some tens of ops, and for larger ones that have few legal orders.
+    """
+    core = make_core(graph)
+    return _by_search(graph, core, "exact", widest(core), work)
+
+
+def _by_search(graph: Graph, core: GraphArrays, policy: str, width: int, work: int) -> Schedule:
+    prover = Prover(core, 0)
+    found = narrow(core, unsearched(core, core.traced, prover.bound, work), width=width)
+    prover.searched(found.bound, Evidence.LONG_SEARCH)
+    return prover.schedule(graph, found.order, policy)

@@ -155,7 +155,7 @@ def _insert(b, birth, death, offsets, size, who, births, deaths, bottoms, tops, 
 
 @njit(cache=True)
 def _meets(b, c, seg_ptr, seg_lo, seg_hi):
-    """Whether two buffers whose hulls overlap are alive together."""
+    """Return whether two buffers whose hulls overlap are alive together."""
     if seg_ptr[b + 1] - seg_ptr[b] == 1 and seg_ptr[c + 1] - seg_ptr[c] == 1:
         return True
     for k in range(seg_ptr[b], seg_ptr[b + 1]):

@@ -125,7 +125,7 @@ def _units(raw: Ints, align: Ints, low: Ints) -> tuple[int, Ints, Ints]:
 
 
 def _segments(buffers: tuple[Buffer, ...]) -> tuple[Ints, Ints, Ints]:
-    """For all buffers, the pointers to their segments, and the first and last (exclusive) steps of the segments."""
+    """Return the pointers of all buffers to their segments, and the segments' first and last (exclusive) steps."""
     n = len(buffers)
     if not any(b.gaps for b in buffers):
         return np.arange(n + 1), _column(buffers, "live.start"), _column(buffers, "live.end")

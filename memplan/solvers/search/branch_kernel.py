@@ -15,7 +15,7 @@ from numba import njit
 
 @njit(cache=True, inline="always")
 def can_block(y, c, hole_c, allowed, size, maxoff):
-    """Whether the unplaced buffer `y` can still take some of the bytes that `c` would have taken at its hole."""
+    """Return whether the unplaced buffer `y` can still take some of the bytes that `c` would have taken at its hole."""
     return allowed[y] < hole_c + size[c] and maxoff[y] + size[y] > hole_c and allowed[y] + size[y] <= maxoff[c]
 
 

@@ -15,6 +15,7 @@ from numba import njit
 @njit(cache=True, inline="always")
 def mix(b, allowed, hole):
     """Zobrist key of one unplaced buffer's state; wrapping 64-bit integers on purpose."""
+    b, allowed, hole = np.int64(b), np.int64(allowed), np.int64(hole)  # so that plain Python wraps too
     x = (b + 1) * -7046029254386353131 ^ (allowed + 1) * -4417276706812531889 ^ (hole + 2) * 1609587929392839161
     x = (x ^ ((x >> 31) & 0x1FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685

@@ -64,7 +64,7 @@ def joined(piece: Instance, *, chance: float = 0.0, seed: int = 0) -> Joined:
 
 
 def _roots(up: Ints, above: Ints) -> tuple[Ints, Ints]:
-    """For each buffer, the remaining buffer that contains it, and how far above that one's bottom it is."""
+    """Return, for each buffer, the remaining buffer that contains it, and how far above that one's bottom it is."""
     root, total = np.arange(len(up)), np.zeros(len(up), np.int64)
     while (inside := up[root] >= 0).any():
         total += np.where(inside, above[root], 0)

@@ -45,7 +45,7 @@ def _sums(first, following, size, sums):
 
 @njit(cache=True)
 def _is_block(k, dying, dying_next, born, born_next, size, most):
-    """Whether no proper subset of the buffers that end at `k` has the total size of one of those that start there."""
+    """Return whether no proper subset of the buffers ending at `k` has the total size of one of those starting."""
     one, two = np.empty(1 << most, np.int64), np.empty(1 << most, np.int64)
     parts = _sums(dying[k], dying_next, size, one)
     others = _sums(born[k], born_next, size, two)

@@ -84,7 +84,7 @@ def _always_fits(
 
 
 def _started(lo: Ints, hi: Ints, value: Ints, width: int) -> Ints:
-    """For each interval, the sum of `value` over the intervals that overlap it, itself included."""
+    """Return, for each interval, the sum of `value` over the intervals that overlap it, itself included."""
     starts, ends = np.zeros(width + 2, np.int64), np.zeros(width + 2, np.int64)
     np.add.at(starts, lo + 1, value)
     np.add.at(ends, hi + 1, value)

@@ -15,7 +15,7 @@ from torch.utils import checkpoint as torch_checkpoint
 _ENTRIES = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")  # what `checkpoint()` calls, by name
 
 
-class LostCheckpoint(Exception):  # noqa: N818  (says what happened; it never reaches a user)
+class LostCheckpoint(Exception):
     """A front end reached a checkpoint that its graph would not show."""
 
     def __init__(self) -> None:

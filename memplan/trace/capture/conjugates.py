@@ -28,10 +28,10 @@ def compute_conjugates(graph: fx.Graph) -> None:
     """
     if any(_is_lazy(node) or node.target in _LAZY for node in graph.nodes):
         _refuse_lazy_results(graph)
-        _Resolver(graph).resolve()
+        _LazyViewResolver(graph).resolve()
 
 
-class _Resolver:
+class _LazyViewResolver:
     """Walks a graph once; `plain` maps a lazy view to the same view without its conjugate and negative bits."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -98,7 +98,9 @@ class _Resolver:
         """Make an incoming gradient an ordinary tensor; the lazy tensor becomes a view that undoes the bits."""
         if not node.meta["desc"].is_tangent():
             hint = "pass x.resolve_conj().resolve_neg(), which is an ordinary tensor"
-            raise UnsupportedGraph(node.name, "an input that is conjugated or negated by a bit of the tensor", hint)
+            raise UnsupportedGraph(
+                node.name, "an input whose conjugation or negation is lazy, a bit of the tensor", hint
+            )
         old = value(node)
         with self.mode:
             node.meta["val"] = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device)

@@ -59,7 +59,7 @@ def require_same_call(model: nn.Module, first: fx.Graph, second: fx.Graph, undo:
     if str(first) != str(second):
         for back in undo:
             back()
-        reason = "forward does something else in its first call (to initialise, to warm up)"
+        reason = "forward does something different in its first call, such as an initialisation"
         raise UnsupportedGraph(type(model).__name__, reason, "call the model once, then compile it")
 
 
@@ -159,7 +159,7 @@ def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     The calls run on fake tensors, on a copy of the model. A call that replaces a buffer changes more than attributes.
     """
     try:
-        twin, given = faked(model, (args, kwargs))
+        twin, given = with_fake_tensors(model, (args, kwargs))
         args, kwargs = given
         leaves, spec = pytree.tree_flatten(given)
         before, buffers = _attributes(twin), _buffers(twin)
@@ -182,7 +182,7 @@ def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return changed if all(_is_plain(value) for value in changed.values()) else None
 
 
-def faked(model: nn.Module, inputs: Any, device: str | None = None) -> tuple[nn.Module, Any]:
+def with_fake_tensors(model: nn.Module, inputs: Any, device: str | None = None) -> tuple[nn.Module, Any]:
     """Return a structural copy of a model and its inputs on fake tensors (on `device`, or where they are)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 

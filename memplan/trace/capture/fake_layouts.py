@@ -2,9 +2,9 @@
 
 Where a fake kernel follows the strides of an argument and the real one does not, everything computed from the result
 would be laid out differently than in eager, and sums over it would add in another order. The trace therefore copies
-such a result to the layout that the kernel gives, before anything else uses it (`as_kernels_do`). Afterwards such
-copies are removed: the kernel itself makes that layout (`settle_layouts`). `tests/trace/test_layouts.py` compares the
-table with the kernels.
+such a result to the layout that the kernel gives, before anything else uses it (`layout_decompositions`). Afterwards
+such copies are removed: the kernel itself makes that layout (`settle_layouts`). `tests/trace/test_layouts.py`
+compares the table with the kernels.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ LAYOUTS: dict[Any, Layout] = {
 }
 
 
-def as_kernels_do() -> dict[Any, Callable[..., Any]]:
+def layout_decompositions() -> dict[Any, Callable[..., Any]]:
     """Return decompositions for one trace, under which results are laid out as the CPU kernels lay them out."""
     return {
         _LAYER_NORM_BACKWARD: _layer_norm_backward,

@@ -34,18 +34,18 @@ GONE = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class PathStep:
     """One step of a path: an attribute or an item."""
 
     key: Any
     attribute: bool
 
-    def follow(self, owner: Any) -> Any:
+    def of(self, owner: Any) -> Any:
         """Return the object that this step leads to from `owner`."""
         return getattr(owner, self.key) if self.attribute else owner[self.key]
 
 
-_SUBMODULES, _TRAINING = Access("_modules", attribute=True), Access("training", attribute=True)
+_SUBMODULES, _TRAINING = PathStep("_modules", attribute=True), PathStep("training", attribute=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,11 @@ class Reading:
     """
 
     root: Any
-    path: tuple[Access, ...]
+    path: tuple[PathStep, ...]
     length: bool = False
     value: Any = None
 
-    def beyond_modules(self) -> tuple[Access, ...]:
+    def beyond_modules(self) -> tuple[PathStep, ...]:
         """Return the path without its way through the model's tree of modules."""
         i = 0
         while self.root is None and self.path[i : i + 1] == (_SUBMODULES,):
@@ -71,14 +71,14 @@ class Reading:
         found: Any = model if self.root is None else self.root
         try:
             for link in self.path:
-                found = link.follow(found)
+                found = link.of(found)
             return len(found) if self.length else found
         except (AttributeError, LookupError, TypeError):
             return GONE
 
 
 @contextlib.contextmanager
-def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
+def recording_guards(model: nn.Module) -> Iterator[list[Reading]]:
     """Collect the readings of `model` while dynamo captures it for export; none if this torch version does not report
     them.
     """
@@ -90,7 +90,7 @@ def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
         yield found
         return
 
-    def noting(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded(function: Any, *args: Any, **kwargs: Any) -> Any:
         """Capture as dynamo does, and add the readings of its guards."""
         out = capture(function, *args, **kwargs)
         if function is not model:  # another thread exports
@@ -101,7 +101,7 @@ def noting_guards(model: nn.Module) -> Iterator[list[Reading]]:
             found.extend(_readings(made.output_graph.guards, made.f_globals, forward))
         return out
 
-    with mock.patch.object(functional_export, "fullgraph_capture", noting):
+    with mock.patch.object(functional_export, "fullgraph_capture", recorded):
         yield found
 
 
@@ -123,16 +123,16 @@ def _readings(guards: Any, known: dict[str, Any], forward: FunctionType) -> list
 def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: bool) -> Reading | None:
     """Parse a guard's name as a path from the model or from a module of the user's; return None for other names."""
     node: Any = ast.parse(name, mode="eval").body
-    path: list[Access] = []
+    path: list[PathStep] = []
     while not _is_root(node):
         if isinstance(node, ast.Attribute):
-            path.insert(0, Access(node.attr, attribute=True))
+            path.insert(0, PathStep(node.attr, attribute=True))
             node = node.value
         elif not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)):
             return None
         else:  # an item, or `dict(type(owner).__dict__)['key']`: what a class has for its objects
             of_class = isinstance(node.value, ast.Call)
-            path.insert(0, Access(node.slice.value, attribute=of_class))
+            path.insert(0, PathStep(node.slice.value, attribute=of_class))
             node = _object_of_class(node.value) if of_class else node.value
             if node is None or (of_class and len(path) > 1):
                 return None
@@ -141,7 +141,7 @@ def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: 
         code = forward.__code__
         if first in code.co_freevars:  # the class is defined in a function
             cell = (forward.__closure__ or ())[code.co_freevars.index(first)]
-            return Reading(root=cell, path=(Access("cell_contents", attribute=True), *path), length=length)
+            return Reading(root=cell, path=(PathStep("cell_contents", attribute=True), *path), length=length)
         whole = code.co_argcount == 0 and code.co_flags & inspect.CO_VARARGS  # a wrapper's `*args`
         if whole and path and first == code.co_varnames[code.co_kwonlyargcount] and path.pop(0).key != 0:
             return None
@@ -152,7 +152,7 @@ def _parsed(name: str, known: dict[str, Any], forward: FunctionType, *, length: 
         return None if _is_installed(vars(root)) else Reading(root=root, path=tuple(path), length=length)
     if root is None or str(first).startswith("__") or _is_installed(known):  # such as `__builtins_dict___0`
         return None
-    return Reading(root=known, path=(Access(first, attribute=False), *path), length=length)
+    return Reading(root=known, path=(PathStep(first, attribute=False), *path), length=length)
 
 
 def _is_installed(module: Mapping[str, Any]) -> bool:
@@ -183,20 +183,20 @@ def options_of_layers(model: nn.Module) -> Iterator[Reading]:
     for name, module in model.named_modules():
         parts = name.split(".") if name else []
         path = tuple(
-            link for part in parts for link in (Access("_modules", attribute=True), Access(part, attribute=False))
+            link for part in parts for link in (PathStep("_modules", attribute=True), PathStep(part, attribute=False))
         )
         for key in vars(module) if type(module).__module__.startswith("torch.nn.") else ():
             if not key.startswith("_"):
-                yield Reading(root=None, path=(*path, Access(key, attribute=True)))
+                yield Reading(root=None, path=(*path, PathStep(key, attribute=True)))
 
 
 def with_values(readings: Iterable[Reading], model: nn.Module) -> tuple[Reading, ...]:
     """Return the readings with their current values, without those whose values cannot be compared."""
-    noted = (replace(reading, value=reading.now(model)) for reading in readings)
-    noted = (
-        reading for reading in noted if reading.beyond_modules() != (_TRAINING,)
+    current = (replace(reading, value=reading.now(model)) for reading in readings)
+    found = (
+        reading for reading in current if reading.beyond_modules() != (_TRAINING,)
     )  # module modes have a guard of their own
-    kept = (reading for reading in noted if _is_plain(reading.value) or _is_constant_tensor(reading))
+    kept = (reading for reading in found if _is_plain(reading.value) or _is_constant_tensor(reading))
     return tuple(reading for reading in kept if not _is_computed(reading, model))
 
 

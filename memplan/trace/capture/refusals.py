@@ -79,7 +79,9 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         words = " ".join(failure["words"].replace("\\n", " ").split())
         hint = "check the shapes and types of the example inputs: model(*example_inputs) should fail in eager too"
         if "fake impl" in words or "register_fake" in words or "Meta" in words:
-            hint = "say what the op returns for tensors without data (torch.library.register_fake)"
+            hint = (
+                "register a fake kernel for the op, which gives its shapes without data (torch.library.register_fake)"
+            )
         return UnsupportedGraph(name, f"forward fails on inputs like the example's: {words}", hint)
     if isinstance(error, LostCheckpoint):
         hint = f"let the model be traced by dynamo: call it once as it is, or leave the checkpoint out; {_BACKEND}"

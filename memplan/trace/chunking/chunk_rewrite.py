@@ -20,7 +20,7 @@ _NOT_A_CLASS = -100  # torch's default for the class to ignore
 _NOT_PLACED = (SUM, *PRODUCTS, NLL)  # ops that add up or reduce
 
 
-class _Writer(Rewriter):
+class _RecordingRewriter(Rewriter):
     """A rewriter that records the nodes it makes."""
 
     ours: set[fx.Node]
@@ -85,7 +85,7 @@ class ChunkRewriter:
 
     def _writer(self, node: fx.Node, label: str = "") -> Rewriter:
         """Return a rewriter for a node, at the current position and phase."""
-        rewriter = _Writer(self.graph, self.mode, node, before=self.anchor)
+        rewriter = _RecordingRewriter(self.graph, self.mode, node, before=self.anchor)
         rewriter.phase, rewriter.label, rewriter.ours = self.phase, label, self.ours
         return rewriter
 

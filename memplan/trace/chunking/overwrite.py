@@ -22,7 +22,7 @@ def overwritten(chain: Chain, sink: fx.Node, ours: set[fx.Node]) -> fx.Node | No
     if not is_backward(sink) or chain.sums or not chain.parts(sink).rows:
         return None
     for x in _read_by_backward(chain, sink):
-        found = _laid_out_alike(sink, x)
+        found = _same_layout(sink, x)
         if found is not None and _only_read_by({*chain.nodes, *ours}, found):
             return found
     return None
@@ -50,7 +50,7 @@ def _only_read_by(readers: set[fx.Node], tensor: fx.Node) -> bool:
     return all(user in readers or user in outside for n in outside for user in n.users)
 
 
-def _laid_out_alike(sink: fx.Node, x: fx.Node) -> fx.Node | None:
+def _same_layout(sink: fx.Node, x: fx.Node) -> fx.Node | None:
     """Return the tensor that the sink can overwrite: `x`, or what `x` was sliced from if the sink undoes that slice."""
     result = value(sink)
     if sink.target is SLICE_BACKWARD:
@@ -62,5 +62,5 @@ def _laid_out_alike(sink: fx.Node, x: fx.Node) -> fx.Node | None:
             return None
         x = x.args[0]  # type: ignore[assignment]
     given = value(x)
-    alike = given.is_contiguous() and result.is_contiguous() and given.numel() == result.numel()
-    return x if alike and (given.dtype, given.device) == (result.dtype, result.device) else None
+    same_elements = given.is_contiguous() and result.is_contiguous() and given.numel() == result.numel()
+    return x if same_elements and (given.dtype, given.device) == (result.dtype, result.device) else None

@@ -124,8 +124,8 @@ def _reach(seed: fx.Node, n: int, *, sums: bool) -> set[fx.Node]:
         makers = () if node.target in PRODUCTS else [x for x in own.rows if value(x).numel() > n]
         for near in (*makers, *_row_users(node, own)):
             found = parts(near, n, sums=sums)
-            joined = found and ((near in own.rows and found.result) or node in found.rows)
-            if joined and near not in nodes:
+            connected = found and ((near in own.rows and found.result) or node in found.rows)
+            if connected and near not in nodes:
                 nodes.add(near)
                 if near.target not in PRODUCTS or near in own.rows:
                     todo.append(near)

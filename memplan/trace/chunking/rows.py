@@ -1,4 +1,4 @@
-"""Which ops treat the rows of a tensor independently.
+"""The ops that treat the rows of a tensor independently.
 
 A tensor of `n` rows is any tensor whose elements, in order, fall into `n` equal runs: a row is what an op does not
 cross. The ops listed here have kernels that give a row the same bits whatever other rows they process. Pointwise
@@ -36,7 +36,7 @@ SUM = aten.sum.dim_IntList
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How one op takes part in a chain: which operands come by rows, and whether its result does."""
+    """The part of one op in a chain: which operands come by rows, and whether its result does."""
 
     rows: tuple[fx.Node, ...]
     result: bool = True

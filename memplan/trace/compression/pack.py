@@ -21,7 +21,7 @@ from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 
 _GATHER = 0x0102040810204080  # multiplies eight bytes of 0 or 1: byte i becomes bit 56 + i
-_SPREAD = 0x0101010101010101  # multiplies a byte: repeats it eight times
+_REPEAT_BYTE = 0x0101010101010101  # multiplies a byte: repeats it eight times
 _PICK = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 _CARRY = 0x7F7F7F7F7F7F7F7F  # added to a byte that is not 0 and has one bit: sets its bit 7
 _WORD = 8
@@ -46,10 +46,10 @@ def _can_pack(saved: SavedStorage) -> bool:
 def _pack(graph: fx.Graph, mode: Any, saved: SavedStorage) -> None:
     """Pack one mask, and let the backward read the unpacked one."""
     mask, views = saved.base, saved.aliases[1:]
-    packed = _gathered(Rewriter(graph, mode, mask, before=saved.following), mask)
+    packed = _pack_bits(Rewriter(graph, mode, mask, before=saved.following), mask)
     rw = Rewriter(graph, mode, mask, before=saved.before)
     rw.phase = "is_backward"
-    back = {mask: _spread(rw, packed, value(mask))}
+    back = {mask: _unpack(rw, packed, value(mask))}
     for view in views:
         if any(user in saved.later for user in view.users) or is_backward(view):
             rw.label = f"{view.name}_again"
@@ -71,7 +71,7 @@ def _source(view: fx.Node) -> fx.Node:
     return source
 
 
-def _gathered(rw: Rewriter, mask: fx.Node) -> fx.Node:
+def _pack_bits(rw: Rewriter, mask: fx.Node) -> fx.Node:
     """Return the packed bits; the mask's own bytes are overwritten."""
     v = value(mask)
     words = _words(rw, mask, v.numel())
@@ -87,7 +87,7 @@ def _gathered(rw: Rewriter, mask: fx.Node) -> fx.Node:
     return bits
 
 
-def _spread(rw: Rewriter, bits: fx.Node, like: torch.Tensor) -> fx.Node:
+def _unpack(rw: Rewriter, bits: fx.Node, like: torch.Tensor) -> fx.Node:
     """Return the unpacked mask, in memory of its own."""
     made = rw.scratch(like)
     words = _words(rw, made, like.numel())
@@ -102,11 +102,11 @@ def _spread(rw: Rewriter, bits: fx.Node, like: torch.Tensor) -> fx.Node:
 
 def _steps() -> Iterator[tuple[Any, int]]:
     """Yield the in-place ops, with their operand, that spread each byte's bits over eight bytes."""
-    yield aten.mul_.Tensor, _SPREAD
+    yield aten.mul_.Tensor, _REPEAT_BYTE
     yield aten.bitwise_and_.Scalar, _PICK
     yield aten.add_.Tensor, _CARRY
     yield aten.bitwise_right_shift_.Tensor_Scalar, 7
-    yield aten.bitwise_and_.Scalar, _SPREAD
+    yield aten.bitwise_and_.Scalar, _REPEAT_BYTE
 
 
 def _words(rw: Rewriter, mask: fx.Node, count: int) -> fx.Node:

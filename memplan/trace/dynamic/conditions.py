@@ -14,7 +14,9 @@ _FEW = 20_000  # the most shapes that are tried one by one
 _NEAR = 40  # sizes below and above the hint that are tried to see whether a symbol is fixed
 
 
-def pinned(symbols: Sequence[Range], hints: Mapping[str, int], conditions: Sequence[str]) -> tuple[Range, str] | None:
+def fixed_symbol(
+    symbols: Sequence[Range], hints: Mapping[str, int], conditions: Sequence[str]
+) -> tuple[Range, str] | None:
     """Return the first symbol with only one value left near the hints, and the condition that fixes it; else None."""
     names = [s.name for s in symbols]
     for s in symbols:
@@ -27,7 +29,7 @@ def pinned(symbols: Sequence[Range], hints: Mapping[str, int], conditions: Seque
     return None
 
 
-def telling(symbols: Sequence[Range], conditions: Sequence[str]) -> tuple[str, ...]:
+def without_implied(symbols: Sequence[Range], conditions: Sequence[str]) -> tuple[str, ...]:
     """Return the conditions that are not implied by the ones before, as far as all shapes can be tried."""
     kept: list[str] = []
     for text in sorted(dict.fromkeys(conditions), key=lambda text: (len(text), text)):
@@ -51,7 +53,9 @@ def _names(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Name)}
 
 
-def beyond(symbols: Sequence[Range], hints: Mapping[str, int], conditions: Sequence[str]) -> dict[str, int] | None:
+def nearest_excluded(
+    symbols: Sequence[Range], hints: Mapping[str, int], conditions: Sequence[str]
+) -> dict[str, int] | None:
     """Return the hints with one value that the conditions exclude, the nearest that is no special size; else None."""
     names = [s.name for s in symbols]
     holds = holder(conditions, names)
@@ -65,7 +69,7 @@ def beyond(symbols: Sequence[Range], hints: Mapping[str, int], conditions: Seque
     return None
 
 
-def either(symbols: Sequence[Range], one: Sequence[str], two: Sequence[str]) -> tuple[str, ...]:
+def disjunction(symbols: Sequence[Range], one: Sequence[str], two: Sequence[str]) -> tuple[str, ...]:
     """Return conditions that hold where all of `one` or all of `two` hold."""
     if not one or not two:
         return ()
@@ -78,4 +82,4 @@ def either(symbols: Sequence[Range], one: Sequence[str], two: Sequence[str]) -> 
         found = [check(*values) for values in _every(symbols)]
         implied = [all(row[i + 1] for row in found if row[0]) for i in range(len(one) + len(two))]
         simple = [text for text, follows in zip((*one, *two), implied, strict=True) if follows]
-    return telling(symbols, [*simple, whole])
+    return without_implied(symbols, [*simple, whole])

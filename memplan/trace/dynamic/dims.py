@@ -116,7 +116,7 @@ class _Reader:
             return
         if isinstance(numbers, int):
             if not isinstance(self.flat[numbers], torch.Tensor):
-                raise InvalidShapes("is given for something that is no tensor", where=path, hint="use None for it")
+                raise InvalidShapes("is given for an argument that is not a tensor", where=path, hint="use None for it")
             self._tensor(path, part, numbers)
             return
         children = list(numbers.items()) if isinstance(numbers, Mapping) else list(enumerate(numbers))
@@ -158,7 +158,7 @@ class _Reader:
             self.leaves[number][dim] = Varying(symbol=name)
             return
         if not hasattr(said, "__name__") or not hasattr(said, "min"):
-            raise InvalidShapes(f"{said!r} is no Dim", where=where, hint=f"write {_EXAMPLE}, an int or None")
+            raise InvalidShapes(f"{said!r} is not a Dim", where=where, hint=f"write {_EXAMPLE}, an int or None")
         root = getattr(said, "root", said)
         varying = Varying(symbol=root.__name__, **_linear(said, where))
         value, rest = divmod(size - varying.offset, varying.factor)
@@ -213,15 +213,3 @@ def _linear(said: Any, where: str) -> dict[str, int]:
         return {}
     offset = int(said.fn(0))
     return {"factor": int(said.fn(1)) - offset, "offset": offset}
-
-
-def refuse_beside(*, device: Any, divide: Any, compress: Any) -> None:
-    """Raise `InvalidShapes` for options that work for one shape only and cannot be combined with `dynamic_shapes`."""
-    if device is not None:
-        hint = "leave out one of them: shapes that vary are planned where the model is"
-        what = "a plan for another device has one shape"
-        raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
-    if divide or compress:
-        what = "ops are divided, and masks packed, for one shape"
-        where = f"{'divide' if divide else 'compress'} with dynamic_shapes"
-        raise InvalidShapes(what, where=where, hint="leave out one of them")

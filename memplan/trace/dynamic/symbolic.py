@@ -26,13 +26,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidShapes, UnsupportedGraph
+from memplan.planning.options import DEFAULTS, DynamicShapes, PlanOptions
 from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
 from memplan.symbolic.sizes import SizesWriter
 from memplan.symbolic.symbols import Symbol
 from memplan.trace.capture.refusals import keywords_of, require_traceable
-from memplan.trace.dynamic.conditions import beyond, either, telling
-from memplan.trace.dynamic.conditions import pinned as pinned_by
+from memplan.trace.dynamic.conditions import disjunction, nearest_excluded, without_implied
+from memplan.trace.dynamic.conditions import fixed_symbol as pinned_by
 from memplan.trace.dynamic.dims import Dims, Range, read_dims, without
 from memplan.trace.dynamic.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
 from memplan.trace.dynamic.symbols import Translator
@@ -48,7 +49,7 @@ def trace_symbolic(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    dynamic_shapes: Any,
+    dynamic_shapes: DynamicShapes,
     train: bool,
     in_place: bool = True,
     fixed: Collection[str] = (),
@@ -70,7 +71,7 @@ def trace_symbolic(
         other = _trace_beyond(outcome, model, args, kwargs, in_place=in_place)
         if other is None or not same_step(outcome, other):
             break
-        outcome = replace(outcome, conditions=either(outcome.dims.symbols, outcome.conditions, other.conditions))
+        outcome = replace(outcome, conditions=disjunction(outcome.dims.symbols, outcome.conditions, other.conditions))
     return outcome
 
 
@@ -79,7 +80,7 @@ def _trace_beyond(
 ) -> SymbolicTrace | None:
     """Return a trace where the conditions of `found` do not hold; None if they always hold, or no such trace works."""
     hints = {s.name: s.hint for s in found.symbols}
-    out = beyond(found.dims.symbols, hints, found.conditions)
+    out = nearest_excluded(found.dims.symbols, hints, found.conditions)
     if out is None:
         return None
     there = replace(found.dims, symbols=tuple(replace(s, example=out[s.name]) for s in found.dims.symbols))
@@ -104,31 +105,25 @@ def plan_symbolic(
     example_inputs: Any = (),
     example_kwargs: dict[str, Any] | None = None,
     *,
-    dynamic_shapes: Any,
     train: bool | None = None,
-    **options: Any,
+    options: PlanOptions,
 ) -> SymbolicPlan:
-    """Return the symbolic plan of `memplan.plan` with `dynamic_shapes`; `options` are those of `plan_traced`.
-
-    Raises as `trace_symbolic` does, and `InvalidShapes` for a budget: evictions are decided for one size only.
-    """
+    """Return the symbolic plan of `memplan.plan` with `options.dynamic_shapes`. Raises as `trace_symbolic` does."""
+    assert options.dynamic_shapes is not None
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     train = bool(getattr(model, "training", True)) if train is None else train
-    traced = trace_symbolic(model, args, keywords_of(example_kwargs), dynamic_shapes=dynamic_shapes, train=train)
-    return plan_of(traced, **options)
+    traced = trace_symbolic(
+        model, args, keywords_of(example_kwargs), dynamic_shapes=options.dynamic_shapes, train=train
+    )
+    return plan_of(traced, options)
 
 
-def plan_of(traced: SymbolicTrace, **options: Any) -> SymbolicPlan:
-    """Return the symbolic plan of a symbolic trace; `options` are those of `plan_traced`."""
-    if options.get("budget") is not None:
-        hint = "give the budget without dynamic_shapes, for the largest shape; memplan.max_batch finds it"
-        raise InvalidShapes(
-            "a budget's evictions hold for one size only", where="budget with dynamic_shapes", hint=hint
-        )
+def plan_of(traced: SymbolicTrace, options: PlanOptions = DEFAULTS, *, redzone: int = 0) -> SymbolicPlan:
+    """Return the symbolic plan of a symbolic trace. `redzone` is in bytes, as in `plan_traced`."""
     return make_symbolic(
         symbols=traced.symbols,
         sizes=traced.sizes,
-        plan=plan_traced(traced.traced, **options),
+        plan=plan_traced(traced.traced, options, redzone=redzone),
         conditions=traced.conditions,
         inputs=[shape or () for shape in traced.leaves],
     )
@@ -146,10 +141,10 @@ def _trace(
     writer = SizesWriter()
     kernels = tuple(sized_kernel(k, translator, writer) for k in traced.kernels if isinstance(k, KernelCall))
     sizes = writer.finish(alias_classes.storage_texts(), alias_classes.view_texts)
-    pinned = pinned_by(dims.symbols, hints, conditions)
-    if pinned is not None:
-        return _fixed(dims, pinned, translator)
-    conditions = telling(dims.symbols, conditions)
+    fixed_symbol = pinned_by(dims.symbols, hints, conditions)
+    if fixed_symbol is not None:
+        return _fixed(dims, fixed_symbol, translator)
+    conditions = without_implied(dims.symbols, conditions)
     names = [s.name for s in dims.symbols]
     example = {s.name: s.example for s in dims.symbols}
     if not all(holder(conditions, names)(*example.values())):
@@ -174,9 +169,9 @@ def _shape(x: torch.Tensor, varying: Mapping[int, Any]) -> tuple[str, ...]:
     return tuple(str(varying.get(i, int(n))) for i, n in enumerate(x.shape))
 
 
-def _fixed(dims: Dims, pinned: tuple[Range, str], translator: Translator) -> Dims:
+def _fixed(dims: Dims, fixed_symbol: tuple[Range, str], translator: Translator) -> Dims:
     """Return the dims without a symbol that the model fixes. Raises `InvalidShapes` if that symbol must vary."""
-    s, text = pinned
+    s, text = fixed_symbol
     if s.strict:
         reason = translator.reason(text)
         what = f"the model fixes {s.name}: it was traced under the condition {text}{reason}"

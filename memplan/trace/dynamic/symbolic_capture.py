@@ -16,7 +16,8 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from memplan.errors import InvalidShapes, MemplanError, UnsupportedGraph
 from memplan.symbolic.sizes import SizesWriter
-from memplan.trace.capture.front_ends import READINGS, Captured, captured, dynamo, export_joint, prepare
+from memplan.trace.capture.front_ends import READINGS, dynamo
+from memplan.trace.capture.joint_graph import Captured, captured, export_joint, prepare
 from memplan.trace.capture.refusals import unsupported
 from memplan.trace.dynamic.dims import Dims, Range
 from memplan.trace.dynamic.symbols import Translator
@@ -91,7 +92,7 @@ def _capture(
             for name, symbol in (item for cache in caches for item in cache.items()):
                 dim = int(name.rpartition("[")[2].rstrip("]")) if ".size()[" in name else -1
                 if dim in varying:
-                    translator.know(symbol, varying[dim])
+                    translator.bind_dimension(symbol, varying[dim])
         sizes = {s.name: _symint(env, s, hints[s.name], translator) for s in dims.symbols}
         fakes = [
             _fake(x, dims.leaves[i], sizes, mode) if isinstance(x, torch.Tensor) else x for i, x in enumerate(leaves)
@@ -131,7 +132,7 @@ def _symint(env: ShapeEnv, s: Range, hint: int, translator: Translator) -> Any:
     source = ConstantSource(f"memplan_{s.name}")
     bounds = StrictMinMaxConstraint(vr=ValueRanges(max(s.min, 2), max(s.max, 2)), warn_only=False)
     symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=bounds)
-    translator.know_symbol(symbol, s.name)
+    translator.bind_symbol(symbol, s.name)
     return env.create_symintnode(symbol, hint=hint, source=source)
 
 
@@ -229,7 +230,7 @@ def sized_kernel(kernel: KernelCall, translator: Translator, writer: SizesWriter
         if isinstance(leaf, torch.SymInt):
             return Sized(writer.add(translator.text(translator.expression(leaf))))
         if isinstance(leaf, _SYMBOLIC):
-            what = f"takes {leaf}, which varies with a size but is no whole number"
+            what = f"takes {leaf}, which varies with a size but is not a whole number"
             raise UnsupportedGraph(str(kernel.target), what, "leave that dimension out of dynamic_shapes")
         return leaf
 

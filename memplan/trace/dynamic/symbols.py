@@ -69,12 +69,12 @@ class Translator:
         self._expressions: dict[sympy.Expr, sympy.Expr] = {}
         self._reasons: dict[str, str] = {}
 
-    def know(self, symbol: Any, varying: Varying) -> None:
+    def bind_dimension(self, symbol: Any, varying: Varying) -> None:
         """Record that `symbol` is the size of a dimension that varies."""
         if isinstance(symbol, sympy.Symbol):
             self._meaning[symbol] = varying.factor * self._user[varying.symbol] + varying.offset
 
-    def know_symbol(self, symbol: Any, name: str) -> None:
+    def bind_symbol(self, symbol: Any, name: str) -> None:
         """Record that `symbol` is one of the user's."""
         self._meaning[symbol] = self._user[name]
 
@@ -102,11 +102,11 @@ class Translator:
         """Return the largest of some expressions, without those that never are, as far as their bounds tell."""
         left: list[sympy.Expr] = []
         for e in dict.fromkeys(expressions):
-            if not any(self._never_more(e, other) for other in left):
-                left = [other for other in left if not self._never_more(other, e)] + [e]
+            if not any(self._at_most(e, other) for other in left):
+                left = [other for other in left if not self._at_most(other, e)] + [e]
         return left[0] if len(left) == 1 else Max(*left)  # type: ignore[no-untyped-call]
 
-    def _never_more(self, one: sympy.Expr, two: sympy.Expr) -> bool:
+    def _at_most(self, one: sympy.Expr, two: sympy.Expr) -> bool:
         """Return whether `one` is at most `two` for all values of the symbols, as far as their bounds tell."""
         difference = sympy.expand(two - one)
         if difference.is_Integer:
@@ -123,7 +123,7 @@ class Translator:
             try:
                 Expression(text, self.names)
             except InvalidPlan as error:
-                what = f"a size that is no whole-number expression ({text})"
+                what = f"a size that is not a whole-number expression ({text})"
                 raise UnsupportedGraph("dynamic_shapes", what, "leave that dimension out of dynamic_shapes") from error
             self._texts[expression] = text
         return self._texts[expression]

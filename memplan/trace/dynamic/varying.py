@@ -48,7 +48,7 @@ class SymbolicTrace:
             for dim, v in varying.items():
                 x = flat[i]
                 if not isinstance(x, torch.Tensor) or x.dim() <= dim:
-                    raise ShapeOutOfRange("is no tensor of that many dimensions", where=f"input {i}")
+                    raise ShapeOutOfRange("is not a tensor with that number of dimensions", where=f"input {i}")
                 value, rest = divmod(int(x.shape[dim]) - v.offset, v.factor)
                 if rest or found.setdefault(v.symbol, value) != value:
                     what = f"dimension {dim} is {x.shape[dim]}, the plan was made for {v}"
@@ -84,7 +84,7 @@ class SymbolicTrace:
 def same_step(one: SymbolicTrace, two: SymbolicTrace) -> bool:
     """Return whether two traces of a model are the same step, names aside: ops, numbers, sizes, and who owns what."""
 
-    def told(trace: SymbolicTrace) -> Any:
+    def compared(trace: SymbolicTrace) -> Any:
         """Return everything that is compared."""
         graph, texts = trace.traced.graph, trace.sizes.expressions
         views = [tuple(texts[p] for p in view) for view in trace.sizes.views]
@@ -102,4 +102,4 @@ def same_step(one: SymbolicTrace, two: SymbolicTrace) -> bool:
             (graph.outputs, graph.gradients, kernels, trace.traced.results),
         )
 
-    return bool(told(one) == told(two))
+    return bool(compared(one) == compared(two))

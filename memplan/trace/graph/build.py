@@ -26,7 +26,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from memplan.core.graph import GIVEN, Graph, Op, Origin, Phase, StorageKind
 from memplan.errors import UnsupportedGraph
-from memplan.trace.capture.front_ends import Captured
+from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.capture.origins import origin_of, place_of
 from memplan.trace.graph.alias_classes import AliasClasses
 from memplan.trace.graph.opaque_outputs import is_literal, is_mixed, opaque_positions, used_positions
@@ -64,7 +64,7 @@ def build(
     one). `resident`: gradients of parameters that kernels can write in place are planned too, and stay in the arena to
     the end of the step. Raises `UnsupportedGraph` with the node that cannot be planned.
     """
-    return _Builder(captured, model, needs, alias_classes or AliasClasses(), resident=resident).build()
+    return _FxReader(captured, model, needs, alias_classes or AliasClasses(), resident=resident).build()
 
 
 def _is_gradient_of_parameter(desc: Any) -> bool:
@@ -89,7 +89,7 @@ def written_by_kernel(node: fx.Node) -> bool:
     return isinstance(source.target, OpOverload) and out_variant(source.target) is not None
 
 
-class _Builder:
+class _FxReader:
     """Reads one fx graph; `alias_classes` records its values and storages."""
 
     def __init__(
@@ -179,8 +179,8 @@ class _Builder:
     def _effects(self, token: fx.Node) -> UnsupportedGraph:
         """Return the error for ops with effects, which take and return a token in the order in which they must run."""
         names = {str(user.args[1]) for user in token.users if len(user.args) > 1}
-        what = f"an op that does more than compute its results: {', '.join(sorted(names))}"
-        hint = "take one that does not, or run it outside of the model"
+        what = f"an op with side effects: {', '.join(sorted(names))}"
+        hint = "use an op without side effects, or call it outside of the model"
         return self._unsupported(token, what, hint)
 
     def _constant(self, node: fx.Node) -> None:
@@ -190,7 +190,10 @@ class _Builder:
             if isinstance(tensor, fx.GraphModule):
                 what, hint = "control flow inside the graph (a higher-order op)", "avoid torch.cond and scan"
             else:
-                what, hint = "an object that is no tensor inside the graph", "draw random numbers without a generator="
+                what, hint = (
+                    "an object inside the graph that is not a tensor",
+                    "draw random numbers without a generator=",
+                )
             raise self._unsupported(node, what, hint)
         if isinstance(tensor, FakeTensor) or isinstance(node.meta.get("val"), FunctionalTensor):  # no bytes behind it
             what = "a view of a parameter or an input that tracing took for a constant"
@@ -298,7 +301,7 @@ class _Builder:
         )
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)
         kwargs = {**dict(kwargs), **node.meta.get("live", {})}
-        several = isinstance(node.meta["val"], (tuple, list))
+        returns_sequence = isinstance(node.meta["val"], (tuple, list))
         opaque_results = tuple((i, opaque.number) for (n, i), opaque in self.opaque_of.items() if n is node)
         self.kernels.append(
             KernelCall(
@@ -306,7 +309,7 @@ class _Builder:
                 args=tuple(args),
                 kwargs=kwargs,
                 outs=outs,
-                several=several,
+                returns_sequence=returns_sequence,
                 opaque_results=opaque_results,
             )
         )

@@ -94,6 +94,6 @@ def with_host_residents(traced: TracedGraph, target: Target) -> TracedGraph:
     for b in traced.bound(Source.CONSTANT):
         if b.tensor is not None and type(b.tensor) is not torch.Tensor and not isinstance(b.tensor, nn.Parameter):
             hint = "make the tensor a buffer: register_buffer(name, tensor, persistent=False)"
-            raise UnsupportedGraph(traced.graph.values[b.value].name, "is a constant without numbers", hint)
+            raise UnsupportedGraph(traced.graph.values[b.value].name, "is a constant without data", hint)
     storages = tuple(replace(s, device=target.names[0] if s.planned else HOST) for s in traced.graph.storages)
     return replace(traced, graph=replace(traced.graph, storages=storages), device=target.device, runs_on=target.names)

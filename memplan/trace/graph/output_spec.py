@@ -48,7 +48,7 @@ def read_results(  # noqa: PLR0917
         if changed is not None:
             what, hint = (
                 f"forward changes {changed} in place, through autograd",
-                "change it between steps, without grad",
+                "change it between steps, under torch.no_grad()",
             )
             raise UnsupportedGraph(
                 changed, what, f"{hint} (max_norm of an embedding: renormalise after optimizer.step())"

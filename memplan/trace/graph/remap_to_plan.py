@@ -44,12 +44,14 @@ def _without(plan: Plan, traced: Graph) -> Graph:
     return replace(traced, values=values, storages=storages)
 
 
-def follow(traced: TracedGraph, plan: Plan) -> TracedGraph:
+def remap_to_plan(traced: TracedGraph, plan: Plan) -> TracedGraph:
     """Return `traced` with the graph of `plan` as it is placed in the arena, and a kernel for each of its ops."""
     kernels: tuple[KernelCall | Transfer, ...] = traced.kernels
     if plan.eviction is not None:
         pairs = zip(plan.graph.ops, plan.eviction.sources, strict=True)
-        kernels = tuple(_kernel(traced, plan.graph, op, source, several=bool(plan.devices)) for op, source in pairs)
+        kernels = tuple(
+            _kernel(traced, plan.graph, op, source, multi_device=bool(plan.devices)) for op, source in pairs
+        )
     return replace(traced, graph=plan.placed, kernels=kernels)
 
 
@@ -58,7 +60,7 @@ def _moved(leaf: Any, where: torch.device) -> Any:
     return where if isinstance(leaf, torch.device) and leaf.type == where.type == "cuda" else leaf
 
 
-def _kernel(traced: TracedGraph, graph: Graph, op: Op, source: int, *, several: bool) -> KernelCall | Transfer:
+def _kernel(traced: TracedGraph, graph: Graph, op: Op, source: int, *, multi_device: bool) -> KernelCall | Transfer:
     """Return the traced op's kernel on the values of `op`, which are in the same positions as in `traced`."""
     if source < 0:
         return Transfer(target=op.target, reads=op.reads, writes=op.writes)
@@ -70,7 +72,7 @@ def _kernel(traced: TracedGraph, graph: Graph, op: Op, source: int, *, several: 
         (kernel.args, kernel.kwargs),
     )
     outs = tuple(None if out is None else new[out] for out in kernel.outs)
-    if several:
+    if multi_device:
         where = torch.device(graph.storages[graph.values[op.writes[0]].storage].device)
         args, kwargs = pytree.tree_map(lambda leaf: _moved(leaf, where), (args, kwargs))
     return replace(kernel, args=args, kwargs=kwargs, outs=outs)

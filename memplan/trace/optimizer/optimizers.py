@@ -20,7 +20,9 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         raise UnsupportedGraph(
-            name, "its update is not known", "use torch.optim.SGD, Adam or AdamW, or memplan.compile"
+            name,
+            "memplan does not know how it updates parameters",
+            "use torch.optim.SGD, Adam or AdamW, or memplan.compile",
         )
     for group in optimizer.param_groups:
         for option in ("differentiable", "capturable"):
@@ -61,7 +63,7 @@ def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.T
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     missing = next((key for key in keys if key not in state), None)
     if missing is not None:
-        what = f"the optimizer's state of it has no {missing!r}, which group {group} needs"
+        what = f"the optimizer's state for it has no {missing!r}, which group {group} needs"
         raise UnsupportedGraph(name, what, "load a checkpoint made with the same options, or create a new optimizer")
     for key in keys:
         if key != STEP and _places(state[key]) != _places(parameter):

@@ -31,7 +31,7 @@ COUNTERS = "step counters"  # key of the tensor that holds the counters of many 
 
 
 class Accumulate(enum.Enum):
-    """What a step does with its gradients when several steps make one update."""
+    """The use that a step makes of its gradients when several steps make one update."""
 
     ADD = "add them to those of earlier steps"
     UPDATE = "add them, update the parameters, and start from zero again"
@@ -85,7 +85,7 @@ def append_updates(
     if not gradients:
         name = type(optimizer).__name__
         raise UnsupportedGraph(
-            name, "the loss depends on none of its parameters", "give it the parameters of this model"
+            name, "the loss depends on none of its parameters", "give the optimizer the parameters of this model"
         )
     kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
     output.args = (tuple(n for n, _ in kept),)

@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from memplan.errors import UnsupportedGraph
 
-CHECKPOINT = "memplan_checkpoint"  # key of a node's meta: the number of the activation checkpoint that drops its results
+CHECKPOINT = (
+    "memplan_checkpoint"  # key of a node's meta: the number of the activation checkpoint that drops its results
+)
 INHERITED = (
     "stack_trace",
     "nn_module_stack",

@@ -132,8 +132,8 @@ def _is_its_own(op: fx.Node, copy: fx.Node, made: dict[int, int]) -> bool:
     if any(tensor.is_complex() for tensor in (value(op), *tensors_of(op.args))):
         return False
     one, two = value(op), value(copy)
-    alike = (one.dtype, one.device, one.numel()) == (two.dtype, two.device, two.numel())
-    return alike and _size(op, made) == _size(copy, made) and is_backward(op) == is_backward(copy)
+    same_kind = (one.dtype, one.device, one.numel()) == (two.dtype, two.device, two.numel())
+    return same_kind and _size(op, made) == _size(copy, made) and is_backward(op) == is_backward(copy)
 
 
 def _undone(view: fx.Node, of: torch.Tensor) -> torch.Tensor:

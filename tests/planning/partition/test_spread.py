@@ -36,7 +36,7 @@ LINK = Link(bytes_per_second=1e9, latency=1e-6)
 
 
 def _applied(graph: Graph) -> tuple[Workload, Applied]:
-    workload = replace(workload_of(graph, streamed=True), device=NAMES[0])
+    workload = replace(workload_of(graph, host_resident=True), device=NAMES[0])
     workload = workload.within(measure(workload, workload.plain).peak)
     return workload, apply(workload, flow(workload))
 

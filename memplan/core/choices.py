@@ -1,0 +1,26 @@
+"""The options that are a choice between a few words: their types, their words, and the check of a given value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from memplan.errors import MemplanError
+
+Gradients = Literal["safe", "owned", "arena"]
+Layout = Literal["auto", "tstack"]
+Sanitize = Literal["poison", "redzone"]
+OnMismatch = Literal["error", "eager", "replan", "passive"]  # of a compiled module
+StepOnMismatch = Literal["error", "passive"]  # of a compiled step
+
+GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+SANITIZERS: tuple[Sanitize, ...] = get_args(Sanitize)
+ON_MISMATCH: tuple[OnMismatch, ...] = get_args(OnMismatch)
+STEP_ON_MISMATCH: tuple[StepOnMismatch, ...] = get_args(StepOnMismatch)
+
+
+def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise `MemplanError` if `value` is none of `choices`."""
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        raise MemplanError(f"{name}={value!r}", hint=f"choose one of: {', '.join(map(repr, choices))}")

@@ -1,0 +1,145 @@
+"""`memplan.compile`: compiles a model to run forward and backward in one planned arena."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from memplan.core.plan import Plan
+from memplan.runtime.api.compiled_module import CompiledModule
+from memplan.runtime.options import CompileOptions, device_for, given_plan
+from memplan.trace.capture.refusals import keywords_of
+
+if TYPE_CHECKING:
+    from memplan.core.choices import Gradients, Layout, OnMismatch, Sanitize
+    from memplan.core.division import Compression, Divide
+    from memplan.evict.workload import Policy as EvictionPolicy
+    from memplan.planning.options import Budget, Costs, Device, DynamicShapes
+    from memplan.schedule import Policy as SchedulePolicy
+    from memplan.solvers import Solver
+
+
+def compile(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    train: bool | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: Costs | None = None,
+    divide: Divide = None,
+    compress: Compression | None = None,
+    schedule: str | SchedulePolicy = "auto",
+    solver: str | Solver = "auto",
+    layout: Layout = "auto",
+    time_limit: float | None = None,
+    in_place: bool = True,
+    gradients: Gradients = "safe",
+    sanitize: Sanitize | None = None,
+    on_mismatch: OnMismatch = "error",
+    cuda_graph: bool = False,
+    device: Device | None = None,
+    dynamic_shapes: DynamicShapes | None = None,
+    bucketing: Mapping[str, int] | None = None,
+) -> CompiledModule:
+    """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
+
+    The options `budget`, `policy`, `costs`, `divide`, `compress`, `schedule`, `solver`, `layout` and `time_limit` are
+    those of `memplan.plan`; not all are repeated here.
+
+    Args:
+        model: The module to compile. The result shares its parameters, buffers and submodules.
+        example_inputs: The tuple of positional arguments, or the only one: real tensors with the shapes, dtypes and
+            devices of every later call.
+        example_kwargs: The keyword arguments.
+        train: True plans forward and backward. False plans the forward alone; results then have no gradients. None
+            follows `model.training`; in eval mode, a call that eager would record then gets a program with a backward,
+            or runs eagerly while the results of an earlier such call are alive.
+        plan: A saved plan, or its path, to run instead of making one. It must have been made for this very graph, and
+            has its budget already.
+        budget: The most bytes that the arena may have: an int, a text ("8GiB"), a share of its size without a budget
+            (0.5, "50%"), or "min". Saved activations that do not fit are recomputed or offloaded.
+        policy: The policy that decides what is evicted.
+        costs: The cost model of the policy. "measure" measures the first steps and plans again from the measured
+            times, until no better plan is found (`CompiledModule.measurements`).
+        divide: As in `memplan.plan`.
+        compress: As in `memplan.plan`.
+        schedule: The policy that orders the ops.
+        solver: The solver that assigns offsets.
+        layout: As in `memplan.plan`.
+        time_limit: The time limit of the solver, in seconds.
+        in_place: Let a result take the bytes of an input that has its last use there, if the kernel allows it.
+        gradients: Where the gradients of parameters are. "safe" returns them to autograd. "owned": the backward
+            assigns `.grad` itself, which is faster; hooks on parameters and DistributedDataParallel raise
+            `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. "arena"
+            leaves them in the arena until the next call, which takes the least memory: a `.grad` that is still set then
+            is moved out of the arena, and a view, an array or another name that still refers to one raises
+            `StaleActivationsError`; it cannot be combined with `budget`, `device`, `cuda_graph` or `dynamic_shapes`.
+        sanitize: Check every step, slowly: "poison" fills buffers with NaN before their first write and after their
+            last use; "redzone" checks bytes on both sides of every buffer.
+        on_mismatch: What happens at a call that differs from the example, or after the model has changed: "error"
+            raises, "eager" runs the original model, "replan" makes a plan for such calls, and "passive" runs the
+            original model and offloads saved activations on demand to keep the budget (also if the plan of another
+            mode would exceed it).
+        cuda_graph: Record forward and backward as two CUDA graphs at the first call, and replay them. Inputs are
+            copied in and results copied out; `CompiledModule.pool_bytes` are the bytes outside the arena.
+        device: Run on this device ("cuda", "cuda:1") while the model, its inputs and its results stay on the CPU. Every
+            step copies parameters, inputs and results by planned ops that run beside its kernels. The arena then holds
+            all of it, and `budget` counts all of it: parameters that do not fit are loaded when they are needed, and
+            gradients are copied out when they are made. "cpu" stands in for a device: a separate arena in the CPU's
+            memory with the same plan and the same copies. A sequence (`["cuda:0", "cuda:1"]`, or
+            `["cpu:0", "cpu:1"]`) divides the model's blocks among devices, with an arena on each: forward and backward
+            of a block run on one device, and planned ops send what another one needs. `budget` is then that of each
+            device, or a sequence with one for each; nothing is evicted (`policy` stays "auto"). See `Plan.devices`.
+        dynamic_shapes: The dimensions of the inputs that vary, and their ranges, as `torch.export` takes them. Every
+            shape in range runs in one arena, which grows if a shape needs more; a shape out of range is a mismatch.
+        bucketing: Multiples by dimension: `{"seq": 64}` plans each size of that dimension for the next multiple of 64,
+            so that the arena grows less often and the shapes in between share their offsets. Nothing is padded, and
+            results are the same.
+
+    Returns:
+        The compiled module, called like `model`.
+
+    Raises:
+        UnsupportedGraph: The model cannot be traced as one graph; nothing was allocated.
+        UnsupportedDevice: The device does not exist, or the model is on a device already.
+        UnsupportedCall: The options cannot be combined.
+        BudgetInfeasible: No plan keeps the budget; the error names the smallest one that can be kept.
+        InputMismatch: A parameter, buffer or input is a fake or meta tensor.
+        PlanMismatch: `plan` was made for another graph or device.
+        MemplanError: An option has an unknown value. What `memplan.load` raises is raised for `plan`.
+
+    Example:
+        ```python
+        compiled = memplan.compile(model, inputs, budget="2GiB")
+        loss = compiled(inputs).square().mean()
+        loss.backward()
+        ```
+    """
+    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    given = given_plan(plan, budget)
+    options = CompileOptions(
+        budget=budget,
+        policy=policy,
+        costs=costs,
+        divide=divide,
+        compress=compress,
+        schedule=schedule,
+        solver=solver,
+        layout=layout,
+        time_limit=time_limit,
+        in_place=in_place,
+        gradients=gradients,
+        sanitize=sanitize,
+        on_mismatch=on_mismatch,
+        cuda_graph=cuda_graph,
+        device=device_for(device, given),
+        dynamic_shapes=dynamic_shapes,
+        bucketing=bucketing,
+    )
+    return CompiledModule(model, args, keywords_of(example_kwargs), options=options, train=train, given=given)

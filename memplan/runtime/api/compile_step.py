@@ -1,0 +1,152 @@
+"""`memplan.compile_step`: compiles forward, loss, backward and the optimizer's update to one program in one arena."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from memplan.core.plan import Plan
+from memplan.errors import MemplanError, UnsupportedCall
+from memplan.runtime.api.compiled_step import CompiledStep
+from memplan.runtime.api.loss_module import LossModule
+from memplan.runtime.api.step_builder import StepBuilder
+from memplan.runtime.guards.ranks import require_no_reducer
+from memplan.runtime.on_demand.eager_step import eager_step
+from memplan.runtime.options import StepOptions, device_for, given_plan
+from memplan.trace.capture.refusals import keywords_of
+from memplan.trace.optimizer.updates import Accumulate
+
+if TYPE_CHECKING:
+    from memplan.core.choices import Layout, Sanitize, StepOnMismatch
+    from memplan.core.division import Compression, Divide
+    from memplan.evict.workload import Policy as EvictionPolicy
+    from memplan.planning.options import Budget, Costs, Device
+    from memplan.schedule import Policy as SchedulePolicy
+    from memplan.solvers import Solver
+
+
+def compile_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[..., torch.Tensor],
+    example_batch: Any = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    budget: Budget | Sequence[Budget] | None = None,
+    policy: str | EvictionPolicy = "auto",
+    costs: Costs | None = None,
+    divide: Divide = None,
+    compress: Compression | None = None,
+    schedule: str | SchedulePolicy = "auto",
+    solver: str | Solver = "auto",
+    layout: Layout = "auto",
+    time_limit: float | None = None,
+    in_place: bool = True,
+    sanitize: Sanitize | None = None,
+    on_mismatch: StepOnMismatch = "error",
+    cuda_graph: bool = False,
+    device: Device | None = None,
+    allow_unsynchronized: bool = False,
+) -> CompiledStep:
+    """Compile a whole training step: one call does forward, loss, backward and the optimizer's update.
+
+    Each parameter is updated as soon as its gradient exists and its old value has been read for the last time.
+
+    The options that are not listed here are those of `memplan.compile`.
+
+    Args:
+        model: The module to train. Its parameters are changed in place.
+        optimizer: An SGD, Adam or AdamW optimizer. It keeps its state and its hyperparameters, which every step reads.
+        loss_fn: The loss. If it takes one argument, the step computes `loss_fn(model(*batch))`; otherwise the batch is
+            `(inputs, targets)` and the step computes `loss_fn(model(inputs), targets)`, with tuples unpacked.
+        example_batch: The tuple of a batch's parts, or the only one: real tensors with the shapes, dtypes and devices
+            of every later batch.
+        example_kwargs: Keyword arguments of the model. With `lambda out: out.loss`, `step(**batch)` trains a model of
+            transformers.
+        clip_grad_norm: The maximum of the global 2-norm of all gradients. All updates then wait for all gradients.
+        accumulate: The number of micro-batches per update. With k, every k-th call updates the parameters, as eager
+            does after k times `(loss_fn(...) / k).backward()`; each call returns its loss undivided. The sums of
+            gradients persist between calls; they are outside the arena and count as optimizer state.
+        plan: A saved plan, or its path, of this very step, to run instead of making one; without `accumulate`.
+        on_mismatch: What happens if a batch differs from the example: "error" raises, "passive" runs the step eagerly
+            and offloads saved activations on demand to keep the budget.
+        cuda_graph: Record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
+            read from memory (float32) and may change at every step; if another hyperparameter changes, the step is
+            recorded again.
+        device: As in `memplan.compile`. The optimizer's state stays on the CPU too; each step updates parameters and
+            state on the device and writes them back.
+        allow_unsynchronized: In a process group of several ranks, let each rank train on its own. Otherwise a step that
+            contains no collective raises, and so do parameters of a DistributedDataParallel, whose hooks a compiled
+            step does not call.
+
+    Returns:
+        The compiled step: `step(*batch, **kwargs)` returns the loss, detached.
+
+    Raises:
+        UnsupportedGraph: The step cannot be traced as one graph, or the optimizer's update is not supported.
+        UnsupportedCall: There are hooks on parameters or on the optimizer's step, which a compiled step would not call,
+            or inputs that require gradients, which it would not compute. A call raises for hooks that are added later.
+        BudgetInfeasible: No plan keeps the budget; the error names the smallest one that can be kept.
+        PlanMismatch: `plan` was made for another step.
+        MemplanError: An option has an unknown value.
+
+    Example:
+        ```python
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = memplan.compile_step(model, optimizer, nn.functional.cross_entropy, (inputs, targets))
+        loss = step(inputs, targets)
+        ```
+    """
+    given = given_plan(plan, budget)
+    options = StepOptions(
+        budget=budget,
+        policy=policy,
+        costs=costs,
+        divide=divide,
+        compress=compress,
+        schedule=schedule,
+        solver=solver,
+        layout=layout,
+        time_limit=time_limit,
+        in_place=in_place,
+        sanitize=sanitize,
+        device=device_for(device, given),
+        clip_grad_norm=clip_grad_norm,
+        accumulate=accumulate,
+        on_mismatch=on_mismatch,
+        cuda_graph=cuda_graph,
+        allow_unsynchronized=allow_unsynchronized,
+    )
+    if given is not None and accumulate > 1:
+        what = f"accumulate={accumulate} needs two programs, and a plan is for one"
+        raise MemplanError(what, where="compile_step", hint="leave out plan=")
+    loss = LossModule(model, loss_fn)
+    batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
+    loss.require_parts(batch)
+    kwargs = keywords_of(example_kwargs)
+    _require_no_gradients((batch, kwargs))
+    if not allow_unsynchronized:
+        require_no_reducer(model)
+    kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
+    module_guards, runners, guides = StepBuilder(loss, optimizer, options).build(batch, kwargs, kinds, given)
+    passive = partial(eager_step, clip_grad_norm=clip_grad_norm) if on_mismatch == "passive" else None
+    adding = runners[0] if accumulate > 1 else None
+    return CompiledStep(module_guards, adding, runners[-1], accumulate=accumulate, guides=guides, passive=passive)
+
+
+def _require_no_gradients(batch: Any) -> None:
+    """Raise `UnsupportedCall` for an input that requires a gradient: a compiled step computes none for inputs."""
+    for i, leaf in enumerate(pytree.tree_leaves(batch)):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            what = "requires a gradient, which a compiled step does not compute"
+            hint = "pass it detached; make what computes it a part of the model, or use memplan.compile"
+            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint)

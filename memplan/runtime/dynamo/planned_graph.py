@@ -1,0 +1,202 @@
+"""`PlannedGraph`: the callable that replaces a graph of dynamo, and the programs that it runs.
+
+At a graph break, the activations of one graph stay alive while the next one runs, and one graph may run several times
+before its backward (layers that share code). Each call in flight has its own `GraphInstance`, which is a program. The
+instances of one training step share one arena.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.convert_frame import compile_lock
+
+from memplan.core.plan import Plan
+from memplan.errors import InputMismatch
+from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards import transforms
+from memplan.runtime.guards.module_guards import ModuleGuards
+from memplan.runtime.kernels.kernel_selection import BoundOp
+from memplan.runtime.memory.arena import Arena
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaSlot, ObservedOwnership, part_of
+from memplan.runtime.options import RunOptions
+from memplan.trace import plan_traced, trace_graph
+from memplan.trace.capture.python_numbers import numbers_of, with_numbers
+from memplan.trace.traced import TracedGraph
+
+_MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
+_MAX_IN_FLIGHT = 64  # calls of one graph whose backward has not run
+
+
+class GraphInstance:
+    """A graph that is ready to run, with at most one call in flight.
+
+    `like`: another instance of the same graph, whose trace, plan and bound ops are reused.
+    """
+
+    def __init__(
+        self,
+        module: GraphModuleWithParams,
+        inputs: Sequence[Any],
+        options: RunOptions,
+        coordinator: ArenaCoordinator,
+        hooks: Hooks,
+        *,
+        like: GraphInstance | None,
+    ) -> None:
+        self.module = module
+        self.ownership = ObservedOwnership(coordinator, self)
+        self.slot: ArenaSlot | None = None
+        self.layouts = 0
+        self._options = options
+        self._hooks = hooks
+        self._module_guards = ModuleGuards(self.module)
+        rest = self.module.set_kept(inputs)
+        self.traced: TracedGraph = _trace(self.module, rest, options) if like is None else like.traced
+        redzone = options.redzone(self.traced.device)
+        self.plan: Plan = plan_traced(self.traced, options, redzone=redzone) if like is None else like.plan
+        self.runner: Runner
+        with torch.inference_mode(False):
+            arena = part_of(Arena(self.plan.arena_size, self.device), self.ownership)
+            bound = None if like is None else like.runner.program.bound
+            self.runner = self._run_in(self.plan, arena, bound)
+        self.plan = self.runner.plan
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its arena."""
+        return self.traced.device
+
+    @property
+    def idle(self) -> bool:
+        """Whether it can run now: it is not in flight, and would not overwrite activations of an instance that is."""
+        return self.ownership.pending is None and not (self.slot and self.slot.overwritten_by(self, backward=False))
+
+    def move(self, plan: Plan, arena: Arena) -> None:
+        """Run from now on at the offsets of `plan` in `arena`. It is called while nothing is in flight."""
+        with torch.inference_mode(False):
+            self.runner = self._run_in(plan, arena, self.runner.program.bound)
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        transforms.refuse(inputs, self.module)
+        leaves = self.runner.input_guards.flatten(tuple(self.module.set_kept(inputs)), {})
+        return self.runner(leaves, training=self.traced.training)
+
+    def _run_in(self, plan: Plan, arena: Arena, bound: tuple[BoundOp, ...] | None) -> Runner:
+        return Runner(
+            self._module_guards,
+            self.traced,
+            plan,
+            arena,
+            sanitize=self._options.sanitize,
+            owned=self._options.owned_gradients,
+            bound=bound,
+            hooks=self._hooks,
+        )
+
+
+class PlannedGraph:
+    """The callable that replaces a graph of dynamo. It is planned at the first call, and again for each new shape."""
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        options: RunOptions,
+        coordinators: ArenaCoordinators,
+        hooks: Hooks,
+    ) -> None:
+        self._graph = graph
+        names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if is_kept(x)}
+        self._options = options
+        self._hooks = hooks
+        self._coordinators = coordinators
+        numbers = numbers_of(graph)
+        self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
+        self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
+        self._instances: dict[Any, list[GraphInstance]] = {}
+
+    @property
+    def instances(self) -> tuple[GraphInstance, ...]:
+        """All instances, in the order in which they were made."""
+        return tuple(instance for instances in self._instances.values() for instance in instances)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each shape so far, as if the graph had an arena of its own."""
+        return tuple(instances[0].plan for instances in self._instances.values())
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the graph at planned addresses. Raises `UnsupportedGraph` when it cannot be planned."""
+        coordinator = self._coordinators.of_this_thread()
+        coordinator.place_last_step()
+        numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
+        key = coordinator, tuple(_layout(x) for x in inputs) if self._varies else (), repr(numbers)
+        if key not in self._instances:
+            if len(self._instances) == _MAX_PLANS:
+                del self._instances[next(iter(self._instances))]
+            self._instances[key] = []
+        return self._instance(self._instances[key], coordinator, inputs, numbers)(inputs)
+
+    def _instance(
+        self,
+        instances: list[GraphInstance],
+        coordinator: ArenaCoordinator,
+        inputs: Sequence[Any],
+        numbers: Mapping[str, float],
+    ) -> GraphInstance:
+        """Return an idle instance, preferably one with the same parameters, or a new one."""
+        idle = [instance for instance in instances if instance.idle]
+        found = next((instance for instance in idle if instance.module.holds(inputs)), None)
+        if found is None and len(instances) >= _MAX_IN_FLIGHT:
+            if not idle:
+                what = f"{len(instances)} calls of this graph wait for their backward"
+                raise InputMismatch(what, where="the call", hint="run the backward, or call under torch.no_grad()")
+            found = idle[0]
+        if found is None:
+            module = named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
+            like = instances[0] if instances else None
+            with compile_lock:  # torch can trace in one thread at a time
+                found = GraphInstance(module, inputs, self._options, coordinator, self._hooks, like=like)
+            instances.append(found)
+        return found
+
+
+class ArenaCoordinators:
+    """An `ArenaCoordinator` for each thread: threads run at the same time, so they cannot share an arena."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def of_this_thread(self) -> ArenaCoordinator:
+        """Return the coordinator of the calling thread."""
+        if not hasattr(self._local, "coordinator"):
+            self._local.coordinator = ArenaCoordinator()
+        found: ArenaCoordinator = self._local.coordinator
+        return found
+
+
+def _trace(module: GraphModuleWithParams, rest: Sequence[Any], options: RunOptions) -> TracedGraph:
+    """Return the trace of a graph, with its backward if autograd would record the call."""
+    train = torch.is_grad_enabled() and any(_wants_gradient(x) for x in (*module.parameters(), *rest))
+    with torch.inference_mode(False):  # this enables gradients, too
+        return trace_graph(module, tuple(rest), train=train, in_place=options.in_place)
+
+
+def _is_symbolic(x: Any) -> bool:
+    return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad
+
+
+def _layout(x: Any) -> Any:
+    return (x.shape, x.stride()) if isinstance(x, torch.Tensor) else x

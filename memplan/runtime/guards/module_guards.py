@@ -1,0 +1,133 @@
+"""Checks on every call that a model has the submodules, hooks and training flags that it was compiled with."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from operator import attrgetter, contains, getitem, is_
+from typing import Any
+
+from torch import nn
+
+from memplan.errors import InputMismatch
+from memplan.runtime.guards.hook_counts import hooks_ever_set
+from memplan.trace.traced import Binding
+
+_CONTAINERS = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+)  # their forward or caller uses however many submodules they have
+COMPILE_AGAIN = "compile the model again after changing it (or once, by memplan.compile with on_mismatch='replan')"
+_training = attrgetter("training")
+
+
+class ModuleGuards:
+    """The module tree of a model, checked on every call: its submodules and their training flags.
+
+    `version` increases whenever a submodule was replaced: what was looked up before must be looked up again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.called = model  # the module that takes the arguments of a call
+        self.version = 0
+        self._look()
+
+    def _look(self) -> None:
+        self.modules = list(self.model.modules())
+        owners = [m._modules for m in self.modules]
+        links = [(owner, key) for owner in owners for key in owner]
+        self._holders, self._keys = [holder for holder, _ in links], [key for _, key in links]
+        self._children = list(map(getitem, self._holders, self._keys))
+        self._types = _types(self.model)
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self._hooks = [getattr(m, kind) for m in self.modules for kind in kinds]
+        self._hook_count = sum(map(len, self._hooks))
+        self._hooks_ever = hooks_ever_set()
+        self._states = [m.__dict__ for m in self.modules]
+        self._patched = list(map(contains, self._states, repeat("forward")))
+        parents = [m for m in self.modules if m._modules or isinstance(m, _CONTAINERS)]
+        self._parents = [m.__dict__ for m in parents]
+        self._tables = [m._modules for m in parents]  # `del sequential[i]` replaces the dict
+        self._dicts = [*self._tables, *self._states]  # their sizes change if anything is added or removed
+        self._sizes = list(map(len, self._dicts))
+        self._plain = all(
+            "training" in state for state in self._states
+        )  # not so in a compiled module, where it is a property
+
+    def modes(self) -> list[bool]:
+        """Return the training flag of every submodule, after checking that the submodules are the same.
+
+        Raises `InputMismatch` if a submodule was replaced by one of another type, or hooks were added or removed.
+        """
+        if not all(map(is_, map(getitem, self._parents, repeat("_modules")), self._tables)):
+            self._refresh_submodules()
+        if list(map(dict.get, self._holders, self._keys)) != self._children:
+            self._refresh_submodules()
+        if list(map(len, self._dicts)) != self._sizes:
+            self._check_sizes()
+        if self._hook_count or self._hooks_ever != hooks_ever_set():
+            self._count_hooks()
+        if self._plain:
+            return list(map(getitem, self._states, repeat("training")))
+        return list(map(_training, self.modules))
+
+    def _check_sizes(self) -> None:
+        """Look for submodules and `forward` attributes that were added or removed.
+
+        Raises `InputMismatch` if `forward` was set on a submodule, or removed from it.
+        """
+        if sum(len(m._modules) for m in self.modules) != len(self._children):
+            self._refresh_submodules()
+        for i, (state, patched) in enumerate(zip(self._states, self._patched, strict=True)):
+            if ("forward" in state) is not patched:
+                where = self.name_of(i) or "the model"
+                raise InputMismatch("its forward was replaced by another function", where=where, hint=COMPILE_AGAIN)
+        self._sizes = list(map(len, self._dicts))
+
+    def _count_hooks(self) -> None:
+        ever = hooks_ever_set()
+        if sum(map(len, self._hooks)) != self._hook_count:
+            raise InputMismatch("module hooks were added or removed", where="the model", hint=COMPILE_AGAIN)
+        self._hooks_ever = ever
+
+    def _refresh_submodules(self) -> None:
+        types, before = _types(self.model), self._types
+        if list(types.items()) != list(before.items()):  # nothing is stored, so that the next call raises too
+            names = {**before, **types}
+            name = next((name for name in names if before.get(name) is not types.get(name)), "")
+            was, now = (found[name].__name__ if name in found else "nothing" for found in (before, types))
+            what = f"was {was}, is {now}" if was != now else "submodules are in another order"
+            raise InputMismatch(what, where=name or "the model", hint=COMPILE_AGAIN)
+        count = self._hook_count
+        self._look()
+        self._hook_count, self._hooks_ever = count, -1  # -1: they are counted again
+        self.version += 1
+
+    def require_modes(self, modes: list[bool]) -> None:
+        """Raise `InputMismatch` naming the first submodule whose training flag differs from `modes`."""
+        now = self.modes()
+        if now != modes:
+            i = next(i for i, (one, two) in enumerate(zip(now, modes, strict=True)) if one != two)
+            raise InputMismatch(
+                f"training={now[i]}, the plan was made for training={modes[i]}",
+                where=self.name_of(i) or "the model",
+                hint="switch the whole model with .train() or .eval(), or compile again in this mode",
+            )
+
+    def require_known(self) -> None:
+        """Raise `InputMismatch` if something else still has the old parameters; called after parameters moved."""
+
+    def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
+        """Return the dict and the key under which the model keeps a parameter or buffer."""
+        path, _, key = binding.name.rpartition(".")
+        owner = self.model.get_submodule(path)
+        return (owner._parameters if key in owner._parameters else owner._buffers), key
+
+    def name_of(self, index: int) -> str:
+        """Return the qualified name of a submodule ("h.0.attn"), by its index in `modes()`."""
+        return next(str(name) for name, m in self.model.named_modules() if m is self.modules[index])
+
+
+def _types(model: nn.Module) -> dict[str, type[nn.Module]]:
+    return {name: type(m) for name, m in model.named_modules()}

@@ -1,0 +1,121 @@
+"""Checks on every call where the parameters, buffers and optimizer state of a traced step are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from operator import getitem
+from typing import Any
+
+import torch
+
+from memplan.errors import InputMismatch
+from memplan.runtime.guards.layout_guards import LayoutGuards
+from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
+from memplan.trace.traced import Source, TracedGraph
+
+_HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
+_data_ptr = torch.Tensor.data_ptr
+
+
+class ParameterGuards:
+    """The parameters, buffers and state of a traced step, looked up in the module on every call.
+
+    A slot is a dict of a module and a key in it, so that replaced parameters are found too.
+    """
+
+    def __init__(self, module_guards: ModuleGuards, traced: TracedGraph) -> None:
+        self._module_guards = module_guards
+        self.bindings = [i for i, b in enumerate(traced.bindings) if b.source in _HELD]
+        self._held = [traced.bindings[i] for i in self.bindings]
+        self.names = [f"{b.name} ({b.key})" if b.key else b.name for b in self._held]
+        self._look()
+        tensors = self.tensors()
+        self._devices = [t.device for t in tensors]
+        self._ties = _ties(tensors)
+        self._free = all(first == i for i, (first, _) in enumerate(self._ties))  # no two share memory
+        self._store(tensors, self._state(tensors))
+
+    def _look(self) -> None:
+        slots = [self._module_guards.slot(b) for b in self._held]
+        self._holders, self._keys = [holder for holder, _ in slots], [key for _, key in slots]
+        self._version = self._module_guards.version
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the current tensors, in the order of `bindings`."""
+        if self._version != self._module_guards.version:
+            self._look()
+        return list(map(getitem, self._holders, self._keys))
+
+    def look(self) -> tuple[list[torch.Tensor], bool]:
+        """Return the current tensors, and whether all are certain to have the stored address and layout.
+
+        If not, `moved` compares them one by one.
+        """
+        tensors = self.tensors()
+        return tensors, self._same_layout(*tensors) and list(map(_data_ptr, tensors)) == self._pointers
+
+    def _store(self, tensors: Sequence[torch.Tensor], state: list[tuple[Any, ...]]) -> None:
+        self._expected = state
+        self._pointers = [pointer for pointer, *_ in state]
+        self._same_layout = LayoutGuards(tensors).check
+
+    def _state(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+        """Return the address and layout of each tensor. Raises `InputMismatch` for one that is None."""
+        try:
+            return [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors]
+        except AttributeError as error:
+            name = next(name for name, t in zip(self.names, tensors, strict=True) if t is None)
+            raise InputMismatch("is None, the plan was made for a tensor", where=name, hint=COMPILE_AGAIN) from error
+
+    def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the positions of tensors whose address differs from the stored one, and store the current addresses.
+
+        Raises `InputMismatch` for a tensor that differs from the traced one (shape, dtype, device, strides,
+        requires_grad), and if tensors do not share memory as they did. Parts of one storage that do not overlap, as
+        `vector_to_parameters` makes them, do not count as shared.
+        """
+        state = self._state(tensors)
+        for i, (now, then) in enumerate(zip(state, self._expected, strict=True)):
+            if now[1:] != then[1:] or tensors[i].device != self._devices[i]:
+                what = (
+                    f"is {_describe(now, tensors[i].device)}, the plan was made for {_describe(then, self._devices[i])}"
+                )
+                raise InputMismatch(what, where=self.names[i], hint=COMPILE_AGAIN)
+        moved = [i for i, (now, then) in enumerate(zip(state, self._expected, strict=True)) if now[0] != then[0]]
+        if _ties(tensors) != self._ties and not (self._free and _apart(tensors)):
+            what = "parameters do not share memory as they did when the model was compiled"
+            raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=COMPILE_AGAIN)
+        self._module_guards.require_known()
+        self._store(tensors, state)
+        return moved
+
+
+def _describe(state: tuple[Any, ...], device: torch.device) -> str:
+    _, shape, strides, dtype, requires_grad = state
+    return f"{dtype} {tuple(shape)} with strides {strides} on {device}, requires_grad={requires_grad}"
+
+
+def _ties(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return for each tensor the position of the first that shares its memory, and its distance from that in bytes.
+
+    Tensors without memory (empty, or freed, as FSDP does between steps) share none.
+    """
+    first: dict[int, int] = {}
+    found = []
+    for i, t in enumerate(tensors):
+        j = first.setdefault(t.untyped_storage().data_ptr() or -1 - i, i)
+        found.append((j, t.data_ptr() - tensors[j].data_ptr()))
+    return found
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether no byte belongs to two of the tensors."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + _span(t)) for t in tensors if t.numel())
+    return all(one[1] <= two[0] for one, two in pairwise(spans))
+
+
+def _span(t: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last."""
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return int(last + 1) * t.element_size()

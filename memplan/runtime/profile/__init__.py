@@ -1,5 +1,0 @@
-"""Measures steps while they train and makes plans from the measured costs (`costs="measure"`).
-
-Start at `profile_guided.py`, which chooses the plans. `op_timer.py` times the ops of a program, and `measurement.py` is
-the result. Capuchin calls this measured and guided execution.
-"""

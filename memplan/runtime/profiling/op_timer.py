@@ -1,0 +1,229 @@
+"""Measured execution: an `OpTimer` times each op of a program.
+
+It counts whole steps only: a step that ends early, or whose backward is never called, is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
+from memplan.evict.costs import CostModel, signature_of
+from memplan.evict.feedback import link_of
+from memplan.runtime.copies.copies import Copy, Direction
+from memplan.runtime.debug.sanitizers import Sanitizers
+from memplan.runtime.execute.program import Program
+from memplan.runtime.memory.arena import Arena, Memory
+from memplan.runtime.profiling.measurement import CopyTime, Measurement, bases
+
+_PROBES = (1 << 12, 1 << 26)  # bytes of the copies that are timed if a step has too few, at most the size of the arena
+_ROUNDS = 3  # copies of each size
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedCopy:
+    """A planned copy, and the steps of the schedule of its start and its wait."""
+
+    storage: int
+    nth: int
+    direction: Direction
+    started: int
+    waited: int
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One whole training step: when each op began and ended, and (bytes, seconds, stall) of each transfer."""
+
+    begun: tuple[float, ...]
+    ended: tuple[float, ...]
+    copies: tuple[tuple[int, float, float], ...]
+
+
+class _Marks(Protocol):
+    """Points in time, two for each op."""
+
+    def mark(self, index: int) -> Callable[[], None]:
+        """Return a function that records point `index` when it is called."""
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each point after the first one."""
+
+
+class OpTimer:
+    """Times the whole steps of a program. Its runner calls `sanitizers` around each op (`Runner.time`)."""
+
+    def __init__(self, program: Program) -> None:
+        self.plan = program.plan
+        self._device = program.traced.device
+        self._transfers = tuple(_transfers(program))
+        steps = len(self.plan.schedule.order)
+        cuda = self._device.type == "cuda"
+        self._marks: _Marks = _CudaMarks(2 * steps) if cuda else _HostMarks(2 * steps)
+        self._stalled = [0.0] * len(self._transfers)
+        self._samples: list[_Sample] = []
+        befores = [(self._marks.mark(2 * step),) for step in range(steps)]
+        afters = [(self._marks.mark(2 * step + 1),) for step in range(steps)]
+        if steps:
+            befores[0] = (self._begin, *befores[0])  # type: ignore[assignment]
+            afters[-1] = (*afters[-1], self._finish)  # type: ignore[assignment]
+        self.sanitizers = Sanitizers(tuple(befores), tuple(afters))
+
+    @property
+    def samples(self) -> int:
+        """The number of whole steps that were timed."""
+        return len(self._samples)
+
+    def measurement(self, base: CostModel, arena: Arena, *, skip: int = 0) -> Measurement:
+        """Return the medians of all steps after the first `skip`; other costs are those of `base`.
+
+        The arena must be free: if the steps had no copies of two sizes in a direction, copies are timed in it.
+        """
+        samples = self._samples[skip:]
+        assert samples
+        seconds = [median(s.ended[k] - s.begun[k] for s in samples) for k in range(len(samples[0].begun))]
+        copies = tuple(
+            CopyTime(
+                storage=t.storage,
+                name=self.plan.graph.storages[t.storage].name,
+                nth=t.nth,
+                direction=t.direction,
+                started=t.started,
+                waited=t.waited,
+                nbytes=samples[0].copies[k][0],
+                seconds=median(s.copies[k][1] for s in samples),
+                stall=median(s.copies[k][2] for s in samples),
+            )
+            for k, t in enumerate(self._transfers)
+        )
+        return Measurement(
+            plan=self.plan,
+            samples=len(samples),
+            begun=tuple(median(s.begun[k] for s in samples) for k in range(len(seconds))),
+            op_seconds=tuple(seconds),
+            copies=copies,
+            costs=self._costs(base, seconds, copies, arena),
+        )
+
+    def _costs(self, base: CostModel, seconds: Sequence[float], copies: Sequence[CopyTime], arena: Arena) -> CostModel:
+        graph = self.plan.graph
+        times: dict[str, list[float]] = {}
+        for taken, index in zip(seconds, self.plan.schedule.order, strict=True):
+            if graph.ops[index].target not in TRANSFERS:
+                times.setdefault(signature_of(graph, graph.ops[index]), []).append(taken)
+        links = {}
+        for direction, old in ((Direction.TO_HOST, base.to_host), (Direction.TO_DEVICE, base.to_device)):
+            known = [(c.nbytes, c.seconds) for c in copies if c.direction is direction]
+            if len({nbytes for nbytes, _ in known if nbytes}) < 2:
+                known += probe(arena, direction)
+            links[direction] = link_of(known) or old
+        return replace(
+            base,
+            name=f"measured in training on {self._device.type}",
+            measured={**base.measured, **{signature: max(median(found), 0.0) for signature, found in times.items()}},
+            to_host=links[Direction.TO_HOST],
+            to_device=links[Direction.TO_DEVICE],
+        )
+
+    def _begin(self) -> None:
+        self._stalled = [t.copy.stalled for t in self._transfers]
+
+    def _finish(self) -> None:
+        at = self._marks.seconds()
+        begun, ended = tuple(at[::2]), tuple(at[1::2])
+        copies = []
+        for t, before in zip(self._transfers, self._stalled, strict=True):
+            host = self._device.type != "cuda"  # on CUDA the stream waits, not the host
+            stall = t.copy.stalled - before if host else ended[t.waited] - begun[t.waited]
+            copies.append((t.copy.nbytes, t.copy.seconds, stall))
+        self._samples.append(_Sample(begun, ended, tuple(copies)))
+
+
+def probe(arena: Arena, direction: Direction) -> list[tuple[int, float]]:
+    """Return (bytes, seconds) of copies between the arena, which must be free, and the host."""
+    found = []
+    arena.copies.time(True)
+    for nbytes in sorted({min(n, arena.nbytes) for n in _PROBES}):
+        host = Memory(nbytes, torch.device("cpu"), pinned=arena.device.type == "cuda")
+        copy = arena.copies.copy(direction, host.memory)
+        here = arena.memory[:nbytes]
+        pair = (host.memory, here) if direction is Direction.TO_HOST else (here, host.memory)
+        for _ in range(_ROUNDS):
+            copy.start(*pair)
+            copy.wait()
+            found.append((nbytes, copy.seconds))
+        arena.copies.drain()
+    return found
+
+
+class _HostMarks:
+    """Points in time by the clock of the host."""
+
+    def __init__(self, count: int) -> None:
+        self._at = [0.0] * count
+
+    def mark(self, index: int) -> Callable[[], None]:
+        """Return a function that records point `index` when it is called."""
+        at = self._at
+
+        def note() -> None:
+            at[index] = perf_counter()
+
+        return note
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each point after the first one."""
+        return [at - self._at[0] for at in self._at]
+
+
+class _CudaMarks:
+    """Points in time by events of the compute stream."""
+
+    def __init__(self, count: int) -> None:
+        self._events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]
+
+    def mark(self, index: int) -> Callable[[], None]:
+        """Return a function that records point `index` when it is called."""
+        event = self._events[index]
+
+        def note() -> None:
+            event.record()
+
+        return note
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each point after the first one, after waiting for the end of the step."""
+        self._events[-1].synchronize()
+        return [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
+
+
+def _transfers(program: Program) -> Iterator[_TimedCopy]:
+    """Yield the planned copies in the order of their starts, which is that of `program.copies`."""
+    graph, order = program.plan.graph, program.plan.schedule.order
+    base = bases(program.plan)
+    waits: dict[tuple[int, int], list[int]] = {}
+    for step, index in enumerate(order):
+        op = graph.ops[index]
+        if op.target in TRANSFERS and op.target not in (OFFLOAD, RELOAD, SEND):
+            waits.setdefault((op.reads[0], op.reads[1]), []).append(step)
+    copies = iter(program.copies)
+    count: dict[tuple[int, str], int] = {}
+    for step, index in enumerate(order):
+        op = graph.ops[index]
+        if op.target == SEND:
+            next(copies)
+        if op.target not in (OFFLOAD, RELOAD):
+            continue
+        out = op.target == OFFLOAD
+        storage = base(graph.values[(op.reads if out else op.writes)[0]].storage)
+        nth = count[storage, op.target] = count.get((storage, op.target), -1) + 1
+        waited = next((w for w in waits.get((op.reads[0], op.writes[0]), ()) if w > step), len(order) - 1)
+        direction = Direction.TO_HOST if out else Direction.TO_DEVICE
+        yield _TimedCopy(storage, nth, direction, step, waited, next(copies))

@@ -1,0 +1,252 @@
+"""Capture one forward (and backward) of a module as a single functional graph of ATen ops, on fake tensors.
+
+A front end (`front_ends.py`) reads the Python: dynamo first, because it keeps activation checkpoint tags. AOTAutograd
+then traces the joint graph. Nothing is computed and no memory of the model's size is allocated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._dynamo.convert_frame import compile_lock
+
+from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.trace.capture.checkpointed import LostCheckpoint
+from memplan.trace.capture.conjugates import compute_conjugates
+from memplan.trace.capture.effects import with_fake_tensors
+from memplan.trace.capture.fake_layouts import layout_decompositions, settle_layouts
+from memplan.trace.capture.fake_statistics import correct_statistics
+from memplan.trace.capture.front_ends import READINGS, FrontEnd, dynamo, export, identity, is_patched, meta_of
+from memplan.trace.capture.python_values import Reading, with_values
+from memplan.trace.capture.recurrent import RecurrentAsEager, size_workspaces
+from memplan.trace.capture.refusals import require_same_types, require_traceable, unsupported
+from memplan.trace.capture.unfinished_collectives import refuse_unfinished
+from memplan.trace.passes.error_checks import order_checks
+from memplan.trace.passes.overlapping_strides import overlapping_tangents
+from memplan.trace.passes.own_outputs import tag_backward
+from memplan.trace.passes.rewrite import separate_tangents
+
+_LOST_BY_EXPORT = ("fork_rng", "rng_state", "manual_seed")  # dynamo refuses these; export would leave them out
+_OF_INPUT = ("is_input", "alias_of_input")  # AOTAutograd's output types
+
+
+class NoBackward(UnsupportedGraph):
+    """Raised when a model is traced for training and no output of it requires a gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A joint graph with AOTAutograd's descriptors on its placeholders and outputs.
+
+    `in_spec` is the pytree of (args, kwargs), `out_spec` that of the module's result; `inputs` are the flattened
+    example inputs. For each leaf of the result, `differentiable` says whether eager's leaf requires a gradient, and
+    `alias_of` names the placeholder (by position) that it is a view of, or None. `training`: the graph contains the
+    backward. `autocast`: the type that autocast casts to, if the model was traced under it. `readings`: the Python
+    values that are constants of the graph.
+    """
+
+    graph_module: fx.GraphModule
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    inputs: tuple[Any, ...]
+    differentiable: tuple[bool, ...]
+    alias_of: tuple[int | None, ...]
+    training: bool
+    autocast: torch.dtype | None
+    readings: tuple[Reading, ...] = ()
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    train: bool,
+    by_dynamo: bool = False,
+    device: torch.device | None = None,
+) -> Captured:
+    """Trace `model(*args, **kwargs)`, with its backward if `train`. Raises `UnsupportedGraph`.
+
+    The model may hold real, fake or meta parameters; meta ones are traced as if they were on the CPU. `by_dynamo`: the
+    model is one of dynamo's own graphs, which is read as it is and may have no backward. `device`: trace as if the
+    model and its inputs were there.
+    """
+    require_traceable(model)
+    flat, in_spec = pytree.tree_flatten((args, kwargs))
+    inputs, traced = flat, model
+    if device is not None or _any_meta(model, flat):
+        # Meta kernels would trace another attention than the CPU's.
+        traced, flat = with_fake_tensors(model, flat, device="cpu" if device is None else str(device))
+        args, kwargs = pytree.tree_unflatten(flat, in_spec)
+        inputs = flat if device is None else inputs
+    with contextlib.ExitStack() as stack:
+        prepare(stack, traced, train=train)
+        front_ends = (identity,) if by_dynamo else (export,) if is_patched(traced) else (dynamo, export)
+        joint = _capture_joint(stack, traced, args, kwargs, front_ends)
+    return captured(model, joint, in_spec, inputs, train=train and not by_dynamo)
+
+
+def prepare(stack: contextlib.ExitStack, model: nn.Module, *, train: bool) -> None:
+    """Enter the contexts that any front end runs under: no other thread traces, nothing is logged, the model is
+    restored.
+    """
+    # Torch marks tracing by flags of the process, which two threads would leave set forever. Dynamo holds this very
+    # lock when it calls a backend: a lock of our own could cause a deadlock with it.
+    stack.enter_context(compile_lock)
+    stack.enter_context(_restoring(model))
+    stack.enter_context(quiet())
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.set_grad_enabled(train))
+    # The backward runs after the `with torch.autocast` of the forward, not within it.
+    stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+    if train and any(isinstance(m, nn.RNNBase) for m in model.modules()):
+        # cuDNN's LSTM saves a workspace for its backward whose size its fake kernel does not know.
+        stack.enter_context(_without_cudnn())
+
+
+def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Sequence[Any], *, train: bool) -> Captured:
+    """Return AOTAutograd's joint graph, corrected, with the flattened example inputs.
+
+    Raises `UnsupportedGraph` if a backward is missing, and for ops that cannot be planned.
+    """
+    graph_module, out_spec = joint.graph_module, joint.out_spec
+    refuse_unfinished(graph_module.graph)
+    require_same_types(graph_module.graph)
+    order_checks(graph_module.graph)
+    tag_backward(graph_module.graph)
+    separate_tangents(graph_module.graph)
+    _without_assertions(graph_module.graph)
+    compute_conjugates(graph_module.graph)
+    size_workspaces(graph_module.graph)
+    settle_layouts(graph_module.graph)
+    correct_statistics(graph_module.graph)
+    leaves = joint._aot_state.fw_metadata.output_info
+    has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
+    if train and not has_backward:
+        raise NoBackward(
+            type(model).__name__,
+            "computes no output that requires a gradient, so there is no backward to plan",
+            "return what is computed from parameters that require gradients (no views of them), or pass train=False",
+        )
+    return Captured(
+        graph_module=graph_module,
+        in_spec=in_spec,
+        out_spec=out_spec,
+        inputs=tuple(inputs),
+        differentiable=tuple(leaf.requires_grad for leaf in leaves),
+        alias_of=tuple(leaf.base_idx if leaf.output_type.name in _OF_INPUT else None for leaf in leaves),
+        training=has_backward,
+        autocast=autocast_dtype("cpu") or autocast_dtype("cuda"),
+        readings=with_values(graph_module.meta.get(READINGS, ()), model),
+    )
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the type that autocast casts to on these devices; None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _without_assertions(graph: fx.Graph) -> None:
+    """Erase export's assertions on the dtypes of what it converts: the trace has settled them."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Turn cuDNN off. `torch.backends.cudnn.flags` would also set other flags."""
+    before = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(before)
+
+
+@contextlib.contextmanager
+def _restoring(model: nn.Module) -> Iterator[None]:
+    """Restore parameters and buffers: AOTAutograd leaves its fake ones in a submodule that has two names."""
+    held: list[tuple[Any, Any]] = [(own, dict(own)) for m in model.modules() for own in (m._parameters, m._buffers)]
+    try:
+        yield
+    finally:
+        for own, before in held:
+            own.update(before)
+
+
+def _capture_joint(
+    stack: contextlib.ExitStack,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    front_ends: tuple[FrontEnd, ...],
+) -> Any:
+    """Try each front end in turn. If all fail, raise the error that is clearest to the user."""
+    complaints: list[Exception] = []
+    for front_end in front_ends:
+        try:
+            module = front_end(model, args, kwargs)
+            joint = export_joint(stack, module, args, kwargs)
+            joint.graph_module.meta[READINGS] = meta_of(module).get(READINGS, ())
+            return joint
+        except MemplanError:
+            raise
+        except Exception as error:  # whatever a front end raises, the next one may succeed
+            complaints.append(error)
+            if any(word in str(error) for word in _LOST_BY_EXPORT):
+                break
+    # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
+    hidden = "Observed exception" in str(complaints[0]) and not isinstance(complaints[-1], LostCheckpoint)
+    clearest = complaints[-1 if hidden else 0]
+    raise unsupported(model, clearest) from clearest
+
+
+def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return AOTAutograd's joint graph of a front end's module; no gradient that comes in has elements that share
+    bytes.
+
+    AOTAutograd gives the gradient of an output the output's own strides. Those of `unfold` and `as_strided` have no
+    room for a gradient for each element. The graph is then traced again with dense gradients, as eager's backward gets.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with RecurrentAsEager():
+        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, decompositions=layout_decompositions())
+        if overlapping_tangents(joint.graph_module.graph):
+            with torch._functorch.config.patch(guess_tangent_strides_as_outputs=False):
+                joint = aot_export_joint_with_descriptors(
+                    stack, module, args, kwargs, decompositions=layout_decompositions()
+                )
+    return joint
+
+
+def _any_meta(model: nn.Module, flat: list[Any]) -> bool:
+    """Return whether the model or its inputs hold meta tensors."""
+    tensors = (*model.parameters(), *model.buffers(), *(x for x in flat if isinstance(x, torch.Tensor)))
+    return any(t.device.type == "meta" for t in tensors)
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    """Return whether a placeholder is a gradient that comes in."""
+    return bool(node.meta["desc"].is_tangent())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress warnings and logs of tracing about its own internals, which are noise to a user of memplan."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,38 @@
+"""The interface through which planning has a captured step traced again, with other ops for the same results."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from memplan.core.division import Division
+from memplan.errors import UnsupportedProblem
+from memplan.trace.traced import TracedGraph
+
+
+class Retracer(Protocol):
+    """Traces one captured step as often as planning asks.
+
+    A variant of a step computes the same by other ops. Functions that may plan another variant take a retracer as an
+    argument; where they get None, the step is planned as it was traced.
+    """
+
+    def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
+        """Return one variant of the step.
+
+        Args:
+            division: How chains of rows are divided into blocks; None: not at all.
+            compress: How saved activations are compressed ("bits", "int8"); "": not at all.
+        """
+
+
+def retraced(traced: TracedGraph, retracer: Retracer | None, division: Division | None, compress: str) -> TracedGraph:
+    """Return this variant of a step: `traced` itself if that is the one, else what `retracer` makes.
+
+    Raises `UnsupportedProblem` if that needs a retracer and there is none.
+    """
+    if (division, compress) == (traced.division, traced.compress):
+        return traced
+    if retracer is None:
+        hint = "leave out divide= and compress="
+        raise UnsupportedProblem("this step cannot be traced again", where="divide", hint=hint)
+    return retracer.retrace(division=division, compress=compress)

@@ -1,0 +1,50 @@
+"""Small random problems with every feature, and the definitions that kernels are compared with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from memplan.core.problem import Buffer, Interval, Problem
+from memplan.solvers.arrays.problem_arrays import ProblemArrays, core_of
+
+
+def small_problem(seed: int, *, most: int = 9, aligned: bool = True, gaps: bool = True, pins: bool = False) -> Problem:
+    """Up to `most` buffers of 1 to 9 bytes within 10 steps; at most one of them is pinned."""
+    chance = random.Random(seed)
+    made: list[Buffer] = []
+    for i in range(chance.randint(1, most)):
+        start = chance.randrange(8)
+        end = start + chance.randint(1, 10 - start)
+        cuts = sorted(chance.sample(range(start + 1, end), 2 * ((end - start - 1) // 2))) if end - start > 2 else []
+        holes = tuple(Interval(a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=True))
+        made.append(
+            Buffer(
+                id=f"b{i}",
+                size=chance.randint(1, 9),
+                live=Interval(start, end),
+                alignment=chance.choice((1, 1, 2, 4)) if aligned else 1,
+                gaps=holes if gaps and chance.random() < 0.4 else (),
+            )
+        )
+    if pins and chance.random() < 0.5:
+        b = made[0]
+        made[0] = Buffer(id=b.id, size=b.size, live=b.live, gaps=b.gaps, pinned_offset=chance.randrange(12))
+    return Problem(buffers=tuple(made))
+
+
+def small_cores(count: int, **options: bool | int) -> Iterator[tuple[int, ProblemArrays]]:
+    """(seed, arrays) of `count` small problems."""
+    for seed in range(count):
+        yield seed, core_of(small_problem(seed, **options))  # type: ignore[arg-type]
+
+
+def sections_of_buffer(core: ProblemArrays, b: int) -> set[int]:
+    """The sections in which `b` is alive."""
+    ranges = range(int(core.seg_ptr[b]), int(core.seg_ptr[b + 1]))
+    return {s for k in ranges for s in range(int(core.seg_lo[k]), int(core.seg_hi[k]))}
+
+
+def alive_together(core: ProblemArrays, one: int, two: int) -> bool:
+    """Whether two buffers share a section."""
+    return bool(sections_of_buffer(core, one) & sections_of_buffer(core, two))

@@ -1,0 +1,132 @@
+"""First-fit and best-fit, and the pairs alive together, against their definitions on small problems."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from memplan.solvers.arrays import fit_kernel
+from memplan.solvers.arrays.heuristics import unplaced
+from memplan.solvers.arrays.instance import instance_of
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
+from tests.solvers.small import alive_together, sections_of_buffer, small_cores
+
+
+def _holes(core: ProblemArrays, b: int, offsets: list[int]) -> list[tuple[int, int]]:
+    """(lowest aligned offset, room above it) of each free range that takes `b`, lowest first; the last has no end."""
+    taken = {
+        byte
+        for c in range(core.n)
+        if offsets[c] >= 0 and alive_together(core, b, c)
+        for byte in range(offsets[c], offsets[c] + int(core.size[c]))
+    }
+    size, align, low = int(core.size[b]), int(core.align[b]), int(core.low[b])
+    free = [at for at in range(max(taken, default=0) + low + size + align + 1) if at >= low and at not in taken]
+    found: list[tuple[int, int]] = []
+    for at in free:
+        if (at % align == 0 and all(byte not in taken for byte in range(at, at + size))) and not any(
+            first <= at < first + room for first, room in found
+        ):
+            above = [byte for byte in taken if byte >= at]
+            found.append((at, min(above) - at if above else 1 << 40))
+    return found
+
+
+def _placed(core: ProblemArrays, order: Ints, offsets: Ints, *, best: bool) -> list[int]:
+    """The offsets of first-fit (best-fit: the least room, then the lowest) by the definition."""
+    found: list[int] = offsets.tolist()
+    for b in order.tolist():
+        holes = _holes(core, b, found)
+        found[b] = min(holes, key=lambda hole: (hole[1] if best else 0, hole[0]))[0]
+    return found
+
+
+def _both(core: ProblemArrays, order: Ints, start: Ints, policy: int) -> list[list[int]]:
+    many, few = start.copy(), start.copy()
+    rest = (core.size, core.align, core.low, core.seg_ptr, core.seg_lo, core.seg_hi)
+    fit_kernel.fit(order, policy, *rest, core.sections, many)
+    fit_kernel.fit_few(order, policy, *rest, few)
+    return [many.tolist(), few.tolist()]
+
+
+@pytest.mark.parametrize("policy", [fit_kernel.FIRST, fit_kernel.BEST])
+def test_each_buffer_takes_the_first_or_the_tightest_free_offset(policy: int) -> None:
+    for seed, core in small_cores(150, most=12, pins=True):
+        lifted = replace(core, low=np.where(core.pinned, core.low, core.low + seed % 4))
+        start = unplaced(lifted)
+        order = np.random.default_rng(seed).permutation(np.flatnonzero(~core.pinned))
+        expected = _placed(lifted, order, start, best=policy == fit_kernel.BEST)
+        assert _both(lifted, order, start, policy) == [expected, expected], seed
+
+
+def test_placed_buffers_are_met_in_any_order_of_their_offsets() -> None:
+    """Some buffers are placed before the call, with overlaps: nothing says that they form a valid placement."""
+    for seed, core in small_cores(100, most=12):
+        chance = random.Random(seed)
+        start = np.array([chance.choice((-1, chance.randrange(20))) for _ in range(core.n)], np.int64)
+        order = np.flatnonzero(start < 0)
+        for policy, best in ((fit_kernel.FIRST, False), (fit_kernel.BEST, True)):
+            expected = _placed(core, order, start, best=best)
+            assert _both(core, order, start, policy) == [expected, expected], seed
+
+
+def test_an_exact_hole_is_used_and_equal_holes_go_to_the_lower_one() -> None:
+    size = np.array([2, 3, 2, 3, 2, 3, 3], np.int64)
+    start = np.array([0, -1, 5, -1, 10, -1, -1], np.int64)  # holes [2, 5), [7, 10) and from 12 on
+    n = len(size)
+    segments = (np.arange(n + 1), np.zeros(n, np.int64), np.ones(n, np.int64))
+    for policy in (fit_kernel.FIRST, fit_kernel.BEST):
+        offsets = start.copy()
+        fit_kernel.fit_few(np.array([1, 3, 5, 6]), policy, size, np.ones(n, np.int64), np.zeros(n, np.int64),
+                           *segments, offsets)  # fmt: skip
+        assert offsets.tolist() == [0, 2, 5, 7, 10, 12, 15]
+
+
+def test_many_sections_are_searched_as_few_are() -> None:
+    """A segment tree of up to 32 leaves, with intervals of every length in it."""
+    for seed in range(12):
+        chance = random.Random(seed)
+        sections = chance.randint(9, 32)
+        lo = np.array([chance.randrange(sections) for _ in range(30)], np.int64)
+        hi = np.array([chance.randint(a + 1, sections) for a in lo.tolist()], np.int64)
+        size = np.array([chance.randint(1, 9) for _ in range(30)], np.int64)
+        rest = (size, np.ones(30, np.int64), np.zeros(30, np.int64), np.arange(31), lo, hi)
+        order = np.array(chance.sample(range(30), 30), np.int64)
+        for policy in (fit_kernel.FIRST, fit_kernel.BEST):
+            many, few = np.full(30, -1, np.int64), np.full(30, -1, np.int64)
+            fit_kernel.fit(order, policy, *rest, sections, many)
+            fit_kernel.fit_few(order, policy, *rest, few)
+            assert many.tolist() == few.tolist()
+
+
+def test_neighbours_and_members_are_who_is_alive_together() -> None:
+    for seed, core in small_cores(150):
+        piece = instance_of(core, core.max_offset(100))
+        for b in range(core.n):
+            found = piece.adj[piece.adj_ptr[b] : piece.adj_ptr[b + 1]].tolist()
+            assert sorted(found) == [c for c in range(core.n) if c != b and alive_together(core, b, c)], seed
+        assert piece.adj_ptr[-1] == len(piece.adj)
+        for s in range(core.sections):
+            inside = piece.mem[piece.mem_ptr[s] : piece.mem_ptr[s + 1]].tolist()
+            assert inside == [b for b in range(core.n) if s in sections_of_buffer(core, b)], seed
+        assert piece.mem_ptr[-1] == len(piece.mem)
+
+
+def test_hulls_that_overlap_without_a_common_section_are_not_alive_together() -> None:
+    """All pairs of live intervals with at most one gap within five sections."""
+    lives: list[tuple[tuple[int, int], ...]] = [((a, b),) for a, b in itertools.combinations(range(6), 2)]
+    lives += [((a, b), (c, d)) for a, b, c, d in itertools.combinations(range(6), 4)]
+    ptr = np.concatenate((np.zeros(1, np.int64), np.cumsum([len(life) for life in lives])))
+    segments = np.array([segment for life in lives for segment in life], np.int64)
+    lo, hi = segments[ptr[:-1], 0], segments[ptr[1:] - 1, 1]
+    seg_lo, seg_hi = segments[:, 0].copy(), segments[:, 1].copy()
+    by_start = np.argsort(lo, kind="stable")
+    adj_ptr, adj = fit_kernel.neighbours(len(lives), ptr, seg_lo, seg_hi, lo, hi, by_start)
+    inside = [{s for a, b in life for s in range(a, b)} for life in lives]
+    for b, mine in enumerate(inside):
+        expected = {c for c, other in enumerate(inside) if c != b and mine & other}
+        assert set(adj[adj_ptr[b] : adj_ptr[b + 1]].tolist()) == expected

@@ -1,0 +1,304 @@
+"""The heuristics over arrays, and the bounds of CP-SAT, on problems whose answers are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.core.problem import Buffer, Interval, Problem
+from memplan.solvers import SolverLimits, thresholds
+from memplan.solvers.arrays import heuristics
+from memplan.solvers.arrays.heuristics import fill, first_answers, first_fit, pairs_alive_together, unplaced
+from memplan.solvers.arrays.instance import PieceOutcome, instance_of
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, core_of
+from memplan.solvers.limits import Budget
+from memplan.solvers.search import cpsat_model, squeaky_wheel
+from memplan.solvers.search.eject import Ejection, Learnt
+from tests.solvers.small import small_cores
+from tests.strategies import problems
+
+
+def _core(*rows: tuple[int, int, int], alignment: int = 1) -> ProblemArrays:
+    """Buffers (size, start, end)."""
+    return core_of(
+        Problem(
+            buffers=tuple(
+                Buffer(id=str(i), size=size, live=Interval(a, b), alignment=alignment)
+                for i, (size, a, b) in enumerate(rows)
+            )
+        )
+    )
+
+
+def test_pairs_are_those_whose_hulls_overlap() -> None:
+    for _, core in small_cores(100, most=14):
+        expected = sum(
+            bool(core.lo[b] < core.hi[c] and core.lo[c] < core.hi[b]) for b in range(core.n) for c in range(b)
+        )
+        assert pairs_alive_together(core) == expected
+
+
+def test_first_answers_go_by_size_then_by_area_then_by_life() -> None:
+    for _, core in small_cores(60, most=12, pins=True):
+        life = core.hi - core.lo
+        expected = []
+        for key in (core.size, core.size * life, life):
+            order = sorted(np.flatnonzero(~core.pinned).tolist(), key=lambda b: (-key[b], core.lo[b], b))
+            for best in (False, True):
+                offsets = unplaced(core)
+                first_fit(core, np.array(order, np.int64), offsets, best=best)
+                expected.append(offsets.tolist())
+        assert [offsets.tolist() for offsets in first_answers(core)] == expected
+
+
+def test_with_too_many_pairs_an_allocator_answers_unless_a_buffer_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = _core((4, 0, 3), (2, 1, 4), (3, 2, 5))
+    assert pairs_alive_together(core) == 3
+    for most, count in ((3, 6), (2, 2)):
+        monkeypatch.setattr(thresholds, "PAIRS", most)
+        assert len(list(first_answers(core))) == count
+    assert [o.tolist() for o in first_answers(core)] == [o.tolist() for o in heuristics.online(core, False, True)]
+    pinned = core_of(Problem(buffers=(Buffer(id="a", size=4, live=Interval(0, 3), pinned_offset=0),
+                                      Buffer(id="b", size=2, live=Interval(1, 4)),
+                                      Buffer(id="c", size=3, live=Interval(2, 5)))))  # fmt: skip
+    assert len(list(first_answers(pinned))) == 6
+
+
+def _filled(
+    core: ProblemArrays, capacity: int, placed: dict[int, int], order: list[int]
+) -> tuple[list[int], list[int]]:
+    offsets = np.full(core.n, -1, np.int64)
+    for b, at in placed.items():
+        offsets[b] = at
+    above = fill(core, np.array(order), core.max_offset(capacity), offsets)
+    return offsets.tolist(), above.tolist()
+
+
+def test_fill_stacks_where_that_fits_and_uses_holes_for_the_rest() -> None:
+    core = _core((4, 0, 2), (3, 0, 2), (2, 0, 2), (1, 0, 9))
+    assert _filled(core, 10, {0: 0}, [1, 2, 3]) == ([0, 4, 7, 9], [])
+    assert _filled(core, 10, {0: 3}, [1, 2, 3]) == ([3, 7, 0, 2], [])  # on top fits only the first
+    assert _filled(core, 10, {0: 5}, [1, 2, 3]) == ([5, 0, 3, 9], [])
+    assert _filled(core, 9, {0: 0}, [1, 2, 3]) == ([0, 4, 7, 9], [3])
+    assert _filled(core, 8, {0: 0}, [1, 2, 3]) == ([0, 4, 8, 7], [2])
+
+
+def test_fill_starts_again_with_first_fit_where_the_skyline_wasted_a_hole() -> None:
+    """On the skyline the first goes above the placed one, and then nothing is left for the second."""
+    core = _core((4, 0, 2), (2, 0, 2), (3, 0, 2))
+    assert _filled(core, 9, {0: 2}, [1, 2]) == ([2, 0, 6], [])
+
+
+def test_fill_gives_up_early_where_first_fit_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = _core((4, 0, 2), (2, 0, 2), (3, 0, 2))
+    monkeypatch.setattr(thresholds, "PAIRS", 0.28)
+    assert _filled(core, 9, {0: 2}, [1, 2]) == ([2, 6, 8], [2])
+    monkeypatch.setattr(thresholds, "PAIRS", 0.3)
+    assert _filled(core, 9, {0: 2}, [1, 2])[1] == []
+
+
+def test_fill_spends_work_on_what_the_skyline_refused() -> None:
+    core = _core(*((2, 0, 2) for _ in range(33)), (3, 0, 2))
+    budget = Budget(SolverLimits(work=10_000))
+    offsets = np.full(core.n, -1, np.int64)
+    assert len(fill(core, np.arange(34), core.max_offset(69), offsets, budget)) == 0
+    assert budget.spent == 1
+    refused = fill(core, np.arange(34), core.max_offset(50), np.full(core.n, -1, np.int64), budget)
+    pairs = 34 * 33 // 2
+    assert budget.spent == 2 + len(refused) * 2 * pairs // 34 // 16
+
+
+def test_first_fit_selects_the_kernel_by_the_number_of_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memplan.solvers.arrays import fit_kernel
+
+    used: list[str] = []
+    monkeypatch.setattr(fit_kernel, "fit", lambda *_: used.append("fit"))
+    monkeypatch.setattr(fit_kernel, "fit_few", lambda *_: used.append("few"))
+    core = _core((1, 0, 1), (1, 0, 1))
+    for few in (1, 2):
+        monkeypatch.setattr(thresholds, "FEW", few)
+        first_fit(core, np.arange(2), unplaced(core))
+    assert used == ["fit", "few"]
+
+
+# -- squeaky-wheel optimization ------------------------------------------------------------------------------
+
+
+def _orders(monkeypatch: pytest.MonkeyPatch, core: ProblemArrays, goal: Ints, budget: Budget) -> list[list[int]]:
+    orders: list[list[int]] = []
+
+    def noted(core: ProblemArrays, order: Ints, offsets: Ints) -> None:
+        orders.append(order.tolist())
+        first_fit(core, order, offsets)
+
+    monkeypatch.setattr(squeaky_wheel, "first_fit", noted)
+    list(squeaky_wheel.rounds(core, goal, budget))
+    return orders
+
+
+def test_a_buffer_above_its_goal_is_promoted_until_it_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = _core((9, 0, 2), (6, 0, 2), (1, 5, 6))
+    goal = np.array([9, 0, 9])
+    orders = _orders(monkeypatch, core, goal, Budget(SolverLimits(work=5)))
+    # Keys 9, 6 and nearly 0; times 1.3 in each round in which the second lies at 9: 6, 7.8, 10.1.
+    assert orders == [[0, 1, 2], [0, 1, 2], [1, 0, 2], [1, 0, 2], [1, 0, 2]]
+
+
+def test_buffers_in_busy_sections_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is larger, but where it lives the load is half: (1/2) ** 8 of its size counts."""
+    core = _core((10, 0, 2), (7, 5, 7), (13, 5, 7))
+    goal = core.max_offset(100)
+    assert _orders(monkeypatch, core, goal, Budget(SolverLimits(work=1))) == [[2, 1, 0]]
+
+
+@given(problem=problems(aligned=False), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataObject) -> None:
+    core = core_of(problem)
+    if core.n:
+        value = np.array(data.draw(st.lists(st.integers(0, 99), min_size=core.sections, max_size=core.sections)))
+        expected = [value[lo:hi].max() for lo, hi in zip(core.lo, core.hi, strict=True)]
+        assert squeaky_wheel._highest(value, core.lo, core.hi).tolist() == expected
+
+
+def test_a_round_that_would_not_end_in_time_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = _core((9, 0, 2), (6, 0, 2), (1, 5, 6))
+    budget = Budget(SolverLimits(seconds=100.0))
+    for pairs, count in ((600_000_000, 0), (400_000_000, 1)):
+        monkeypatch.setattr(squeaky_wheel, "pairs_alive_together", lambda core, pairs=pairs: pairs)
+        rounds = squeaky_wheel.rounds(core, core.max_offset(100), budget)
+        assert len([offsets for offsets, _ in zip(rounds, range(1), strict=False)]) == count
+
+
+def test_a_round_spends_work_for_its_pairs() -> None:
+    core = _core(*((1 + k % 3, 0, 2) for k in range(30)))
+    budget = Budget(SolverLimits(work=1_000))
+    rounds = squeaky_wheel.rounds(core, core.max_offset(100), budget)
+    for count in (1, 2, 3):
+        next(rounds)
+        assert budget.spent == count * (30 * 29 // 2 // 16 + 1)
+
+
+def test_keys_stay_finite() -> None:
+    core = _core((9, 0, 2), (6, 0, 2), (1, 5, 6))
+    rounds = squeaky_wheel.rounds(core, np.array([-1, -1, -1]), Budget(SolverLimits(work=4_000)))
+    assert {tuple(offsets.tolist()) for offsets in rounds} == {(0, 9, 0)}
+
+
+# -- CP-SAT ---------------------------------------------------------------------------------------------------
+
+
+def _ring() -> ProblemArrays:
+    """Three buffers that meet in a ring: 60 bytes are the least, max live is 40."""
+    return core_of(Problem(buffers=(Buffer(id="a", size=20, live=Interval(0, 5), gaps=(Interval(1, 4),)),
+                                    Buffer(id="b", size=20, live=Interval(0, 3)),
+                                    Buffer(id="c", size=20, live=Interval(2, 5)))))  # fmt: skip
+
+
+def test_cpsat_minimizes_and_proves() -> None:
+    core = _ring()
+    outcome, offsets, bound = cpsat_model.minimise(core, np.array([0, 2, 4]), Budget(SolverLimits(work=10**6)))
+    assert (outcome, sorted(offsets.tolist()), bound) == (PieceOutcome.SOLVED, [0, 1, 2], 60)
+    exact = _core((33, 0, 2), (40, 0, 2), alignment=64)
+    outcome, offsets, bound = cpsat_model.minimise(exact, np.array([0, 3]), Budget(SolverLimits(work=10**6)))
+    assert (outcome, sorted(offsets.tolist()), bound) == (PieceOutcome.SOLVED, [0, 1], 97)
+
+
+def test_cpsat_decides_a_capacity() -> None:
+    core = _ring()
+    for capacity, expected in ((59, PieceOutcome.EXHAUSTED), (60, PieceOutcome.SOLVED)):
+        budget = Budget(SolverLimits(work=10**6))
+        outcome, offsets = cpsat_model.decide(core, core.max_offset(capacity), core.low, budget)
+        assert outcome is expected
+        assert sorted(offsets.tolist()) == ([0, 1, 2] if outcome is PieceOutcome.SOLVED else [])
+        assert budget.spent >= 1
+
+
+def test_cpsat_respects_lowest_offsets_and_alignments() -> None:
+    core = core_of(Problem(buffers=(Buffer(id="pin", size=4, live=Interval(0, 2), pinned_offset=4),
+                                    Buffer(id="a", size=3, live=Interval(0, 2), alignment=2),
+                                    Buffer(id="b", size=2, live=Interval(1, 2), alignment=4))))  # fmt: skip
+    outcome, offsets = cpsat_model.decide(core, core.max_offset(13), core.low, Budget(SolverLimits(work=10**6)))
+    assert outcome is PieceOutcome.SOLVED
+    assert (offsets * core.unit).tolist()[0] == 4
+    assert [int(at * core.unit) % align for at, align in zip(offsets, (1, 2, 4), strict=True)] == [0, 0, 0]
+    assert cpsat_model.decide(core, core.max_offset(9), core.low, Budget(SolverLimits(work=10**6)))[0] is (
+        PieceOutcome.EXHAUSTED
+    )
+
+
+class _Solver:
+    """Stands for CP-SAT: records its limits and finds nothing."""
+
+    limits: dict[str, float] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.parameters = self
+        self.deterministic_time = 0.5
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, float | int):
+            self.limits[name] = value
+        object.__setattr__(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("limits", "seconds", "deterministic"),
+    [
+        (SolverLimits(work=400_000), None, 2.0),
+        (SolverLimits(work=0), None, 0.05),
+        (SolverLimits(seconds=1e-9), 0.05, None),
+        (SolverLimits(seconds=1e6, work=10**6), 1e6, 5.0),
+    ],
+)
+def test_cpsat_runs_within_the_budget_with_one_worker(
+    monkeypatch: pytest.MonkeyPatch, limits: SolverLimits, seconds: float | None, deterministic: float | None
+) -> None:
+    from ortools.sat.python import cp_model
+
+    monkeypatch.setattr(_Solver, "limits", {})
+    monkeypatch.setattr(cp_model, "CpSolver", _Solver)
+    monkeypatch.setattr(cpsat_model, "run", lambda solver, model: cp_model.UNKNOWN)
+    core, budget = _ring(), Budget(limits)
+    assert cpsat_model.decide(core, core.max_offset(60), core.low, budget)[0] is PieceOutcome.LIMIT
+    assert _Solver.limits["num_workers"] == 1
+    assert _Solver.limits.get("max_deterministic_time") == deterministic
+    assert _Solver.limits.get("max_time_in_seconds") == (None if seconds is None else pytest.approx(seconds, rel=1e-3))
+    assert budget.spent == 100_001
+
+
+# -- ejection search ------------------------------------------------------------------------------------------
+
+
+def test_what_was_learnt_is_kept_where_it_fits() -> None:
+    core = _core((4, 0, 2), (3, 0, 2), (2, 0, 2))
+    piece = instance_of(core, core.max_offset(9))
+    learnt = Learnt(np.array([6, 2, 5]))
+    assert Ejection(piece, 0, learnt).offsets.tolist() == [-1, 2, 5]
+    assert learnt.offsets.tolist() == [-1, 2, 5]
+    assert Ejection(piece, 0).offsets.tolist() == [-1, -1, -1]
+
+
+def test_first_penalties_go_by_the_root_of_the_area_and_the_mean_is_a_thousand() -> None:
+    core = _core((4, 0, 3), (1, 0, 1), (7, 2, 4))
+    assert (core.hi - core.lo).tolist() == [2, 1, 1]
+    learnt = Learnt(np.full(3, -1, np.int64))
+    Ejection(instance_of(core, core.max_offset(20)), 0, learnt)
+    assert learnt.penalty is not None
+    mean = (8 + 1 + 7) / 3
+    assert learnt.penalty.tolist() == [int(1_000 * (area / mean) ** 0.5) for area in (8, 1, 7)]
+    kept = Learnt(np.full(3, -1, np.int64), np.array([5, 6, 7]))
+    Ejection(instance_of(core, core.max_offset(20)), 0, kept)
+    assert kept.penalty is not None
+    assert kept.penalty.tolist() == [5, 6, 7]
+
+
+def test_a_run_takes_no_more_turns_than_asked_and_counts_them() -> None:
+    core = _core(*((k + 1, 0, 2) for k in range(8)))
+    budget = Budget(SolverLimits(work=1_000))
+    ejection = Ejection(instance_of(core, core.max_offset(36)), 0)
+    assert not ejection.run(3, budget)
+    assert (ejection.offsets >= 0).sum() == 4  # one more than asked
+    assert budget.spent == 5

@@ -1,0 +1,106 @@
+"""Budgets: what is left, what may run next, and what inner budgets spend of outer ones."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from memplan.solvers.limits import DEFAULT_WORK, Budget, SolverLimits
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that budgets read, seconds; tests set it."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_without_limits_there_is_a_default_of_work() -> None:
+    assert Budget(SolverLimits()).remaining_work() == DEFAULT_WORK == 1_000_000
+    assert Budget(SolverLimits()).remaining_seconds() is None
+    assert Budget(SolverLimits(seconds=5.0)).remaining_work() is None
+    assert Budget(SolverLimits(seconds=5.0, work=7)).remaining_work() == 7
+
+
+def test_time_is_counted_from_the_start(clock: list[float]) -> None:
+    budget = Budget(SolverLimits(seconds=8.0))
+    clock[0] = 103.0
+    assert (budget.seconds, budget.remaining_seconds(), budget.is_over) == (3.0, 5.0, False)
+    inner = budget.share(0.4)
+    assert (inner.remaining_seconds(), inner.seconds) == (2.0, 0.0)
+    clock[0] = 105.0
+    assert (inner.is_over, inner.remaining_seconds(), budget.is_over) == (True, 0.0, False)
+    clock[0] = 108.0
+    assert budget.is_over
+    clock[0] = 109.0
+    assert budget.remaining_seconds() == 0.0
+    assert budget.share(0.5).remaining_seconds() == 0.0
+
+
+def test_an_inner_budget_ends_with_the_outer_one(clock: list[float]) -> None:
+    outer = Budget(SolverLimits(work=100))
+    inner = outer.share(1.0)
+    outer.spend(100, 1)
+    assert inner.spent == 0
+    assert inner.is_over
+    timed = Budget(SolverLimits(seconds=2.0, work=1_000))
+    part = timed.slice(10)
+    assert not part.is_over
+    clock[0] = 102.0
+    assert part.is_over
+
+
+def test_work_is_counted_in_proportion_to_the_buffers_above_two_hundred() -> None:
+    for nodes, buffers, units in ((10, 1, 11), (10, 200, 11), (10, 300, 16), (10, 400, 21), (3, 250, 4), (0, 9, 1)):
+        budget = Budget(SolverLimits(work=100))
+        budget.spend(nodes, buffers)
+        assert (budget.spent, budget.remaining_work()) == (units, 100 - units)
+    budget.spend(1_000, 1)
+    assert budget.remaining_work() == 0
+
+
+def test_work_ends_exactly_at_the_limit() -> None:
+    budget = Budget(SolverLimits(work=12))
+    budget.spend(10, 1)
+    before = budget.is_over
+    budget.spend(0, 1)
+    assert (before, budget.is_over) == (False, True)
+    assert Budget(SolverLimits(work=0)).is_over
+
+
+def test_shares_and_slices_are_of_the_rest() -> None:
+    outer = Budget(SolverLimits(work=1_001))
+    outer.spend(100, 1)
+    assert [outer.share(part).remaining_work() for part in (0.0, 0.5, 1.0)] == [0, 450, 900]
+    assert [outer.slice(work).remaining_work() for work in (0, 899, 900, 901)] == [0, 899, 900, 900]
+    inner = outer.share(0.5).slice(100)
+    inner.spend(9, 1)
+    assert (inner.spent, outer.spent, outer.remaining_work()) == (10, 111, 890)
+    outer.spend(2_000, 1)
+    assert outer.share(0.5).remaining_work() == 0
+    assert Budget(SolverLimits(seconds=9.0)).slice(5).remaining_work() == 5
+
+
+def test_nodes_stay_within_every_budget_and_are_at_least_one() -> None:
+    outer = Budget(SolverLimits(work=100))
+    assert [outer.nodes(wanted, 1) for wanted in (0, 1, 99, 100, 101, 102, 1_000)] == [1, 1, 99, 100, 101, 101, 101]
+    assert outer.nodes(1_000, 400) == 51
+    assert outer.nodes(1_000, 300) == 67
+    inner = outer.share(1.0)
+    outer.spend(59, 1)
+    assert inner.nodes(1_000, 1) == 41
+    inner.spend(29, 1)
+    assert outer.nodes(1_000, 1) == inner.nodes(1_000, 1) == 11
+    outer.spend(500, 1)
+    assert outer.nodes(1_000, 1) == 1
+
+
+def test_with_a_time_limit_the_clock_is_read_often() -> None:
+    """No call runs more than 20,000 units before it looks at the time again."""
+    timed = Budget(SolverLimits(seconds=60.0))
+    assert [timed.nodes(10**6, n) for n in (1, 200, 400, 2_000)] == [20_001, 20_001, 10_001, 2_001]
+    assert timed.share(0.5).nodes(10**6, 1) == 20_001
+    assert timed.nodes(5, 1) == 5
+    assert Budget(SolverLimits(work=10**6)).nodes(10**5, 1) == 10**5

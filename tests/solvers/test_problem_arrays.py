@@ -1,0 +1,151 @@
+"""Units, sections and limits of the arrays, against their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from memplan.core.problem import Buffer, Interval, Problem
+from memplan.solvers import thresholds
+from memplan.solvers.arrays import problem_arrays
+from memplan.solvers.arrays.problem_arrays import core_of, load_of, subset
+from tests.solvers.small import alive_together, sections_of_buffer, small_problem
+
+
+def _buffer(name: str, size: int, start: int, end: int, *, alignment: int = 1, pin: int | None = None) -> Buffer:
+    return Buffer(id=name, size=size, live=Interval(start, end), alignment=alignment, pinned_offset=pin)
+
+
+def test_every_quantity_is_a_multiple_of_the_unit_and_the_unit_is_the_largest_such() -> None:
+    for seed in range(150):
+        problem = small_problem(seed, pins=True)
+        core = core_of(problem)
+        shared = math.gcd(*(b.alignment for b in problem.buffers))
+        rounded = [math.ceil(b.size / shared) * shared for b in problem.buffers]
+        pins = [b.pinned_offset or 0 for b in problem.buffers]
+        unit = math.gcd(*rounded, *pins)
+        for alignment in sorted({b.alignment for b in problem.buffers}):
+            unit = unit if unit % alignment == 0 else math.gcd(unit, alignment)
+        assert core.unit == unit, seed
+        assert (core.size * unit).tolist() == rounded
+        assert core.raw.tolist() == [b.size for b in problem.buffers]
+        assert (core.low * unit).tolist() == pins
+        assert core.pinned.tolist() == [b.pinned_offset is not None for b in problem.buffers]
+        for b, align in zip(problem.buffers, core.align.tolist(), strict=True):
+            multiples = {at for at in range(0, 64, unit) if at % b.alignment == 0}
+            assert multiples == set(range(0, 64, align * unit)), seed
+
+
+def test_units_by_hand() -> None:
+    core = core_of(Problem(buffers=(_buffer("a", 100, 0, 2, alignment=64), _buffer("b", 200, 1, 3, alignment=64))))
+    assert (core.unit, core.size.tolist(), core.align.tolist()) == (128, [1, 2], [1, 1])
+    assert (core.max_offset(328).tolist(), core.max_offset(327).tolist()) == ([1, 1], [1, 0])
+    assert (core.max_offset(99).tolist(), core.ceiling(328), core.ceiling(327)) == ([-1, -1], 3, 2)
+    mixed = core_of(Problem(buffers=(_buffer("a", 6, 0, 2), _buffer("b", 12, 1, 3, alignment=4))))
+    assert (mixed.unit, mixed.size.tolist(), mixed.align.tolist()) == (2, [3, 6], [1, 2])
+    pinned = core_of(Problem(buffers=(_buffer("a", 6, 0, 2, pin=9), _buffer("b", 12, 1, 3))))
+    assert (pinned.unit, pinned.low.tolist()) == (3, [3, 0])
+    assert pinned.max_offset(15).tolist() == [3, 1]
+    assert pinned.max_offset(14).tolist() == [-1, 0]
+
+
+def test_the_highest_offset_ends_within_the_capacity() -> None:
+    for seed in range(100):
+        problem = small_problem(seed, pins=True)
+        core = core_of(problem)
+        for capacity in (0, 5, 9, 16, 23):
+            for b, found in zip(problem.buffers, core.max_offset(capacity).tolist(), strict=True):
+                offsets = range(0, 64, core.unit) if b.pinned_offset is None else [b.pinned_offset]
+                fitting = [at // core.unit for at in offsets if at % b.alignment == 0 and at + b.size <= capacity]
+                assert (found if found >= 0 else None) == max(fitting, default=None), (seed, capacity)
+
+
+def test_there_is_one_section_for_every_largest_set_of_buffers_alive_together() -> None:
+    for seed in range(150):
+        problem = small_problem(seed)
+        sets = []
+        for each in (0, 100):  # by sorting, and by a table of all steps
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(thresholds, "STEPS_EACH", each)
+                core = core_of(problem)
+            inside = [{b for b in range(core.n) if s in sections_of_buffer(core, b)} for s in range(core.sections)]
+            alive = [{i for i, b in enumerate(problem.buffers) if _is_alive(b, step)} for step in core.steps.tolist()]
+            assert inside == alive, seed
+            sets.append((inside, core.steps.tolist(), core.lo.tolist(), core.hi.tolist()))
+        assert sets[0] == sets[1], seed
+        for one in range(core.n):
+            for two in range(one):
+                together = any(
+                    _is_alive(problem.buffers[one], s) and _is_alive(problem.buffers[two], s) for s in range(12)
+                )
+                assert alive_together(core, one, two) == together  # fmt: skip
+        deaths = {segment.end for b in problem.buffers for segment in b.segments}
+        births = {segment.start for b in problem.buffers for segment in b.segments}
+        expected = sum(any(max((d for d in deaths if d < e), default=-1) <= s < e for s in births) for e in deaths)
+        assert core.sections == expected, seed
+
+
+def _is_alive(b: Buffer, step: int) -> bool:
+    return any(segment.start <= step < segment.end for segment in b.segments)
+
+
+def test_steps_far_from_zero_and_far_apart() -> None:
+    problem = Problem(buffers=(_buffer("a", 1, -50, 10**9), _buffer("b", 1, 7, 8), _buffer("c", 1, 10**8, 10**9)))
+    core = core_of(problem)
+    assert (core.lo.tolist(), core.hi.tolist(), core.steps.tolist()) == ([0, 0, 1], [2, 1, 2], [7, 10**8])
+    assert core.start.tolist() == [-50, 7, 10**8]
+    near = core_of(Problem(buffers=(_buffer("a", 1, -5, -2), _buffer("b", 1, -4, -3))))
+    assert (near.lo.tolist(), near.hi.tolist(), near.steps.tolist()) == ([0, 0], [1, 1], [-4])
+
+
+def test_a_subset_is_the_problem_of_its_buffers_alone() -> None:
+    for seed in range(80):
+        problem = small_problem(seed, most=12, pins=True)
+        core = core_of(problem)
+        ids = np.arange(seed % 2, core.n, 2)
+        if not len(ids):
+            continue
+        part = subset(core, ids, base=seed % 7)
+        assert (part.n, part.unit, part.source.tolist()) == (len(ids), core.unit, ids.tolist())
+        for column in ("size", "raw", "align", "pinned", "start"):
+            assert getattr(part, column).tolist() == getattr(core, column)[ids].tolist()
+        for k, b in enumerate(ids.tolist()):
+            multiples = [at for at in range(64) if at % core.align[b] == 0 and at >= max(seed % 7, core.low[b])]
+            assert part.low[k] == (max(core.low[b], seed % 7) if core.low[b] >= seed % 7 else multiples[0])
+            assert (part.lo[k], part.hi[k]) == (min(sections_of_buffer(part, k)), max(sections_of_buffer(part, k)) + 1)
+            for m, c in enumerate(ids.tolist()):
+                assert alive_together(part, k, m) == alive_together(core, b, c), seed
+        alone = core_of(Problem(buffers=tuple(problem.buffers[b] for b in ids.tolist())))
+        assert part.sections == alone.sections
+        assert load_of(part).max() * part.unit <= load_of(core).max() * core.unit
+        for s, step in enumerate(part.steps.tolist()):
+            alive = {k for k, b in enumerate(ids.tolist()) if _is_alive(problem.buffers[b], step)}
+            assert alive == {k for k in range(part.n) if s in sections_of_buffer(part, k)}
+
+
+def test_the_load_is_what_is_alive() -> None:
+    for seed in range(80):
+        core = core_of(small_problem(seed))
+        expected = [
+            sum(int(core.size[b]) for b in range(core.n) if s in sections_of_buffer(core, b))
+            for s in range(core.sections)
+        ]
+        assert load_of(core).tolist() == expected
+
+
+def test_content_tells_repeated_layers_from_others() -> None:
+    rows = [("a", 4, 0, 2), ("b", 6, 1, 3)]
+    first = core_of(Problem(buffers=tuple(_buffer(*row) for row in rows)))
+    later = core_of(Problem(buffers=tuple(_buffer(n, size, a + 50, b + 50) for n, size, a, b in rows)))
+    other = core_of(Problem(buffers=(_buffer("a", 4, 0, 2), _buffer("b", 8, 1, 3))))
+    assert first.content == later.content != other.content
+
+
+def test_empty_and_weightless_buffers_have_no_arrays() -> None:
+    core = core_of(Problem(buffers=(_buffer("a", 0, 0, 2), _buffer("b", 5, 1, 3), _buffer("c", 0, 1, 2))))
+    assert (core.n, core.source.tolist(), core.unit) == (1, [1], 5)
+    empty = core_of(Problem(buffers=()))
+    assert (empty.n, empty.sections, empty.unit, empty.ceiling(9)) == (0, 0, 1, 0)
+    assert problem_arrays.sections_of(empty.lo, empty.hi)[0].tolist() == []

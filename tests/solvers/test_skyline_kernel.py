@@ -1,0 +1,117 @@
+"""Placement on the skyline, and as an allocator would, against their definitions on small problems."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from memplan.solvers.arrays import skyline_kernel
+from memplan.solvers.arrays.heuristics import on_skyline, online, unplaced
+from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
+from tests.solvers.small import alive_together, small_cores
+
+
+def _on_top(core: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints) -> list[int]:
+    """The offsets if each buffer goes on top of all placed ones that it meets, where its highest offset allows it."""
+    found: list[int] = offsets.tolist()
+    for b in order.tolist():
+        tops = [found[c] + int(core.size[c]) for c in range(core.n) if found[c] >= 0 and alive_together(core, b, c)]
+        top, align = max([int(core.low[b]), *tops]), int(core.align[b])
+        at = (top + align - 1) // align * align
+        found[b] = at if at <= max_offset[b] else -1
+    return found
+
+
+def test_each_buffer_goes_on_top_of_all_that_it_meets_or_is_refused() -> None:
+    refusals = 0
+    for seed, core in small_cores(200, most=12, pins=True):
+        chance = random.Random(seed)
+        lifted = replace(core, low=np.where(core.pinned, core.low, core.low + seed % 4))
+        offsets = unplaced(lifted)
+        free = np.flatnonzero(~core.pinned).tolist()
+        order = np.array(chance.sample(free, len(free)), np.int64)
+        max_offset = np.array([chance.randrange(25) for _ in range(core.n)], np.int64)
+        expected = _on_top(lifted, order, max_offset, offsets)
+        assert on_skyline(lifted, order, max_offset, offsets) == (-1 not in expected), seed
+        assert offsets.tolist() == expected, seed
+        refusals += expected.count(-1)
+    assert refusals > 100
+
+
+def test_the_number_of_refused_buffers_is_returned_and_they_leave_no_trace() -> None:
+    lo, hi = np.array([0, 0, 1, 2]), np.array([3, 2, 3, 3])
+    offsets = np.full(4, -1, np.int64)
+    refused = skyline_kernel.on_skyline(
+        np.arange(4), np.array([4, 4, 4, 2]), np.ones(4, np.int64), np.zeros(4, np.int64), np.array([9, 3, 3, 4]),
+        np.arange(5), lo, hi, 3, offsets,
+    )  # fmt: skip
+    assert (refused, offsets.tolist()) == (2, [0, -1, -1, 4])
+
+
+def test_wide_and_narrow_intervals_share_one_skyline() -> None:
+    """A segment tree of up to 32 leaves, with intervals of every length in it."""
+    for seed in range(25):
+        chance = random.Random(seed)
+        sections, n = chance.randint(2, 32), 40
+        lo = [chance.randrange(sections) for _ in range(n)]
+        hi = [chance.randint(a + 1, sections) for a in lo]
+        size = [chance.randint(1, 9) for _ in range(n)]
+        floor, expected = [0] * sections, []
+        for a, b, height in zip(lo, hi, size, strict=True):
+            expected.append(max(floor[a:b]))
+            floor[a:b] = [expected[-1] + height] * (b - a)
+        offsets = np.full(n, -1, np.int64)
+        skyline_kernel.on_skyline(
+            np.arange(n), np.array(size), np.ones(n, np.int64), np.zeros(n, np.int64), np.full(n, 10**6),
+            np.arange(n + 1), np.array(lo), np.array(hi), sections, offsets,
+        )  # fmt: skip
+        assert offsets.tolist() == expected
+
+
+def _allocated(core: ProblemArrays, *, best: bool) -> list[int]:
+    """The offsets of an allocator that knows only what is alive: largest first at equal births, gaps are not freed."""
+    offsets = [-1] * core.n
+    for b in sorted(range(core.n), key=lambda b: (core.start[b], -core.size[b])):
+        alive = [c for c in range(core.n) if offsets[c] >= 0 and core.hi[c] > core.lo[b]]
+        taken = sorted((offsets[c], offsets[c] + int(core.size[c])) for c in alive)
+        ends = [0, *(end for _, end in taken)]
+        starts = [*(start for start, _ in taken), 1 << 62]
+        size, align, low = int(core.size[b]), int(core.align[b]), int(core.low[b])
+        fitting = []
+        for bottom, top in zip(ends, starts, strict=True):
+            at = (max(bottom, low) + align - 1) // align * align
+            if at + size <= top:
+                fitting.append((top - at - size if best else 0, at))
+        offsets[b] = min(fitting)[1]
+    return offsets
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_an_allocator_takes_the_first_or_the_tightest_hole(best: bool) -> None:
+    for seed, core in small_cores(400, most=16):
+        lifted = replace(core, low=core.low + seed % 4)
+        assert next(online(lifted, best)).tolist() == _allocated(lifted, best=best), seed
+
+
+def test_freed_ranges_join_the_holes_below_and_above_them() -> None:
+    def freed(at: int, size: int, *holes: tuple[int, int]) -> list[tuple[int, int]]:
+        where = np.full(5, -9, np.int64)
+        ends = np.full(5, -9, np.int64)
+        for k, (low, high) in enumerate(holes):
+            where[k], ends[k] = low, high
+        count = skyline_kernel._free(at, size, where, ends, len(holes))
+        return list(zip(where[:count].tolist(), ends[:count].tolist(), strict=True))
+
+    assert freed(4, 2, (8, 9), (20, 30)) == [(4, 6), (8, 9), (20, 30)]
+    assert freed(10, 2, (8, 9), (20, 30)) == [(8, 9), (10, 12), (20, 30)]
+    assert freed(40, 2, (8, 9), (20, 30)) == [(8, 9), (20, 30), (40, 42)]
+    assert freed(9, 2, (8, 9), (20, 30)) == [(8, 11), (20, 30)]
+    assert freed(30, 2, (8, 9), (20, 30)) == [(8, 9), (20, 32)]
+    assert freed(18, 2, (8, 9), (20, 30)) == [(8, 9), (18, 30)]
+    assert freed(9, 11, (8, 9), (20, 30)) == [(8, 30)]
+    assert freed(9, 11, (8, 9), (20, 30), (40, 50), (60, 70)) == [(8, 30), (40, 50), (60, 70)]
+    assert freed(0, 8, (8, 9), (20, 30)) == [(0, 9), (20, 30)]
+    assert freed(3, 4) == [(3, 7)]
