@@ -13,7 +13,8 @@
     Backend(**options)               configures torch.compile(model, backend="memplan")
     explain(plan), diff(one, two)    show the live buffers of a step; the differences between two plans
 
-Importing this package does not import torch and patches nothing: each name is imported on first use.
+Importing this package does not import torch and patches nothing: each name is imported on first use. torch is an extra
+(`memplan[torch]`): without it, names that trace or run a model raise `TorchNotInstalled`, and the others work.
 """
 
 from __future__ import annotations
@@ -116,12 +117,22 @@ _HOMES = {
 }
 
 
+_ROOMS_WITH_TORCH = ("memplan.runtime", "memplan.trace")
+
+
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that the command line starts without torch."""
+    """Import a public name when it is first used, so that the command line starts without torch.
+
+    Raises `TorchNotInstalled` for a name that needs torch where torch is not installed.
+    """
     if name == "csvio":
         return import_module("memplan.core.csvio")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _HOMES[name].startswith(_ROOMS_WITH_TORCH):
+        from memplan.core.extras import require_torch
+
+        require_torch(f"memplan.{name}")
     found = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return found
 
@@ -175,8 +186,8 @@ def plan(
 
     Args:
         model: The module whose call is planned. Its parameters may be real, fake or meta tensors.
-        example_inputs: The tuple of positional arguments, or the only one: real, fake or meta tensors of the shapes
-            that the step will see.
+        example_inputs: A tuple of positional arguments, a dict of keywords (without `example_kwargs`), or the only
+            argument: real, fake or meta tensors of the shapes that the step will see.
         example_kwargs: The keyword arguments.
         train: Plan forward and backward (True) or the forward alone (False); None follows `model.training`.
         budget: The most bytes that the arena may have: a number of bytes, a text ("8GiB"), a share of its size
@@ -211,11 +222,15 @@ def plan(
         UnsupportedDevice: The device is not there, or the model cannot run on it this way.
         BudgetInfeasible: No plan keeps the budget; the error has the smallest budget that works.
         InvalidSize: An option has no valid value.
+        TorchNotInstalled: torch is not installed; the error has the command that installs it.
 
     Example:
         >>> plan = memplan.plan(model, (torch.empty(8, 1024, device="meta"),), budget="8GiB")
         >>> print(plan.arena_size, plan.max_live, plan.total)
     """
+    from memplan.core.extras import require_torch
+
+    require_torch("memplan.plan")
     from memplan.planning.options import PlanOptions
 
     options = PlanOptions(

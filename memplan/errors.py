@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# The page of the documentation that has a heading for each refusal, in the repository; `see` names the heading.
+REFUSED = "docs/refused.md"
+
 
 class MemplanError(Exception):
     """The base class of all errors of memplan.
@@ -16,6 +19,7 @@ class MemplanError(Exception):
         what: What is wrong.
         where: A path into the input, such as "buffers[3].size", or the op, file or option concerned.
         hint: The user's next step.
+        see: The heading that explains it, by its id on the page "Why is my model refused?" of the documentation.
 
     Example:
         >>> try:
@@ -24,15 +28,23 @@ class MemplanError(Exception):
         ...     print(error.what, error.where, error.hint)
     """
 
-    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+    see: str | None = None
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None, see: str | None = None) -> None:
         self.what = what
         self.where = where
         self.hint = hint
+        if see is not None:  # otherwise that of the class
+            self.see = see
         super().__init__(what, where, hint)
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text}\n  next step: {self.hint}" if self.hint else text
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        if self.hint:
+            lines.append(f"next step: {self.hint}")
+        if self.see:
+            lines.append(f"more: {REFUSED}#{self.see}")
+        return "\n  ".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what copying and pickling need, since subclasses take other arguments than `args`."""
@@ -86,13 +98,23 @@ class InvalidSize(MemplanError, ValueError):
 class InvalidShapes(MemplanError, ValueError):
     """`dynamic_shapes` do not match the model and its example, or the model does not allow them."""
 
+    see = "dynamic-shapes"
+
 
 class InvalidModel(MemplanError, ValueError):
     """A model cannot be loaded: there is no such file or factory, or the factory failed or returned something else."""
 
 
+class TorchNotInstalled(MemplanError, ImportError):
+    """Something that needs torch was used where torch is not installed; the hint has the command that installs it."""
+
+    see = "torch"
+
+
 class PlanMismatch(MemplanError, ValueError):
     """A plan was made for another graph; `where` names the first difference."""
+
+    see = "other-plan"
 
 
 class UnknownName(MemplanError, LookupError):
@@ -102,10 +124,10 @@ class UnknownName(MemplanError, LookupError):
 class UnsupportedGraph(MemplanError, ValueError):
     """A model cannot be traced as one graph, or holds an op that cannot be planned. Nothing was allocated."""
 
-    def __init__(self, node: str, reason: str, hint: str) -> None:
+    def __init__(self, node: str, reason: str, hint: str, *, see: str | None = None) -> None:
         self.node = node
         self.reason = reason
-        super().__init__(reason, where=node, hint=hint)
+        super().__init__(reason, where=node, hint=hint, see=see)
 
 
 class UnsupportedDevice(MemplanError, ValueError):
@@ -115,9 +137,13 @@ class UnsupportedDevice(MemplanError, ValueError):
 class InputMismatch(MemplanError, ValueError):
     """The inputs, parameters or mode of a call differ from those that the plan was made for."""
 
+    see = "other-call"
+
 
 class ShapeOutOfRange(InputMismatch):
     """A size is outside the range of a symbolic plan, or violates a condition that was traced."""
+
+    see = "shape-out-of-range"
 
 
 class StaleActivationsError(MemplanError, RuntimeError):
@@ -146,6 +172,8 @@ class InvalidEviction(MemplanError, ValueError):
 
 class BudgetInfeasible(MemplanError, ValueError):
     """No plan keeps the budget. `op` has the largest working set; `smallest` is the smallest budget in bytes."""
+
+    see = "budget"
 
     def __init__(self, what: str, *, op: str, smallest: int, where: str | None = None, hint: str | None = None) -> None:
         self.op = op

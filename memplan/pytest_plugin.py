@@ -77,7 +77,7 @@ class Checker:
 
         Args:
             model: The module, or a `Plan` to check.
-            inputs: The tuple of positional arguments, or the only one.
+            inputs: A tuple of positional arguments, a dict of keywords (without `kwargs`), or the only argument.
             kwargs: The keyword arguments.
             arena: The most bytes of the arena: a number or a text ("12 MiB").
             fragmentation: The largest share of the arena that may be lost at the peak, between 0 and 1.
@@ -91,6 +91,7 @@ class Checker:
             LimitExceeded: A limit is exceeded; the error says by how much and lists the largest buffers.
             InvalidSize: A limit has no valid value, or there is no limit at all.
             UnsupportedGraph: The model cannot be planned, as in `memplan.plan`.
+            TorchNotInstalled: torch is not installed, and `model` is not a `Plan`.
         """
         __tracebackhide__ = True
         from memplan.check.check import check
@@ -101,6 +102,9 @@ class Checker:
         if isinstance(model, Plan):
             plan = model
         else:
+            from memplan.core.extras import require_torch
+
+            require_torch("memplan.check of a model")
             from memplan import trace
 
             plan = trace.plan(model, inputs, kwargs, train=train)

@@ -4,6 +4,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-scripts/install.sh zoo
+scripts/install.sh torch,zoo
 .venv/bin/memplan report benchmarks/zoo.py:gpt2_small
 .venv/bin/python -m scripts.train_step

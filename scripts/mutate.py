@@ -31,7 +31,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("memplan", "tests", "benchmarks", "scripts", "pyproject.toml", "README.md", "CHANGELOG.md", ".importlinter")
+COPIED = (
+    "memplan",
+    "tests",
+    "benchmarks",
+    "scripts",
+    "pyproject.toml",
+    "docs",
+    "README.md",
+    "CHANGELOG.md",
+    ".importlinter",
+)
 _PLAIN = "memplan/solvers/"  # here, kernels run as plain Python
 _SLACK, _LEAST_SECONDS = 4.0, 10.0  # a mutant may take so many times what the tests take as they are, and this at least
 

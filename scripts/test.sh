@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-scripts/install.sh test
+scripts/install.sh torch,test
 exec .venv/bin/python -m pytest --numprocesses auto "$@"

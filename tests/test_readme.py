@@ -1,7 +1,7 @@
 """What README.md, CONTRIBUTING.md and docs/ show is run, page by page, in the order in which a reader meets it.
 
-- A Python block is run in the namespace of its page. One titled "Refused" must raise a `MemplanError`, and a text block
-  titled "The error" below it must be a part of what that error says.
+- A Python block is run in the namespace of its page. One titled "Refused" must raise a `MemplanError` whose `see` is
+  the id of the heading above it, and a text block titled "The error" below it must be a part of what it says.
 - A block whose title is a file name is written to that file, for the blocks below it.
 - `memplan ...` and `pytest FILE` in a shell block are run and must succeed; of every other command, what it names must
   exist.
@@ -35,17 +35,23 @@ PAGES = [
 ]
 REFUSED, ERROR = "Refused", "The error"
 _FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
+_HEADING_ID = re.compile(r"^#+ .* \{#([a-z-]+)\}$", flags=re.MULTILINE)
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A fenced block. `place` is the page and line, for messages; `title` is "" where it has none."""
+    """A fenced block.
+
+    `place` is the page and line, for messages; `title` is "" where it has none, and so is `heading`, the id of the
+    nearest heading above it that has one.
+    """
 
     place: str
     language: str
     title: str
     text: str
+    heading: str = ""
 
 
 def blocks_of(page: str) -> Iterator[Block]:
@@ -54,11 +60,13 @@ def blocks_of(page: str) -> Iterator[Block]:
     for match in _FENCE.finditer(source):
         indent, language, attributes, text = match.groups()
         title = re.search(r'title="([^"]*)"', attributes)
+        headings = _HEADING_ID.findall(source, 0, match.start())
         yield Block(
             place=f"{page}:{source.count(chr(10), 0, match.start()) + 1}",
             language=language,
             title=title[1] if title else "",
             text=re.sub(rf"^{indent}", "", text, flags=re.MULTILINE),
+            heading=headings[-1] if headings else "",
         )
 
 
@@ -92,6 +100,7 @@ class Page:
             with pytest.raises(MemplanError) as error:
                 exec(code, self.names)
             self.said = str(error.value)
+            assert block.heading in ("", error.value.see), (block.place, self.said)
         else:
             exec(code, self.names)
 

@@ -28,7 +28,9 @@ def demo(
     that makes it grow.
     """
     from memplan.cli.source import obtain
+    from memplan.core.extras import require_torch
 
+    require_torch("memplan demo")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -14,10 +14,11 @@ import typer
 from memplan.cli.console import console, progress
 
 _PARTS = (
-    ("torch", "plans and runs models; not needed for saved plans and CSV files", True),
+    ("torch", "plans and runs models: pip install 'memplan[torch]'", False),
     ("numpy", "solvers", True),
-    ("numba", "fast search of the portfolio solver", False),
-    ("ortools", "CP-SAT: the exact solver", False),
+    ("numba", "fast search of the portfolio solver", True),
+    ("ortools", "CP-SAT: the exact solver", True),
+    ("networkx", "check --verify: independent cuts", True),
     ("transformers", "models of the zoo", False),
     ("diffusers", "UNet of the zoo", False),
     ("pytest", "the marker and the fixture `memplan`", False),

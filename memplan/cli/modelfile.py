@@ -1,6 +1,7 @@
 """Loads a model named on the command line: `FILE.py:FACTORY` or `package.module:FACTORY`.
 
-The factory takes no arguments and returns `(model, example_inputs)` or `(model, example_inputs, example_kwargs)`. An
+The factory takes no arguments and returns `(model, example_inputs)` or `(model, example_inputs, example_kwargs)`, which
+mean what they mean in `memplan.plan` (see `memplan.core.arguments`): `memplan.plan(*factory())` is the same plan. An
 exception in it is shown with the user's own source line, not memplan's.
 """
 
@@ -21,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from memplan.core.arguments import arguments_of
+from memplan.core.extras import require_torch
 from memplan.errors import InvalidModel, MemplanError
 
 _FORM = "name it FILE.py:FACTORY or package.module:FACTORY, where FACTORY() returns (model, example_inputs)"
@@ -51,10 +54,11 @@ def load_model(target: str) -> NamedModel:
 
     The folder of FILE.py (or the working directory, for a module) comes first in `sys.path`, as when Python runs it.
     Raises `InvalidModel` if the file, module or name does not exist, the user's code raises, or the factory returns
-    something else.
+    something else; `TorchNotInstalled` where torch is not installed, before any code runs.
     """
     if not names_model(target):
         raise InvalidModel("does not name a model", where=target or "''", hint=_FORM)
+    require_torch(target)
     source, _, name = target.rpartition(":")
     is_file = source.endswith(".py") or os.sep in source
     if not is_file and not all(part.isidentifier() for part in source.split(".")):
@@ -134,15 +138,16 @@ def _other_names(module: ModuleType) -> str:
 def _named(target: str, file: str, returned: object) -> NamedModel:
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
         raise _wrong(target, f"returned {_kind(returned)}")
-    model, args, kwargs = (*returned, {})[:3]
+    model, inputs, kwargs = (*returned, None)[:3]
     if not callable(model):
         raise _wrong(target, f"returned {_kind(model)} as the model, which cannot be called")
-    if isinstance(args, Mapping) and len(returned) == 2:
-        args, kwargs = (), args
-    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-        raise _wrong(target, f"returned {_kind(kwargs)} as keyword arguments, not a dict with names as keys")
-    positional = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-    return NamedModel(name=target, file=file, model=model, args=positional, kwargs=dict(kwargs))
+    try:
+        args, keywords = arguments_of(inputs, kwargs)
+    except MemplanError as error:
+        given = inputs if kwargs is None else kwargs
+        what = f"returned {_kind(given)} as keyword arguments, not a dict with names as keys"
+        raise _wrong(target, what) from error
+    return NamedModel(name=target, file=file, model=model, args=args, kwargs=keywords)
 
 
 def _wrong(target: str, what: str) -> InvalidModel:

@@ -151,15 +151,15 @@ class PlanOptions:
         if self.device is not None:
             what = "a plan for another device has one shape"
             hint = "leave out one of them: shapes that vary are planned where the model is"
-            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint)
+            raise InvalidShapes(what, where="device with dynamic_shapes", hint=hint, see="one-shape")
         if self.divide or self.compress:
             what = "ops are divided, and masks packed, for one shape"
             where = f"{'divide' if self.divide else 'compress'} with dynamic_shapes"
-            raise InvalidShapes(what, where=where, hint="leave out one of them")
+            raise InvalidShapes(what, where=where, hint="leave out one of them", see="one-shape")
         if self.budget is not None:
             what = "a budget's evictions hold for one size only"
             hint = "give the budget without dynamic_shapes, for the largest shape; memplan.max_batch finds it"
-            raise InvalidShapes(what, where="budget with dynamic_shapes", hint=hint)
+            raise InvalidShapes(what, where="budget with dynamic_shapes", hint=hint, see="one-shape")
 
 
 DEFAULTS = PlanOptions()
@@ -170,7 +170,12 @@ def refuse_beside_arena(**others: Any) -> None:
     for name, option in others.items():
         if option is not None and option is not False:
             what = "gradients='arena' is not supported with it"
-            raise UnsupportedCall(what, where=f"{name}={option!r}", hint="leave out one of them, or use compile_step")
+            raise UnsupportedCall(
+                what,
+                where=f"{name}={option!r}",
+                hint="leave out one of them, or use compile_step",
+                see="gradients-arena",
+            )
 
 
 def read_budget(budget: object) -> int | float | Literal["min"]:

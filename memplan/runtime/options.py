@@ -59,7 +59,9 @@ class RunOptions(PlanOptions):
     def __post_init__(self) -> None:
         if self.measures and self.budget is None:
             hint = "give a budget (and no plan), or leave costs out"
-            raise MemplanError("without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint)
+            raise MemplanError(
+                "without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint, see="measure"
+            )
         PlanOptions.__post_init__(self)
         require_choice("sanitize", self.sanitize, (None, *SANITIZERS))
         require_choice("in_place", self.in_place, (True, False))
@@ -140,7 +142,9 @@ class CompileOptions(RunOptions):
             _require_buckets(self.bucketing, varies=self.dynamic_shapes is not None)
         if self.dynamic_shapes is not None and self.cuda_graph:
             hint = "record the shapes that matter, each compiled on its own"
-            raise InvalidShapes("a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint)
+            raise InvalidShapes(
+                "a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint, see="one-shape"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +178,12 @@ def require_measurable(*, cuda_graph: bool, varies: bool = False) -> None:
     """Raise `UnsupportedCall` for CUDA graphs, in which no op can be timed, and for shapes that vary."""
     if cuda_graph:
         hint = "measure without, save compiled.measurement.costs, and compile with costs='costs.json'"
-        raise UnsupportedCall("a recorded step is replayed without Python", where="costs='measure'", hint=hint)
+        raise UnsupportedCall(
+            "a recorded step is replayed without Python", where="costs='measure'", hint=hint, see="measure"
+        )
     if varies:
         hint = "measure one shape, save compiled.measurement.costs, and compile with costs='costs.json'"
-        raise UnsupportedCall("steps of one shape are measured", where="costs='measure'", hint=hint)
+        raise UnsupportedCall("steps of one shape are measured", where="costs='measure'", hint=hint, see="measure")
 
 
 def _require_buckets(bucketing: object, *, varies: bool) -> None:
@@ -194,7 +200,7 @@ def require_recordable(device: Device | None) -> None:
     """Raise `UnsupportedCall` if `device` is set: a CUDA graph cannot follow host tensors that move."""
     if device is not None:
         what = "a recorded step cannot follow parameters and inputs on the host"
-        raise UnsupportedCall(what, where=f"device={device!r}", hint="leave out cuda_graph=True")
+        raise UnsupportedCall(what, where=f"device={device!r}", hint="leave out cuda_graph=True", see="device")
 
 
 def device_for(device: Device | None, given: Plan | None) -> Device | None:

@@ -116,7 +116,7 @@ def max_batch(
             hint = (
                 f"{fits} fits; if the model takes no batch of {guess}, set highest= to what it takes; or {error.hint}"
             )
-            raise UnsupportedGraph(error.node, error.reason, hint) from error
+            raise UnsupportedGraph(error.node, error.reason, hint, see=error.see) from error
         fits, fails = (fits, guess) if need > limit else (guess, fails)
     if fits > lowest and search.same_need(lowest, fits):
         raise InvalidModel(
@@ -207,6 +207,6 @@ class _Search:
         except Exception as error:
             hint = "make(batch) runs on fake tensors: build the model and its inputs without reading values of tensors"
             raise UnsupportedGraph(
-                f"make({batch})", f"{type(error).__name__}: {error}".splitlines()[0], hint
+                f"make({batch})", f"{type(error).__name__}: {error}".splitlines()[0], hint, see="max-batch"
             ) from error
         return model, inputs

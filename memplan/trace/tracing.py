@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from memplan.core.arguments import arguments_of
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.joint_graph import Captured, capture
-from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.compression.pack import pack_masks
 from memplan.trace.compression.quantize import quantize
@@ -52,7 +52,7 @@ def trace(
 
     Args:
         model: the module to trace; its parameters may be real, fake or meta tensors.
-        example_inputs: a tuple of positional arguments, or the only argument.
+        example_inputs: a tuple of positional arguments, a dict of keywords, or the only argument.
         example_kwargs: keyword arguments.
         train: trace forward and backward (True) or the forward alone (False); None follows `model.training`.
         in_place: allow results to take the bytes of inputs that have their last use there (see
@@ -80,9 +80,9 @@ def capture_call(
     resident: bool = False,
 ) -> CapturedStep:
     """Return one step of `model`, captured. The arguments and errors are those of `trace`."""
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if train is None else train
-    captured, target = _captured_for(device, model, args, keywords_of(example_kwargs), train=train)
+    captured, target = _captured_for(device, model, args, kwargs, train=train)
     return CapturedStep(
         captured=captured,
         model=type(model).__name__,
@@ -174,7 +174,7 @@ def capture_step(
         UnsupportedGraph: the model or the optimizer's update cannot be traced.
     """
     require_supported(optimizer)
-    captured, target = _captured_for(device, model, example_inputs, keywords_of(example_kwargs), train=True)
+    captured, target = _captured_for(device, model, *arguments_of(example_inputs, example_kwargs), train=True)
     _require_one_number(captured)
 
     def update(graph: fx.Graph) -> None:
@@ -200,7 +200,10 @@ def _require_one_number(captured: Captured) -> None:
     if leaves != 1 or math.prod(shapes[0]) != 1:
         what = f"returns {leaves} values" if leaves != 1 else f"returns a tensor of shape {shapes[0]}"
         raise UnsupportedGraph(
-            "loss_fn", f"{what}, but a training step minimises one number", "return the mean or the sum alone"
+            "loss_fn",
+            f"{what}, but a training step minimises one number",
+            "return the mean or the sum alone",
+            see="loss-number",
         )
 
 

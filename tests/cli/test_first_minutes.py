@@ -89,12 +89,15 @@ def test_doctor_says_what_there_is(run: Run) -> None:
 def test_doctor_misses_what_is_needed_and_forgives_the_rest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name in ("torch", "diffusers") else find(name, *a)
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name in ("ortools", "torch", "diffusers") else find(name, *a),
     )
     code, out, _ = run("doctor")
     assert code == 1
     lines = {line.split()[1]: line.split()[0] for line in out.splitlines()[2:] if len(line.split()) > 1}
-    assert (lines["torch"], lines["diffusers"], lines["numpy"]) == ("MISSING", "-", "ok")
+    names = ("ortools", "torch", "diffusers", "numpy")
+    assert [lines[name] for name in names] == ["MISSING", "-", "-", "ok"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_what_names_no_model(target: str) -> None:
     ("factory", "args", "kwargs"),
     [
         ("pair", (1, 2), {}),
-        ("listed", (1, 2), {}),
+        ("listed", ([1, 2],), {}),
         ("single", (3,), {}),
         ("keywords", (), {"x": 1}),
         ("triple", (1,), {"x": 2}),
@@ -74,7 +75,7 @@ def test_what_names_no_model(target: str) -> None:
 )
 @pytest.mark.parametrize("source", ["model_file.py", "./model_file.py", "model_file", "{folder}/model_file.py"])
 def test_what_a_factory_may_return(
-    folder: Path, source: str, factory: str, args: tuple[int, ...], kwargs: dict[str, int]
+    folder: Path, source: str, factory: str, args: tuple[Any, ...], kwargs: dict[str, int]
 ) -> None:
     named = load_model(f"{source.format(folder=folder)}:{factory}")
     assert named.model(*named.args, **named.kwargs) == (args, kwargs)

@@ -139,4 +139,9 @@ def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     for name, tensor in (*model.named_parameters(), *model.named_buffers(), *inputs):
         if isinstance(tensor, torch.Tensor) and (tensor.is_meta or isinstance(tensor, FakeTensor)):
             hint = "memplan.plan needs no real tensors; compile does: materialise the model and its inputs first"
-            raise InputMismatch(f"a fake or {tensor.device} tensor has no data to compute with", where=name, hint=hint)
+            raise InputMismatch(
+                f"a fake or {tensor.device} tensor has no data to compute with",
+                where=name,
+                hint=hint,
+                see="no-numbers",
+            )

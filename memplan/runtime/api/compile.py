@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from memplan.core.arguments import arguments_of
 from memplan.core.plan import Plan
 from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.runtime.options import CompileOptions, device_for, given_plan
-from memplan.trace.capture.refusals import keywords_of
 
 if TYPE_CHECKING:
     from memplan.core.choices import Gradients, Layout, OnMismatch, Sanitize
@@ -54,8 +54,8 @@ def compile(
 
     Args:
         model: The module to compile. The result shares its parameters, buffers and submodules.
-        example_inputs: The tuple of positional arguments, or the only one: real tensors with the shapes, dtypes and
-            devices of every later call.
+        example_inputs: A tuple of positional arguments, a dict of keywords (without `example_kwargs`), or the only
+            argument: real tensors with the shapes, dtypes and devices of every later call.
         example_kwargs: The keyword arguments.
         train: True plans forward and backward. False plans the forward alone; results then have no gradients. None
             follows `model.training`; in eval mode, a call that eager would record then gets a program with a backward,
@@ -121,7 +121,7 @@ def compile(
         loss.backward()
         ```
     """
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
     given = given_plan(plan, budget)
     options = CompileOptions(
         budget=budget,
@@ -142,4 +142,4 @@ def compile(
         dynamic_shapes=dynamic_shapes,
         bucketing=bucketing,
     )
-    return CompiledModule(model, args, keywords_of(example_kwargs), options=options, train=train, given=given)
+    return CompiledModule(model, args, kwargs, options=options, train=train, given=given)

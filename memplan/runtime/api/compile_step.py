@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from memplan.core.arguments import arguments_of
 from memplan.core.plan import Plan
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.runtime.api.compiled_step import CompiledStep
@@ -19,7 +20,6 @@ from memplan.runtime.api.step_builder import StepBuilder
 from memplan.runtime.guards.ranks import require_no_reducer
 from memplan.runtime.on_demand.eager_step import eager_step
 from memplan.runtime.options import StepOptions, device_for, given_plan
-from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.optimizer.updates import Accumulate
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def compile_step(
         optimizer: An SGD, Adam or AdamW optimizer. It keeps its state and its hyperparameters, which every step reads.
         loss_fn: The loss. If it takes one argument, the step computes `loss_fn(model(*batch))`; otherwise the batch is
             `(inputs, targets)` and the step computes `loss_fn(model(inputs), targets)`, with tuples unpacked.
-        example_batch: The tuple of a batch's parts, or the only one: real tensors with the shapes, dtypes and devices
-            of every later batch.
+        example_batch: A tuple of the batch's parts, a dict of the model's keywords (without `example_kwargs`), or the
+            only part: real tensors with the shapes, dtypes and devices of every later batch.
         example_kwargs: Keyword arguments of the model. With `lambda out: out.loss`, `step(**batch)` trains a model of
             transformers.
         clip_grad_norm: The maximum of the global 2-norm of all gradients. All updates then wait for all gradients.
@@ -130,9 +130,8 @@ def compile_step(
         what = f"accumulate={accumulate} needs two programs, and a plan is for one"
         raise MemplanError(what, where="compile_step", hint="leave out plan=")
     loss = LossModule(model, loss_fn)
-    batch = example_batch if isinstance(example_batch, tuple) else (example_batch,)
+    batch, kwargs = arguments_of(example_batch, example_kwargs)
     loss.require_parts(batch)
-    kwargs = keywords_of(example_kwargs)
     _require_no_gradients((batch, kwargs))
     if not allow_unsynchronized:
         require_no_reducer(model)
@@ -149,4 +148,4 @@ def _require_no_gradients(batch: Any) -> None:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             what = "requires a gradient, which a compiled step does not compute"
             hint = "pass it detached; make what computes it a part of the model, or use memplan.compile"
-            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint)
+            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint, see="batch-gradient")

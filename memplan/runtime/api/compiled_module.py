@@ -104,7 +104,7 @@ class CompiledModule(nn.Module, MeasuredStep):
 
         if self._given is not None:
             hint = "leave plan= out: the symbolic plan is made when compiling"
-            raise InvalidShapes("a plan is for one shape", where="plan with dynamic_shapes", hint=hint)
+            raise InvalidShapes("a plan is for one shape", where="plan with dynamic_shapes", hint=hint, see="one-shape")
         selector = ShapedSelector(self._builder, args, kwargs, train=train, backward_on_demand=self._train is None)
         self.__dict__.update(_selector=selector, plan=selector.main.plan, symbolic=selector.family.plan)
 

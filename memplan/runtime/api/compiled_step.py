@@ -155,6 +155,7 @@ class CompiledStep(MeasuredStep):
         raise UnsupportedCall(
             "a compiled step is bound to its model and optimizer, and cannot be copied or pickled",
             hint="save their state_dicts, or copy both together, and compile a step for the copies",
+            see="bound-step",
         )
 
 

@@ -25,7 +25,9 @@ class LossModule(nn.Module):
         """Raise `UnsupportedGraph` if the batch does not have the parts that `loss_fn` takes."""
         if self.with_targets and len(batch) != 2:
             what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
-            raise UnsupportedGraph("example_batch", what, "pass (inputs, targets), or a loss_fn of one argument")
+            raise UnsupportedGraph(
+                "example_batch", what, "pass (inputs, targets), or a loss_fn of one argument", see="loss-arguments"
+            )
 
     def forward(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
         if not self.with_targets:

@@ -32,6 +32,7 @@ def recipe(  # noqa: PLR0917
             "a module compiled under autocast cannot be copied or pickled",
             where=type(model).__name__,
             hint="copy or save the original model (its state_dict is this one's), then compile the copy",
+            see="autocast-copy",
         )
     examples = [detached(x) for x in traced.example_inputs]
     example = pytree.tree_unflatten(examples, traced.in_spec)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.core.arguments import arguments_of
 from memplan.errors import InvalidCosts
 from memplan.evict.costs import DEVICES, CostModel, Link, signature_of
 from memplan.planning.options import PlanOptions
@@ -27,7 +28,6 @@ from memplan.runtime.execute.trial import fill_dynamic, leaves_users_alone, run_
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import arena_for
 from memplan.trace import device_costs, plan_traced, trace
-from memplan.trace.capture.refusals import keywords_of
 from memplan.trace.traced import Source
 
 _LARGE, _SMALL = 1 << 26, 1 << 12  # bytes of the copies that are timed
@@ -49,7 +49,8 @@ def profile(
 
     Args:
         model: The module to measure. It is not changed.
-        example_inputs: The tuple of positional arguments, or the only one: real tensors.
+        example_inputs: A tuple of positional arguments, a dict of keywords (without `example_kwargs`), or the only
+            argument: real tensors.
         example_kwargs: The keyword arguments.
         train: Whether to measure forward and backward, or the forward alone. None follows `model.training`.
         rounds: How often each op is measured, after one run to warm up. The call takes about `rounds` steps.
@@ -71,9 +72,9 @@ def profile(
     """
     if not isinstance(rounds, int) or rounds < 1:
         raise InvalidCosts(f"is {rounds}", where="rounds", hint="measure at least one round")
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    require_real(model, args, keywords_of(example_kwargs))
-    traced = trace(model, args, example_kwargs, train=train)
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
+    require_real(model, args, kwargs)
+    traced = trace(model, args, kwargs, train=train)
     plan = plan_traced(traced, PlanOptions(schedule="traced"))
     runner = Runner(ModuleGuards(model), traced, plan, arena_for(plan, traced.device), sanitize=None)
     seconds = _op_seconds(runner.program, rounds)

@@ -54,10 +54,12 @@ class Backend:
         if self._options.gradients_in_arena:
             what = "graphs of one step share an arena, so a backward would overwrite the gradients of another graph"
             hint = 'use memplan.compile(model, inputs, gradients="arena"), for a model that is one graph'
-            raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint)
+            raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint, see="backend")
         if self._options.device is not None:
             hint = "use memplan.compile(model, inputs, device=...), which copies to a device"
-            raise MemplanError("graphs of torch.compile run on the device of their tensors", where="device", hint=hint)
+            raise MemplanError(
+                "graphs of torch.compile run on the device of their tensors", where="device", hint=hint, see="backend"
+            )
         self.hooks = Hooks()
         self._coordinators = ArenaCoordinators()
         self._graphs: list[weakref.ref[PlannedGraph]] = []

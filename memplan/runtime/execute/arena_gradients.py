@@ -86,4 +86,5 @@ def _referred(name: str) -> StaleActivationsError:
         f"the gradient of {name!r} is still referred to by something else than its parameter's .grad (a view, an "
         "array, a result of autograd.grad, another name), and this step would overwrite it",
         hint='drop that before the next step, keep a copy of it, or compile with gradients="safe"',
+        see="gradient-kept",
     )

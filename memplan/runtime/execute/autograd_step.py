@@ -56,11 +56,13 @@ class PlannedStep(torch.autograd.Function):
             raise UnsupportedCall(
                 "a planned step has no second derivative (create_graph=True)",
                 hint="run this step on the original model",
+                see="second-derivative",
             )
         if transforms.active():
             raise UnsupportedCall(
                 "a planned step takes one gradient at a time (not several under vmap)",
                 hint="run this step on the original model",
+                see="one-gradient",
             )
         with runner.arena.ownership as ownership:
             ownership.end(step)
@@ -116,4 +118,5 @@ def _changed(watched: Sequence[torch.Tensor], versions: Sequence[int], step: InF
         f"a tensor of shape {tuple(tensor.shape)} (an input, an output or a parameter) that the backward of "
         f"forward {step.number} needs was changed in place after the forward",
         hint="change it after the backward, or change a copy",
+        see="changed-after-forward",
     )

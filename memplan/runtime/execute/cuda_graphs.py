@@ -128,7 +128,9 @@ def make_recorder(device: torch.device, sanitize: Sanitize | None) -> Recorder:
     """Return a new recorder for a device. Raises `UnsupportedCall` or `MemplanError` if nothing can be recorded."""
     if device.type != "cuda":
         raise UnsupportedCall(
-            f"cuda_graph=True needs a CUDA device, the model is on {device}", hint="leave cuda_graph out"
+            f"cuda_graph=True needs a CUDA device, the model is on {device}",
+            hint="leave cuda_graph out",
+            see="cuda-graph",
         )
     if sanitize == "redzone":
         raise MemplanError(
@@ -160,10 +162,14 @@ class CudaGraphProgram:
         for i in program.inputs:
             if traced.bindings[i].written:
                 hint = "change a copy, or leave cuda_graph out"
-                raise UnsupportedGraph(f"input {traced.bindings[i].index}", "is changed by the model", hint)
+                raise UnsupportedGraph(
+                    f"input {traced.bindings[i].index}", "is changed by the model", hint, see="cuda-graph"
+                )
         if any(isinstance(k, Transfer) for k in traced.kernels):
             what = "copies to the host run beside the step, and cannot be recorded with it"
-            raise UnsupportedCall(what, where="cuda_graph=True", hint="use policy='recompute', or leave cuda_graph out")
+            raise UnsupportedCall(
+                what, where="cuda_graph=True", hint="use policy='recompute', or leave cuda_graph out", see="cuda-graph"
+            )
         _require_on_device(traced)
         self.program = program
         self.recorder = recorder
@@ -285,10 +291,14 @@ def _require_on_device(traced: TracedGraph) -> None:
         if op.only_raises:
             where = " in ".join(part for part in (op.name, op.origin.module, op.origin.source) if part)
             hint = "use the _ex variant (torch.linalg.inv_ex), which checks nothing, or leave cuda_graph out"
-            raise UnsupportedGraph(where, f"{op.target} would check a result on the host in a recorded step", hint)
+            raise UnsupportedGraph(
+                where, f"{op.target} would check a result on the host in a recorded step", hint, see="cuda-graph"
+            )
         for v in (*op.reads, *op.writes):
             storage = graph.storages[graph.values[v].storage]
             if torch.device(storage.device).type != traced.device.type and storage.kind is not StorageKind.HOST:
                 where = " in ".join(part for part in (op.name, op.origin.module, op.origin.source) if part)
                 hint = f"create {storage.name!r} on {traced.device}, or leave cuda_graph out"
-                raise UnsupportedGraph(where, f"uses {storage.name!r} on {storage.device} in a recorded step", hint)
+                raise UnsupportedGraph(
+                    where, f"uses {storage.name!r} on {storage.device} in a recorded step", hint, see="cuda-graph"
+                )

@@ -54,7 +54,7 @@ class StepGuards(ModuleGuards):
             _same(group["params"], stored) for group, stored in zip(groups, self._groups, strict=True)
         ):
             what = "its groups do not have the parameters that they had when the step was compiled"
-            raise InputMismatch(what, where="the optimizer", hint=COMPILE_AGAIN)
+            raise InputMismatch(what, where="the optimizer", hint=COMPILE_AGAIN, see="other-model")
         if list(map(_deciding, groups)) != self._options:
             self._require_options()
         state = self.optimizer.state
@@ -69,7 +69,7 @@ class StepGuards(ModuleGuards):
             if self.model.get_parameter(name) is not p:
                 what = "is not the parameter that the optimizer has"
                 hint = "load without assign=True, or make the optimizer anew and compile the step again"
-                raise InputMismatch(what, where=name, hint=hint)
+                raise InputMismatch(what, where=name, hint=hint, see="other-model")
 
     def _count_hooks(self) -> None:
         """Count module hooks; refuse hooks of the optimizer and its parameters, which a compiled step does not call."""
@@ -82,11 +82,14 @@ class StepGuards(ModuleGuards):
         own = self.optimizer
         if any((*_OF_ALL_OPTIMIZERS, own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks)):
             raise UnsupportedCall(
-                "has a hook on its step, which a compiled step would not call", where="optimizer", hint=_HOOKS
+                "has a hook on its step, which a compiled step would not call",
+                where="optimizer",
+                hint=_HOOKS,
+                see="parameter-hooks",
             )
         for name, p in self.model.named_parameters():
             if p._backward_hooks or p._post_accumulate_grad_hooks or hooks_of_node(p):
-                raise UnsupportedCall(_SKIPPED, where=name, hint=_HOOKS)
+                raise UnsupportedCall(_SKIPPED, where=name, hint=_HOOKS, see="parameter-hooks")
 
     def _require_options(self) -> None:
         """Raise `InputMismatch` if an option of a group has changed that decides how parameters are updated."""
@@ -94,7 +97,7 @@ class StepGuards(ModuleGuards):
             for option, now, before in zip(DECIDING, _deciding(group), stored, strict=True):
                 if now != before and not (option == "momentum" and now and before):
                     what = f"{option} changed from {before} to {now}"
-                    raise InputMismatch(what, where=f"the optimizer's group {i}", hint=COMPILE_AGAIN)
+                    raise InputMismatch(what, where=f"the optimizer's group {i}", hint=COMPILE_AGAIN, see="other-model")
         self._options = list(map(_deciding, self.optimizer.param_groups))
 
     def slot(self, binding: Binding) -> tuple[dict[str, Any], str]:
@@ -121,7 +124,7 @@ class StepGuards(ModuleGuards):
         state: dict[str, Any] = self.optimizer.state.get(self.model.get_parameter(name), {})
         if key not in state:
             what = f"the optimizer's state has no {key!r} any more"
-            raise InputMismatch(what, where=name, hint=_LOAD_OR_COMPILE)
+            raise InputMismatch(what, where=name, hint=_LOAD_OR_COMPILE, see="optimizer-state")
         return state
 
     def accumulated(self) -> dict[torch.Tensor, torch.Tensor]:
@@ -176,7 +179,9 @@ class Counters:
                 return
         except (KeyError, TypeError) as error:
             what = f"a parameter's {STEP!r} is missing or no tensor"
-            raise InputMismatch(what, where="the optimizer's state", hint=_LOAD_OR_COMPILE) from error
+            raise InputMismatch(
+                what, where="the optimizer's state", hint=_LOAD_OR_COMPILE, see="optimizer-state"
+            ) from error
         numbers = [step.clone() for step in now]  # they may be elements of the same tensor, in another order
         for holder, number, element in zip(self._holders, numbers, self._elements, strict=True):
             element.copy_(number)

@@ -36,7 +36,9 @@ class OwnedGradients:
         """Raise `UnsupportedCall` inside the forward of DistributedDataParallel, whose hooks would not be called."""
         if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise UnsupportedCall(
-                'DistributedDataParallel needs the hooks of autograd, which gradients="owned" does not call', hint=_HINT
+                'DistributedDataParallel needs the hooks of autograd, which gradients="owned" does not call',
+                hint=_HINT,
+                see="gradients-owned",
             )
 
     def require_no_hooks(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -48,7 +50,10 @@ class OwnedGradients:
         for i, p in enumerate(parameters):
             if p._backward_hooks or p._post_accumulate_grad_hooks or (now != self._checked and hooks_of_node(p)):
                 raise UnsupportedCall(
-                    'has a hook, which gradients="owned" would not call', where=self._names[i], hint=_HINT
+                    'has a hook, which gradients="owned" would not call',
+                    where=self._names[i],
+                    hint=_HINT,
+                    see="gradients-owned",
                 )
         self._checked = now
 

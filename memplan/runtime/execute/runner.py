@@ -102,7 +102,9 @@ class Runner:
         """Raise `UnsupportedCall` if hooks cannot be called."""
         if self.cuda_graphs is not None:
             what = "a recorded step is replayed without Python, so that no hook could be called"
-            raise UnsupportedCall(what, where="cuda_graph=True", hint="leave cuda_graph out to set hooks")
+            raise UnsupportedCall(
+                what, where="cuda_graph=True", hint="leave cuda_graph out to set hooks", see="cuda-graph"
+            )
 
     def observe(self, emit: Hook | None) -> None:
         """Call `emit` with every event from now on; None runs the plain functions again."""

@@ -152,5 +152,5 @@ def run_bound(bound: BoundOp, env: list[torch.Tensor | None]) -> None:
                 if result.shape != destination.shape:  # otherwise the copy may broadcast it
                     reason = f"its result is {tuple(result.shape)}, and was traced as {tuple(destination.shape)}"
                     hint = "call the model once before compiling it, if it takes sizes from its first call"
-                    raise UnsupportedGraph(str(bound.overload), reason, hint)
+                    raise UnsupportedGraph(str(bound.overload), reason, hint, see="other-result")
                 destination.copy_(result)

@@ -130,7 +130,9 @@ class InputGuards:
         for i in self.bound:
             what = written.get(leaves[i].untyped_storage().data_ptr())
             if what is not None:
-                raise _mismatch(f"input {i}", f"shares its memory with {what}, which the step changes")
+                what = f"shares its memory with {what}, which the step changes"
+                hint = "pass a copy, compile again, or choose another on_mismatch="
+                raise InputMismatch(what, where=f"input {i}", hint=hint, see="shared-memory")
 
 
 def laid_out(x: torch.Tensor, strides: Sequence[int], where: str) -> torch.Tensor:

@@ -82,13 +82,17 @@ class ModuleGuards:
         for i, (state, patched) in enumerate(zip(self._states, self._patched, strict=True)):
             if ("forward" in state) is not patched:
                 where = self.name_of(i) or "the model"
-                raise InputMismatch("its forward was replaced by another function", where=where, hint=COMPILE_AGAIN)
+                raise InputMismatch(
+                    "its forward was replaced by another function", where=where, hint=COMPILE_AGAIN, see="other-model"
+                )
         self._sizes = list(map(len, self._dicts))
 
     def _count_hooks(self) -> None:
         ever = hooks_ever_set()
         if sum(map(len, self._hooks)) != self._hook_count:
-            raise InputMismatch("module hooks were added or removed", where="the model", hint=COMPILE_AGAIN)
+            raise InputMismatch(
+                "module hooks were added or removed", where="the model", hint=COMPILE_AGAIN, see="other-model"
+            )
         self._hooks_ever = ever
 
     def _refresh_submodules(self) -> None:
@@ -98,7 +102,7 @@ class ModuleGuards:
             name = next((name for name in names if before.get(name) is not types.get(name)), "")
             was, now = (found[name].__name__ if name in found else "nothing" for found in (before, types))
             what = f"was {was}, is {now}" if was != now else "submodules are in another order"
-            raise InputMismatch(what, where=name or "the model", hint=COMPILE_AGAIN)
+            raise InputMismatch(what, where=name or "the model", hint=COMPILE_AGAIN, see="other-model")
         count = self._hook_count
         self._look()
         self._hook_count, self._hooks_ever = count, -1  # -1: they are counted again

@@ -66,7 +66,9 @@ class ParameterGuards:
             return [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors]
         except AttributeError as error:
             name = next(name for name, t in zip(self.names, tensors, strict=True) if t is None)
-            raise InputMismatch("is None, the plan was made for a tensor", where=name, hint=COMPILE_AGAIN) from error
+            raise InputMismatch(
+                "is None, the plan was made for a tensor", where=name, hint=COMPILE_AGAIN, see="other-model"
+            ) from error
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """Return the positions of tensors whose address differs from the stored one, and store the current addresses.
@@ -81,11 +83,13 @@ class ParameterGuards:
                 what = (
                     f"is {_describe(now, tensors[i].device)}, the plan was made for {_describe(then, self._devices[i])}"
                 )
-                raise InputMismatch(what, where=self.names[i], hint=COMPILE_AGAIN)
+                raise InputMismatch(what, where=self.names[i], hint=COMPILE_AGAIN, see="other-model")
         moved = [i for i, (now, then) in enumerate(zip(state, self._expected, strict=True)) if now[0] != then[0]]
         if _ties(tensors) != self._ties and not (self._free and _apart(tensors)):
             what = "parameters do not share memory as they did when the model was compiled"
-            raise InputMismatch(what, where=self.names[moved[0]] if moved else None, hint=COMPILE_AGAIN)
+            raise InputMismatch(
+                what, where=self.names[moved[0]] if moved else None, hint=COMPILE_AGAIN, see="other-model"
+            )
         self._module_guards.require_known()
         self._store(tensors, state)
         return moved

@@ -30,7 +30,7 @@ def require_no_reducer(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if id(p) in held:
             what = "is held by a DistributedDataParallel, which would not average its gradient in a compiled step"
-            raise UnsupportedCall(what, where=name, hint=_HINT)
+            raise UnsupportedCall(what, where=name, hint=_HINT, see="ranks")
 
 
 def require_collective(traced: Iterable[TracedGraph]) -> None:
@@ -38,7 +38,7 @@ def require_collective(traced: Iterable[TracedGraph]) -> None:
     ranks = torch.distributed.get_world_size() if _in_group() else 1
     if ranks > 1 and not any(op.target.startswith(_COLLECTIVES) for t in traced for op in t.graph.ops):
         what = "the step contains no collective, so each rank would train on its own"
-        raise UnsupportedCall(what, where=f"a process group of {ranks} ranks", hint=_HINT)
+        raise UnsupportedCall(what, where=f"a process group of {ranks} ranks", hint=_HINT, see="ranks")
 
 
 def _in_group() -> bool:

@@ -28,11 +28,11 @@ def refusal(arguments: Any, model: nn.Module) -> UnsupportedCall | None:
     hint = 'call the original model there; memplan.compile(..., on_mismatch="eager") does'
     if active():
         what = "a planned step cannot run inside torch.func's transforms (grad, vmap, jvp, jacrev, ...)"
-        return UnsupportedCall(what, where="the call", hint=hint)
+        return UnsupportedCall(what, where="the call", hint=hint, see="transforms")
     tensors = [*pytree.tree_leaves(arguments), *model.parameters(), *model.buffers()]
     if any(isinstance(x, torch.Tensor) and _is_dual(x) for x in tensors):
         what = "a planned step has no forward-mode derivative, and one of its tensors is dual"
-        return UnsupportedCall(what, where="the call", hint=hint)
+        return UnsupportedCall(what, where="the call", hint=hint, see="transforms")
     return None
 
 

@@ -144,7 +144,9 @@ class KernelSelector:
             read = {v for op in self.graph.ops for v in op.reads}
             if any(kernel.outs[i] in read for i in absent):
                 reason = "returns nothing where its trace has a tensor that is read later"
-                raise UnsupportedGraph(str(kernel.target), reason, "keep this layer out of the compiled module")
+                raise UnsupportedGraph(
+                    str(kernel.target), reason, "keep this layer out of the compiled module", see="other-result"
+                )
             return _Choice(kernel.target._op, absent=absent, as_planned=as_planned, overload=kernel.target)
         given, _ = materialise((scalars_as_tensors(kernel, self.graph), {}), tensors)
         rows = takes_rows(kernel, self.graph)

@@ -45,6 +45,7 @@ class ArenaOwnership:
             raise StaleActivationsError(
                 "another thread is running a step in this arena",
                 hint="let one thread at a time call a compiled module, or compile one for each thread",
+                see="threads",
             )
         return self
 
@@ -70,6 +71,7 @@ class ArenaOwnership:
                 f"{who} would overwrite the activations of forward {self.pending.number}, whose backward has not run",
                 hint="call backward first, or run forwards that need none under torch.no_grad(), "
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
+                see="activations",
             )
         if self.move_out is not None:
             self.move_out()
@@ -89,11 +91,13 @@ class ArenaOwnership:
             raise StaleActivationsError(
                 f"backward ran twice for forward {step.number}; its activations were released by the first",
                 hint="run the forward again, or add the losses before one backward",
+                see="backward-twice",
             )
         if self._current() is not step:
             raise StaleActivationsError(
                 f"the activations of forward {step.number} were overwritten by forward {self.steps}",
                 hint="call backward before the next forward",
+                see="backward-twice",
             )
         step.done = True
         self.order_streams()

@@ -58,7 +58,12 @@ def _accumulate(module_guards: StepGuards, parameters: list[torch.Tensor]) -> No
         total = totals.get(p)
         if p.grad is not None and total is None:
             what = f"a parameter of shape {tuple(p.shape)} has a gradient, and had none when the step was compiled"
-            raise UnsupportedCall(what, where=f"{len(totals)} gradients accumulate", hint="compile the step again")
+            raise UnsupportedCall(
+                what,
+                where=f"{len(totals)} gradients accumulate",
+                hint="compile the step again",
+                see="gradient-appeared",
+            )
         if total is not None:
             with torch.no_grad():
                 p.grad = total if p.grad is None else total.add_(p.grad)

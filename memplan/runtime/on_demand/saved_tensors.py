@@ -76,6 +76,7 @@ class SavedTensor:
                 "a tensor that the backward needs was changed in place after it was saved",
                 where='on_mismatch="passive"',
                 hint="change it after the backward, or change a copy",
+                see="changed-after-forward",
             )
         if self.tensor is not None:
             return self.tensor

@@ -67,7 +67,9 @@ def safe_plan(
     """
     if len(traced.runs_on) > 1:
         what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"
-        raise UnsupportedCall(what, where="costs='measure'", hint="pass costs of your own, or one device")
+        raise UnsupportedCall(
+            what, where="costs='measure'", hint="pass costs of your own, or one device", see="measure"
+        )
     options = replace(options, costs=None)
     if options.divide:  # the division is chosen first; the policy then decides about the divided step
         traced, plan = options.settle(traced, retracer)

@@ -83,7 +83,7 @@ class Recording:
         if allocator is None:
             what = "this run was recorded without memplan's allocator, which would have to serve the replay"
             hint = "call memplan.install_allocator() before anything uses CUDA; on the CPU, nothing is replayed"
-            raise UnsupportedCall(what, where="replay", hint=hint)
+            raise UnsupportedCall(what, where="replay", hint=hint, see="recorded")
         allocator.load(self.tape)
         allocator.begin()
         complete = False
@@ -167,15 +167,21 @@ def install_allocator() -> None:
         return
     hint = "call memplan.install_allocator() once, first thing in the program"
     if not torch.cuda.is_available():
-        raise UnsupportedCall("no CUDA device is available", where="install_allocator", hint="record on the CPU")
+        raise UnsupportedCall(
+            "no CUDA device is available", where="install_allocator", hint="record on the CPU", see="recorded"
+        )
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise UnsupportedCall("CUDA is in use already, with another allocator", where="install_allocator", hint=hint)
+        raise UnsupportedCall(
+            "CUDA is in use already, with another allocator", where="install_allocator", hint=hint, see="recorded"
+        )
     allocator = Allocator(cuda_backing(cuda_runtime()))
     made = torch._C._cuda_customAllocator(*allocator.pointers)
     try:
         torch.cuda.memory.change_current_allocator(torch.cuda.memory._CUDAAllocator(made))
     except RuntimeError as error:
-        raise UnsupportedCall(str(error).splitlines()[0], where="install_allocator", hint=hint) from error
+        raise UnsupportedCall(
+            str(error).splitlines()[0], where="install_allocator", hint=hint, see="recorded"
+        ) from error
     _installed.append(allocator)
 
 

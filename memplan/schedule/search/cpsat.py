@@ -53,7 +53,9 @@ def cpsat(graph: Graph, *, work: float = 60.0) -> Schedule:
         model.add_hint(p, hint)
     status = run(solver, model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        raise UnsupportedGraph("cpsat", f"found no order: {solver.status_name(status)}", "use schedule='auto'")
+        raise UnsupportedGraph(
+            "cpsat", f"found no order: {solver.status_name(status)}", "use schedule='auto'", see="cpsat"
+        )
     order = tuple(sorted(range(count), key=lambda op: solver.value(position[op])))
     max_live = max(live_bytes(graph, order), default=0)
     least, name = working_set(graph)

@@ -99,7 +99,7 @@ class _LazyViewResolver:
         if not node.meta["desc"].is_tangent():
             hint = "pass x.resolve_conj().resolve_neg(), which is an ordinary tensor"
             raise UnsupportedGraph(
-                node.name, "an input whose conjugation or negation is lazy, a bit of the tensor", hint
+                node.name, "an input whose conjugation or negation is lazy, a bit of the tensor", hint, see="conjugate"
             )
         old = value(node)
         with self.mode:
@@ -138,7 +138,9 @@ def _refuse_lazy_results(graph: fx.Graph) -> None:
     for node in returned_by(graph)[1]:
         if isinstance(node, fx.Node) and _is_lazy(node) and storage_key(value(node)) in given:
             hint = "return x.resolve_conj(), or conjugate it outside of the model"
-            raise UnsupportedGraph(place_of(node), "returns a conjugated view of an input or parameter", hint)
+            raise UnsupportedGraph(
+                place_of(node), "returns a conjugated view of an input or parameter", hint, see="conjugate"
+            )
 
 
 def _is_lazy(node: fx.Node) -> bool:

@@ -60,7 +60,7 @@ def require_same_call(model: nn.Module, first: fx.Graph, second: fx.Graph, undo:
         for back in undo:
             back()
         reason = "forward does something different in its first call, such as an initialisation"
-        raise UnsupportedGraph(type(model).__name__, reason, "call the model once, then compile it")
+        raise UnsupportedGraph(type(model).__name__, reason, "call the model once, then compile it", see="first-call")
 
 
 def _is_held(path: str, modules: Container[str]) -> bool:
@@ -117,7 +117,7 @@ def _draws(model: nn.Module, which: str) -> UnsupportedGraph:
     """Return the error for random numbers that forward draws outside of torch's kernels."""
     reason = f"forward changes the state of {which}, which a compiled step would leave unchanged"
     hint = "draw random numbers with torch, and seed outside the model, or pass the numbers as an input"
-    return UnsupportedGraph(type(model).__name__, reason, hint)
+    return UnsupportedGraph(type(model).__name__, reason, hint, see="random-numbers")
 
 
 def _generators() -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _changes(model: nn.Module, what: str) -> UnsupportedGraph:
     """Return the error for Python state that forward changes."""
     reason = f"forward changes Python state that a compiled step would leave unchanged: {what}"
     hint = "return the value instead, or keep it in a registered buffer and change that in place (copy_, add_)"
-    return UnsupportedGraph(type(model).__name__, reason, hint)
+    return UnsupportedGraph(type(model).__name__, reason, hint, see="python-state")
 
 
 def _settle(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Callable[[], None]] | None:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
-from memplan.trace.capture.checkpointed import refusing_checkpoints
 from memplan.trace.capture.effects import exporting, refuse_random, require_same_call, settle_side_effects
+from memplan.trace.capture.lost_checkpoints import refusing_checkpoints
 from memplan.trace.capture.python_values import options_of_layers, recording_guards
 from memplan.trace.capture.recurrent import RecurrentAsEager
 

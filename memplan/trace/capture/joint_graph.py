@@ -19,15 +19,15 @@ from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 
 from memplan.errors import MemplanError, UnsupportedGraph
-from memplan.trace.capture.checkpointed import LostCheckpoint
 from memplan.trace.capture.conjugates import compute_conjugates
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.fake_layouts import layout_decompositions, settle_layouts
 from memplan.trace.capture.fake_statistics import correct_statistics
 from memplan.trace.capture.front_ends import READINGS, FrontEnd, dynamo, export, identity, is_patched, meta_of
+from memplan.trace.capture.lost_checkpoints import LostCheckpoint
 from memplan.trace.capture.python_values import Reading, with_values
 from memplan.trace.capture.recurrent import RecurrentAsEager, size_workspaces
-from memplan.trace.capture.refusals import require_same_types, require_traceable, unsupported
+from memplan.trace.capture.refusals import lost_checkpoints, require_same_types, require_traceable, unsupported
 from memplan.trace.capture.unfinished_collectives import refuse_unfinished
 from memplan.trace.passes.error_checks import order_checks
 from memplan.trace.passes.overlapping_strides import overlapping_tangents
@@ -135,6 +135,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
             type(model).__name__,
             "computes no output that requires a gradient, so there is no backward to plan",
             "return what is computed from parameters that require gradients (no views of them), or pass train=False",
+            see="no-gradient",
         )
     return Captured(
         graph_module=graph_module,
@@ -203,9 +204,10 @@ def _capture_joint(
             complaints.append(error)
             if any(word in str(error) for word in _LOST_BY_EXPORT):
                 break
+    if isinstance(complaints[-1], LostCheckpoint):
+        raise lost_checkpoints(model, complaints[0]) from complaints[0]
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
-    hidden = "Observed exception" in str(complaints[0]) and not isinstance(complaints[-1], LostCheckpoint)
-    clearest = complaints[-1 if hidden else 0]
+    clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
     raise unsupported(model, clearest) from clearest
 
 

@@ -97,7 +97,9 @@ def size_workspaces(graph: fx.Graph) -> None:
         shapes = tuple(x.shape), tuple(weight.shape), tuple(recurrent.shape)
         if not all(map(is_fixed, (x, weight, recurrent))):
             reason = "has an LSTM, whose workspace oneDNN sizes for one shape, and dimensions that vary"
-            raise UnsupportedGraph("the model", reason, "leave out dynamic_shapes and compile for each shape")
+            raise UnsupportedGraph(
+                "the model", reason, "leave out dynamic_shapes and compile for each shape", see="lstm-shapes"
+            )
         nbytes = _workspace_bytes(*shapes, x.dtype, tuple(node.args[7:]))
         with fake_mode_of(graph):
             workspace = torch.empty(nbytes, dtype=torch.uint8)
@@ -143,4 +145,9 @@ def _require_dropout_kept(layer: str, layers: int, dropout: float, train: bool) 
     """Raise `UnsupportedGraph` for dropout between layers, which tracing loses on devices other than the CPU."""
     if dropout and train and layers > 1:
         reason = "has dropout between its layers, which tracing loses for other devices than a CPU"
-        raise UnsupportedGraph(layer, reason, "use dropout=0 there and nn.Dropout between single-layer modules")
+        raise UnsupportedGraph(
+            layer,
+            reason,
+            "use dropout=0 there and nn.Dropout between single-layer modules",
+            see="dropout-between-layers",
+        )

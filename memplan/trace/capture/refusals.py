@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from memplan.errors import MemplanError, UnsupportedGraph
-from memplan.trace.capture.checkpointed import LostCheckpoint
+from memplan.errors import UnsupportedGraph
+from memplan.trace.capture.lost_checkpoints import LostCheckpoint
 from memplan.trace.capture.origins import place_of
 from memplan.trace.passes.rewrite import aten
 
@@ -38,37 +38,47 @@ _HALVES = ("float16", "bfloat16")
 def require_traceable(model: Any) -> None:
     """Raise `UnsupportedGraph` for what is no module, and for modules whose call is not their forward on tensors."""
     if not isinstance(model, nn.Module):
-        raise UnsupportedGraph(type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs")
+        raise UnsupportedGraph(
+            type(model).__name__, "is not an nn.Module", "pass the model itself, then its inputs", see="not-a-module"
+        )
     for name, module in model.named_modules():
         found = _refusal(module)
         if found is not None:
-            reason, hint = found
-            raise UnsupportedGraph(type(model).__name__, f"{name or 'the model'} {reason}", hint)
+            reason, hint, see = found
+            raise UnsupportedGraph(type(model).__name__, f"{name or 'the model'} {reason}", hint, see=see)
 
 
-def _refusal(module: nn.Module) -> tuple[str, str] | None:
-    """Return why a module cannot be traced, and what to do; None if it can."""
+def _refusal(module: nn.Module) -> tuple[str, str, str] | None:
+    """Return why a module cannot be traced, what to do, and the heading that explains it; None if it can."""
     if isinstance(module, torch.jit.ScriptModule):  # it has no Python left, and its parameters are elsewhere
-        return "is a ScriptModule, which cannot be traced", "pass the module as it was before torch.jit.script or trace"
+        reason, see = "is a ScriptModule, which cannot be traced", "script-module"
+        return reason, "pass the module as it was before torch.jit.script or trace", see
     if isinstance(module, nn.parallel.DistributedDataParallel):
-        reason = "is a DistributedDataParallel, whose hooks a compiled step would not call"
-        return (
-            reason,
-            "compile the module first, then wrap it: DistributedDataParallel(memplan.compile(module, inputs))",
-        )
+        reason, see = "is a DistributedDataParallel, whose hooks a compiled step would not call", "data-parallel"
+        hint = "compile the module first, then wrap it: DistributedDataParallel(memplan.compile(module, inputs))"
+        return reason, hint, see
     if type(module).__name__ in ("FSDPModule", "FullyShardedDataParallel") or hasattr(module, "unshard"):
         reason = "is sharded (FSDP), whose parameters are gathered by hooks that a compiled step would not call"
-        return (
-            reason,
-            "shard the model first, then compile each block within: torch.compile(block, backend=memplan.Backend())",
-        )
+        hint = "shard the model first, then compile each block within: torch.compile(block, backend=memplan.Backend())"
+        see = "sharded"
+        return reason, hint, see
     if module._backward_hooks or module._backward_pre_hooks:  # they run where autograd enters or leaves a module
-        reason = "has backward hooks, which a compiled step would not call"
-        return reason, "remove them, or use hooks on parameters or outputs"
+        reason, see = "has backward hooks, which a compiled step would not call", "backward-hooks"
+        return reason, "remove them, or use hooks on parameters or outputs", see
     held: list[Any] = [*module._parameters.values(), *module._buffers.values()]
     if any(map(is_lazy, held)):
-        return "has parameters whose shapes are not known yet", "call the model once on its inputs, then compile it"
+        reason, see = "has parameters whose shapes are not known yet", "lazy-parameters"
+        return reason, "call the model once on its inputs, then compile it", see
     return None
+
+
+def lost_checkpoints(model: nn.Module, reason: Exception) -> UnsupportedGraph:
+    """Return the error of a model with activation checkpoints that dynamo, which keeps them, cannot read."""
+    lines = str(reason).strip().splitlines()
+    because = "" if isinstance(reason, LostCheckpoint) or not lines else f"; dynamo says: {lines[0]}"
+    what = f"has activation checkpoints, and only torch.export can read it, which drops them{because}"
+    hint = "make forward traceable by torch.compile(fullgraph=True), or leave the checkpoints out and give a budget"
+    return UnsupportedGraph(type(model).__name__, what, f"{hint}; {_BACKEND}", see="lost-checkpoints")
 
 
 def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
@@ -82,48 +92,35 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
             hint = (
                 "register a fake kernel for the op, which gives its shapes without data (torch.library.register_fake)"
             )
-        return UnsupportedGraph(name, f"forward fails on inputs like the example's: {words}", hint)
-    if isinstance(error, LostCheckpoint):
-        hint = f"let the model be traced by dynamo: call it once as it is, or leave the checkpoint out; {_BACKEND}"
-        return UnsupportedGraph(name, str(error), hint)
+        return UnsupportedGraph(name, f"forward fails on inputs like the example's: {words}", hint, see="example-fails")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"cannot be traced as one graph: {type(error).__name__}: {lines[0] if lines else 'no message'}"
     details = [line for line in lines[1:] if line.startswith(("Explanation:", "from user code", "File ", "Hint:"))]
     text = " ".join([type(error).__name__, *lines]).lower()
     if any(word in text for word in _DATA_DEPENDENT):
+        see = "data-dependent"
         hint = (
             "shapes or branches depend on tensor values; compute them outside the model or use a static variant "
             '(for mixtures of experts in transformers: model.set_experts_implementation("batched_mm"))'
             f"; {_BACKEND}"
         )
     elif "entirely functional graph" in text:
-        hint = "register the tensor that forward changes in place as a buffer of the model"
+        hint, see = "register the tensor that forward changes in place as a buffer of the model", "not-a-buffer"
     elif "not a known type" in text or "unhashable type" in text or "pytree-flattenable" in text:
+        see = "types"
         hint = "take and return tensors, tuples, lists or dicts, or register the type (torch.export.register_dataclass)"
         if "cache" in text:
             hint = "set model.config.use_cache = False, which training does not need (transformers)"
     elif "graph break" in text or "unsupported" in text:
+        see = "graph-breaks"
         hint = (
             "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"
             f"; {_BACKEND}"
         )
     else:
+        see = "example-fails"
         hint = "check that model(*example_inputs) runs eagerly; then trace a smaller submodule to find the culprit"
-    return UnsupportedGraph(name, "\n  ".join([reason, *details[:4]]), hint)
-
-
-def keywords_of(example_kwargs: Any) -> dict[str, Any]:
-    """Return the keyword arguments of an example.
-
-    Raises `MemplanError` for anything that is no dict, such as a second input beside the first.
-    """
-    if example_kwargs is None:
-        return {}
-    if not isinstance(example_kwargs, dict):
-        what = f"is a {type(example_kwargs).__name__}, not a dict of keywords"
-        hint = "pass several example inputs as a tuple: (model, (first, second))"
-        raise MemplanError(what, where="example_kwargs", hint=hint)
-    return example_kwargs
+    return UnsupportedGraph(name, "\n  ".join([reason, *details[:4]]), hint, see=see)
 
 
 def require_same_types(graph: fx.Graph) -> None:
@@ -137,4 +134,4 @@ def require_same_types(graph: fx.Graph) -> None:
                 what = f"forward fails in eager: {node.target} takes one type, and is given {' and '.join(found)}"
                 shapes = ", ".join(str(list(t.shape)) for t in tensors)
                 hint = "give the example inputs the type of the parameters, x.to(dtype), or run under torch.autocast"
-                raise UnsupportedGraph(place_of(node), f"{what} (shapes {shapes})", hint)
+                raise UnsupportedGraph(place_of(node), f"{what} (shapes {shapes})", hint, see="example-fails")

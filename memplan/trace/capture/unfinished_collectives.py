@@ -28,8 +28,8 @@ def refuse_unfinished(graph: fx.Graph) -> None:
                     "@torch.compiler.disable that waits for the result (wait_tensor), and use "
                     'torch.compile(model, backend="memplan")'
                 )
-                raise UnsupportedGraph(place_of(node), what, hint)
+                raise UnsupportedGraph(place_of(node), what, hint, see="collectives")
             if overload.namespace in _STREAMS:
                 what = f"an op on another stream ({overload}), whose result arrives later: memplan cannot plan it"
                 hint = "leave streams and offloading to memplan: pass budget= to move activations to the host"
-                raise UnsupportedGraph(place_of(node), what, hint)
+                raise UnsupportedGraph(place_of(node), what, hint, see="collectives")

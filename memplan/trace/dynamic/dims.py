@@ -202,7 +202,7 @@ def without(dims: Dims, names: Collection[str]) -> Dims:
     rest = tuple(s for s in dims.symbols if s.name not in names)
     if not rest:
         what = f"the model works for one size of {', '.join(names)} only, and nothing else varies"
-        raise InvalidShapes(what, where="dynamic_shapes", hint="leave dynamic_shapes out")
+        raise InvalidShapes(what, where="dynamic_shapes", hint="leave dynamic_shapes out", see="fixed-size")
     leaves = tuple({d: v for d, v in leaf.items() if v.symbol not in names} for leaf in dims.leaves)
     return Dims(symbols=rest, leaves=leaves)
 

@@ -24,6 +24,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memplan.core.arguments import arguments_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidShapes, UnsupportedGraph
 from memplan.planning.options import DEFAULTS, DynamicShapes, PlanOptions
@@ -31,7 +32,7 @@ from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
 from memplan.symbolic.sizes import SizesWriter
 from memplan.symbolic.symbols import Symbol
-from memplan.trace.capture.refusals import keywords_of, require_traceable
+from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.dynamic.conditions import disjunction, nearest_excluded, without_implied
 from memplan.trace.dynamic.conditions import fixed_symbol as pinned_by
 from memplan.trace.dynamic.dims import Dims, Range, read_dims, without
@@ -97,7 +98,7 @@ def _refuse_fakes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if any(isinstance(t, torch.Tensor) and (t.is_meta or isinstance(t, FakeTensor)) for t in tensors):
         what = "has fake or meta tensors, which are traced for one shape only"
         hint = "materialise the model (a smaller one of its kind will do), or leave dynamic_shapes out"
-        raise UnsupportedGraph(type(model).__name__, what, hint)
+        raise UnsupportedGraph(type(model).__name__, what, hint, see="fake-shapes")
 
 
 def plan_symbolic(
@@ -110,11 +111,9 @@ def plan_symbolic(
 ) -> SymbolicPlan:
     """Return the symbolic plan of `memplan.plan` with `options.dynamic_shapes`. Raises as `trace_symbolic` does."""
     assert options.dynamic_shapes is not None
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if train is None else train
-    traced = trace_symbolic(
-        model, args, keywords_of(example_kwargs), dynamic_shapes=options.dynamic_shapes, train=train
-    )
+    traced = trace_symbolic(model, args, kwargs, dynamic_shapes=options.dynamic_shapes, train=train)
     return plan_of(traced, options)
 
 
@@ -176,5 +175,5 @@ def _fixed(dims: Dims, fixed_symbol: tuple[Range, str], translator: Translator) 
         reason = translator.reason(text)
         what = f"the model fixes {s.name}: it was traced under the condition {text}{reason}"
         hint = f"leave {s.name} out of dynamic_shapes, write Dim.AUTO for it, or change that line"
-        raise InvalidShapes(what, where=f"dynamic_shapes: {s.name}", hint=hint)
+        raise InvalidShapes(what, where=f"dynamic_shapes: {s.name}", hint=hint, see="fixed-size")
     return without(dims, (s.name,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,9 +26,12 @@ from memplan.trace.dynamic.varying import Sized
 from memplan.trace.graph.alias_classes import AliasClasses
 from memplan.trace.graph.build import build
 from memplan.trace.lowering.rules import lower
+from memplan.trace.passes.checkpoints import is_checkpointed
 from memplan.trace.passes.fold import fold
 from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.traced import KernelCall, TracedGraph
+
+_log = logging.getLogger("memplan")
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -112,9 +116,11 @@ def _unsupported(model: nn.Module, error: Exception) -> MemplanError:
     """Return the error for users, with a hint about dynamic shapes."""
     found = unsupported(model, error)
     if "constraint" in type(error).__name__.lower() or "marked" in str(error):
-        return InvalidShapes(found.reason, where="dynamic_shapes", hint="leave that dimension out of dynamic_shapes")
+        return InvalidShapes(
+            found.reason, where="dynamic_shapes", hint="leave that dimension out of dynamic_shapes", see="fixed-size"
+        )
     hint = "without dynamic_shapes it may still be traced; on_mismatch='replan' then plans each new shape"
-    return UnsupportedGraph(found.node, found.reason, f"{found.hint}; {hint}")
+    return UnsupportedGraph(found.node, found.reason, f"{found.hint}; {hint}", see=found.see)
 
 
 def _stand_in(x: torch.Tensor, varying: Mapping[int, Any], hints: Mapping[str, int]) -> torch.Tensor:
@@ -153,6 +159,8 @@ def _fake(x: torch.Tensor, varying: Mapping[int, Any], sizes: Mapping[str, Any],
 def _read(got: Captured, model: str, alias_classes: SymbolicAliasClasses) -> TracedGraph:
     """Run the passes over a graph whose sizes are symbols; sizes are inlined in arguments before."""
     graph = got.graph_module.graph
+    if is_checkpointed(graph):
+        _log.warning("activation checkpoints of the model are not followed with dynamic_shapes=")
     _inline_sizes(graph)
     needs = tangents_needed(graph)
     write_back_mutations(graph, got.alias_of)
@@ -177,7 +185,9 @@ def _inline_sizes(graph: fx.Graph) -> None:
             graph.erase_node(node)
     _, results, _ = returned_by(graph)
     if any(isinstance(result, _SYMBOLIC) for result in results):
-        raise UnsupportedGraph("output", "it returns a size, which varies", "return tensors; read sizes outside")
+        raise UnsupportedGraph(
+            "output", "it returns a size, which varies", "return tensors; read sizes outside", see="varying"
+        )
 
 
 class SymbolicAliasClasses(AliasClasses):
@@ -197,7 +207,9 @@ class SymbolicAliasClasses(AliasClasses):
         """Return the hint of a symbolic size."""
         if isinstance(size, torch.SymInt):
             if not size.node.has_hint():
-                raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
+                raise UnsupportedGraph(
+                    name, "a size that depends on data", "use fixed shapes", see="data-dependent-size"
+                )
             return int(size.node.hint)
         return super().whole(size, name)
 
@@ -231,7 +243,9 @@ def sized_kernel(kernel: KernelCall, translator: Translator, writer: SizesWriter
             return Sized(writer.add(translator.text(translator.expression(leaf))))
         if isinstance(leaf, _SYMBOLIC):
             what = f"takes {leaf}, which varies with a size but is not a whole number"
-            raise UnsupportedGraph(str(kernel.target), what, "leave that dimension out of dynamic_shapes")
+            raise UnsupportedGraph(
+                str(kernel.target), what, "leave that dimension out of dynamic_shapes", see="varying"
+            )
         return leaf
 
     args, kwargs = pytree.tree_map(sized, (kernel.args, kernel.kwargs))

@@ -95,7 +95,9 @@ class Translator:
         unknown = found.free_symbols - set(self._user.values())
         if unknown:
             what = f"a size that depends on data ({found})"
-            raise UnsupportedGraph("dynamic_shapes", what, "use sizes that follow from those of the inputs")
+            raise UnsupportedGraph(
+                "dynamic_shapes", what, "use sizes that follow from those of the inputs", see="data-dependent-size"
+            )
         return sympy.expand(found.replace(Max, lambda *args: self.largest(args)))
 
     def largest(self, expressions: Sequence[sympy.Expr]) -> sympy.Expr:
@@ -124,7 +126,9 @@ class Translator:
                 Expression(text, self.names)
             except InvalidPlan as error:
                 what = f"a size that is not a whole-number expression ({text})"
-                raise UnsupportedGraph("dynamic_shapes", what, "leave that dimension out of dynamic_shapes") from error
+                raise UnsupportedGraph(
+                    "dynamic_shapes", what, "leave that dimension out of dynamic_shapes", see="whole-number"
+                ) from error
             self._texts[expression] = text
         return self._texts[expression]
 
@@ -159,7 +163,9 @@ class Translator:
                 return []
             if said.free_symbols - set(self._user.values()):
                 what = f"a branch that depends on more than sizes ({said})"
-                raise UnsupportedGraph("dynamic_shapes", what, "leave that dimension out of dynamic_shapes")
+                raise UnsupportedGraph(
+                    "dynamic_shapes", what, "leave that dimension out of dynamic_shapes", see="varying"
+                )
         text = self.text(said)
         self._reasons.setdefault(text, where)
         return [text]

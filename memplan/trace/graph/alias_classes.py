@@ -43,7 +43,10 @@ class AliasClasses:
         """
         if val.layout is not torch.strided or val.is_conj() or val.is_neg() or val.is_quantized:
             raise UnsupportedGraph(
-                name, f"a tensor that is not plain strided memory ({val.layout})", "use dense real tensors"
+                name,
+                f"a tensor that is not plain strided memory ({val.layout})",
+                "use dense real tensors",
+                see="strided",
             )
         self.values.append(
             Value(
@@ -60,7 +63,7 @@ class AliasClasses:
     def whole(self, size: Any, name: str) -> int:
         """Return a size as a number. Raises `UnsupportedGraph` for an unknown one; `name` is the node that has it."""
         if not isinstance(size, int):
-            raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes")
+            raise UnsupportedGraph(name, "a size that depends on data", "use fixed shapes", see="data-dependent-size")
         return size
 
     def sized(self) -> tuple[Storage, ...]:

@@ -149,7 +149,9 @@ class _FxReader:
         desc, val = node.meta["desc"], node.meta.get("val")
         if not isinstance(val, torch.Tensor):
             if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                raise self._unsupported(node, "a size that varies from call to call", "use fixed input shapes")
+                raise self._unsupported(
+                    node, "a size that varies from call to call", "use fixed input shapes", see="inputs"
+                )
             return
         binding = self._bind(node, desc, len(self.alias_classes.values))
         origin = Origin(module=binding.name, op=binding.source.value, node=node.name)
@@ -174,14 +176,14 @@ class _FxReader:
         if "Token" in type(desc).__name__:
             raise self._effects(node)
         what = f"an input of kind {type(desc).__name__}"
-        raise self._unsupported(node, what, "pass plain, unshared tensors as inputs")
+        raise self._unsupported(node, what, "pass plain, unshared tensors as inputs", see="inputs")
 
     def _effects(self, token: fx.Node) -> UnsupportedGraph:
         """Return the error for ops with effects, which take and return a token in the order in which they must run."""
         names = {str(user.args[1]) for user in token.users if len(user.args) > 1}
         what = f"an op with side effects: {', '.join(sorted(names))}"
         hint = "use an op without side effects, or call it outside of the model"
-        return self._unsupported(token, what, hint)
+        return self._unsupported(token, what, hint, see="op-effects")
 
     def _constant(self, node: fx.Node) -> None:
         """Add the value and the binding of a constant."""
@@ -189,15 +191,17 @@ class _FxReader:
         if not isinstance(tensor, torch.Tensor):
             if isinstance(tensor, fx.GraphModule):
                 what, hint = "control flow inside the graph (a higher-order op)", "avoid torch.cond and scan"
+                see = "higher-order"
             else:
                 what, hint = (
                     "an object inside the graph that is not a tensor",
                     "draw random numbers without a generator=",
                 )
-            raise self._unsupported(node, what, hint)
+                see = "no-tensor"
+            raise self._unsupported(node, what, hint, see=see)
         if isinstance(tensor, FakeTensor) or isinstance(node.meta.get("val"), FunctionalTensor):  # no bytes behind it
             what = "a view of a parameter or an input that tracing took for a constant"
-            raise self._unsupported(node, what, "return a copy of it (.clone())")
+            raise self._unsupported(node, what, "return a copy of it (.clone())", see="views")
         val = node.meta.get("val", tensor)
         origin = replace(origin_of(node), op=node.meta.get(FOLDED, GIVEN))
         storage = self.alias_classes.storage(val, node.name, StorageKind.CONSTANT, planned=False, origin=origin)
@@ -220,7 +224,10 @@ class _FxReader:
             return
         if not isinstance(node.target, OpOverload):
             raise self._unsupported(
-                node, f"{node.target} is not an ATen op", "avoid higher-order and symbolic operations"
+                node,
+                f"{node.target} is not an ATen op",
+                "avoid higher-order and symbolic operations",
+                see="higher-order",
             )
         results = node.meta["val"]
         results = list(results) if isinstance(results, (tuple, list)) else [results]
@@ -254,7 +261,9 @@ class _FxReader:
         if result is None:
             return None
         if not isinstance(result, torch.Tensor):
-            raise self._unsupported(node, f"returns a {type(result).__name__}, known only at run time", "avoid .item()")
+            raise self._unsupported(
+                node, f"returns a {type(result).__name__}, known only at run time", "avoid .item()", see="no-tensor"
+            )
         name = node.name if i == 0 else f"{node.name}:{i}"
         phase = StorageKind.GRADIENT if is_backward(node) else StorageKind.ACTIVATION
         key = storage_key(result)
@@ -328,9 +337,9 @@ class _FxReader:
         running = [self.value_of[n] for n in node.args[3:5] if isinstance(n, fx.Node)]
         return tuple((out, statistic) for out in outs[:3] if out is not None for statistic in running)
 
-    def _unsupported(self, node: fx.Node, reason: str, hint: str) -> UnsupportedGraph:
-        """Return an error that names the node's place in the model."""
-        return UnsupportedGraph(place_of(node), reason, hint)
+    def _unsupported(self, node: fx.Node, reason: str, hint: str, *, see: str) -> UnsupportedGraph:
+        """Return an error that names the node's place in the model, and the heading `see` that explains it."""
+        return UnsupportedGraph(place_of(node), reason, hint, see=see)
 
     def _finish(self) -> TracedGraph:
         """Return the traced graph, forward ops first."""
@@ -372,5 +381,7 @@ class _FxReader:
         planned = sorted({s.device for s in self.alias_classes.storages if s.planned})
         if len(planned) > 1:
             hint = "move the model and its inputs to one device"
-            raise UnsupportedGraph(self.model, f"computes on several devices: {', '.join(planned)}", hint)
+            raise UnsupportedGraph(
+                self.model, f"computes on several devices: {', '.join(planned)}", hint, see="several-devices"
+            )
         return torch.device(planned[0] if planned else "cpu")

@@ -42,12 +42,14 @@ def target_of(device: Any) -> Target:
     found = [_target(one) for one in device]
     names = tuple(name for one in found for name in one.names)
     if not names:
-        raise UnsupportedDevice("names no device", where="device", hint=_HINT)
+        raise UnsupportedDevice("names no device", where="device", hint=_HINT, see="device")
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UnsupportedDevice(f"names {twice} twice", where="device", hint="give each device once")
+        raise UnsupportedDevice(f"names {twice} twice", where="device", hint="give each device once", see="device")
     if len({one.device.type for one in found}) > 1:
-        raise UnsupportedDevice("names devices of two kinds", where="device", hint="their kernels round differently")
+        raise UnsupportedDevice(
+            "names devices of two kinds", where="device", hint="their kernels round differently", see="device"
+        )
     return Target(names=names, device=found[0].device)
 
 
@@ -60,19 +62,19 @@ def _target(device: Any) -> Target:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise UnsupportedDevice(f"there is no device {device!r}", where="device", hint=_HINT) from error
+        raise UnsupportedDevice(f"there is no device {device!r}", where="device", hint=_HINT, see="device") from error
     if found.type not in _KINDS:
-        raise UnsupportedDevice(f"steps do not run on {found.type!r} devices", where="device", hint=_HINT)
+        raise UnsupportedDevice(f"steps do not run on {found.type!r} devices", where="device", hint=_HINT, see="device")
     index: int | None = found.index
     if index is None:
         index = torch.cuda.current_device() if found.type == "cuda" and torch.cuda.is_available() else 0
     if index < 0:  # torch keeps the number in one byte
-        raise UnsupportedDevice(f"there is no device {device!r}", where="device", hint=_HINT)
+        raise UnsupportedDevice(f"there is no device {device!r}", where="device", hint=_HINT, see="device")
     name = f"{found.type}:{index}"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found.type == "cuda" and index >= count:
         what = f"this machine has {count or 'no'} CUDA devices"
-        raise UnsupportedDevice(what, where=f"device={device!r}", hint=_HINT)
+        raise UnsupportedDevice(what, where=f"device={device!r}", hint=_HINT, see="device")
     return Target(names=(name,), device=torch.device(HOST if found.type == "cpu" else name))
 
 
@@ -86,7 +88,9 @@ def require_on_cpu(model: nn.Module, inputs: Any) -> None:
     for name, tensor in named:
         if isinstance(tensor, torch.Tensor) and tensor.device.type not in (HOST, "meta"):
             what = f"is on {tensor.device} already; with device= the model and its inputs stay on the CPU"
-            raise UnsupportedDevice(what, where=name, hint="leave out device=, or leave the model on the CPU")
+            raise UnsupportedDevice(
+                what, where=name, hint="leave out device=, or leave the model on the CPU", see="device"
+            )
 
 
 def with_host_residents(traced: TracedGraph, target: Target) -> TracedGraph:
@@ -94,6 +98,6 @@ def with_host_residents(traced: TracedGraph, target: Target) -> TracedGraph:
     for b in traced.bound(Source.CONSTANT):
         if b.tensor is not None and type(b.tensor) is not torch.Tensor and not isinstance(b.tensor, nn.Parameter):
             hint = "make the tensor a buffer: register_buffer(name, tensor, persistent=False)"
-            raise UnsupportedGraph(traced.graph.values[b.value].name, "is a constant without data", hint)
+            raise UnsupportedGraph(traced.graph.values[b.value].name, "is a constant without data", hint, see="device")
     storages = tuple(replace(s, device=target.names[0] if s.planned else HOST) for s in traced.graph.storages)
     return replace(traced, graph=replace(traced.graph, storages=storages), device=target.device, runs_on=target.names)

@@ -51,10 +51,13 @@ def read_results(  # noqa: PLR0917
                 "change it between steps, under torch.no_grad()",
             )
             raise UnsupportedGraph(
-                changed, what, f"{hint} (max_norm of an embedding: renormalise after optimizer.step())"
+                changed,
+                what,
+                f"{hint} (max_norm of an embedding: renormalise after optimizer.step())",
+                see="in-place-autograd",
             )
         what = f"its outputs need gradients in a way that is not supported ({unused[0]!r})"
-        raise UnsupportedGraph("output", what, "return copies instead of several views of one tensor")
+        raise UnsupportedGraph("output", what, "return copies instead of several views of one tensor", see="views")
     for node, _ in fresh:
         base_of.setdefault(values[value_of[node]].storage, value_of[node])
     own = {value_of[node] for node, _ in fresh}
@@ -68,7 +71,7 @@ def read_results(  # noqa: PLR0917
     lost = [r for r in returned if r.kind is ReturnKind.FRESH and r.value in without_gradient]
     if lost:
         what = "is returned as one of several views of one tensor, in a way that no gradient would reach"
-        raise UnsupportedGraph(values[lost[0].value].name, what, "return a copy of it (.clone())")
+        raise UnsupportedGraph(values[lost[0].value].name, what, "return a copy of it (.clone())", see="views")
     return Results(
         returned=returned,
         fresh=tuple(value_of[node] for node, _ in fresh),
@@ -117,7 +120,7 @@ def _returned(  # noqa: PLR0917
     base = value if value in own else base_of[values[value].storage]
     if differentiable and values[value].dtype != values[base].dtype:
         what = f"it returns a {values[value].dtype} view of a {values[base].dtype} tensor that requires a gradient"
-        raise UnsupportedGraph(node.name, what, "return a copy of it (.clone())")
+        raise UnsupportedGraph(node.name, what, "return a copy of it (.clone())", see="views")
     kind = ReturnKind.FRESH if base == value and differentiable else ReturnKind.ALIAS
     return Returned(kind=kind, value=value, of=base, differentiable=differentiable)
 

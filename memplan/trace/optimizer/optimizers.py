@@ -23,17 +23,23 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
             name,
             "memplan does not know how it updates parameters",
             "use torch.optim.SGD, Adam or AdamW, or memplan.compile",
+            see="optimizer",
         )
     for group in optimizer.param_groups:
         for option in ("differentiable", "capturable"):
             if group.get(option):
                 raise UnsupportedGraph(
-                    name, f"{option}=True is not supported", f"use {option}=False, or memplan.compile"
+                    name,
+                    f"{option}=True is not supported",
+                    f"use {option}=False, or memplan.compile",
+                    see="optimizer-options",
                 )
         if isinstance(group["lr"], torch.Tensor):
-            raise UnsupportedGraph(name, "its learning rate is a tensor", "use a float")
+            raise UnsupportedGraph(name, "its learning rate is a tensor", "use a float", see="optimizer-options")
         if group.get("dampening"):
-            raise UnsupportedGraph(name, "dampening is not supported", "use dampening=0, or memplan.compile")
+            raise UnsupportedGraph(
+                name, "dampening is not supported", "use dampening=0, or memplan.compile", see="optimizer-options"
+            )
 
 
 def keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -64,11 +70,15 @@ def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.T
     missing = next((key for key in keys if key not in state), None)
     if missing is not None:
         what = f"the optimizer's state for it has no {missing!r}, which group {group} needs"
-        raise UnsupportedGraph(name, what, "load a checkpoint made with the same options, or create a new optimizer")
+        raise UnsupportedGraph(
+            name, what, "load a checkpoint made with the same options, or create a new optimizer", see="optimizer-state"
+        )
     for key in keys:
         if key != STEP and _places(state[key]) != _places(parameter):
             what = f"has strides {parameter.stride()}, the optimizer's {key!r} of it {state[key].stride()}"
-            raise UnsupportedGraph(name, what, "lay out that state like the parameter, or create a new optimizer")
+            raise UnsupportedGraph(
+                name, what, "lay out that state like the parameter, or create a new optimizer", see="optimizer-state"
+            )
     if (
         STEP in keys and place.type == "cuda" and state[STEP].device != place
     ):  # an optimizer without fused=True keeps it on the CPU
@@ -90,4 +100,4 @@ def _require_updatable(name: str, parameter: torch.Tensor) -> None:
     elif torch.empty_like(parameter, device="meta").stride() != parameter.stride():
         what, hint = f"has gaps in memory (strides {parameter.stride()})", "make the parameter of a contiguous copy"
     if what:
-        raise UnsupportedGraph(name, what, f"{hint}, or use memplan.compile")
+        raise UnsupportedGraph(name, what, f"{hint}, or use memplan.compile", see="fused-update")

@@ -85,7 +85,10 @@ def append_updates(
     if not gradients:
         name = type(optimizer).__name__
         raise UnsupportedGraph(
-            name, "the loss depends on none of its parameters", "give the optimizer the parameters of this model"
+            name,
+            "the loss depends on none of its parameters",
+            "give the optimizer the parameters of this model",
+            see="loss-parameters",
         )
     kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
     output.args = (tuple(n for n, _ in kept),)

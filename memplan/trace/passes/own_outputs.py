@@ -157,10 +157,12 @@ def write_back_mutations(graph: fx.Graph, alias_of: Sequence[int | None]) -> Non
     boundary = _first_backward(graph) or output
     for target, new in mutations:
         if value(target).shape != value(new).shape or value(target).dtype != value(new).dtype:
-            raise UnsupportedGraph(target.name, "an input is resized in place", "write to a tensor of the final shape")
+            raise UnsupportedGraph(
+                target.name, "an input is resized in place", "write to a tensor of the final shape", see="resized-input"
+            )
         if is_fixed(value(target)) and may_overlap(value(target).shape, value(target).stride()):
             what = "an input whose elements share bytes (expand, unfold) is changed in place"
-            raise UnsupportedGraph(target.name, what, "pass a dense copy of it (.contiguous())")
+            raise UnsupportedGraph(target.name, what, "pass a dense copy of it (.contiguous())", see="resized-input")
         _refuse_old_value(graph, target, boundary)
         rewriter = Rewriter(graph, fake_mode_of(graph), new, before=boundary)
         write = rewriter.call(aten.copy_.default, target, new)
@@ -194,7 +196,7 @@ def _refuse_old_value(graph: fx.Graph, target: fx.Node, boundary: fx.Node) -> No
     if late is not None:
         name = getattr(target.meta["desc"], "target", target.name)
         reason = f"{name} is changed in place, but its old value is needed for a gradient (by {late.name})"
-        raise UnsupportedGraph(target.name, reason, "change a copy, or do it after the backward")
+        raise UnsupportedGraph(target.name, reason, "change a copy, or do it after the backward", see="old-value")
 
 
 def returned_by(graph: fx.Graph) -> tuple[fx.Node, list[Any], list[Any]]:

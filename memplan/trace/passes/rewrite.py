@@ -204,6 +204,8 @@ def storage_key(tensor: torch.Tensor) -> int:
     Raises `UnsupportedGraph` for a tensor without a storage.
     """
     if tensor.layout is not torch.strided:
-        raise UnsupportedGraph(f"a {tensor.layout} tensor", "is not plain strided memory", "use dense tensors")
+        raise UnsupportedGraph(
+            f"a {tensor.layout} tensor", "is not plain strided memory", "use dense tensors", see="strided"
+        )
     key: int = tensor.untyped_storage()._cdata
     return key
