@@ -106,6 +106,9 @@ class Op:
     `inplace_candidates` are pairs (result, input) of value indices: the result may take the bytes of the input's
     storage in every order in which nothing touches that storage after this op. `unrelated` are pairs (result, input)
     where the result does not depend on the input, although the kernel reads it.
+
+    `checkpoint` is the number (from 1) of the activation checkpoint (`torch.utils.checkpoint`) whose backward computes
+    the results again; 0: none, or eager keeps the results.
     """
 
     name: str
@@ -118,6 +121,7 @@ class Op:
     origin: Origin
     inplace_candidates: tuple[tuple[int, int], ...] = ()
     unrelated: tuple[tuple[int, int], ...] = ()
+    checkpoint: int = 0
 
     @property
     def only_raises(self) -> bool:

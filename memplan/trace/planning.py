@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible
+from memplan.evict.costs import cost_model
+from memplan.planning.checkpoints import has_checkpoints, plan_checkpointed
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
@@ -21,6 +24,8 @@ from memplan.trace.retracer import Retracer, retraced
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import capture_call
 from memplan.version import __version__
+
+_log = logging.getLogger("memplan")
 
 
 def plan(
@@ -96,6 +101,8 @@ def _plan_variant(traced: TracedGraph, options: PlanOptions, *, redzone: int, ro
     )
     if options.budget is not None or traced.runs_on:
         return _plan_with_transfers(traced, scheduled, options, room)
+    if has_checkpoints(traced.graph):
+        return plan_checkpointed(scheduled, options, cost_model(options.costs or device_costs(traced.device)))
     if options.schedule != "auto":
         return make_plan(scheduled, options)
     return _plan_with_grouped_updates(traced, scheduled, options)
@@ -103,9 +110,9 @@ def _plan_variant(traced: TracedGraph, options: PlanOptions, *, redzone: int, ro
 
 def _plan_with_transfers(traced: TracedGraph, scheduled: ScheduledGraph, options: PlanOptions, room: int) -> Plan:
     """Return the plan of a step with a budget, or of one that runs on other devices than its model is on."""
-    from memplan.evict.costs import cost_model
-
     costs = cost_model(options.costs or device_costs(traced.device))
+    if options.budget is None and has_checkpoints(traced.graph):
+        _log.warning("activation checkpoints of the model are not followed with device=; give a budget instead")
     if len(traced.runs_on) > 1:
         from memplan.planning.multi_device import plan_several
 

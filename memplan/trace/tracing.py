@@ -27,6 +27,7 @@ from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of
 from memplan.trace.lowering.rules import lower
 from memplan.trace.optimizer.optimizers import require_supported
 from memplan.trace.optimizer.updates import Accumulate, append_updates
+from memplan.trace.passes.checkpoints import mark_checkpoints
 from memplan.trace.passes.fold import fold
 from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of, value
@@ -230,6 +231,7 @@ def trace_captured(
     """
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
+    mark_checkpoints(graph)
     write_back_mutations(graph, captured.alias_of)
     if not host_resident:
         fold(captured.graph_module)

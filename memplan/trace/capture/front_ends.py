@@ -17,6 +17,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 
 from memplan.trace.capture.effects import exporting, refuse_random, require_same_call, settle_side_effects
+from memplan.trace.capture.lost_checkpoints import refusing_checkpoints
 from memplan.trace.capture.python_values import options_of_layers, recording_guards
 from memplan.trace.capture.recurrent import RecurrentAsEager
 
@@ -99,7 +100,7 @@ def _take_real_tensors(module: nn.Module) -> None:
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     """Return `torch.export`'s graph of the model as a module: the front end that runs forward as Python."""
-    with exporting(model, args, kwargs), RecurrentAsEager(), _without_prints():
+    with exporting(model, args, kwargs), RecurrentAsEager(), _without_prints(), refusing_checkpoints():
         module: nn.Module = torch.export.export(model, args, kwargs, strict=False).module(check_guards=False)
     meta_of(module)[READINGS] = tuple(options_of_layers(model))
     return module

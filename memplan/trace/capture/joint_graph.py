@@ -24,9 +24,10 @@ from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.fake_layouts import layout_decompositions, settle_layouts
 from memplan.trace.capture.fake_statistics import correct_statistics
 from memplan.trace.capture.front_ends import READINGS, FrontEnd, dynamo, export, identity, is_patched, meta_of
+from memplan.trace.capture.lost_checkpoints import LostCheckpoint
 from memplan.trace.capture.python_values import Reading, with_values
 from memplan.trace.capture.recurrent import RecurrentAsEager, size_workspaces
-from memplan.trace.capture.refusals import require_same_types, require_traceable, unsupported
+from memplan.trace.capture.refusals import lost_checkpoints, require_same_types, require_traceable, unsupported
 from memplan.trace.capture.unfinished_collectives import refuse_unfinished
 from memplan.trace.passes.error_checks import order_checks
 from memplan.trace.passes.overlapping_strides import overlapping_tangents
@@ -203,6 +204,8 @@ def _capture_joint(
             complaints.append(error)
             if any(word in str(error) for word in _LOST_BY_EXPORT):
                 break
+    if isinstance(complaints[-1], LostCheckpoint):
+        raise lost_checkpoints(model, complaints[0]) from complaints[0]
     # Dynamo hides an exception of the model's own behind "Observed exception"; export lets it through.
     clearest = complaints[-1 if "Observed exception" in str(complaints[0]) else 0]
     raise unsupported(model, clearest) from clearest

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from memplan.errors import UnsupportedGraph
+from memplan.trace.capture.lost_checkpoints import LostCheckpoint
 from memplan.trace.capture.origins import place_of
 from memplan.trace.passes.rewrite import aten
 
@@ -69,6 +70,15 @@ def _refusal(module: nn.Module) -> tuple[str, str, str] | None:
         reason, see = "has parameters whose shapes are not known yet", "lazy-parameters"
         return reason, "call the model once on its inputs, then compile it", see
     return None
+
+
+def lost_checkpoints(model: nn.Module, reason: Exception) -> UnsupportedGraph:
+    """Return the error of a model with activation checkpoints that dynamo, which keeps them, cannot read."""
+    lines = str(reason).strip().splitlines()
+    because = "" if isinstance(reason, LostCheckpoint) or not lines else f"; dynamo says: {lines[0]}"
+    what = f"has activation checkpoints, and only torch.export can read it, which drops them{because}"
+    hint = "make forward traceable by torch.compile(fullgraph=True), or leave the checkpoints out and give a budget"
+    return UnsupportedGraph(type(model).__name__, what, f"{hint}; {_BACKEND}", see="lost-checkpoints")
 
 
 def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:

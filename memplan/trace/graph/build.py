@@ -37,7 +37,7 @@ from memplan.trace.passes.fold import FOLDED
 from memplan.trace.passes.out_variants import out_variant, written_names
 from memplan.trace.passes.own_outputs import is_backward, returned_by
 from memplan.trace.passes.randomness import draws
-from memplan.trace.passes.rewrite import MEMORY_ONLY, aten, storage_key
+from memplan.trace.passes.rewrite import CHECKPOINT, MEMORY_ONLY, aten, storage_key
 from memplan.trace.traced import Binding, KernelCall, OpaqueResult, Ref, Source, TracedGraph
 
 _KIND_OF = {
@@ -305,6 +305,7 @@ class _FxReader:
                 random=draws(node.target, node.args, node.kwargs),
                 origin=origin_of(node),
                 unrelated=self._unrelated(node, outs),
+                checkpoint=node.meta.get(CHECKPOINT, 0),
             )
         )
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._argument)

@@ -12,7 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from memplan.errors import UnsupportedGraph
 
-INHERITED = ("stack_trace", "nn_module_stack", "partitioner_tag", "fwd_nn_module_stack", "autograd_backward")
+CHECKPOINT = (
+    "memplan_checkpoint"  # key of a node's meta: the number of the activation checkpoint that drops its results
+)
+INHERITED = (
+    "stack_trace",
+    "nn_module_stack",
+    "partitioner_tag",
+    "fwd_nn_module_stack",
+    "autograd_backward",
+    CHECKPOINT,
+)
 _WRITTEN = str.maketrans({"-": "minus_", ".": "_", "+": "_"})  # characters of numbers, for use in names
 aten = torch.ops.aten
 # Ops that make memory and write nothing.

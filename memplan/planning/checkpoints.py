@@ -1,0 +1,56 @@
+"""Makes the plan of a step that follows the user's activation checkpoints: it keeps no more than eager keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memplan.core.graph import Graph
+from memplan.core.plan import Plan
+from memplan.core.schedule import make_schedule
+from memplan.evict.costs import CostModel
+from memplan.evict.graph.apply import Applied, apply
+from memplan.evict.graph.equivalent import require_equivalent
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.checkpoint import checkpoint
+from memplan.evict.workload import in_order
+from memplan.planning.budget import eviction_of
+from memplan.planning.fit import Fitted, make_workload
+from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.options import PlanOptions
+from memplan.schedule import order
+
+
+def has_checkpoints(graph: Graph) -> bool:
+    """Return whether `torch.utils.checkpoint` is around a part of the model whose backward is in the graph."""
+    return any(op.checkpoint for op in graph.ops)
+
+
+def plan_checkpointed(scheduled: ScheduledGraph, options: PlanOptions, costs: CostModel) -> Plan:
+    """Return the plan of a scheduled graph in which what checkpoints drop is computed again.
+
+    The recomputing ops are inserted where eager runs them. Then the whole step, with them, is ordered once more by
+    `options.schedule`, and the order that needs less is taken. `costs` predict the seconds of the step.
+    """
+    workload = make_workload(scheduled.graph, scheduled.schedule.order, costs, scheduled.alignment)
+    events = checkpoint(workload)
+    applied = apply(workload, events)
+    followed = make_schedule(applied.graph, tuple(range(len(applied.graph.ops))), "checkpoint")
+    reordered = order(applied.graph, options.schedule)
+    if reordered.max_live < followed.max_live:
+        applied = _in_order(applied, reordered.order)
+        followed = replace(reordered, order=followed.order, policy=f"{reordered.policy} + checkpoint")
+    require_equivalent(scheduled.graph, applied.graph, applied.sources)
+    plan = make_plan(replace(scheduled, graph=applied.graph, schedule=followed), options)
+    fitted = Fitted(
+        graph=applied.graph,
+        sources=applied.sources,
+        instances=applied.instances,
+        measured=measure(workload, events),
+        base=measure(workload, workload.plain),
+    )
+    return replace(plan, eviction=eviction_of(fitted, plan, "checkpoint", workload.within(plan.arena_size)))
+
+
+def _in_order(applied: Applied, order: tuple[int, ...]) -> Applied:
+    """Return the same graph with its ops in another order."""
+    return replace(applied, graph=in_order(applied.graph, order), sources=tuple(applied.sources[i] for i in order))
