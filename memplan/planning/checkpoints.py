@@ -25,6 +25,11 @@ def has_checkpoints(graph: Graph) -> bool:
     return any(op.checkpoint for op in graph.ops)
 
 
+def without_checkpoints(graph: Graph) -> Graph:
+    """Return a graph in which no checkpoint drops a result."""
+    return replace(graph, ops=tuple(replace(op, checkpoint=0) if op.checkpoint else op for op in graph.ops))
+
+
 def plan_checkpointed(scheduled: ScheduledGraph, options: PlanOptions, costs: CostModel) -> Plan:
     """Return the plan of a scheduled graph in which what checkpoints drop is computed again.
 

@@ -15,6 +15,7 @@ coincidence would become a condition. Torch treats 0 and 1 as special, so a size
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memplan.core.arguments import arguments_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidShapes, UnsupportedGraph
+from memplan.planning.checkpoints import has_checkpoints, without_checkpoints
 from memplan.planning.options import DEFAULTS, DynamicShapes, PlanOptions
 from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
@@ -42,6 +44,7 @@ from memplan.trace.dynamic.varying import SymbolicTrace, same_step
 from memplan.trace.planning import plan_traced
 from memplan.trace.traced import KernelCall
 
+_log = logging.getLogger("memplan")
 _WIDENINGS = 2  # further traces that test whether a condition matters
 
 
@@ -119,6 +122,8 @@ def plan_symbolic(
 
 def plan_of(traced: SymbolicTrace, options: PlanOptions = DEFAULTS, *, redzone: int = 0) -> SymbolicPlan:
     """Return the symbolic plan of a symbolic trace. `redzone` is in bytes, as in `plan_traced`."""
+    if traced.checkpointed:
+        _log.warning("activation checkpoints of the model are not followed with dynamic_shapes=")
     return make_symbolic(
         symbols=traced.symbols,
         sizes=traced.sizes,
@@ -135,6 +140,8 @@ def _trace(
     flat, spec = pytree.tree_flatten((args, kwargs))
     hints = tracing_hints(model, flat, dims)
     alias_classes, traced = read_symbolic(model, flat, spec, dims, hints, train=train)
+    checkpointed = has_checkpoints(traced.graph)
+    traced = replace(traced, graph=without_checkpoints(traced.graph))  # recomputes are planned for one size only
     translator = alias_classes.translator
     conditions = translator.conditions()
     writer = SizesWriter()
@@ -157,6 +164,7 @@ def _trace(
         dims=dims,
         leaves=tuple(_shape(x, dims.leaves[i]) if isinstance(x, torch.Tensor) else None for i, x in enumerate(flat)),
         evaluate=evaluator(sizes.expressions, names),
+        checkpointed=checkpointed,
     )
     traced = made.at(example, flat)
     graph = stable(with_inplace_candidates(traced.graph), sizes) if in_place else traced.graph

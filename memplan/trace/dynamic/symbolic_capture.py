@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,12 +25,10 @@ from memplan.trace.dynamic.varying import Sized
 from memplan.trace.graph.alias_classes import AliasClasses
 from memplan.trace.graph.build import build
 from memplan.trace.lowering.rules import lower
-from memplan.trace.passes.checkpoints import is_checkpointed
+from memplan.trace.passes.checkpoints import mark_checkpoints
 from memplan.trace.passes.fold import fold
 from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
 from memplan.trace.traced import KernelCall, TracedGraph
-
-_log = logging.getLogger("memplan")
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -159,10 +156,9 @@ def _fake(x: torch.Tensor, varying: Mapping[int, Any], sizes: Mapping[str, Any],
 def _read(got: Captured, model: str, alias_classes: SymbolicAliasClasses) -> TracedGraph:
     """Run the passes over a graph whose sizes are symbols; sizes are inlined in arguments before."""
     graph = got.graph_module.graph
-    if is_checkpointed(graph):
-        _log.warning("activation checkpoints of the model are not followed with dynamic_shapes=")
     _inline_sizes(graph)
     needs = tangents_needed(graph)
+    mark_checkpoints(graph)
     write_back_mutations(graph, got.alias_of)
     fold(got.graph_module)
     lower(graph)

@@ -17,11 +17,6 @@ from memplan.trace.passes.rewrite import CHECKPOINT, storage_key
 _AGAIN = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 
-def is_checkpointed(graph: fx.Graph) -> bool:
-    """Return whether a part of the captured graph is inside `torch.utils.checkpoint`."""
-    return any(_region_of(node) for node in graph.nodes)
-
-
 def mark_checkpoints(graph: fx.Graph) -> None:
     """Set `meta[CHECKPOINT]` to the region's number on each node of which eager keeps no result for the backward.
 
