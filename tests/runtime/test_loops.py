@@ -490,5 +490,5 @@ def test_tensors_with_ways_of_their_own_are_refused() -> None:
     model, x = nn.Linear(4, 3), torch.randn(5, 4)
     compiled = memplan.compile(model, x)
     compiled(nn.Parameter(x, requires_grad=False))
-    with pytest.raises(InputMismatch, match="Doubling, whose operations are its own"):
+    with pytest.raises(InputMismatch, match="Doubling, which defines its own operations"):
         compiled(x.as_subclass(Doubling))
