@@ -169,3 +169,39 @@ def test_where_checkpoints_are_not_followed_the_log_says_so(caplog: pytest.LogCa
         with caplog.at_level("WARNING", "memplan"):
             assert memplan.plan(Net(), _x(), **options)
         assert "activation checkpoints of the model are not followed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradients": "arena"},
+        {"gradients": "owned"},
+        {"sanitize": "poison"},
+        {"divide": 4},
+        {"compress": "bits"},
+        {"schedule": "traced", "in_place": False},
+    ],
+    ids=str,
+)
+def test_other_options_beside_checkpoints(options: dict[str, Any]) -> None:
+    model = Net(dropout=0.3)
+    compiled = memplan.compile(model, _x().requires_grad_(), **options)
+    assert all(map(torch.equal, _step(compiled), _step(model)))
+    assert compiled.plan.eviction is not None
+
+
+def test_a_whole_step_and_a_graph_of_torch_compile() -> None:
+    model, eager = Net(), Net()
+    ours, theirs = (torch.optim.AdamW(m.parameters(), fused=True) for m in (model, eager))
+    step = memplan.compile_step(model, ours, torch.mean, (_x(),))
+    for _ in range(2):
+        theirs.zero_grad()
+        loss = eager(_x()).mean()
+        loss.backward()
+        theirs.step()
+        assert torch.equal(step(_x()), loss.detach())
+    assert all(map(torch.equal, model.parameters(), eager.parameters()))
+    assert step.plan.eviction is not None
+    backend = memplan.Backend()
+    assert all(map(torch.equal, _step(torch.compile(model, backend=backend)), _step(model)))
+    assert backend.graphs[0].plans[0].eviction is not None

@@ -155,7 +155,9 @@ def test_tensors_share_memory_as_those_of_the_example_where_it_matters() -> None
     tied.flatten((square, square), {})
     with pytest.raises(InputMismatch, match="do not share memory as those of the example do"):
         tied.flatten((square, square.clone()), {})
-    with pytest.raises(InputMismatch, match="do not share memory as those of the example do"):  # found where strides are compared too
+    with pytest.raises(
+        InputMismatch, match="do not share memory as those of the example do"
+    ):  # found where strides are compared too
         changes.flatten((square, square.t()), {})
 
 

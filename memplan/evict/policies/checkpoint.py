@@ -15,7 +15,8 @@ from memplan.evict.workload import Workload
 def checkpoint(workload: Workload) -> Events:
     """Return the events of the step with its checkpoints followed; the budget is not looked at.
 
-    Results that cannot be computed again bit by bit (random ones) are kept.
+    Results that cannot be computed again bit by bit are kept: random ones, and those of inputs that are overwritten
+    before the region runs again.
     """
     return workload.around(_Follower(workload).events())
 
@@ -26,13 +27,17 @@ class _Follower:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         ops, self.first = workload.graph.ops, workload.graph.forward_ops
-        self.dropped_by = {
+        found = {
             s: ops[writers[0]].checkpoint
             for s, writers in enumerate(workload.writers)
             if writers
             and workload.recomputable[s]
             and all(ops[i].checkpoint and ops[i].phase is Phase.FORWARD for i in writers)
         }
+        last: dict[int, int] = {}  # region -> the last op that uses one of its results
+        for s, region in found.items():
+            last[region] = max(last.get(region, -1), workload.uses[s][-1])
+        self.dropped_by = {s: region for s, region in found.items() if last[region] <= workload.redo_until[s]}
         self.absent: set[int] = set()
         self.found: list[Event] = []
 
