@@ -13,7 +13,7 @@ import time
 from memplan.core.problem import Buffer, Problem, Solution
 from memplan.solvers.arrays.sequence import in_order
 from memplan.solvers.base import NO_LIMITS, finish
-from memplan.solvers.limits import Budget, SolverLimits
+from memplan.solvers.limits import SolverLimits, WorkBudget
 
 _ATTEMPTS = 500
 
@@ -28,7 +28,7 @@ class HillClimb:
 
     def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
         began = time.perf_counter()
-        budget = Budget(limits)
+        budget = WorkBudget(limits)
         chance = random.Random(seed)
         order = sorted(problem.buffers, key=lambda b: (-b.size, -len(b.live)))
         offsets = best = in_order(problem, order)

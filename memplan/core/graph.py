@@ -277,9 +277,9 @@ def _check_inplace_candidates(graph: Graph) -> None:
             where = f"graph.ops[{i}].chances[{k}]"
             if result not in op.writes or read not in op.reads:
                 raise InvalidPlan("is not a result and an input of its op", where=where)
-            born, host = (graph.values[v].storage for v in (result, read))
-            one, two = graph.storages[born], graph.storages[host]
-            if born in kept or host in kept or host in graph.written(op) or made[born] != i:
+            born, donor = (graph.values[v].storage for v in (result, read))
+            one, two = graph.storages[born], graph.storages[donor]
+            if born in kept or donor in kept or donor in graph.written(op) or made[born] != i:
                 raise InvalidPlan("cannot be: the bytes are not free, or the result is not new", where=where)
             if not one.planned or not two.planned or (one.nbytes, one.device) != (two.nbytes, two.device):
                 raise InvalidPlan("is between storages that do not fit each other", where=where)

@@ -31,9 +31,9 @@ def placed(graph: Graph, order: Sequence[int]) -> Graph:
     """
     if not any(op.inplace_candidates for op in graph.ops):
         return graph
-    host: dict[int, int] = {}  # storage -> the first storage that had its bytes
+    donor: dict[int, int] = {}  # storage -> the first storage that had its bytes
     for _, (result, read) in used_candidates(graph, order):
         given = graph.values[read].storage
-        host[graph.values[result].storage] = host.get(given, given)
-    values = tuple(replace(v, storage=host[v.storage]) if v.storage in host else v for v in graph.values)
+        donor[graph.values[result].storage] = donor.get(given, given)
+    values = tuple(replace(v, storage=donor[v.storage]) if v.storage in donor else v for v in graph.values)
     return replace(graph, values=values)

@@ -7,7 +7,7 @@ import time
 from memplan.core.problem import Problem, Solution
 from memplan.solvers.base import NO_LIMITS, finish
 from memplan.solvers.baselines.greedy import Greedy
-from memplan.solvers.limits import Budget, SolverLimits
+from memplan.solvers.limits import SolverLimits, WorkBudget
 
 
 class CPSAT:
@@ -31,7 +31,7 @@ class CPSAT:
         if not arrays.n:
             return finish(problem, start.offsets, solver=self.name, seconds=time.perf_counter() - began)
         hint = np.array([start.offsets[problem.buffers[i].id] // arrays.unit for i in arrays.source.tolist()], np.int64)
-        outcome, offsets, bound = minimise(arrays, hint, Budget(limits))
+        outcome, offsets, bound = minimise(arrays, hint, WorkBudget(limits))
         found = dict(start.offsets)
         if outcome is PieceOutcome.SOLVED:
             values = (offsets * arrays.unit).tolist()

@@ -40,7 +40,7 @@ class SolverLimits:
     on_progress: Callable[[Progress], None] | None = None
 
 
-class Budget:
+class WorkBudget:
     """Counts work and time against the limits. `share` and `slice` make a budget over a part of the rest."""
 
     def __init__(self, limits: SolverLimits) -> None:
@@ -48,7 +48,7 @@ class Budget:
         self._deadline = None if limits.seconds is None else self.began + limits.seconds
         self._timed = limits.seconds is not None
         self._work = DEFAULT_WORK if limits.work is None and limits.seconds is None else limits.work
-        self._parent: Budget | None = None
+        self._parent: WorkBudget | None = None
         self.spent = 0
 
     @property
@@ -78,7 +78,7 @@ class Budget:
         cost = max(1.0, buffers / NODE_BUFFERS)
         if self._timed:
             wanted = min(wanted, int(20_000 / cost) + 1)
-        budget: Budget | None = self
+        budget: WorkBudget | None = self
         while budget is not None:
             if budget._work is not None:
                 wanted = min(wanted, int((budget._work - budget.spent) / cost) + 1)
@@ -88,20 +88,20 @@ class Budget:
     def spend(self, nodes: int, buffers: int) -> None:
         """Count the work of `nodes` search nodes on a piece of `buffers`."""
         units = int(nodes * max(1.0, buffers / NODE_BUFFERS)) + 1
-        budget: Budget | None = self
+        budget: WorkBudget | None = self
         while budget is not None:
             budget.spent += units
             budget = budget._parent
 
-    def slice(self, work: int) -> Budget:
+    def slice(self, work: int) -> WorkBudget:
         """A budget of `work` units, or of the rest if that is less; work spent in it is also spent here."""
         inner = self.share(1.0)
         inner._work = work if inner._work is None else min(work, inner._work)
         return inner
 
-    def share(self, part: float) -> Budget:
+    def share(self, part: float) -> WorkBudget:
         """A budget of the share `part` (0 to 1) of the rest; work spent in it is also spent here."""
-        inner = object.__new__(Budget)
+        inner = object.__new__(WorkBudget)
         now = time.perf_counter()
         inner.began, inner.spent, inner._parent, inner._timed = now, 0, self, self._timed
         inner._deadline = None if self._deadline is None else now + part * max(0.0, self._deadline - now)

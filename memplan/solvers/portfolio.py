@@ -13,7 +13,7 @@ from memplan.solvers import thresholds
 from memplan.solvers.accept import refusal, warn_of_fault
 from memplan.solvers.base import NO_LIMITS, finish
 from memplan.solvers.baselines.greedy import Greedy
-from memplan.solvers.limits import Budget, Progress, SolverLimits
+from memplan.solvers.limits import Progress, SolverLimits, WorkBudget
 
 
 class Portfolio:
@@ -25,7 +25,7 @@ class Portfolio:
         return None
 
     def solve(self, problem: Problem, *, limits: SolverLimits = NO_LIMITS, seed: int = 0) -> Solution:
-        budget = Budget(limits)
+        budget = WorkBudget(limits)
         if len(problem.buffers) <= thresholds.SMALL:
             quick = Greedy().solve(problem)
             enough = quick.arena_size <= problem.max_live or _is_enough(problem, quick.arena_size, limits)

@@ -192,7 +192,7 @@ class _Search:
         self._inputs[batch] = tuple(
             tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in tree_leaves(inputs)
         )
-        traced = trace(model, inputs, train=self.train, resident=self.options.gradients_in_arena)
+        traced = trace(model, inputs, train=self.train, gradients_in_arena=self.options.gradients_in_arena)
         plan = plan_traced(traced, self.options)
         outside = plan.total - plan.arena_size if self.total else 0
         return plan, cost_model(self.options.costs or device_costs(traced.device)), outside

@@ -43,7 +43,7 @@ def plan(
         example_kwargs,
         train=train,
         device=options.device,
-        resident=options.gradients_in_arena,
+        gradients_in_arena=options.gradients_in_arena,
     )
     return plan_step(captured.retrace(), captured, options)[1]
 

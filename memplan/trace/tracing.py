@@ -46,7 +46,7 @@ def trace(
     train: bool | None = None,
     in_place: bool = True,
     device: Device | None = None,
-    resident: bool = False,
+    gradients_in_arena: bool = False,
 ) -> TracedGraph:
     """Return one step of `model`, traced.
 
@@ -65,7 +65,13 @@ def trace(
         UnsupportedDevice: `device` is not available, or the model is not on the CPU.
     """
     return capture_call(
-        model, example_inputs, example_kwargs, train=train, in_place=in_place, device=device, resident=resident
+        model,
+        example_inputs,
+        example_kwargs,
+        train=train,
+        in_place=in_place,
+        device=device,
+        gradients_in_arena=gradients_in_arena,
     ).retrace()
 
 
@@ -77,7 +83,7 @@ def capture_call(
     train: bool | None = None,
     in_place: bool = True,
     device: Device | None = None,
-    resident: bool = False,
+    gradients_in_arena: bool = False,
 ) -> CapturedStep:
     """Return one step of `model`, captured. The arguments and errors are those of `trace`."""
     args, kwargs = arguments_of(example_inputs, example_kwargs)
@@ -89,7 +95,7 @@ def capture_call(
         finish=own_outputs,
         target=target,
         in_place=in_place,
-        resident=resident,
+        gradients_in_arena=gradients_in_arena,
     )
 
 
@@ -110,7 +116,7 @@ class CapturedStep:
 
     `captured`: the graph, which is never changed. `model`: the name of the model. `finish`: the last pass. `target`:
     the device where the step runs while its model stays on the host (None: where the model is). `in_place`: results may
-    take the bytes of inputs. `resident`: parameters' gradients stay in the arena.
+    take the bytes of inputs. `gradients_in_arena`: parameters' gradients stay in the arena.
     """
 
     captured: Captured
@@ -118,7 +124,7 @@ class CapturedStep:
     finish: Callable[[fx.Graph], None]
     target: Target | None
     in_place: bool
-    resident: bool = False
+    gradients_in_arena: bool = False
 
     def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
         """Return the step, traced from a copy of its graph; see `Retracer`."""
@@ -129,7 +135,7 @@ class CapturedStep:
             self.finish,
             division,
             compress,
-            resident=self.resident,
+            gradients_in_arena=self.gradients_in_arena,
             host_resident=self.target is not None,
         )
         return _finished(traced, self.target, in_place=self.in_place)
@@ -220,14 +226,14 @@ def trace_captured(
     division: Division | None = None,
     compress: str = "",
     *,
-    resident: bool = False,
+    gradients_in_arena: bool = False,
     host_resident: bool = False,
 ) -> TracedGraph:
     """Run the passes over a captured graph (which they change) and read it.
 
     `finish` is the last pass. `division` and `compress`: how to divide chains of rows, and how to compress saved
-    activations. `resident`: parameters' gradients stay in the arena. `host_resident`: what is not planned is on the
-    host. A constant would then be copied to the device at each use, so the passes make none.
+    activations. `gradients_in_arena`: parameters' gradients stay there to the end of the step. `host_resident`: what is
+    not planned is on the host. A constant would then be copied to the device at each use, so the passes make none.
     """
     graph = captured.graph_module.graph
     needs = tangents_needed(graph)
@@ -243,4 +249,6 @@ def trace_captured(
         quantize(graph)
     lower(graph, constants=not host_resident)
     finish(graph)
-    return replace(build(captured, model, needs, resident=resident), division=made, compress=compress)
+    return replace(
+        build(captured, model, needs, gradients_in_arena=gradients_in_arena), division=made, compress=compress
+    )

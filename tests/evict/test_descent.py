@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import zoo
 from memplan.evict.judge.arrays import measure
-from memplan.evict.search.decisions import SAVE, DecisionSearch
+from memplan.evict.search.decisions import PIN, DecisionSearch
 from memplan.evict.search.descent import anneal_walk, descend, descend_classes, singles, storage_classes
 from memplan.trace import trace
 from tests.evict.judge import workload_of
@@ -20,7 +20,7 @@ def _search(share: float, **options: bool) -> DecisionSearch:
 def test_classes_hold_every_move_once_and_storages_of_one_size() -> None:
     search = _search(0.6)
     moves = [move for choices in storage_classes(search) for option in choices for move in option]
-    expected = [m for choices in singles(search) for (m,) in choices if m.decision != SAVE]
+    expected = [m for choices in singles(search) for (m,) in choices if m.decision != PIN]
     assert sorted(moves, key=repr) == sorted(expected, key=repr)
     assert len(storage_classes(search)) < len(singles(search))
     for choices in storage_classes(search):

@@ -12,7 +12,7 @@ from memplan.errors import InvalidEviction
 from memplan.evict.events import Event, Kind
 from memplan.evict.graph.apply import apply
 from memplan.evict.search.decisions import Decisions, DecisionSearch
-from memplan.evict.search.expand_kernel import SWAP
+from memplan.evict.search.expand_kernel import TO_HOST
 from memplan.evict.workload import Workload, with_host_resident_kept
 from memplan.evict.workload_limits import limits
 from tests.evict.judge import judged, workload_of
@@ -85,7 +85,7 @@ def test_what_was_changed_since_its_copy_is_not_dropped() -> None:
 def test_decisions_that_cannot_be_make_no_events() -> None:
     search = DecisionSearch(workload_of(_pair(random=True), budget=1000))
     none = np.zeros(5, np.int64)
-    assert search.judged(none + SWAP, none - 1).area == 0.0  # nowhere to act: everything is kept
+    assert search.judged(none + TO_HOST, none - 1).area == 0.0  # nowhere to act: everything is kept
     lost = Decisions(none + 1, np.array([-1, 0, 0, -1, -1]), 0.0, 0.0, 0)
     assert search.judged(lost.decision, lost.gap).area == float("inf")
     with pytest.raises(InvalidEviction, match="under these decisions"):

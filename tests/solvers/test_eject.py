@@ -11,7 +11,7 @@ from memplan.core.problem import Problem
 from memplan.solvers import SolverLimits, solve
 from memplan.solvers.arrays.instance import Instance, instance_of
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, make_problem_arrays
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 from memplan.solvers.search.eject import Ejection, Learnt
 from tests.strategies import problems
 
@@ -49,7 +49,7 @@ def test_what_is_placed_is_valid_after_any_number_of_turns(problem: Problem, dat
     piece = instance_of(arrays, arrays.max_offset(capacity))
     ejection = Ejection(piece, data.draw(st.integers(0, 5)))
     for turns in data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)):
-        solved = ejection.run(turns, Budget(SolverLimits(work=100_000)))
+        solved = ejection.run(turns, WorkBudget(SolverLimits(work=100_000)))
         _check(piece, ejection.offsets)
         assert solved == bool((ejection.offsets >= 0).all())
 
@@ -61,7 +61,7 @@ def test_it_goes_on_under_another_capacity_from_what_it_learnt() -> None:
         piece = instance_of(arrays, arrays.max_offset(capacity))
         ejection = Ejection(piece, 0, learnt)
         _check(piece, ejection.offsets)
-        budget = Budget(SolverLimits(work=2_000_000))
+        budget = WorkBudget(SolverLimits(work=2_000_000))
         while not budget.is_over and not ejection.run(1_000, budget):
             pass
         _check(piece, ejection.offsets)
@@ -74,6 +74,6 @@ def test_equal_seeds_take_equal_turns() -> None:
     ends = []
     for seed in (3, 3, 4):
         ejection = Ejection(piece, seed)
-        ejection.run(500, Budget(SolverLimits(work=1_000_000)))
+        ejection.run(500, WorkBudget(SolverLimits(work=1_000_000)))
         ends.append(ejection.offsets.tolist())
     assert ends[0] == ends[1] != ends[2]

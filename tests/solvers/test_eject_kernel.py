@@ -15,7 +15,7 @@ from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import SolverLimits
 from memplan.solvers.arrays.instance import Instance, instance_of
 from memplan.solvers.arrays.problem_arrays import Ints, make_problem_arrays
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 from memplan.solvers.search import eject_kernel
 from memplan.solvers.search.eject import Ejection, Learnt
 from tests.solvers.small import alive_together, small_cores
@@ -214,6 +214,6 @@ def test_the_work_until_a_fixed_problem_is_placed(count: int, seed: int, density
     """Recorded, and the same on every machine: less is an improvement to record, more is a weaker search."""
     arrays = make_problem_arrays(planted(count, seed=seed, density=density))
     piece = instance_of(arrays, arrays.max_offset(1100))
-    budget = Budget(SolverLimits(work=5_000))
+    budget = WorkBudget(SolverLimits(work=5_000))
     assert Ejection(piece, 0, Learnt(np.full(arrays.n, -1, np.int64))).run(5_000, budget)
     assert budget.spent == work

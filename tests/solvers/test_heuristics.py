@@ -13,7 +13,7 @@ from memplan.solvers.arrays import heuristics
 from memplan.solvers.arrays.heuristics import fill, first_answers, first_fit, pairs_alive_together, unplaced
 from memplan.solvers.arrays.instance import PieceOutcome, instance_of
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, make_problem_arrays
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 from memplan.solvers.search import cpsat_model, squeaky_wheel
 from memplan.solvers.search.eject import Ejection, Learnt
 from tests.solvers.small import small_cores
@@ -101,7 +101,7 @@ def test_fill_gives_up_early_where_first_fit_takes_too_long(monkeypatch: pytest.
 
 def test_fill_spends_work_on_what_the_skyline_refused() -> None:
     arrays = _arrays(*((2, 0, 2) for _ in range(33)), (3, 0, 2))
-    budget = Budget(SolverLimits(work=10_000))
+    budget = WorkBudget(SolverLimits(work=10_000))
     offsets = np.full(arrays.n, -1, np.int64)
     assert len(fill(arrays, np.arange(34), arrays.max_offset(69), offsets, budget)) == 0
     assert budget.spent == 1
@@ -126,7 +126,7 @@ def test_first_fit_selects_the_kernel_by_the_number_of_buffers(monkeypatch: pyte
 # -- squeaky-wheel optimization ------------------------------------------------------------------------------
 
 
-def _orders(monkeypatch: pytest.MonkeyPatch, arrays: ProblemArrays, goal: Ints, budget: Budget) -> list[list[int]]:
+def _orders(monkeypatch: pytest.MonkeyPatch, arrays: ProblemArrays, goal: Ints, budget: WorkBudget) -> list[list[int]]:
     orders: list[list[int]] = []
 
     def noted(arrays: ProblemArrays, order: Ints, offsets: Ints) -> None:
@@ -141,7 +141,7 @@ def _orders(monkeypatch: pytest.MonkeyPatch, arrays: ProblemArrays, goal: Ints, 
 def test_a_buffer_above_its_goal_is_promoted_until_it_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = _arrays((9, 0, 2), (6, 0, 2), (1, 5, 6))
     goal = np.array([9, 0, 9])
-    orders = _orders(monkeypatch, arrays, goal, Budget(SolverLimits(work=5)))
+    orders = _orders(monkeypatch, arrays, goal, WorkBudget(SolverLimits(work=5)))
     # Keys 9, 6 and nearly 0; times 1.3 in each round in which the second lies at 9: 6, 7.8, 10.1.
     assert orders == [[0, 1, 2], [0, 1, 2], [1, 0, 2], [1, 0, 2], [1, 0, 2]]
 
@@ -150,7 +150,7 @@ def test_buffers_in_busy_sections_come_first(monkeypatch: pytest.MonkeyPatch) ->
     """The first is larger, but where it lives the load is half: (1/2) ** 8 of its size counts."""
     arrays = _arrays((10, 0, 2), (7, 5, 7), (13, 5, 7))
     goal = arrays.max_offset(100)
-    assert _orders(monkeypatch, arrays, goal, Budget(SolverLimits(work=1))) == [[2, 1, 0]]
+    assert _orders(monkeypatch, arrays, goal, WorkBudget(SolverLimits(work=1))) == [[2, 1, 0]]
 
 
 @given(problem=problems(aligned=False), data=st.data())
@@ -165,7 +165,7 @@ def test_the_busiest_section_of_every_lifetime(problem: Problem, data: st.DataOb
 
 def test_a_round_that_would_not_end_in_time_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = _arrays((9, 0, 2), (6, 0, 2), (1, 5, 6))
-    budget = Budget(SolverLimits(seconds=100.0))
+    budget = WorkBudget(SolverLimits(seconds=100.0))
     for pairs, count in ((600_000_000, 0), (400_000_000, 1)):
         monkeypatch.setattr(squeaky_wheel, "pairs_alive_together", lambda arrays, pairs=pairs: pairs)
         rounds = squeaky_wheel.rounds(arrays, arrays.max_offset(100), budget)
@@ -174,7 +174,7 @@ def test_a_round_that_would_not_end_in_time_is_not_started(monkeypatch: pytest.M
 
 def test_a_round_spends_work_for_its_pairs() -> None:
     arrays = _arrays(*((1 + k % 3, 0, 2) for k in range(30)))
-    budget = Budget(SolverLimits(work=1_000))
+    budget = WorkBudget(SolverLimits(work=1_000))
     rounds = squeaky_wheel.rounds(arrays, arrays.max_offset(100), budget)
     for count in (1, 2, 3):
         next(rounds)
@@ -183,7 +183,7 @@ def test_a_round_spends_work_for_its_pairs() -> None:
 
 def test_keys_stay_finite() -> None:
     arrays = _arrays((9, 0, 2), (6, 0, 2), (1, 5, 6))
-    rounds = squeaky_wheel.rounds(arrays, np.array([-1, -1, -1]), Budget(SolverLimits(work=4_000)))
+    rounds = squeaky_wheel.rounds(arrays, np.array([-1, -1, -1]), WorkBudget(SolverLimits(work=4_000)))
     assert {tuple(offsets.tolist()) for offsets in rounds} == {(0, 9, 0)}
 
 
@@ -199,17 +199,17 @@ def _ring() -> ProblemArrays:
 
 def test_cpsat_minimizes_and_proves() -> None:
     arrays = _ring()
-    outcome, offsets, bound = cpsat_model.minimise(arrays, np.array([0, 2, 4]), Budget(SolverLimits(work=10**6)))
+    outcome, offsets, bound = cpsat_model.minimise(arrays, np.array([0, 2, 4]), WorkBudget(SolverLimits(work=10**6)))
     assert (outcome, sorted(offsets.tolist()), bound) == (PieceOutcome.SOLVED, [0, 1, 2], 60)
     exact = _arrays((33, 0, 2), (40, 0, 2), alignment=64)
-    outcome, offsets, bound = cpsat_model.minimise(exact, np.array([0, 3]), Budget(SolverLimits(work=10**6)))
+    outcome, offsets, bound = cpsat_model.minimise(exact, np.array([0, 3]), WorkBudget(SolverLimits(work=10**6)))
     assert (outcome, sorted(offsets.tolist()), bound) == (PieceOutcome.SOLVED, [0, 1], 97)
 
 
 def test_cpsat_decides_a_capacity() -> None:
     arrays = _ring()
     for capacity, expected in ((59, PieceOutcome.EXHAUSTED), (60, PieceOutcome.SOLVED)):
-        budget = Budget(SolverLimits(work=10**6))
+        budget = WorkBudget(SolverLimits(work=10**6))
         outcome, offsets = cpsat_model.decide(arrays, arrays.max_offset(capacity), arrays.low, budget)
         assert outcome is expected
         assert sorted(offsets.tolist()) == ([0, 1, 2] if outcome is PieceOutcome.SOLVED else [])
@@ -220,11 +220,13 @@ def test_cpsat_respects_lowest_offsets_and_alignments() -> None:
     arrays = make_problem_arrays(Problem(buffers=(Buffer(id="pin", size=4, live=Interval(0, 2), pinned_offset=4),
                                     Buffer(id="a", size=3, live=Interval(0, 2), alignment=2),
                                     Buffer(id="b", size=2, live=Interval(1, 2), alignment=4))))  # fmt: skip
-    outcome, offsets = cpsat_model.decide(arrays, arrays.max_offset(13), arrays.low, Budget(SolverLimits(work=10**6)))
+    outcome, offsets = cpsat_model.decide(
+        arrays, arrays.max_offset(13), arrays.low, WorkBudget(SolverLimits(work=10**6))
+    )
     assert outcome is PieceOutcome.SOLVED
     assert (offsets * arrays.unit).tolist()[0] == 4
     assert [int(at * arrays.unit) % align for at, align in zip(offsets, (1, 2, 4), strict=True)] == [0, 0, 0]
-    assert cpsat_model.decide(arrays, arrays.max_offset(9), arrays.low, Budget(SolverLimits(work=10**6)))[0] is (
+    assert cpsat_model.decide(arrays, arrays.max_offset(9), arrays.low, WorkBudget(SolverLimits(work=10**6)))[0] is (
         PieceOutcome.EXHAUSTED
     )
 
@@ -261,7 +263,7 @@ def test_cpsat_runs_within_the_budget_with_one_worker(
     monkeypatch.setattr(_Solver, "limits", {})
     monkeypatch.setattr(cp_model, "CpSolver", _Solver)
     monkeypatch.setattr(cpsat_model, "run", lambda solver, model: cp_model.UNKNOWN)
-    arrays, budget = _ring(), Budget(limits)
+    arrays, budget = _ring(), WorkBudget(limits)
     assert cpsat_model.decide(arrays, arrays.max_offset(60), arrays.low, budget)[0] is PieceOutcome.LIMIT
     assert _Solver.limits["num_workers"] == 1
     assert _Solver.limits.get("max_deterministic_time") == deterministic
@@ -297,7 +299,7 @@ def test_first_penalties_go_by_the_root_of_the_area_and_the_mean_is_a_thousand()
 
 def test_a_run_takes_no_more_turns_than_asked_and_counts_them() -> None:
     arrays = _arrays(*((k + 1, 0, 2) for k in range(8)))
-    budget = Budget(SolverLimits(work=1_000))
+    budget = WorkBudget(SolverLimits(work=1_000))
     ejection = Ejection(instance_of(arrays, arrays.max_offset(36)), 0)
     assert not ejection.run(3, budget)
     assert (ejection.offsets >= 0).sum() == 4  # one more than asked

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from memplan.solvers.limits import DEFAULT_WORK, Budget, SolverLimits
+from memplan.solvers.limits import DEFAULT_WORK, SolverLimits, WorkBudget
 
 
 @pytest.fixture
@@ -18,14 +18,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_without_limits_there_is_a_default_of_work() -> None:
-    assert Budget(SolverLimits()).remaining_work() == DEFAULT_WORK == 1_000_000
-    assert Budget(SolverLimits()).remaining_seconds() is None
-    assert Budget(SolverLimits(seconds=5.0)).remaining_work() is None
-    assert Budget(SolverLimits(seconds=5.0, work=7)).remaining_work() == 7
+    assert WorkBudget(SolverLimits()).remaining_work() == DEFAULT_WORK == 1_000_000
+    assert WorkBudget(SolverLimits()).remaining_seconds() is None
+    assert WorkBudget(SolverLimits(seconds=5.0)).remaining_work() is None
+    assert WorkBudget(SolverLimits(seconds=5.0, work=7)).remaining_work() == 7
 
 
 def test_time_is_counted_from_the_start(clock: list[float]) -> None:
-    budget = Budget(SolverLimits(seconds=8.0))
+    budget = WorkBudget(SolverLimits(seconds=8.0))
     clock[0] = 103.0
     assert (budget.seconds, budget.remaining_seconds(), budget.is_over) == (3.0, 5.0, False)
     inner = budget.share(0.4)
@@ -40,12 +40,12 @@ def test_time_is_counted_from_the_start(clock: list[float]) -> None:
 
 
 def test_an_inner_budget_ends_with_the_outer_one(clock: list[float]) -> None:
-    outer = Budget(SolverLimits(work=100))
+    outer = WorkBudget(SolverLimits(work=100))
     inner = outer.share(1.0)
     outer.spend(100, 1)
     assert inner.spent == 0
     assert inner.is_over
-    timed = Budget(SolverLimits(seconds=2.0, work=1_000))
+    timed = WorkBudget(SolverLimits(seconds=2.0, work=1_000))
     part = timed.slice(10)
     assert not part.is_over
     clock[0] = 102.0
@@ -54,7 +54,7 @@ def test_an_inner_budget_ends_with_the_outer_one(clock: list[float]) -> None:
 
 def test_work_is_counted_in_proportion_to_the_buffers_above_two_hundred() -> None:
     for nodes, buffers, units in ((10, 1, 11), (10, 200, 11), (10, 300, 16), (10, 400, 21), (3, 250, 4), (0, 9, 1)):
-        budget = Budget(SolverLimits(work=100))
+        budget = WorkBudget(SolverLimits(work=100))
         budget.spend(nodes, buffers)
         assert (budget.spent, budget.remaining_work()) == (units, 100 - units)
     budget.spend(1_000, 1)
@@ -62,16 +62,16 @@ def test_work_is_counted_in_proportion_to_the_buffers_above_two_hundred() -> Non
 
 
 def test_work_ends_exactly_at_the_limit() -> None:
-    budget = Budget(SolverLimits(work=12))
+    budget = WorkBudget(SolverLimits(work=12))
     budget.spend(10, 1)
     before = budget.is_over
     budget.spend(0, 1)
     assert (before, budget.is_over) == (False, True)
-    assert Budget(SolverLimits(work=0)).is_over
+    assert WorkBudget(SolverLimits(work=0)).is_over
 
 
 def test_shares_and_slices_are_of_the_rest() -> None:
-    outer = Budget(SolverLimits(work=1_001))
+    outer = WorkBudget(SolverLimits(work=1_001))
     outer.spend(100, 1)
     assert [outer.share(part).remaining_work() for part in (0.0, 0.5, 1.0)] == [0, 450, 900]
     assert [outer.slice(work).remaining_work() for work in (0, 899, 900, 901)] == [0, 899, 900, 900]
@@ -80,11 +80,11 @@ def test_shares_and_slices_are_of_the_rest() -> None:
     assert (inner.spent, outer.spent, outer.remaining_work()) == (10, 111, 890)
     outer.spend(2_000, 1)
     assert outer.share(0.5).remaining_work() == 0
-    assert Budget(SolverLimits(seconds=9.0)).slice(5).remaining_work() == 5
+    assert WorkBudget(SolverLimits(seconds=9.0)).slice(5).remaining_work() == 5
 
 
 def test_nodes_stay_within_every_budget_and_are_at_least_one() -> None:
-    outer = Budget(SolverLimits(work=100))
+    outer = WorkBudget(SolverLimits(work=100))
     assert [outer.nodes(wanted, 1) for wanted in (0, 1, 99, 100, 101, 102, 1_000)] == [1, 1, 99, 100, 101, 101, 101]
     assert outer.nodes(1_000, 400) == 51
     assert outer.nodes(1_000, 300) == 67
@@ -99,8 +99,8 @@ def test_nodes_stay_within_every_budget_and_are_at_least_one() -> None:
 
 def test_with_a_time_limit_the_clock_is_read_often() -> None:
     """No call runs more than 20,000 units before it looks at the time again."""
-    timed = Budget(SolverLimits(seconds=60.0))
+    timed = WorkBudget(SolverLimits(seconds=60.0))
     assert [timed.nodes(10**6, n) for n in (1, 200, 400, 2_000)] == [20_001, 20_001, 10_001, 2_001]
     assert timed.share(0.5).nodes(10**6, 1) == 20_001
     assert timed.nodes(5, 1) == 5
-    assert Budget(SolverLimits(work=10**6)).nodes(10**5, 1) == 10**5
+    assert WorkBudget(SolverLimits(work=10**6)).nodes(10**5, 1) == 10**5

@@ -21,7 +21,7 @@ from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of, make_problem_arrays, subset
 from memplan.solvers.base import finish
 from memplan.solvers.bounds import lower_bound
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 from memplan.solvers.search import cpsat_model, squeaky_wheel
 from memplan.solvers.search.join import joined
 from memplan.solvers.search.reduce import Piece, _peel, reduce
@@ -125,23 +125,23 @@ def test_a_tlsf_class_holds_every_request_that_is_sent_there(size: int) -> None:
 
 
 def test_budgets_count_inner_work_too() -> None:
-    outer = Budget(SolverLimits(work=1000))
+    outer = WorkBudget(SolverLimits(work=1000))
     inner = outer.share(0.5)
     inner.spend(499, 10)
     assert inner.is_over
     assert outer.remaining_work() == 500
     assert outer.slice(10_000).nodes(10_000, 100) == 501
-    assert Budget(SolverLimits(seconds=0.0)).is_over
+    assert WorkBudget(SolverLimits(seconds=0.0)).is_over
 
 
 def test_promotion_stops_with_its_budget_and_improves_on_first_fit() -> None:
     arrays = make_problem_arrays(scattered(2_500, seed=1, mean_life=400))
-    budget = Budget(SolverLimits(work=800_000))
+    budget = WorkBudget(SolverLimits(work=800_000))
     goal = arrays.max_offset(lower_bound(arrays))
     ends = [int((offsets + arrays.size).max()) for offsets in squeaky_wheel.rounds(arrays, goal, budget)]
     assert budget.is_over
     assert min(ends) < ends[0]
-    assert not list(squeaky_wheel.rounds(arrays, goal, Budget(SolverLimits(seconds=0.001))))
+    assert not list(squeaky_wheel.rounds(arrays, goal, WorkBudget(SolverLimits(seconds=0.001))))
 
 
 @given(problem=problems(most=9), data=st.data())
@@ -154,7 +154,7 @@ def test_every_rule_of_the_search_decides_a_capacity_as_cpsat_does(problem: Prob
     max_offset = arrays.max_offset(capacity)
     if (max_offset < arrays.low).any():
         return
-    expected, _ = cpsat_model.decide(arrays, max_offset, arrays.low, Budget(SolverLimits(work=5_000_000)))
+    expected, _ = cpsat_model.decide(arrays, max_offset, arrays.low, WorkBudget(SolverLimits(work=5_000_000)))
     assert expected is not PieceOutcome.LIMIT
     for rule, thorough in itertools.product(RULES, (False, True)):
         outcome, offsets = _searched(instance_of(arrays, max_offset), rule=rule, thorough=thorough)
@@ -205,7 +205,7 @@ def test_a_joined_piece_is_smaller_and_its_buffers_lie_in_one_another() -> None:
 def _searched(piece: Instance, *, rule: tuple[int, bool], thorough: bool) -> tuple[PieceOutcome, Ints]:
     outcome, _, offsets = search_once(
         piece, piece.arrays.size.astype(np.float64), rule=rule, thorough=thorough, nodes=1_000_000,
-        table=np.zeros(1 << 10, np.int64), salt=1, budget=Budget(SolverLimits(work=2_000_000)),
+        table=np.zeros(1 << 10, np.int64), salt=1, budget=WorkBudget(SolverLimits(work=2_000_000)),
     )  # fmt: skip
     return outcome, offsets
 

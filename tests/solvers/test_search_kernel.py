@@ -13,7 +13,7 @@ from memplan.solvers import SolverLimits, thresholds
 from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
 from memplan.solvers.arrays.problem_arrays import Ints, make_problem_arrays
 from memplan.solvers.base import finish
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 from memplan.solvers.search import cpsat_model
 from memplan.solvers.search import search_kernel as kernel
 from memplan.solvers.search.search_variant import RULES
@@ -69,7 +69,9 @@ _EFFORT = {
 def test_the_nodes_for_a_fixed_problem_with_every_rule(seed: int, capacity: int) -> None:
     """Recorded, and the same on every machine: fewer nodes are an improvement to record, more are weaker pruning."""
     problem, piece = _piece(seed, capacity)
-    expected, _ = cpsat_model.decide(piece.arrays, piece.max_offset, piece.arrays.low, Budget(SolverLimits(work=10**7)))
+    expected, _ = cpsat_model.decide(
+        piece.arrays, piece.max_offset, piece.arrays.low, WorkBudget(SolverLimits(work=10**7))
+    )
     alone, together = [], []
     table = np.zeros(1 << 10, np.int64)
     for way in _WAYS:

@@ -14,7 +14,7 @@ from memplan.solvers import SolverLimits, thresholds
 from memplan.solvers.answers import Answers
 from memplan.solvers.arrays.instance import Instance, PieceOutcome, instance_of
 from memplan.solvers.arrays.problem_arrays import Ints, make_problem_arrays
-from memplan.solvers.limits import Budget, Progress
+from memplan.solvers.limits import Progress, WorkBudget
 from memplan.solvers.search import capacity_search, search_variant, squeaky_wheel, tree_search
 from memplan.solvers.search.capacity_search import CapacitySearch
 from memplan.solvers.search.eject import Learnt
@@ -70,7 +70,7 @@ def _variant(monkeypatch: pytest.MonkeyPatch, searches: _Searches, runs: int, *,
     variant = SearchVariant(unjoined(_piece(*_ROWS)), np.zeros(4, np.int64), 9, guessed=guessed)
     random = np.random.default_rng(0)
     for _ in range(runs):
-        variant.run(Budget(SolverLimits(work=1)), random)
+        variant.run(WorkBudget(SolverLimits(work=1)), random)
     assert variant.runs == runs
     assert variant.size == 4
     return searches.calls
@@ -111,7 +111,7 @@ def test_a_run_has_at_least_the_fewest_nodes(monkeypatch: pytest.MonkeyPatch) ->
     searches = _Searches()
     monkeypatch.setattr(search_variant, "search_once", searches)
     variant = SearchVariant(unjoined(_piece(*_ROWS)), np.zeros(4, np.int64), 9, guessed=False)
-    variant.run(Budget(SolverLimits(work=1)), np.random.default_rng(0))
+    variant.run(WorkBudget(SolverLimits(work=1)), np.random.default_rng(0))
     assert searches.calls[0]["nodes"] == thresholds.LEAST_NODES == 100
 
 
@@ -119,7 +119,7 @@ def test_a_thorough_node_costs_three() -> None:
     piece = _piece(*((1 + k, 0, 1) for k in range(6)), capacity=21)
     spent = []
     for thorough in (False, True):
-        budget = Budget(SolverLimits(work=1_000))
+        budget = WorkBudget(SolverLimits(work=1_000))
         outcome, area, offsets = search_variant.search_once(
             piece, piece.arrays.size.astype(np.float64), rule=RULES[0], thorough=thorough, nodes=50,
             table=np.zeros(64, np.int64), salt=1, budget=budget,
@@ -133,7 +133,7 @@ def test_a_thorough_node_costs_three() -> None:
 
 def test_the_capacity_of_a_search_is_the_highest_end_that_a_buffer_may_have() -> None:
     piece = _piece((3, 0, 1), (5, 0, 1), capacity=8)
-    budget = Budget(SolverLimits(work=1_000))
+    budget = WorkBudget(SolverLimits(work=1_000))
     found = search_variant.search_once(
         piece, np.ones(2), rule=RULES[0], thorough=False, nodes=50, table=np.zeros(64, np.int64), salt=1, budget=budget
     )
@@ -147,7 +147,7 @@ def test_a_search_ends_at_its_nodes_or_at_the_end_of_the_budget(thorough: bool, 
     piece = instance_of(arrays, arrays.max_offset(23))
 
     def run(nodes: int, work: int) -> tuple[PieceOutcome, int]:
-        budget = Budget(SolverLimits(work=work))
+        budget = WorkBudget(SolverLimits(work=work))
         key = piece.arrays.size.astype(np.float64)
         outcome, _, _ = search_variant.search_once(
             piece, key, rule=RULES[3], thorough=thorough, nodes=nodes, table=np.zeros(64, np.int64), salt=1,
@@ -169,7 +169,7 @@ class _Variant:
         self.chance, self.guessed, self.runs = chance, guessed, 0
         self.size = 4 if chance == 0.0 else 2
 
-    def run(self, budget: Budget, random: object) -> tuple[PieceOutcome, Ints]:
+    def run(self, budget: WorkBudget, random: object) -> tuple[PieceOutcome, Ints]:
         self.runs += 1
         budget.spend(9, 1)
         self.log.append((self.chance, self.guessed))
@@ -186,7 +186,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
 
 
 def test_the_three_kinds_of_variants_get_the_same_work(log: list[tuple[float, bool]]) -> None:
-    runs = tree_search._Runs(_piece(*_ROWS), Budget(SolverLimits(work=10**6)), 0)
+    runs = tree_search._Runs(_piece(*_ROWS), WorkBudget(SolverLimits(work=10**6)), 0)
     for _ in range(300):
         runs.next()
     kinds = [1.0 if chance == 1.0 else 0.0 if chance == 0.0 else 0.5 for chance, _ in log]
@@ -212,7 +212,7 @@ def test_a_variant_costs_half_a_unit_a_buffer_and_has_a_seed_of_its_own(
         return chance
 
     monkeypatch.setattr(tree_search, "joined", joined)
-    budget = Budget(SolverLimits(work=1_000))
+    budget = WorkBudget(SolverLimits(work=1_000))
     runs = tree_search._Runs(_piece(*_ROWS), budget, 0)
     assert budget.spent == 2 * (4 // 2 + 1)
     for _ in range(60):
@@ -225,7 +225,7 @@ def test_without_joins_only_the_piece_itself_is_searched(
     log: list[tuple[float, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree_search, "joined", lambda piece, *, chance, seed: 0.0)
-    runs = tree_search._Runs(_piece(*_ROWS), Budget(SolverLimits(work=10**6)), 0)
+    runs = tree_search._Runs(_piece(*_ROWS), WorkBudget(SolverLimits(work=10**6)), 0)
     for _ in range(5):
         assert runs.next()[0] is _LIMIT
     assert [guessed for _, guessed in log] == [False] * 5
@@ -234,13 +234,13 @@ def test_without_joins_only_the_piece_itself_is_searched(
 def test_only_the_piece_as_it_is_proves_that_there_is_no_placement(
     log: list[tuple[float, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(self: _Variant, budget: Budget, random: object) -> tuple[PieceOutcome, Ints]:
+    def run(self: _Variant, budget: WorkBudget, random: object) -> tuple[PieceOutcome, Ints]:
         budget.spend(9 if self.guessed else 99, 1)
         self.log.append((self.chance, self.guessed))
         return (_EXHAUSTED if self.guessed or len(self.log) > 8 else _LIMIT), np.zeros(4, np.int64)
 
     monkeypatch.setattr(_Variant, "run", run)
-    runs = tree_search._Runs(_piece(*_ROWS), Budget(SolverLimits(work=10**6)), 0)
+    runs = tree_search._Runs(_piece(*_ROWS), WorkBudget(SolverLimits(work=10**6)), 0)
     outcomes = [runs.next()[0]]
     while outcomes[-1] is _LIMIT:
         outcomes.append(runs.next()[0])
@@ -257,7 +257,7 @@ class _Ejection:
     def __init__(self, piece: Instance, seed: int, learnt: Learnt | None) -> None:
         self.offsets = np.full(piece.arrays.n, 7, np.int64)
 
-    def run(self, turns: int, budget: Budget) -> bool:
+    def run(self, turns: int, budget: WorkBudget) -> bool:
         assert turns == thresholds.TURNS
         budget.spend(49, 1)
         type(self).calls += 1
@@ -274,20 +274,20 @@ def test_ejection_search_gets_the_work_of_the_tree_search_after_its_head_start(
     seen: list[int] = []
     real = _Ejection.run
 
-    def run(self: _Ejection, turns: int, budget: Budget) -> bool:
+    def run(self: _Ejection, turns: int, budget: WorkBudget) -> bool:
         seen.append(len(log))
         return real(self, turns, budget)
 
     monkeypatch.setattr(_Ejection, "run", run)
     learnt = Learnt(np.full(4, -1, np.int64)) if known else None
-    budget = Budget(SolverLimits(work=1_000))
+    budget = WorkBudget(SolverLimits(work=1_000))
     outcome, offsets = tree_search.search(_piece(*_ROWS), budget, 0, learnt)
     assert (outcome, offsets.tolist()) == (_LIMIT, [0, 0, 0, 0])
     assert seen[0] - first in (0, 1)
     assert abs(len(log) * 10 - (0 if known else 200) - len(seen) * 50) <= 60
     monkeypatch.setattr(_Ejection, "calls", 0)
     monkeypatch.setattr(_Ejection, "after", 2)
-    outcome, offsets = tree_search.search(_piece(*_ROWS), Budget(SolverLimits(work=1_000)), 0, learnt)
+    outcome, offsets = tree_search.search(_piece(*_ROWS), WorkBudget(SolverLimits(work=1_000)), 0, learnt)
     assert (outcome, offsets.tolist()) == (_SOLVED, [7, 7, 7, 7])
 
 
@@ -296,7 +296,7 @@ def test_large_pieces_have_no_ejection_search(log: list[tuple[float, bool]], mon
     for most, some in ((4, True), (3, False)):
         monkeypatch.setattr(_Ejection, "calls", 0)
         monkeypatch.setattr(thresholds, "EJECTED", most)
-        tree_search.search(_piece(*_ROWS), Budget(SolverLimits(work=500)), 0, Learnt(np.full(4, -1, np.int64)))
+        tree_search.search(_piece(*_ROWS), WorkBudget(SolverLimits(work=500)), 0, Learnt(np.full(4, -1, np.int64)))
         assert bool(_Ejection.calls) == some
 
 
@@ -314,7 +314,7 @@ class _Attempts:
         self.calls: list[dict[str, Any]] = []
 
     def __call__(
-        self, arrays: Any, highest: Ints, budget: Budget, seed: int, **given: Any
+        self, arrays: Any, highest: Ints, budget: WorkBudget, seed: int, **given: Any
     ) -> tuple[PieceOutcome, Ints]:
         capacity = int((highest * arrays.unit + arrays.raw).max())
         self.calls.append({"capacity": capacity, "seed": seed, "work": budget.remaining_work(), **given})
@@ -340,7 +340,7 @@ def _searched(
     problem = Problem(buffers=buffers, capacity=capacity)
     arrays = make_problem_arrays(problem)
     limits = SolverLimits(work=work, minimize=minimize, on_progress=None if reports is None else reports.append)
-    search = CapacitySearch(arrays, Answers(problem, arrays), problem, Budget(limits), limits)
+    search = CapacitySearch(arrays, Answers(problem, arrays), problem, WorkBudget(limits), limits)
     search.run(5)
     return search
 
@@ -421,7 +421,7 @@ def test_large_problems_are_promoted_before_they_are_searched(monkeypatch: pytes
     monkeypatch.setattr(thresholds, "LARGE", 2)
     given: list[tuple[list[int], int | None]] = []
 
-    def rounds(arrays: Any, goal: Ints, budget: Budget) -> Any:
+    def rounds(arrays: Any, goal: Ints, budget: WorkBudget) -> Any:
         given.append((goal.tolist(), budget.remaining_work()))
         yield np.array([0, 1, 3])
         yield np.array([0, 1, 2])

@@ -11,7 +11,7 @@ from memplan.core.problem import Buffer, Interval, Problem
 from memplan.solvers import SolverLimits, thresholds
 from memplan.solvers.arrays.instance import Instance, PieceOutcome
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of, make_problem_arrays
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 from memplan.solvers.search import cpsat_model, solve_at_capacity
 from memplan.solvers.search.eject import Learnt
 from memplan.solvers.search.solve_at_capacity import _alive_in, _track_overflows, attempt
@@ -44,7 +44,7 @@ class _Search:
         self.outcome, self.pieces, self.learnt = outcome, [], []  # type: ignore[var-annotated]
 
     def __call__(
-        self, piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = None
+        self, piece: Instance, budget: WorkBudget, seed: int, learnt: Learnt | None = None
     ) -> tuple[PieceOutcome, Ints]:
         self.pieces.append(piece.arrays.source.tolist())
         self.learnt.append(learnt)
@@ -52,7 +52,7 @@ class _Search:
 
 
 def _attempt(arrays: ProblemArrays, capacity: int, **given: Any) -> tuple[PieceOutcome, list[int], int]:
-    budget = Budget(SolverLimits(work=10_000))
+    budget = WorkBudget(SolverLimits(work=10_000))
     outcome, offsets = attempt(arrays, arrays.max_offset(capacity), budget, 0, **given)
     return outcome, offsets.tolist(), budget.spent
 
@@ -133,7 +133,7 @@ def test_what_was_found_starts_the_next_ejection_search(search: _Search) -> None
 def test_with_a_hint_cpsat_decides_the_pieces(search: _Search, monkeypatch: pytest.MonkeyPatch) -> None:
     hints: list[list[int]] = []
 
-    def decide(arrays: ProblemArrays, highest: Ints, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints]:
+    def decide(arrays: ProblemArrays, highest: Ints, hint: Ints, budget: WorkBudget) -> tuple[PieceOutcome, Ints]:
         hints.append(hint.tolist())
         return _SOLVED, np.array([6, 8, 11])
 
@@ -192,7 +192,7 @@ def test_a_large_piece_is_searched_through_its_busiest_sections(monkeypatch: pyt
     given: list[list[int]] = []
     inside: list[Ints] = []
 
-    def inner(part: ProblemArrays, highest: Ints, budget: Budget, seed: int) -> tuple[PieceOutcome, Ints]:
+    def inner(part: ProblemArrays, highest: Ints, budget: WorkBudget, seed: int) -> tuple[PieceOutcome, Ints]:
         assert highest.tolist() == arrays.max_offset(14)[part.source].tolist()
         given.append(part.source.tolist())
         budget.spend(10, 1)
@@ -200,7 +200,7 @@ def test_a_large_piece_is_searched_through_its_busiest_sections(monkeypatch: pyt
 
     def placed(known: list[int]) -> tuple[PieceOutcome, list[int]]:
         given.clear()
-        budget = Budget(SolverLimits(work=40))
+        budget = WorkBudget(SolverLimits(work=40))
         outcome, offsets = solve_at_capacity._place_large(arrays, arrays.max_offset(14), budget, 0, np.array(known))
         return outcome, offsets.tolist()
 

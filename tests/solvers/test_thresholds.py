@@ -17,7 +17,7 @@ from memplan.solvers.arrays import fit_kernel, heuristics, sequence
 from memplan.solvers.arrays.instance import PieceOutcome
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, make_problem_arrays, subset
 from memplan.solvers.base import finish
-from memplan.solvers.limits import Budget, SolverLimits
+from memplan.solvers.limits import SolverLimits, WorkBudget
 from memplan.solvers.search import cpsat_model, eject, solve_at_capacity, squeaky_wheel, tree_search
 from memplan.solvers.search.reduce import reduce
 from tests.strategies import knotted, layered_problems
@@ -54,14 +54,14 @@ def test_an_attempt_is_valid_or_right_that_there_is_none(
     with pytest.MonkeyPatch.context() as patch:
         _lower(patch, *lowered)
         outcome, offsets = solve_at_capacity.attempt(
-            arrays, limit, Budget(SolverLimits(work=20_000)), data.draw(st.integers(0, 3))
+            arrays, limit, WorkBudget(SolverLimits(work=20_000)), data.draw(st.integers(0, 3))
         )
     if outcome is PieceOutcome.SOLVED:
         assert (offsets <= limit).all()
         _check(problem, arrays.source, offsets, arrays.unit)
     elif outcome is PieceOutcome.EXHAUSTED and (limit >= arrays.low).all():
         assert (
-            cpsat_model.decide(arrays, limit, arrays.low, Budget(SolverLimits(work=5_000_000)))[0]
+            cpsat_model.decide(arrays, limit, arrays.low, WorkBudget(SolverLimits(work=5_000_000)))[0]
             is PieceOutcome.EXHAUSTED
         )
 
@@ -113,7 +113,7 @@ def test_room_below_a_piece_does_not_count_when_it_is_peeled() -> None:
 def test_promotion_may_go_on_for_ever() -> None:
     arrays = make_problem_arrays(Problem(buffers=(Buffer(id="a", size=3, live=Interval(0, 2)),)))
     endless = squeaky_wheel.rounds(
-        arrays, np.array([-1]), Budget(SolverLimits(seconds=3_600.0))
+        arrays, np.array([-1]), WorkBudget(SolverLimits(seconds=3_600.0))
     )  # each round promotes it
     assert [next(endless).tolist() for _ in range(3_000)] == [[0]] * 3_000
 
@@ -181,11 +181,11 @@ def test_small_problems_go_down_every_path(
 def test_a_piece_of_a_piece_lies_as_high_as_the_piece() -> None:
     made = [Buffer(id="whole", size=4, live=Interval(0, 9)), Buffer(id="part", size=2, live=Interval(3, 5))]
     arrays = subset(make_problem_arrays(Problem(buffers=tuple(made))), np.arange(2), base=7)
-    outcome, offsets = solve_at_capacity.attempt(arrays, arrays.max_offset(20), Budget(SolverLimits(work=1_000)), 0)
+    outcome, offsets = solve_at_capacity.attempt(arrays, arrays.max_offset(20), WorkBudget(SolverLimits(work=1_000)), 0)
     assert outcome is PieceOutcome.SOLVED
     assert offsets.min() == 7
     assert (
-        solve_at_capacity.attempt(arrays, arrays.max_offset(18), Budget(SolverLimits(work=1_000)), 0)[0]
+        solve_at_capacity.attempt(arrays, arrays.max_offset(18), WorkBudget(SolverLimits(work=1_000)), 0)[0]
         is not PieceOutcome.SOLVED
     )
 

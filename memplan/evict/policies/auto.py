@@ -22,7 +22,16 @@ from memplan.evict.policies.delta import delta
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.loading import while_loading
 from memplan.evict.policies.seeds import seeded
-from memplan.evict.search.decisions import EACH_TIME, KEEP, ONCE, SAVE, SWAP, Decisions, DecisionSearch, Move
+from memplan.evict.search.decisions import (
+    PIN,
+    RECOMPUTE_EACH_TIME,
+    RECOMPUTE_ONCE,
+    TO_HOST,
+    UNDECIDED,
+    Decisions,
+    DecisionSearch,
+    Move,
+)
 from memplan.evict.search.descent import anneal_walk, descend, descend_classes, singles, storage_classes
 from memplan.evict.workload import Workload
 from memplan.evict.workload_limits import infeasible
@@ -59,10 +68,10 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
         if (fitted := descend(search, origin, a))
     ]
     if found and workload.budget < _TIGHT * start.peak:  # a start that evicts everything may lead to better events
-        found += _from_below(search, (EACH_TIME, ONCE))
+        found += _from_below(search, (RECOMPUTE_EACH_TIME, RECOMPUTE_ONCE))
     if not found and not blocks:  # try again with the smallest storages too
         search = DecisionSearch(workload, swaps=swaps, least=0.0)
-        found += _from_below(search, (SWAP, EACH_TIME, ONCE))
+        found += _from_below(search, (TO_HOST, RECOMPUTE_EACH_TIME, RECOMPUTE_ONCE))
     improved = [_improved(search, family, work // 2, seed) for family in (found, blocks) if family]
     ways = [search.events(min(improved, key=lambda d: d.seconds))] if improved else []
     ways += [on_demand] if on_demand is not None else []
@@ -130,10 +139,10 @@ def trimmed(search: DecisionSearch, state: Decisions) -> Decisions:
     for _ in range(3):
         before = state.seconds
         state = _saved(search, state)
-        taken = np.flatnonzero(state.decision != KEEP)
-        kept = {int(s): search.after(state, Move(int(s), KEEP, -1)) for s in taken}
+        taken = np.flatnonzero(state.decision != UNDECIDED)
+        kept = {int(s): search.after(state, Move(int(s), UNDECIDED, -1)) for s in taken}
         for s in sorted(kept, key=lambda s: kept[s].seconds):
-            without = search.after(state, Move(s, KEEP, -1))
+            without = search.after(state, Move(s, UNDECIDED, -1))
             if without.area == 0 and without.seconds <= state.seconds:
                 state = without
         if state.seconds >= before:
@@ -142,10 +151,10 @@ def trimmed(search: DecisionSearch, state: Decisions) -> Decisions:
 
 
 def _saved(search: DecisionSearch, state: Decisions) -> Decisions:
-    """Return the state in which each storage is kept (SAVE) where that makes the step faster within the budget."""
+    """Return the state in which each storage is kept (PIN) where that makes the step faster within the budget."""
     for moves in search.moves:
         move = moves[-1]
-        if move.decision == SAVE and state.decision[move.storage] == KEEP:
+        if move.decision == PIN and state.decision[move.storage] == UNDECIDED:
             after = search.after(state, move)
             if after.area == 0 and after.seconds < state.seconds:
                 state = after

@@ -15,7 +15,7 @@ import numpy as np
 
 from memplan.evict.events import Events, Kind
 from memplan.evict.judge.arrays import to_arrays
-from memplan.evict.search.decisions import KEEP, ONCE, SWAP, Decisions, DecisionSearch, Move
+from memplan.evict.search.decisions import RECOMPUTE_ONCE, TO_HOST, UNDECIDED, Decisions, DecisionSearch, Move
 from memplan.evict.workload import Workload, with_host_resident_kept
 from memplan.evict.workload_limits import infeasible, require_floor
 
@@ -61,7 +61,7 @@ def guided(search: DecisionSearch, *, evaluations: int | None = None) -> Decisio
     limit = float("inf") if evaluations is None else search.evaluations + evaluations
     while state.area > 0 and search.evaluations < limit:
         peak = _peak_op(search, state)
-        free = [g for g in gaps if state.decision[g.storage] == KEEP]
+        free = [g for g in gaps if state.decision[g.storage] == UNDECIDED]
         idle = [g for g in free if g.evicted_access < peak < g.back_access]
         after = _hidden(search, state, idle, shown) if search.swaps else None
         after = after or _cheapest(search, state, idle, shown) or _cheapest(search, state, free, shown)
@@ -112,7 +112,7 @@ def _hidden(search: DecisionSearch, state: Decisions, idle: list[Gap], shown: di
             shown.setdefault(g, -g.free_time)
         if g in shown:
             continue
-        after = search.after(state, Move(g.storage, SWAP, g.evicted_access))
+        after = search.after(state, Move(g.storage, TO_HOST, g.evicted_access))
         if after.seconds > state.seconds * (1 + 1e-9):
             shown[g] = after.seconds - state.seconds
         elif after.area < state.area:
@@ -123,14 +123,14 @@ def _hidden(search: DecisionSearch, state: Decisions, idle: list[Gap], shown: di
 def _cheapest(search: DecisionSearch, state: Decisions, idle: list[Gap], shown: dict[Gap, float]) -> Decisions | None:
     """Return the state after the recompute or stalling swap of the fewest seconds per byte; None when none helps."""
     w = search.workload
-    dropped = frozenset(np.flatnonzero(state.decision == ONCE).tolist())
+    dropped = frozenset(np.flatnonzero(state.decision == RECOMPUTE_ONCE).tolist())
     found = []
     for g in idle:
         if w.recomputable[g.storage] and w.redo_until[g.storage] >= g.back_access:
             seconds = recompute_seconds(w, g.storage, dropped, g.back_access)
-            found.append((seconds / w.size[g.storage], Move(g.storage, ONCE, g.evicted_access)))
+            found.append((seconds / w.size[g.storage], Move(g.storage, RECOMPUTE_ONCE, g.evicted_access)))
         if g in shown:
-            found.append((shown[g] / w.size[g.storage], Move(g.storage, SWAP, g.evicted_access)))
+            found.append((shown[g] / w.size[g.storage], Move(g.storage, TO_HOST, g.evicted_access)))
     for _, move in sorted(found, key=lambda one: one[0]):
         after = search.after(state, move)
         if after.area < state.area:

@@ -42,7 +42,7 @@ def cheapest(candidate: Candidate) -> float:
 
 
 def direct(released: Released) -> EvictionKind:
-    """Return SWAP where the stall is shorter than the recompute, else DROP: the default director.
+    """Return TO_HOST where the stall is shorter than the recompute, else DROP: the default director.
 
     The stall is the rest of the copy out, and what the gap does not hide of the copy back.
     """

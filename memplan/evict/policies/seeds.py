@@ -16,7 +16,7 @@ from memplan.evict.events import Events, Kind
 from memplan.evict.judge.arrays import to_arrays
 from memplan.evict.policies.capuchin import guided
 from memplan.evict.policies.dtr import dtr
-from memplan.evict.search.decisions import EACH_TIME, ONCE, SWAP, Decisions, DecisionSearch
+from memplan.evict.search.decisions import RECOMPUTE_EACH_TIME, RECOMPUTE_ONCE, TO_HOST, Decisions, DecisionSearch
 
 _WORK = 4_000_000  # ops measured for Capuchin's decisions: enough for all of them on graphs of some thousand ops
 
@@ -38,12 +38,16 @@ def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[Events | Non
         events = events if figures is not None and figures.peak <= workload.budget else None
     if not quick:
         state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
-        states += [state, decisions_of(search, search.events(state))]  # the second: EACH_TIME for what runs repeatedly
+        again = decisions_of(search, search.events(state))  # recomputes each time what runs repeatedly
+        states += [state, again]
     return events, tuple(state for state in states if np.isfinite(state.area))
 
 
 def decisions_of(search: DecisionSearch, events: Events) -> Decisions:
-    """Return decisions that describe `events`: SWAP after a use, ONCE for one recompute, EACH_TIME for several."""
+    """Return decisions that describe `events`.
+
+    TO_HOST: offloaded after a use. RECOMPUTE_ONCE: recomputed once. RECOMPUTE_EACH_TIME: recomputed several times.
+    """
     w = search.workload
     decision, gap = search.nothing()
     times: dict[int, int] = {}
@@ -65,10 +69,10 @@ def decisions_of(search: DecisionSearch, events: Events) -> Decisions:
     for s, count in times.items():
         if w.redo_until[s] < 0 or s not in after:
             continue
-        decision[s] = ONCE if count == 1 else EACH_TIME
+        decision[s] = RECOMPUTE_ONCE if count == 1 else RECOMPUTE_EACH_TIME
         gap[s] = _use(w.uses[s], after[s]) if count == 1 else -1
     for s, at in away.items():
-        decision[s], gap[s] = SWAP, _use(w.uses[s], at)
+        decision[s], gap[s] = TO_HOST, _use(w.uses[s], at)
     return search.judged(decision, gap)
 
 

@@ -11,12 +11,21 @@ import numpy as np
 from memplan.errors import InvalidEviction
 from memplan.evict.events import Events
 from memplan.evict.judge.arrays import Ints, WorkloadArrays, to_arrays, to_events
-from memplan.evict.search.expand_kernel import EACH_TIME, KEEP, ONCE, SAVE, SWAP, expand
+from memplan.evict.search.expand_kernel import PIN, RECOMPUTE_EACH_TIME, RECOMPUTE_ONCE, TO_HOST, UNDECIDED, expand
 from memplan.evict.search.prefetch_kernel import prefetch
 from memplan.evict.search.search_kernel import judge
 from memplan.evict.workload import Workload
 
-__all__ = ["EACH_TIME", "KEEP", "ONCE", "SAVE", "SWAP", "DecisionSearch", "Decisions", "Move"]
+__all__ = [
+    "RECOMPUTE_EACH_TIME",
+    "UNDECIDED",
+    "RECOMPUTE_ONCE",
+    "PIN",
+    "TO_HOST",
+    "DecisionSearch",
+    "Decisions",
+    "Move",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ class DecisionSearch:
 
     def nothing(self) -> tuple[Ints, Ints]:
         """Return the decisions and gaps of a step in which everything is kept."""
-        return np.full_like(self.arrays.size, KEEP), np.full_like(self.arrays.size, -1)
+        return np.full_like(self.arrays.size, UNDECIDED), np.full_like(self.arrays.size, -1)
 
     def start(self) -> Decisions:
         """Return the state in which everything is kept."""
@@ -115,11 +124,11 @@ class DecisionSearch:
             moves = []
             if w.size[s] * (over[back] - over[at]) > least:
                 if redo[s] >= 0:
-                    moves += [Move(s, ONCE, at), Move(s, EACH_TIME, -1)]
+                    moves += [Move(s, RECOMPUTE_ONCE, at), Move(s, RECOMPUTE_EACH_TIME, -1)]
                 if swaps:
-                    moves.append(Move(s, SWAP, at))
+                    moves.append(Move(s, TO_HOST, at))
             if redo[s] >= 0:
-                moves.append(Move(s, SAVE, -1))
+                moves.append(Move(s, PIN, -1))
             if moves:
                 found.append(tuple(moves))
         return tuple(found)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplan.evict.search.decisions import Decisions, DecisionSearch, Move
-from memplan.evict.search.expand_kernel import SAVE
+from memplan.evict.search.expand_kernel import PIN
 
 Option = tuple[Move, ...]  # moves of different storages that are made together
 
@@ -33,7 +33,7 @@ def storage_classes(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
     classes: dict[tuple[object, ...], dict[int, list[Move]]] = {}
     for moves in search.moves:
         for move in moves:
-            if move.decision != SAVE:
+            if move.decision != PIN:
                 kernels = tuple(graph.ops[i].target for i in search.workload.uses[move.storage])
                 options = classes.setdefault((search.workload.size[move.storage], *kernels), {})
                 options.setdefault(move.decision, []).append(move)
@@ -42,7 +42,7 @@ def storage_classes(search: DecisionSearch) -> tuple[tuple[Option, ...], ...]:
 
 def descend(search: DecisionSearch, state: Decisions, exponent: float) -> Decisions | None:
     """Return the state after taking the best move until the budget is kept; None when no move helps any more."""
-    options = [option for choices in singles(search) for option in choices if option[0].decision != SAVE]
+    options = [option for choices in singles(search) for option in choices if option[0].decision != PIN]
     for after in _steps(search, state, options, exponent):
         state = after
     return state if state.area == 0 else None

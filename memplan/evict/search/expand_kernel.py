@@ -8,16 +8,16 @@ from numba import njit
 
 from memplan.evict.judge.measure_kernel import AWAY, DROP, GONE, HERE, NEVER, OFFLOAD, RELOADED, RUN
 
-KEEP, ONCE, EACH_TIME, SWAP, SAVE = range(5)
+UNDECIDED, RECOMPUTE_ONCE, RECOMPUTE_EACH_TIME, TO_HOST, PIN = range(5)
 SOON = 6  # ops: a storage whose next use is at most so far away is not evicted before it
 
 
 @njit(cache=True)
 def _stale(s, i, decision, near, remade, last_use, redo_until):
     """Return whether `s` had its last use some time ago, so that it is recomputed now instead of kept until now."""
-    if last_use[s] >= i or decision[s] == SAVE or redo_until[s] < i or i - near[s] <= SOON:
+    if last_use[s] >= i or decision[s] == PIN or redo_until[s] < i or i - near[s] <= SOON:
         return False
-    return decision[s] == EACH_TIME or not remade[s]
+    return decision[s] == RECOMPUTE_EACH_TIME or not remade[s]
 
 
 @njit(cache=True)
@@ -28,9 +28,11 @@ def expand(
     """Fill `kinds` and `indices`, and return the number of events, or -1 when an op's operands are not available.
 
     `redo_until[s]` is the last position before which the writers of `s` can run again (-1: never), `last_use[s]` the
-    position of its last use, `gap[s]` that of the use after which `decision[s]` takes effect. KEEP: kept until the last
-    use (and recomputed if a recompute reads it long after). ONCE: dropped after `gap[s]`, recomputed for the next use.
-    EACH_TIME: dropped after every use that no other follows soon. SWAP: offloaded after `gap[s]`. SAVE: never evicted.
+    position of its last use, `gap[s]` that of the use after which `decision[s]` takes effect.
+
+    UNDECIDED: kept until the last use (and recomputed if a recompute reads it long after). RECOMPUTE_ONCE: dropped
+    after `gap[s]`, recomputed for the next use. RECOMPUTE_EACH_TIME: dropped after every use that no other follows
+    soon. TO_HOST: offloaded after `gap[s]`. PIN: never evicted.
     """
     n, m = read_ptr.shape[0] - 1, decision.shape[0]
     state = np.zeros(m, np.int8)
@@ -105,7 +107,7 @@ def expand(
                             x = read[r]
                             near[x] = i
                             unused = pointer[x] >= use_ptr[x + 1] or use[pointer[x]] > i + SOON
-                            if decision[x] == EACH_TIME and state[x] == HERE and x != top and unused:
+                            if decision[x] == RECOMPUTE_EACH_TIME and state[x] == HERE and x != top and unused:
                                 if count + 4 > limit:
                                     return -1
                                 kinds[count], indices[count] = DROP, x
@@ -130,15 +132,15 @@ def expand(
                 if state[s] != HERE or pointer[s] >= use_ptr[s + 1]:
                     continue
                 following = use[pointer[s]]
-                gives_up = decision[s] == ONCE and gap[s] == i
-                gives_up = gives_up or (decision[s] == EACH_TIME and following > i + SOON)
+                gives_up = decision[s] == RECOMPUTE_ONCE and gap[s] == i
+                gives_up = gives_up or (decision[s] == RECOMPUTE_EACH_TIME and following > i + SOON)
                 if count + 4 > limit:
                     return -1
                 if gives_up and i >= writer[writer_ptr[s + 1] - 1]:
                     kinds[count], indices[count] = DROP, s
                     count += 1
                     state[s] = GONE
-                elif decision[s] == SWAP and gap[s] == i:
+                elif decision[s] == TO_HOST and gap[s] == i:
                     kinds[count], indices[count] = OFFLOAD, s
                     count += 1
                     state[s] = AWAY

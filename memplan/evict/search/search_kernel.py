@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit
 
 from memplan.evict.judge.measure_kernel import measure
-from memplan.evict.search.expand_kernel import KEEP, expand
+from memplan.evict.search.expand_kernel import UNDECIDED, expand
 from memplan.evict.search.prefetch_kernel import prefetch
 
 
@@ -57,18 +57,18 @@ def anneal(
         o = np.random.randint(ptr[c], ptr[c + 1])
         first = members[o]
         old = decision[storage[first]]
-        keep = old != KEEP and np.random.random() < 0.5
-        if old == (KEEP if keep else wanted[first]):
+        keep = old != UNDECIDED and np.random.random() < 0.5
+        if old == (UNDECIDED if keep else wanted[first]):
             continue
         new[:], new_gap[:] = decision, gap
-        if old == KEEP and np.random.random() < 0.5:  # in exchange for another decision
+        if old == UNDECIDED and np.random.random() < 0.5:  # in exchange for another decision
             for _ in range(8):
                 other = ptr[np.random.randint(count)]
-                if decision[storage[members[other]]] != KEEP:
-                    new[storage[members[other] : members[other + 1]]] = KEEP
+                if decision[storage[members[other]]] != UNDECIDED:
+                    new[storage[members[other] : members[other + 1]]] = UNDECIDED
                     break
         for m in range(first, members[o + 1]):
-            new[storage[m]], new_gap[storage[m]] = KEEP if keep else wanted[m], at[m]
+            new[storage[m]], new_gap[storage[m]] = UNDECIDED if keep else wanted[m], at[m]
         new_area, took, _ = judge(new, new_gap, budget, kinds, indices, extra, tables)
         worse = took - seconds + now * (new_area - area)
         if strict and new_area > 0.0:

@@ -114,7 +114,7 @@ class Builder:
             train=train,
             in_place=options.in_place,
             device=options.device,
-            resident=options.gradients_in_arena,
+            gradients_in_arena=options.gradients_in_arena,
         )
         traced = captured.retrace()
         prepare_host(self.model, traced)

@@ -29,9 +29,9 @@ class GraphArrays:
     `pred` and `succ` are the ops that must run directly before and after an op, `touch` the planned storages that an op
     touches, `user` the ops that touch a storage, in traced order. `size` is in bytes. `given` is 1 for a storage alive
     before the first op, `kept` for one alive after the last. Storages touched by the same ops are merged.
-    `chance_ptr` gives the in-place candidates of each op: if the op is the last to touch `host`, then `saved` bytes
+    `chance_ptr` gives the in-place candidates of each op: if the op is the last to touch `donor`, then `saved` bytes
     less are alive while it runs (the largest of its candidates counts). With `backwards`, time is reversed, and the op
-    must be the first to touch `host`.
+    must be the first to touch `donor`.
     """
 
     barrier: int
@@ -47,7 +47,7 @@ class GraphArrays:
     given: Ints
     kept: Ints
     chance_ptr: Ints
-    host: Ints
+    donor: Ints
     saved: Ints
     backwards: bool = False
 
@@ -137,10 +137,10 @@ def _assemble(
     inplace_candidates: list[dict[int, int]] = [{} for _ in pred]
     for index, op in enumerate(graph.ops):
         for result, read in op.inplace_candidates:
-            host = graph.values[read].storage
+            donor = graph.values[read].storage
             saved = graph.storages[graph.values[result].storage].nbytes
-            if host in users:
-                row, at = inplace_candidates[index + (index >= barrier)], number[tuple(users[host]), host in kept]
+            if donor in users:
+                row, at = inplace_candidates[index + (index >= barrier)], number[tuple(users[donor]), donor in kept]
                 row[at] = max(saved, row.get(at, 0))
     touch: list[list[int]] = [[] for _ in pred]
     for (ops_, _), storage in number.items():
@@ -165,7 +165,7 @@ def _assemble(
         given=np.zeros(len(merged), np.int64),
         kept=np.array([keep for _, keep in merged], np.int64),
         chance_ptr=chance_ptr,
-        host=chance_flat.reshape(-1, 2)[:, 0].copy(),
+        donor=chance_flat.reshape(-1, 2)[:, 0].copy(),
         saved=chance_flat.reshape(-1, 2)[:, 1].copy(),
     )
 
@@ -208,7 +208,7 @@ def reverse(arrays: GraphArrays) -> GraphArrays:
         given=arrays.kept[::-1].copy(),
         kept=arrays.given[::-1].copy(),
         chance_ptr=_reversed_ptr(arrays.chance_ptr),
-        host=(last_storage - arrays.host)[::-1].copy(),
+        donor=(last_storage - arrays.donor)[::-1].copy(),
         saved=arrays.saved[::-1].copy(),
         backwards=not arrays.backwards,
     )
@@ -231,7 +231,7 @@ def step_bytes(arrays: GraphArrays, order: Ints) -> Ints:
     change = np.zeros(arrays.n + 1, np.int64)
     np.add.at(change, first, arrays.size)
     np.subtract.at(change, last + 1, arrays.size)
-    taken = (first if arrays.backwards else last)[arrays.host] == position[arrays.taker]
+    taken = (first if arrays.backwards else last)[arrays.donor] == position[arrays.taker]
     less = np.zeros(arrays.n, np.int64)
     np.maximum.at(less, position[arrays.taker[taken]], arrays.saved[taken])
     return np.asarray(np.cumsum(change[:-1]) - less, np.int64)

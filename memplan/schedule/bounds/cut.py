@@ -68,10 +68,10 @@ def cut(arrays: GraphArrays, op: int, *, before: int = -1, after: int = -1, inte
     side = sides_of(ops, op, before, after, c.pred_ptr, c.pred, c.succ_ptr, c.succ)
     best, work = None, 0
     for chance in range(c.chance_ptr[op], c.chance_ptr[op + 1]):
-        host = c.host[chance]
-        users = c.user[c.user_ptr[host] : c.user_ptr[host + 1]]
+        donor = c.donor[chance]
+        users = c.user[c.user_ptr[donor] : c.user_ptr[donor + 1]]
         if not (side[users[users != op]] == AFTER).any():  # otherwise the input is still alive after the op
-            found = _least(arrays, op, side, (int(host), int(c.saved[chance])), ops)
+            found = _least(arrays, op, side, (int(donor), int(c.saved[chance])), ops)
             work += found.work
             best = found if best is None or found.bytes < best.bytes else best
     if best is None:

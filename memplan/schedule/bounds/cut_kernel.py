@@ -51,15 +51,15 @@ def sides_of(v, before, after, pred_ptr, pred, succ_ptr, succ):
 
 
 @CompiledKernel
-def network(v, side, host, saved, pred_ptr, pred, touch_ptr, touch, user_ptr, user, size, kept):
+def network(v, side, donor, saved, pred_ptr, pred, touch_ptr, touch, user_ptr, user, size, kept):
     """Return the network: (nodes, tails, heads, capacities, bytes alive in any case, node of each op or storage).
 
     Node 0, the source, is all ops that run before `v`; node 1, the sink, is `v` and all ops after it. FREE ops, and
     storages whose last use may be on either side, have nodes of their own. An op on the source's side runs before `v`,
     and so do its predecessors. A storage is alive if its producer is on the source's side and its last user is not: its
     bytes are the capacity of the arc from the producer, and arcs of infinite capacity keep all users on the storage's
-    side. If `v` is the last to touch `host` (-1 for none), `saved` bytes less are alive; this is modelled as a storage
-    of that size that is alive until all other users of `host` have run.
+    side. If `v` is the last to touch `donor` (-1 for none), `saved` bytes less are alive; this is modelled as a storage
+    of that size that is alive until all other users of `donor` have run.
     """
     n, m = side.shape[0], size.shape[0]
     infinite = size.sum() + 1
@@ -110,9 +110,9 @@ def network(v, side, host, saved, pred_ptr, pred, touch_ptr, touch, user_ptr, us
         node[n + s] = end
         tail[arcs], head[arcs], capacity[arcs] = origin, end, size[s]
         arcs += 1
-    if host >= 0:
+    if donor >= 0:
         end = 0
-        for k in range(user_ptr[host], user_ptr[host + 1]):
+        for k in range(user_ptr[donor], user_ptr[donor + 1]):
             if node[user[k]] > 1:
                 if end == 0:
                     end = nodes

@@ -13,7 +13,7 @@ LPMF, GREEDY, EARLY_FREE = 0, 1, 2
 @CompiledKernel
 def list_order(
     rule, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr, user, size, given, kept,
-    backwards, chance_ptr, host, saved,
+    backwards, chance_ptr, donor, saved,
 ):  # fmt: skip
     """The order by `rule`. Ties go to the lower second key, then to the traced order.
 
@@ -49,7 +49,7 @@ def list_order(
             v = ready[i]
             needs = alloc[v]
             for k in range(chance_ptr[v], chance_ptr[v + 1]):
-                s = host[k]
+                s = donor[k]
                 if (not alive[s]) if backwards else left[s] == 1:
                     needs = min(needs, alloc[v] - saved[k])
             fits = live + needs <= peak

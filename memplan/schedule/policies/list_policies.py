@@ -33,7 +33,7 @@ def listed(arrays: GraphArrays, policy: str) -> Ints:
     c = reverse(arrays) if backwards else arrays
     order: Ints = list_order(
         *(c.n, rule, c.pred_ptr, c.succ_ptr, c.succ, c.touch_ptr, c.touch, c.user_ptr, c.user, c.size),
-        *(c.given, c.kept, c.backwards, c.chance_ptr, c.host, c.saved),
+        *(c.given, c.kept, c.backwards, c.chance_ptr, c.donor, c.saved),
     )
     return c.n - 1 - order[::-1] if backwards else order
 

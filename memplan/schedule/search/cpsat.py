@@ -73,9 +73,9 @@ def _inplace_candidates(graph: Graph, model: Any, position: Sequence[Any]) -> di
         chosen = [model.new_bool_var("") for _ in op.inplace_candidates]
         model.add_at_most_one(chosen)
         for variable, (_, read) in zip(chosen, op.inplace_candidates, strict=True):
-            host = graph.values[read].storage
-            taken.setdefault((index, host), []).append(variable)
+            donor = graph.values[read].storage
+            taken.setdefault((index, donor), []).append(variable)
             for other, user in enumerate(graph.ops):
-                if other != index and host in graph.touched(user):
+                if other != index and donor in graph.touched(user):
                     model.add(position[other] < position[index]).only_enforce_if(variable)
     return taken

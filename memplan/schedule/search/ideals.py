@@ -52,7 +52,7 @@ def search(arrays: GraphArrays, target: int, *, width: int, limit: int, backward
     outcome, order, work, dropped = levels(
         *(max(c.n, c.n * width // _USUAL), target, width, limit, keys),
         *(*tables, c.pred_ptr, c.succ_ptr, c.succ, c.touch_ptr, c.touch, c.user_ptr),
-        *(c.size, c.given, c.kept, c.backwards, c.chance_ptr, c.host, c.saved),
+        *(c.size, c.given, c.kept, c.backwards, c.chance_ptr, c.donor, c.saved),
     )
     kind = {FOUND: SearchOutcome.FOUND, EXHAUSTED: SearchOutcome.EXHAUSTED}.get(int(outcome), SearchOutcome.GAVE_UP)
     return Found(

@@ -25,7 +25,7 @@ FOUND, EXHAUSTED, GAVE_UP = 0, 1, 2
 @CompiledKernel
 def levels(
     target, width, limit, keys, waiting, left, ready, pred_ptr, succ_ptr, succ, touch_ptr, touch, user_ptr,
-    size, given, kept, backwards, chance_ptr, host, saved,
+    size, given, kept, backwards, chance_ptr, donor, saved,
 ):  # fmt: skip
     """Search for an order within `target` bytes; returns (outcome, order, work, states dropped).
 
@@ -67,7 +67,7 @@ def levels(
                         freed += size[s]
                 less = 0  # bytes that in-place reuse saves while v runs
                 for k in range(chance_ptr[v], chance_ptr[v + 1]):
-                    s = host[k]
+                    s = donor[k]
                     if (left[r, s] == uses[s] and not given[s]) if backwards else left[r, s] == 1:
                         less = max(less, saved[k])
                 work += 1 + touch_ptr[v + 1] - touch_ptr[v]

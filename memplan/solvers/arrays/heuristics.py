@@ -8,7 +8,7 @@ import numpy as np
 
 from memplan.solvers import thresholds
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 
 PAIRS_PER_UNIT = 16  # pairs of buffers visited by first-fit, for one unit of work
 
@@ -83,7 +83,7 @@ def first_answers(arrays: ProblemArrays) -> Iterator[Ints]:
         yield from online(arrays, False, True)
 
 
-def fill(arrays: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints, budget: Budget | None = None) -> Ints:
+def fill(arrays: ProblemArrays, order: Ints, max_offset: Ints, offsets: Ints, budget: WorkBudget | None = None) -> Ints:
     """Complete `offsets` with the buffers of `order`; returns those above `max_offset` (none for peeled buffers).
 
     The skyline is tried first, then first-fit, whose work is spent from `budget` in proportion to the pairs visited.

@@ -10,7 +10,7 @@ from memplan.solvers.arrays.heuristics import first_answers
 from memplan.solvers.arrays.instance import PieceOutcome
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 from memplan.solvers.bounds import lower_bound
-from memplan.solvers.limits import Budget, Progress, SolverLimits
+from memplan.solvers.limits import Progress, SolverLimits, WorkBudget
 from memplan.solvers.search import squeaky_wheel
 from memplan.solvers.search.eject import Learnt
 from memplan.solvers.search.solve_at_capacity import attempt
@@ -26,7 +26,7 @@ class CapacitySearch:
     """Keeps the best placement and the proven bound; `run` narrows the gap until the budget is spent."""
 
     def __init__(
-        self, arrays: ProblemArrays, answers: Answers, problem: Problem, budget: Budget, limits: SolverLimits
+        self, arrays: ProblemArrays, answers: Answers, problem: Problem, budget: WorkBudget, limits: SolverLimits
     ) -> None:
         self.arrays, self.answers, self.budget, self.limits = arrays, answers, budget, limits
         self.capacity, self.max_live = problem.capacity, problem.max_live
@@ -77,14 +77,14 @@ class CapacitySearch:
             if outcome is PieceOutcome.LIMIT:
                 return
 
-    def _promote(self, budget: Budget) -> None:
+    def _promote(self, budget: WorkBudget) -> None:
         goal = self.arrays.max_offset(self.bound)
         for offsets in squeaky_wheel.rounds(self.arrays, goal, budget):
             self._offer(offsets, "squeaky_wheel.rounds")
             if self._is_done():
                 return
 
-    def _descend(self, budget: Budget, seed: int) -> None:
+    def _descend(self, budget: WorkBudget, seed: int) -> None:
         """Search at capacities between the bound and the best arena: small steps first, larger ones after success.
 
         Small steps with little effort soon reach the capacities for which the effort must be doubled repeatedly.
@@ -105,7 +105,7 @@ class CapacitySearch:
     def _try(
         self,
         capacity: int,
-        budget: Budget,
+        budget: WorkBudget,
         seed: int,
         *,
         hint: Ints | None = None,

@@ -14,7 +14,7 @@ from memplan.core.interruptible import run
 from memplan.solvers.arrays.instance import PieceOutcome
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays
 from memplan.solvers.bounds import lower_bound
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -23,7 +23,7 @@ _UNITS_PER_SECOND = 200_000  # units of work for one second of CP-SAT's determin
 _LEAST_SECONDS = 0.05  # the shortest time limit that is worth a start
 
 
-def minimise(arrays: ProblemArrays, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints, int]:
+def minimise(arrays: ProblemArrays, hint: Ints, budget: WorkBudget) -> tuple[PieceOutcome, Ints, int]:
     """Minimize the arena of `arrays`, starting from the valid offsets `hint` (units).
 
     Returns the outcome, the offsets (units) and a lower bound of the arena in bytes.
@@ -39,7 +39,7 @@ def minimise(arrays: ProblemArrays, hint: Ints, budget: Budget) -> tuple[PieceOu
     return outcome, found, max(bound, proven)
 
 
-def decide(arrays: ProblemArrays, max_offset: Ints, hint: Ints, budget: Budget) -> tuple[PieceOutcome, Ints]:
+def decide(arrays: ProblemArrays, max_offset: Ints, hint: Ints, budget: WorkBudget) -> tuple[PieceOutcome, Ints]:
     """Place `arrays` (offsets in units, at most `max_offset`), or prove that no placement exists."""
     model, offsets = _model(arrays, max_offset, np.minimum(hint, max_offset))
     outcome, found, _ = _run(model, offsets, budget)
@@ -66,7 +66,7 @@ def _model(arrays: ProblemArrays, max_offset: Ints, hint: Ints) -> tuple[cp_mode
 
 
 def _run(
-    model: cp_model.CpModel, offsets: list[cp_model.LinearExprT], budget: Budget
+    model: cp_model.CpModel, offsets: list[cp_model.LinearExprT], budget: WorkBudget
 ) -> tuple[PieceOutcome, Ints, int]:
     from ortools.sat.python import cp_model
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from memplan.solvers.arrays.instance import Instance
 from memplan.solvers.arrays.problem_arrays import Ints
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 
 _MOVES = 4  # moves of neighbours after each ejection
 _BASE, _POWER = 1_000, 0.5  # a buffer's first penalty: its area to this power; the mean one's is _BASE
@@ -49,7 +49,7 @@ class Ejection:
         self._penalty = learnt.penalty
         self._state = np.array([seed], np.int64)
 
-    def run(self, turns: int, budget: Budget) -> bool:
+    def run(self, turns: int, budget: WorkBudget) -> bool:
         """Continue for `turns` insertions; returns whether all buffers are placed (`offsets`, units)."""
         from memplan.solvers.search import eject_kernel
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from memplan.solvers import thresholds
 from memplan.solvers.arrays.instance import Instance, PieceOutcome
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 from memplan.solvers.search.join import Joined
 
 Floats = npt.NDArray[np.float64]
@@ -44,7 +44,7 @@ class SearchVariant:
         """The number of buffers after joining."""
         return self.joined.piece.arrays.n
 
-    def run(self, budget: Budget, random: np.random.Generator) -> tuple[PieceOutcome, Ints]:
+    def run(self, budget: WorkBudget, random: np.random.Generator) -> tuple[PieceOutcome, Ints]:
         """Run the next arm briefly; once all were run, an arm that left little unplaced, with a perturbed ranking.
 
         Returns the outcome for the variant and, if SOLVED, the offsets (units) of the buffers of the original piece.
@@ -82,7 +82,7 @@ def search_once(
     nodes: int,
     table: Ints,
     salt: int,
-    budget: Budget,
+    budget: WorkBudget,
 ) -> tuple[PieceOutcome, int, Ints]:
     """Run the tree search once, up to `nodes` nodes.
 

@@ -14,7 +14,7 @@ from memplan.solvers import thresholds
 from memplan.solvers.arrays.heuristics import fill, first_answers
 from memplan.solvers.arrays.instance import PieceOutcome, instance_of
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of, subset
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 from memplan.solvers.search import cpsat_model
 from memplan.solvers.search.eject import Learnt
 from memplan.solvers.search.reduce import reduce
@@ -26,7 +26,7 @@ _OVERHEAD = 300  # units of work of an attempt, in addition to three per buffer
 def attempt(
     arrays: ProblemArrays,
     max_offset: Ints,
-    budget: Budget,
+    budget: WorkBudget,
     seed: int,
     *,
     hint: Ints | None = None,
@@ -46,7 +46,7 @@ def attempt(
 def _attempt(
     arrays: ProblemArrays,
     max_offset: Ints,
-    budget: Budget,
+    budget: WorkBudget,
     seed: int,
     *,
     hint: Ints | None,
@@ -83,7 +83,7 @@ def _attempt(
 
 
 def _place(
-    arrays: ProblemArrays, max_offset: Ints, budget: Budget, seed: int, learnt: Learnt | None
+    arrays: ProblemArrays, max_offset: Ints, budget: WorkBudget, seed: int, learnt: Learnt | None
 ) -> tuple[PieceOutcome, Ints]:
     offsets = np.full(arrays.n, -1, np.int64)
     for offsets in islice(first_answers(arrays), thresholds.QUICK if arrays.n <= thresholds.LARGE else None):
@@ -95,7 +95,7 @@ def _place(
 
 
 def _place_large(
-    arrays: ProblemArrays, max_offset: Ints, budget: Budget, seed: int, known: Ints
+    arrays: ProblemArrays, max_offset: Ints, budget: WorkBudget, seed: int, known: Ints
 ) -> tuple[PieceOutcome, Ints]:
     """Search only the buffers alive in tracked sections, place the rest on top, and track sections that overflow."""
     load = load_of(arrays)

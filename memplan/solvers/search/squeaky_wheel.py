@@ -12,14 +12,14 @@ import numpy as np
 
 from memplan.solvers.arrays.heuristics import PAIRS_PER_UNIT, first_fit, pairs_alive_together, unplaced
 from memplan.solvers.arrays.problem_arrays import Ints, ProblemArrays, load_of
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 
 _BUSY, _PROMOTION = 8.0, 1.3  # exponent of the load, factor on the key of a buffer that ended too high
 _HIGHEST_KEY = 1e200  # keys grow with every promotion, and would overflow after some thousand rounds
 _PAIRS_PER_SECOND = 5_000_000  # speed of first-fit: a round that would not end in time is not started
 
 
-def rounds(arrays: ProblemArrays, goal: Ints, budget: Budget) -> Iterator[Ints]:
+def rounds(arrays: ProblemArrays, goal: Ints, budget: WorkBudget) -> Iterator[Ints]:
     """Yield a placement (offsets in units) per round until `budget` is over; `goal` has the highest wanted offsets."""
     pairs = pairs_alive_together(arrays)
     free = np.flatnonzero(~arrays.pinned)

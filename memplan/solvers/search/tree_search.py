@@ -12,7 +12,7 @@ import numpy as np
 from memplan.solvers import thresholds
 from memplan.solvers.arrays.instance import Instance, PieceOutcome
 from memplan.solvers.arrays.problem_arrays import Ints
-from memplan.solvers.limits import Budget
+from memplan.solvers.limits import WorkBudget
 from memplan.solvers.search.eject import Ejection, Learnt
 from memplan.solvers.search.join import joined
 from memplan.solvers.search.search_variant import RULES, SearchVariant, luby
@@ -22,7 +22,7 @@ _CHANCES = (0.95, 0.9, 0.8)  # probabilities of a likely join in variants with s
 _BUFFERS_PER_UNIT = 2  # buffers visited while a variant is made, for one unit of work
 
 
-def search(piece: Instance, budget: Budget, seed: int, learnt: Learnt | None = None) -> tuple[PieceOutcome, Ints]:
+def search(piece: Instance, budget: WorkBudget, seed: int, learnt: Learnt | None = None) -> tuple[PieceOutcome, Ints]:
     """Place the piece under its capacity, prove that it cannot be placed, or give up when `budget` is over.
 
     Tree search and ejection search get the same work. Ejection search starts after the first few runs if it can
@@ -56,7 +56,7 @@ class _Runs:
     each for a number of runs that follows Luby's sequence.
     """
 
-    def __init__(self, piece: Instance, budget: Budget, seed: int) -> None:
+    def __init__(self, piece: Instance, budget: WorkBudget, seed: int) -> None:
         self._piece, self._budget = piece, budget
         self._random = np.random.default_rng(seed)
         self._table = np.zeros(thresholds.TABLE, np.int64)

@@ -56,15 +56,17 @@ def build(
     needs: Mapping[Any, frozenset[int]],
     alias_classes: AliasClasses | None = None,
     *,
-    resident: bool = False,
+    gradients_in_arena: bool = False,
 ) -> TracedGraph:
     """Return the `TracedGraph` of a captured graph, which is read once, in order.
 
     `needs`: as in `Results`, by descriptor. `alias_classes`: the record of values and storages to fill (None: a new
-    one). `resident`: gradients of parameters that kernels can write in place are planned too, and stay in the arena to
-    the end of the step. Raises `UnsupportedGraph` with the node that cannot be planned.
+    one). `gradients_in_arena`: gradients of parameters that kernels can write in place are planned too, and stay in
+    the arena to the end of the step. Raises `UnsupportedGraph` with the node that cannot be planned.
     """
-    return _FxReader(captured, model, needs, alias_classes or AliasClasses(), resident=resident).build()
+    return _FxReader(
+        captured, model, needs, alias_classes or AliasClasses(), gradients_in_arena=gradients_in_arena
+    ).build()
 
 
 def _is_gradient_of_parameter(desc: Any) -> bool:
@@ -99,10 +101,10 @@ class _FxReader:
         needs: Mapping[Any, frozenset[int]],
         alias_classes: AliasClasses,
         *,
-        resident: bool,
+        gradients_in_arena: bool,
     ) -> None:
         self.captured = captured
-        self.resident = resident
+        self.gradients_in_arena = gradients_in_arena
         self.needs = needs
         self.model = model
         self.graph = captured.graph_module.graph
@@ -136,7 +138,7 @@ class _FxReader:
         owned: dict[int, StorageKind] = {}
         for node, desc in zip(results, descs, strict=True):
             if isinstance(node, fx.Node) and isinstance(node.meta["val"], torch.Tensor):
-                if self.resident and _is_gradient_of_parameter(desc) and written_by_kernel(node):
+                if self.gradients_in_arena and _is_gradient_of_parameter(desc) and written_by_kernel(node):
                     continue
                 kind = StorageKind.GRADIENT if isinstance(desc, GradAOTOutput) else StorageKind.OUTPUT
                 owned.setdefault(storage_key(node.meta["val"]), kind)
