@@ -1,8 +1,9 @@
-"""The command line, one file per command. It starts without torch, which only planning a model imports.
+"""The command line. It starts without torch, which only planning a model imports.
 
 In: arguments. Out: text on stdout, files and an exit code: 0 success, 1 a limit is exceeded or no placement fits, 2
 bad input (explained on stderr, without a traceback), 3 a bug in memplan (with a traceback), 130 interrupted. Start at
-`main`, then `report.py`; `source.py` turns a model or a file into a plan.
+`main`, then `report.py`; `source.py` turns a model or a file into a plan. A command is in the file of its name, but for
+`diff` and `explain`, which are in `compare.py`.
 """
 
 from __future__ import annotations

@@ -274,7 +274,7 @@ def _check_inplace_candidates(graph: Graph) -> None:
                 where = f"graph.ops[{i}].unrelated[{k}]"
                 raise InvalidPlan("is not a result and an input of its op", where=where)
         for k, (result, read) in enumerate(op.inplace_candidates):
-            where = f"graph.ops[{i}].chances[{k}]"
+            where = f"graph.ops[{i}].inplace_candidates[{k}]"
             if result not in op.writes or read not in op.reads:
                 raise InvalidPlan("is not a result and an input of its op", where=where)
             born, donor = (graph.values[v].storage for v in (result, read))

@@ -1,9 +1,12 @@
-"""Trace an `nn.Module` on example inputs into a `TracedGraph`. Only this package knows dynamo, AOTAutograd and fx.
+"""Trace an `nn.Module` on example inputs into a `TracedGraph`. Only this package captures and rewrites graphs.
 
 In: an `nn.Module` and example inputs. Out: a `TracedGraph`. Start at `tracing.py`. It runs `capture/` (one joint
 graph on fake tensors), then the passes over that graph (`passes/`, `lowering/`, `chunking/`, `compression/`,
 `optimizer/`), then `graph/` (from the fx graph to the types in `traced.py`). `planning.py` plans the result, and asks a
 `Retracer` (`retracer.py`) for other variants of a step.
+
+No other package knows AOTAutograd. Two parts of `runtime/` import dynamo or fx: `runtime/dynamo/`, the backend of
+`torch.compile`, which takes dynamo's fx graphs, and `runtime/guards/layout_guards.py`, which calls its tensor guards.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def test_a_chance_that_cannot_be_is_refused() -> None:
     assert graph.ops[1].inplace_candidates == ((1, 0),)
     for inplace_candidates in (((1, 1),), ((0, 0),), ((2, 0),)):
         ops = (graph.ops[0], replace(graph.ops[1], inplace_candidates=inplace_candidates), graph.ops[2])
-        with pytest.raises(InvalidPlan, match=r"graph\.ops\[1\]\.chances\[0\]"):
+        with pytest.raises(InvalidPlan, match=r"graph\.ops\[1\]\.inplace_candidates\[0\]"):
             check_graph(replace(graph, ops=ops))
     with pytest.raises(InvalidPlan, match="cannot be"):
         check_graph(replace(graph, outputs=(0,)))

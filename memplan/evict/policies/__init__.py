@@ -1,7 +1,9 @@
-"""Eviction policies: `Workload` in, events out, one file each.
+"""Eviction policies: `Workload` in, events out.
 
-Start at `auto.py`, the default: it searches decisions (`../search/`) from several starts (`seeds.py`) and measures
-each exactly. `capuchin.py`, `delta.py`, `dtr.py`, `flow.py` and `genoa.py` are published policies, from whose answers
-`auto` starts and with which it is compared; `cpsat.py` is exact for small graphs; `loading.py` is for models that
-stay on the host.
+Start at `auto.py`, the default, which has `recompute` too: it searches decisions (`../search/`) from several starts and
+measures each exactly. Some starts are the decisions of published policies, `dtr.py` and `capuchin.py` (`seeds.py`).
+`delta.py` and `flow.py` are its last resorts, when it finds nothing else within the budget; `flow.py` itself falls back
+to `genoa.py`, which keeps one op's operands at a time. `cpsat.py` (with `retention.py`) is exact for small graphs;
+`auto` does not use it. `loading.py` adapts a policy to models that stay on the host, and `checkpoint.py` follows the
+model's activation checkpoints, without a budget. `../select.py` lists the policies that have names.
 """
