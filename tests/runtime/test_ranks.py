@@ -38,7 +38,7 @@ def _step(model: nn.Module, *, allow_unsynchronized: bool = False) -> torch.Tens
 @pytest.mark.parametrize("group", [2], indirect=True)
 def test_a_step_without_a_collective_is_refused(group: int) -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(UnsupportedCall, match=f"a process group of {group} ranks: the step holds no collective"):
+    with pytest.raises(UnsupportedCall, match=f"a process group of {group} ranks: the step contains no collective"):
         _step(model)
     assert _step(model, allow_unsynchronized=True).isfinite()
 
