@@ -126,7 +126,7 @@ def _rules(texts: Iterable[str], limits: Mapping[str, Limit | None]) -> tuple[Ru
     for rule in rules:
         if rule.needs_baseline:
             raise InvalidSize(
-                f"{rule.text!r} counts from a baseline", where="memplan", hint="use memplan check --baseline in CI"
+                f"{rule.text!r} is relative to a baseline", where="memplan", hint="use memplan check --baseline in CI"
             )
     if not rules:
         raise InvalidSize(

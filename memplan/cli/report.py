@@ -92,7 +92,7 @@ def report(
     """
     from memplan.cli.interrupt import stop_if_interrupted
     from memplan.cli.outputs import require_outputs
-    from memplan.cli.source import obtain, seconds_option
+    from memplan.cli.source import obtain, require_model, seconds_option
     from memplan.core.files import write_atomic
     from memplan.planning.options import PlanOptions
     from memplan.report.summary import report_json
@@ -100,6 +100,8 @@ def report(
     limit = seconds_option("--time-limit", time_limit)
     pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
+    given = (infer, budget is not None, costs is not None, gradients != "safe", solver != "auto", limit is not None)
+    require_model(target, any(given))  # before their values are checked, which would not matter
     options = PlanOptions(
         budget=budget,
         costs=costs,

@@ -27,6 +27,16 @@ def is_model(target: str) -> bool:
     return names_model(target) and not os.path.isfile(target)
 
 
+def require_model(target: str, has_options: bool) -> None:
+    """Raise `InvalidModel` if there are options for planning, and `target` is no model."""
+    if has_options and not is_model(target):
+        raise InvalidModel(
+            "is a saved plan: --infer, --gradients, --solver, --time-limit, --budget and --costs are for models",
+            where=target,
+            hint="leave them out, or name the model as FILE.py:FACTORY",
+        )
+
+
 def obtain(
     target: str,
     *,
@@ -35,12 +45,7 @@ def obtain(
 ) -> Plan:
     """Return the plan of `target`, a plan file or a model's name. torch is imported for a model only."""
     if not is_model(target):
-        if infer or options != DEFAULTS:
-            raise InvalidModel(
-                "is a saved plan: --infer, --gradients, --solver, --time-limit, --budget and --costs are for models",
-                where=target,
-                hint="leave them out, or name the model as FILE.py:FACTORY",
-            )
+        require_model(target, infer or options != DEFAULTS)
         return _saved(target)
     return _planned(target, infer=infer, options=options)
 

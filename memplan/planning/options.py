@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     Costs = CostModel | str | os.PathLike[str]
     Device = str | torch.device | Sequence[str | torch.device]
+else:  # torch is not imported here; tools that read signatures at run time see these
+    Costs = Device = Any
 
 Budget = int | float | str
 DynamicShapes = Mapping[str, Any] | Sequence[Any]
@@ -83,8 +85,7 @@ class PlanOptions:
             self._refuse_beside_dynamic_shapes()
         division_of(self.divide)
         compression_of(self.compress)
-        if self.budget is not None and (isinstance(self.budget, str) or not isinstance(self.budget, Sequence)):
-            read_budget(self.budget)
+        self._require_budgets()
         self._require_known_names()
         self._require_known_costs()
         _ = self.layout_solver
@@ -119,6 +120,18 @@ class PlanOptions:
             what = f"layout={self.layout!r} is made by the solver of that name, not by {self.solver!r}"
             raise UnsupportedProblem(what, hint="leave out one of them")
         return self.layout
+
+    def _require_budgets(self) -> None:
+        """Raise `InvalidSize` for a budget in no known notation, or one for each device where there is one device."""
+        if self.budget is None:
+            return
+        if isinstance(self.budget, (str, bytes)) or not isinstance(self.budget, Sequence):
+            read_budget(self.budget)
+            return
+        devices = 1 if self.device is None or not isinstance(self.device, (list, tuple)) else len(self.device)
+        if devices == 1:
+            what = f"{self.budget!r} is not a budget: there is one device"
+            raise InvalidSize(what, where="budget", hint=_BUDGET_HINT)
 
     def _require_known_names(self) -> None:
         """Raise the errors of the policies, solvers and limits for a value that they do not know.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from memplan.core.choices import Gradients
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes, parse_size
 from memplan.errors import BudgetInfeasible, InvalidModel, InvalidSize, MemplanError, UnsupportedGraph
@@ -20,14 +21,10 @@ from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.budget import plan_within
 from memplan.planning.fit import make_workload, smallest
 from memplan.planning.make_plan import ScheduledGraph
-from memplan.planning.options import PlanOptions, refuse_beside_arena
+from memplan.planning.options import Costs, PlanOptions, refuse_beside_arena
 from memplan.solvers import Solver
 from memplan.trace.planning import device_costs, plan_traced
 from memplan.trace.tracing import trace
-
-if TYPE_CHECKING:
-    from memplan.core.choices import Gradients
-    from memplan.planning.options import Costs
 
 Make = Callable[[int], tuple[nn.Module, Any]]
 

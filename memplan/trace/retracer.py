@@ -33,6 +33,6 @@ def retraced(traced: TracedGraph, retracer: Retracer | None, division: Division 
     if (division, compress) == (traced.division, traced.compress):
         return traced
     if retracer is None:
-        hint = "leave out divide= and compress="
-        raise UnsupportedProblem("this step cannot be traced again", where="divide", hint=hint)
+        where = "divide" if division != traced.division else "compress"
+        raise UnsupportedProblem("this step cannot be traced again", where=where, hint=f"leave out {where}=")
     return retracer.retrace(division=division, compress=compress)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
+import memplan
 from memplan.errors import (
     InvalidCosts,
     InvalidProblem,
@@ -42,6 +43,8 @@ VARYING = {"x": {0: "batch"}}
         ({"budget": "5 parsecs"}, InvalidSize, "parsecs"),
         ({"budget": "150%"}, InvalidSize, "share"),
         ({"budget": {"a": 1}}, InvalidSize, "is not a budget"),
+        ({"budget": b"1MiB"}, InvalidSize, "is not a budget"),
+        ({"budget": [1, 2]}, InvalidSize, "there is one device"),
         ({"gradients": "arena", "budget": 0.5}, UnsupportedCall, "budget=0.5"),
         ({"gradients": "arena", "device": "cpu"}, UnsupportedCall, "device='cpu'"),
         ({"gradients": "arena", "dynamic_shapes": VARYING}, UnsupportedCall, "dynamic_shapes="),
@@ -81,3 +84,8 @@ def test_the_defaults_import_no_policy_no_solver_and_no_torch() -> None:
         "assert not [name for name in heavy if name in sys.modules]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["compile", "compile_step", "max_batch", "profile", "solve"])
+def test_tools_can_read_the_types_of_public_functions(name: str) -> None:
+    assert "return" in get_type_hints(getattr(memplan, name))

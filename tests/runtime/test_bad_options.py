@@ -51,7 +51,16 @@ def test_by_compile_step(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"layout": "stack"}, {"costs": "measure", "budget": 0.5}, {"device": "cpu"}], ids=str
+    "options",
+    [
+        {"layout": "stack"},
+        {"costs": "measure", "budget": 0.5},
+        {"device": "cpu"},
+        {"divide": 4},
+        {"compress": "bits"},
+        {"gradients": "arena", "budget": 0.5},
+    ],
+    ids=str,
 )
 def test_by_a_backend_when_it_is_made(options: dict[str, Any]) -> None:
     with pytest.raises(MemplanError, match=next(iter(options))):

@@ -51,7 +51,7 @@ def _set(data: Any, *keys: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "where"),
     [
-        (("symbolic_version", 2), "symbolic version 2"),
+        (("symbolic_version", 1), "symbolic version 1"),
         (("symbolic_version", None), "no symbolic_version"),
         (("extra", 1), "symbolic.extra"),
         (("symbols", 0, "name", "class"), r"symbols\[0\].name"),

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from memplan.core.arguments import arguments_of
+from memplan.core.choices import Gradients, Layout, OnMismatch, Sanitize
+from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
+from memplan.evict.workload import Policy as EvictionPolicy
+from memplan.planning.options import Budget, Costs, Device, DynamicShapes
 from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.runtime.options import CompileOptions, device_for, given_plan
-
-if TYPE_CHECKING:
-    from memplan.core.choices import Gradients, Layout, OnMismatch, Sanitize
-    from memplan.core.division import Compression, Divide
-    from memplan.evict.workload import Policy as EvictionPolicy
-    from memplan.planning.options import Budget, Costs, Device, DynamicShapes
-    from memplan.schedule import Policy as SchedulePolicy
-    from memplan.solvers import Solver
+from memplan.schedule import Policy as SchedulePolicy
+from memplan.solvers import Solver
 
 
 def compile(

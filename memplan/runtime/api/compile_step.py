@@ -5,30 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.arguments import arguments_of
+from memplan.core.choices import Layout, Sanitize, StepOnMismatch
+from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.errors import MemplanError, UnsupportedCall
+from memplan.evict.workload import Policy as EvictionPolicy
+from memplan.planning.options import Budget, Costs, Device
 from memplan.runtime.api.compiled_step import CompiledStep
 from memplan.runtime.api.loss_module import LossModule
 from memplan.runtime.api.step_builder import StepBuilder
 from memplan.runtime.guards.ranks import require_no_reducer
 from memplan.runtime.on_demand.eager_step import eager_step
 from memplan.runtime.options import StepOptions, device_for, given_plan
+from memplan.schedule import Policy as SchedulePolicy
+from memplan.solvers import Solver
 from memplan.trace.optimizer.updates import Accumulate
-
-if TYPE_CHECKING:
-    from memplan.core.choices import Layout, Sanitize, StepOnMismatch
-    from memplan.core.division import Compression, Divide
-    from memplan.evict.workload import Policy as EvictionPolicy
-    from memplan.planning.options import Budget, Costs, Device
-    from memplan.schedule import Policy as SchedulePolicy
-    from memplan.solvers import Solver
 
 
 def compile_step(

@@ -25,9 +25,11 @@ class LossModule(nn.Module):
         """Raise `UnsupportedGraph` if the batch does not have the parts that `loss_fn` takes."""
         if self.with_targets and len(batch) != 2:
             what = f"loss_fn takes several arguments, but the batch has {len(batch)} parts"
-            raise UnsupportedGraph(
-                "example_batch", what, "pass (inputs, targets), or a loss_fn of one argument", see="loss-arguments"
-            )
+            hint = "pass (inputs, targets), or a loss_fn of one argument"
+            if not batch:
+                what = f"{what}: a dict is the model's keywords"
+                hint = "pass a loss_fn of one argument, the model's result"
+            raise UnsupportedGraph("example_batch", what, hint, see="loss-arguments")
 
     def forward(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
         if not self.with_targets:

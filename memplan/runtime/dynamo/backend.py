@@ -30,13 +30,13 @@ class Backend:
         gradients: "safe" returns gradients to autograd. "owned": each backward assigns the `.grad` of its graph's
             parameters itself, with the limits that `memplan.compile` names.
         options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`, `policy`,
-            `costs`, `divide`, `compress`, `schedule`, `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.
+            `costs`, `schedule`, `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.
 
     Attributes:
         hooks: The hooks that are called with the events of all graphs.
 
     Raises:
-        UnsupportedCall: `gradients="arena"`, which a step of several graphs cannot support.
+        UnsupportedCall: `gradients="arena"`, `divide` or `compress`, which a step of several graphs cannot support.
         MemplanError: `device` is set, or an option has an unknown value.
 
     Example:
@@ -50,16 +50,22 @@ class Backend:
 
     def __init__(self, *, gradients: Gradients = "safe", **options: Unpack[RunKeywords]) -> None:
         self._arguments = {"gradients": gradients, **options}
-        self._options = RunOptions(gradients=gradients, **options)
-        if self._options.gradients_in_arena:
+        if gradients == "arena":
             what = "graphs of one step share an arena, so a backward would overwrite the gradients of another graph"
             hint = 'use memplan.compile(model, inputs, gradients="arena"), for a model that is one graph'
             raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint, see="backend")
-        if self._options.device is not None:
+        if options.get("device") is not None:
             hint = "use memplan.compile(model, inputs, device=...), which copies to a device"
             raise MemplanError(
                 "graphs of torch.compile run on the device of their tensors", where="device", hint=hint, see="backend"
             )
+        for name in ("divide", "compress"):
+            if options.get(name):
+                hint = f"use memplan.compile(model, inputs, {name}=...), for a model that is one graph"
+                raise UnsupportedCall(
+                    "a graph of dynamo is traced once, as it is", where=name, hint=hint, see="backend"
+                )
+        self._options = RunOptions(gradients=gradients, **options)
         self.hooks = Hooks()
         self._coordinators = ArenaCoordinators()
         self._graphs: list[weakref.ref[PlannedGraph]] = []
