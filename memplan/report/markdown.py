@@ -7,14 +7,12 @@ from memplan.report.lines import (
     budget_lines,
     certificate,
     memory_lines,
-    op_name,
-    origin,
     peak_line,
     title,
     verdict,
     waiting_lines,
 )
-from memplan.report.sections import cell, table
+from memplan.report.sections import cell, section_markdown, table, table_sections
 from memplan.report.summary import Report
 
 
@@ -33,19 +31,7 @@ def report_markdown(report: Report) -> str:
         parts.append(f"**Peak** at {cell(peak_line(report.peak))}.")
     if report.advice:
         parts.append("### What would shrink it\n\n" + "\n".join(f"- {cell(lever.text)}" for lever in report.advice))
-    if report.largest:
-        rows = [
-            (*_size(h.size), h.kind, f"{h.start}-{h.end - 1}", origin(h), h.source, op_name(h.op))
-            for h in report.largest
-        ]
-        parts.append("### Largest buffers")
-        parts.append(table(("size", "bytes", "kind", "steps", "module", "source", "op"), rows))
-    if report.functional:
-        functional = [
-            (op_name(f.target), str(f.calls), *_size(f.bytes), format_bytes(f.most)) for f in report.functional
-        ]
-        parts.append("### Ops that run functionally")
-        parts.append(table(("op", "calls", "size", "bytes", "most at once"), functional))
+    parts += [part for section in table_sections(report) for part in section_markdown(section)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from memplan.report.lines import printable
+from memplan.analysis.holders import Holder
+from memplan.core.units import format_bytes
+from memplan.report.lines import op_name, origin, printable
+from memplan.report.summary import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +58,47 @@ def limited(rows: Sequence[tuple[str, ...]], most: int) -> tuple[tuple[str, ...]
     return (*rows[:most], (f"+{len(rows) - most} more", *([""] * (len(rows[0]) - 1))))
 
 
+def holders_section(heading: str, holders: Iterable[Holder]) -> Section:
+    """Return a table of buffers: their sizes, kinds and steps, and where in the model they come from."""
+    return Section(
+        heading=heading,
+        columns=columns("size> bytes>@100 kind@60 steps@60 module source op@100"),
+        rows=tuple(
+            (format_bytes(h.size), f"{h.size:,}", h.kind, f"{h.start}-{h.end - 1}", origin(h), h.source, op_name(h.op))
+            for h in holders
+        ),
+    )
+
+
+def table_sections(report: Report) -> tuple[Section, ...]:
+    """Return the tables of a report that it has: its largest buffers, and its ops that run functionally."""
+    found = []
+    if report.largest:
+        found.append(holders_section("largest buffers", report.largest))
+    if report.functional:
+        rows = (
+            (op_name(f.target), str(f.calls), format_bytes(f.bytes), f"{f.bytes:,}", format_bytes(f.most))
+            for f in report.functional
+        )
+        shown = columns("op calls> size> bytes>@100 most_at_once>@60")
+        found.append(Section(heading="ops that run functionally (no out= kernel)", columns=shown, rows=tuple(rows)))
+    return tuple(found)
+
+
 def sections_markdown(title: str, sections: Iterable[Section]) -> str:
     """Return sections as GitHub-flavoured markdown, with cells escaped."""
-    parts = [f"## {cell(title)}"]
-    for section in sections:
-        if section.heading:
-            parts.append(f"### {cell(section.heading)}")
-        if section.lines:
-            parts.append("\n".join(f"- {cell(line)}" for line in section.lines))
-        if section.rows:
-            parts.append(table([(" " if c.numeric else "") + c.name for c in section.columns], section.rows))
+    parts = [f"## {cell(title)}", *(part for section in sections for part in section_markdown(section))]
     return "\n\n".join(parts) + "\n"
+
+
+def section_markdown(section: Section) -> Iterator[str]:
+    """Yield the heading, the lines and the table of a section as markdown, as far as it has them."""
+    if section.heading:
+        yield f"### {cell(section.heading)}"
+    if section.lines:
+        yield "\n".join(f"- {cell(line)}" for line in section.lines)
+    if section.rows:
+        yield table([(" " if c.numeric else "") + c.name for c in section.columns], section.rows)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

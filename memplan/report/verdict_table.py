@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -10,8 +11,8 @@ from rich.text import Text
 from memplan.check.check import Finding
 from memplan.core.units import format_exact
 from memplan.report.lines import printable
-from memplan.report.table import NARROW, headed, holders_table, literal, new_table
-from memplan.report.verdicts import Judged, change, gain_lines, grown_rows, proof_lines
+from memplan.report.table import literal, new_table, section_table
+from memplan.report.verdicts import Judged, change, explanation, gain_lines, proof_lines
 
 
 def verdicts_table(judged: Sequence[Judged], width: int) -> RenderableType:
@@ -51,31 +52,13 @@ def _why(judged: Judged, width: int) -> list[RenderableType]:
 
 
 def _explained(name: str, finding: Finding, width: int) -> RenderableType:
-    """Return a table of what explains an exceeded limit: rows that grew, buffers at the peak, or bytes by kind."""
-    if finding.grown:
-        return _grown(name, finding, width)
-    if finding.because:
-        return holders_table(f"{name}: largest buffers alive at the peak", finding.because, width)
-    table = new_table()
-    table.add_column("kind")
-    table.add_column("size", justify="right")
-    for kind, size in finding.parts:
-        table.add_row(literal(kind), Text(format_exact(size)))
-    return headed(f"{name}: what lies outside the arena", table)
-
-
-def _grown(name: str, finding: Finding, width: int) -> RenderableType:
-    table = new_table()
-    table.add_column("grew by", justify="right", no_wrap=True)
-    if width >= NARROW:
-        table.add_column("buffers", justify="right", no_wrap=True)
-        table.add_column("kind", no_wrap=True)
-    table.add_column("where", overflow="fold")
-    for delta, buffers, kind, where in grown_rows(finding):
-        middle = [Text(buffers), literal(kind)] if width >= NARROW else []
-        table.add_row(Text(delta), *middle, literal(where))
-    before, after = finding.before or 0, finding.measured
-    if finding.is_share:
-        return headed(f"{name}: what changed the {finding.name} since the baseline", table)
-    sizes = f"{format_exact(int(before))} -> {format_exact(int(after))}"
-    return headed(f"{name}: {finding.name} {sizes} since the baseline", table)
+    """Return a table of what explains an exceeded limit, below what it is."""
+    heading = f"{name}: what lies outside the arena"
+    if finding.grown and finding.is_share:
+        heading = f"{name}: what changed the {finding.name} since the baseline"
+    elif finding.grown:
+        sizes = f"{format_exact(int(finding.before or 0))} -> {format_exact(int(finding.measured))}"
+        heading = f"{name}: {finding.name} {sizes} since the baseline"
+    elif finding.because:
+        heading = f"{name}: largest buffers alive at the peak"
+    return Group(section_table(replace(explanation(finding), heading=heading), width), Text())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memplan.analysis.groups import Growth
@@ -11,7 +11,7 @@ from memplan.check.check import Finding, Verdict
 from memplan.core.jsonio import to_json
 from memplan.core.units import format_bytes, format_exact, format_share
 from memplan.report.lines import op_name, printable
-from memplan.report.sections import cell, table
+from memplan.report.sections import Section, cell, columns, holders_section, section_markdown, table
 from memplan.verify import Proof
 
 FORMAT = "memplan-check-1"
@@ -168,18 +168,18 @@ def verdicts_markdown(judged: Sequence[Judged]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _why_markdown(judged: Judged, finding: Finding) -> Iterator[str]:
-    yield f"### {cell(sentence(judged.name, finding))}"
+def explanation(finding: Finding) -> Section:
+    """Return the table that explains an exceeded limit: rows that grew, buffers at the peak, or bytes by kind."""
     if finding.grown:
-        yield table((" grew by", " buffers", "kind", "where"), grown_rows(finding))
-    elif finding.because:
-        rows = [
-            (format_bytes(h.size), h.kind, f"{h.start}-{h.end - 1}", h.module, h.source, op_name(h.op))
-            for h in finding.because
-        ]
-        yield table((" size", "kind", "steps", "module", "source", "op"), rows)
-    else:
-        yield table(("outside the arena", " size"), [(name, format_exact(size)) for name, size in finding.parts])
+        return Section(columns=columns("grew_by> buffers>@60 kind@60 where"), rows=grown_rows(finding))
+    if finding.because:
+        return holders_section("", finding.because)
+    rows = tuple((name, format_exact(size)) for name, size in finding.parts)
+    return Section(columns=columns("outside_the_arena size>"), rows=rows)
+
+
+def _why_markdown(judged: Judged, finding: Finding) -> Iterator[str]:
+    return section_markdown(replace(explanation(finding), heading=sentence(judged.name, finding)))
 
 
 def sources_of(finding: Finding) -> tuple[str, ...]:
