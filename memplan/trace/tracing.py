@@ -58,7 +58,7 @@ def trace(
         in_place: allow results to take the bytes of inputs that have their last use there (see
             `memplan.core.in_place`).
         device: where the step runs while the model and the caller stay on the CPU; None: where the model is.
-        resident: parameters' gradients stay in the arena to the end of the step.
+        gradients_in_arena: parameters' gradients stay in the arena to the end of the step.
 
     Raises:
         UnsupportedGraph: the model cannot be traced as one graph.

@@ -308,7 +308,7 @@ def test_what_the_caller_keeps_and_another_op_made_is_not_put_elsewhere() -> Non
 
 
 def test_only_what_is_read_of_the_same_storage_must_lie_where_the_kernel_writes() -> None:
-    """Of two inputs, the one that is laid out as the result gives its bytes, whatever the other's layout and place."""
+    """The input that is laid out as the result gives its bytes, whatever the other's layout and place."""
     graph = _usual()
     other = replace(graph.values[0], name="other", storage=3, strides=(1, 4))
     for read in ((0, 3), (3, 0)):

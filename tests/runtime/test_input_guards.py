@@ -1,4 +1,4 @@
-"""What a call must have in common with the example, and what is copied to its layout."""
+"""Guards of inputs: a call must have the example's layout, or is copied to it, or is refused."""
 
 from __future__ import annotations
 

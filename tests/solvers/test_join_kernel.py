@@ -99,7 +99,7 @@ def test_blocks_are_certain_where_no_subset_of_one_side_weighs_as_much_as_one_of
 
 
 def test_blocks_of_buffers_with_other_ends_are_not_joined_side_by_side() -> None:
-    """Those that end at 2 begin apart; those that begin there end together, or the other way round."""
+    """Buffers that end at 2 begin apart; buffers that begin there end together, or the other way round."""
     assert _joined_rows([(2, 0, 2), (5, 1, 2), (3, 2, 3), (4, 2, 3), (1, 0, 3), (1, 0, 1)]) == [[2, 3]]
     assert _joined_rows([(2, 0, 1), (5, 0, 1), (3, 1, 3), (4, 1, 2), (1, 0, 3), (1, 2, 3)]) == [[0, 1]]
     # Here what ends at 1 makes one buffer, which goes on as the one of 5: then all begin and end together.

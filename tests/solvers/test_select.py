@@ -1,4 +1,4 @@
-"""What is checked before and after a solver runs, and what a solution says of itself."""
+"""Checks before and after a solver runs, and the figures of a solution."""
 
 from __future__ import annotations
 

@@ -38,6 +38,9 @@ class _Follower:
         for s, region in found.items():
             last[region] = max(last.get(region, -1), workload.uses[s][-1])
         self.dropped_by = {s: region for s, region in found.items() if last[region] <= workload.redo_until[s]}
+        self.regions: dict[int, list[int]] = {}  # region -> its ops, in order
+        for i, op in enumerate(ops[: self.first]):
+            self.regions.setdefault(op.checkpoint, []).append(i)
         self.absent: set[int] = set()
         self.found: list[Event] = []
 
@@ -66,8 +69,7 @@ class _Follower:
 
     def _make_again(self, region: int, position: int, needed: frozenset[int] = frozenset()) -> None:
         """Run again the ops of a region that lead to `needed`, or to what ops at or after `position` read."""
-        w = self.workload
-        ops = [i for i in range(self.first) if w.graph.ops[i].checkpoint == region]
+        w, ops = self.workload, self.regions[region]
         wanted = {s for i in ops for s in w.writes[i] if s in self.absent and self._is_used(s, position)} | needed
         again: list[int] = []
         for i in reversed(ops):
@@ -82,8 +84,8 @@ class _Follower:
                     self._make_again(self.dropped_by[s], position, frozenset({s}))
             self.found.append(Event(Kind.RUN, i))
             self.absent -= wanted.intersection(w.writes[i])
-            for s in sorted(s for s, at in last_touch.items() if at == i and s not in needed):
-                if s in self.dropped_by and s not in self.absent and not self._is_used(s, position):
+            for s in sorted({*w.writes[i], *w.reads[i]} - self.absent - needed):
+                if last_touch[s] == i and s in self.dropped_by and not self._is_used(s, position):
                     self._drop(s)
 
     def _is_used(self, storage: int, position: int) -> bool:
