@@ -32,6 +32,7 @@ from memplan.trace.passes.fold import fold
 from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
 from memplan.trace.passes.rewrite import copy_of, value
 from memplan.trace.passes.simplify import simplify
+from memplan.trace.passes.sums import accumulate_in_place
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
@@ -248,6 +249,7 @@ def trace_captured(
     if compress == "int8":
         quantize(graph)
     lower(graph, constants=not host_resident)
+    accumulate_in_place(graph)
     finish(graph)
     return replace(
         build(captured, model, needs, gradients_in_arena=gradients_in_arena), division=made, compress=compress

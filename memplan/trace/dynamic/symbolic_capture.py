@@ -28,6 +28,7 @@ from memplan.trace.lowering.rules import lower
 from memplan.trace.passes.checkpoints import mark_checkpoints
 from memplan.trace.passes.fold import fold
 from memplan.trace.passes.own_outputs import own_outputs, returned_by, tangents_needed, write_back_mutations
+from memplan.trace.passes.sums import accumulate_in_place
 from memplan.trace.traced import KernelCall, TracedGraph
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -162,6 +163,7 @@ def _read(got: Captured, model: str, alias_classes: SymbolicAliasClasses) -> Tra
     write_back_mutations(graph, got.alias_of)
     fold(got.graph_module)
     lower(graph)
+    accumulate_in_place(graph)
     own_outputs(graph)
     return build(got, model, needs, alias_classes)
 

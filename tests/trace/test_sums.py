@@ -1,0 +1,130 @@
+"""Gradients that are sums: they are added in place, in eager's order, where nothing else reads the terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import memplan
+from benchmarks.zoo import ZOO
+from memplan.core.choices import GRADIENTS, Gradients
+from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.trace import trace
+
+
+class Shared(nn.Module):
+    """Blocks that run several times, and an output layer that is the embedding."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2))
+        self.times = times
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = x + block(x)
+        return F.cross_entropy(x @ self.embedding.weight.t(), tokens)
+
+
+def _eager(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(*inputs).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def _sums(graph: Graph) -> list[str]:
+    """Return the additions of the backward of which a result or an operand is a gradient that is returned."""
+    kept = {graph.values[v].storage for v in graph.gradients}
+    backward = [op for op in graph.ops if op.phase is Phase.BACKWARD and op.target.startswith("aten.add")]
+    return [op.target for op in backward if kept & set(graph.touched(op))]
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS)
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_shared_weights(times: int, gradients: Gradients) -> None:
+    """Every sum is written over a term, and has eager's bits; one buffer holds the gradient of each parameter."""
+    torch.manual_seed(0)
+    model, tokens = Shared(times), torch.randint(50, (12,))
+    expected = _eager(model, tokens)
+    model.zero_grad()
+    compiled = memplan.compile(model, tokens, gradients=gradients)
+    for _ in range(2):
+        compiled(tokens).backward()
+        for p, gradient in zip(model.parameters(), expected, strict=True):
+            assert p.grad is not None
+            assert torch.equal(p.grad, gradient)
+            p.grad = None
+    graph = compiled.plan.graph
+    assert _sums(graph) == ["aten.add_.Tensor"] * (1 + 8 * (times - 1))
+    outside = compiled.plan.outside["gradients"]
+    assert outside == (0 if gradients == "arena" else sum(p.numel() * 4 for p in model.parameters()))
+
+
+def test_arena_needs_one_buffer_for_each_sum() -> None:
+    """Twelve uses of a weight need no more than two: the gradient so far, and the term that is added to it."""
+
+    class Powers(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.layer, self.times = nn.Linear(64, 64, bias=False), times
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.times):
+                x = self.layer(x).tanh()
+            return x.sum()
+
+    few, many = (memplan.plan(Powers(times), torch.randn(2, 64), gradients="arena") for times in (2, 12))
+    assert many.max_live - few.max_live < 64 * 64 * 4
+
+
+CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a tensor and its transpose": lambda w, x: ((w + w.t()) * x).sum(),
+    "the same gradient for two": lambda w, x: (w + x).tanh().sum(),
+    "a term is read again": lambda w, x: (w.tanh() * w.tanh().detach() + w * x).sum() + (w * w).sum(),
+    "pieces": lambda w, x: (w[:3] * x[:3]).sum() + (w[2:] * x[2:]).sum(),
+    "expanded": lambda w, x: w.sum() + (w.sum() * x).sum(),
+    "another dtype": lambda w, x: (w.double() * x).sum().float() + (w * x).sum(),
+    "complex": lambda w, x: (torch.complex(w, x) * torch.complex(x, w)).abs().sum() + (w * w).sum(),
+    "another layout": lambda w, x: (w.t().contiguous() * x).sum() + (w @ x).sum() + (x @ w).t().tanh().sum(),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("gradients", GRADIENTS)
+def test_small_sums(name: str, gradients: Gradients) -> None:
+    """Sums of unusual terms have eager's bits, for parameters and inputs."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.v = (nn.Parameter(torch.randn(5, 5)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return CASES[name](self.w, x) + CASES[name](self.v, self.w)
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(5, 5, requires_grad=True)
+    expected = [*_eager(model, x), x.grad.clone() if x.grad is not None else None]
+    model.zero_grad()
+    x.grad = None
+    memplan.compile(model, x, gradients=gradients, sanitize="poison")(x).backward()
+    for found, gradient in zip([model.w.grad, model.v.grad, x.grad], expected, strict=True):
+        assert found is not None
+        assert gradient is not None
+        assert torch.equal(found, gradient)
+
+
+def test_terms_in_eager_order_on_the_zoo() -> None:
+    """Tied weights of GPT-2: the sum is the gradient that leaves the graph, and no other storage of its size is left."""
+    model, inputs = ZOO["gpt2"]("nano")
+    graph = trace(model, inputs).graph
+    tied = [s for s in graph.storages if s.kind is StorageKind.GRADIENT and not s.planned]
+    assert _sums(graph).count("aten.add_.Tensor") == 1
+    assert len(tied) == len(list(model.parameters()))
