@@ -43,11 +43,8 @@ class Workload:
 
     @cached_property
     def size(self) -> tuple[int, ...]:
-        """The arena bytes of each storage while it is on the device; 0 if the arena does not hold it."""
-        return tuple(
-            -(-s.nbytes // self.alignment) * self.alignment if i in self.held else 0
-            for i, s in enumerate(self.graph.storages)
-        )
+        """The arena bytes of each storage of `held` while it is on the device; 0 for others."""
+        return tuple(self.aligned(s) if s in self.held else 0 for s in range(len(self.graph.storages)))
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
@@ -188,8 +185,35 @@ class Workload:
 
     @cached_property
     def held(self) -> frozenset[int]:
-        """The storages that take arena bytes while they are on the device: planned or host-resident."""
-        return frozenset(i for i, s in enumerate(self.graph.storages) if s.planned or i in self.host_resident)
+        """The storages that take arena bytes while they are on the device, and that can be evicted: planned or
+        host-resident ones, but not gradients that stay in the arena.
+        """
+        planned = frozenset(i for i, s in enumerate(self.graph.storages) if s.planned)
+        return (planned - self.gradients) | self.host_resident
+
+    @cached_property
+    def gradients(self) -> frozenset[int]:
+        """The planned storages of gradients that are returned: they stay in the arena to the end of the step."""
+        g = self.graph
+        return frozenset(s for v in g.gradients if g.storages[s := g.values[v].storage].planned)
+
+    @cached_property
+    def begins(self) -> tuple[tuple[int, ...], ...]:
+        """The storages of `gradients` whose first write is each op."""
+        found: list[list[int]] = [[] for _ in self.graph.ops]
+        for s in sorted(self.gradients):
+            if self.writers[s]:
+                found[self.writers[s][0]].append(s)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def begun(self) -> tuple[int, ...]:
+        """The arena bytes of the gradients that each op begins, and that stay from then on."""
+        return tuple(sum(self.aligned(s) for s in storages) for storages in self.begins)
+
+    def aligned(self, storage: int) -> int:
+        """Return the bytes of a storage in the arena."""
+        return -(-self.graph.storages[storage].nbytes // self.alignment) * self.alignment
 
     def _recomputable(self, storage: int) -> bool:
         """Return whether a planned storage is written, before its first reader, only by ops that can run twice.
@@ -197,14 +221,14 @@ class Workload:
         Such ops are not random, no collectives, and change nothing else.
         """
         writers = self.writers[storage]
-        if not self.graph.storages[storage].planned or not writers:
+        if not self.graph.storages[storage].planned or not writers or storage in self.gradients:
             return False
         for i in writers:
             op = self.graph.ops[i]
             written = self.graph.written(op)
             if op.random or op.target.startswith(_COLLECTIVES):
                 return False
-            if any(not self.graph.storages[s].planned for s in written):
+            if any(not self.graph.storages[s].planned or s in self.gradients for s in written):
                 return False
             if any(len(self.writers[s]) > 1 and written != (storage,) for s in written):
                 return False

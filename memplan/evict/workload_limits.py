@@ -13,15 +13,17 @@ from memplan.evict.workload import Workload
 def floor(workload: Workload) -> tuple[int, int]:
     """Return (bytes, op index) of the largest working set: operands and results, less what the op can do in place.
 
-    Whatever is recomputed or moved, an op's operands and results are on the device while it runs.
+    Whatever is recomputed or moved, an op's operands and results are on the device while it runs, and the gradients
+    that stay in the arena and have begun.
     """
-    most, at = 0, 0
+    most, at, staying = 0, 0, 0
     for i in range(len(workload.graph.ops)):
         touched = dict.fromkeys((*workload.reads[i], *workload.writes[i]))
         need = sum(workload.size[s] for s in touched)
         saved = max((workload.size[out] for out, _ in workload.pairs[i]), default=0)
-        if need - saved > most:
-            most, at = need - saved, i
+        staying += workload.begun[i]
+        if need - saved + staying > most:
+            most, at = need - saved + staying, i
     return most, at
 
 

@@ -80,7 +80,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         require_choice("gradients", self.gradients, GRADIENTS)
         if self.gradients_in_arena:
-            refuse_beside_arena(device=self.device, budget=self.budget, dynamic_shapes=self.dynamic_shapes)
+            refuse_beside_arena(device=self.device, dynamic_shapes=self.dynamic_shapes)
         if self.dynamic_shapes is not None:
             self._refuse_beside_dynamic_shapes()
         division_of(self.divide)

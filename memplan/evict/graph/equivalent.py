@@ -150,8 +150,9 @@ def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) ->
 
 def _require_once(traced: Graph, times: Sequence[int], randoms: Sequence[int]) -> None:
     """Raise unless every op runs, ops with visible side effects run once, and random ops keep their order."""
+    returned = {traced.values[v].storage for v in traced.gradients}
     for op, count in zip(traced.ops, times, strict=True):
-        shows = op.only_raises or any(not traced.storages[s].planned for s in traced.written(op))
+        shows = op.only_raises or any(not traced.storages[s].planned or s in returned for s in traced.written(op))
         if count < 1 or (count > 1 and (shows or op.random)):
             raise _fault(op, f"runs {count} times")
     if list(randoms) != sorted(randoms):
@@ -164,8 +165,9 @@ def _require_results(traced: Graph, evicted: Graph, base: _Run, run: _Run) -> No
         raise InvalidEviction("a copy is still under way at the end", where="evicted graph", hint=_HINT)
     if (traced.outputs, traced.gradients) != (evicted.outputs, evicted.gradients):
         raise InvalidEviction("returns other values", where="evicted graph", hint=_HINT)
+    returned = {traced.values[v].storage for v in traced.gradients}
     for index, storage in enumerate(traced.storages):
-        if not storage.planned and base._content(index) != run._content(index):
+        if (not storage.planned or index in returned) and base._content(index) != run._content(index):
             raise InvalidEviction("is left with another content", where=storage.name, hint=_HINT)
 
 

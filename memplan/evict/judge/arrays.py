@@ -49,6 +49,7 @@ class WorkloadArrays:
         self.pair_ptr, self.pair = _flat([[x for pair in op for x in pair] for op in w.pairs])
         self.host_resident = np.zeros(len(w.size), np.bool_)
         self.host_resident[list(w.host_resident - w.fresh)] = True
+        self.begun = np.array(w.begun, np.int64)
         self.redo_until = np.array(w.redo_until, np.int64)
 
     @cached_property
@@ -57,6 +58,7 @@ class WorkloadArrays:
         return (
             *(self.read_ptr, self.read, self.write_ptr, self.write, self.writer_ptr, self.writer, self.size),
             *(self.pair_ptr, self.pair, self.host_resident, self.seconds, self.to_host, self.to_device),
+            self.begun,
         )
 
     def measure(self, kinds: Ints, indices: Ints) -> MeasuredEvents | None:

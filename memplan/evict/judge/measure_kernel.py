@@ -14,12 +14,13 @@ NEVER, HERE, GONE, LEAVING, ARRIVING, AWAY = range(6)
 def measure(
     kinds, indices, budget,
     read_ptr, read, write_ptr, write, writer_ptr, writer, size,
-    pair_ptr, pair, host_resident, seconds, to_host, to_device,
+    pair_ptr, pair, host_resident, seconds, to_host, to_device, begun,
 ):  # fmt: skip
     """Return (first impossible event or -1, peak bytes, seconds, stall seconds, area above `budget`, live bytes).
 
     The rules are those of `apply`: a life of a storage lasts from the step that begins it to its last touch, a
     result may take the bytes of an input whose last use is its op, copies in one direction run one after the other.
+    `begun` are the bytes that each op begins at its first run and that stay to the end.
     """
     n, m, count = read_ptr.shape[0] - 1, size.shape[0], kinds.shape[0]
     state = np.zeros(m, np.int8)
@@ -40,6 +41,7 @@ def measure(
     merges = 0
     clock, stall, out_free, in_free = 0.0, 0.0, 0.0, 0.0
     ends = np.zeros(m, np.float64)
+    added = np.zeros(count + 1, np.int64)
     step = 0
     for e in range(count):
         kind, i = kinds[e], indices[e]
@@ -82,6 +84,8 @@ def measure(
                 if wrote[out] >= born:
                     merge_step[merges], merge_out[merges], merge_in[merges] = step, wrote[out], current[source]
                     merges += 1
+            if ran[i] == 0:
+                added[step] = begun[i]
             ran[i] += 1
             clock += seconds[i]
         elif kind == DROP:
@@ -122,7 +126,7 @@ def measure(
             stall += max(0.0, ends[i] - clock)
             clock = max(clock, ends[i])
         step += 1
-    live = np.zeros(step + 1, np.int64)
+    live = added[: step + 1]
     for k in range(made):
         live[first[k]] += bytes_of[k]
         live[last[k] + 1] -= bytes_of[k]

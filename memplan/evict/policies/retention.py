@@ -131,8 +131,9 @@ class RetentionProgram:
                     )
                 sizes.append(self.w.size[s])
         unit = gcd(*sizes) if sizes else 1
-        self.model.add_cumulative(intervals, [size // unit for size in sizes], max(self.w.budget, 0) // unit)
-        if self.w.budget < 0:
+        budget = self.w.budget - sum(self.w.begun)  # as if the gradients that stay were there from the first step on
+        self.model.add_cumulative(intervals, [size // unit for size in sizes], max(budget, 0) // unit)
+        if budget < 0:
             self.model.add_bool_or([])
 
     def _takeovers(self) -> dict[tuple[int, int], list[Any]]:

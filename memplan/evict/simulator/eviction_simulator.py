@@ -102,6 +102,9 @@ class EvictionSimulator:
             d.take(s, w.size[s])
             lost.remove(s)
             new.append(s)
+        if not recompute:
+            for s in w.begins[i]:
+                d.take(s, w.aligned(s))
         d.hold(new)
         d.emit(Kind.RUN, i)
         self._runs += 1
