@@ -122,7 +122,7 @@ def test_small_sums(name: str, gradients: Gradients) -> None:
 
 
 def test_terms_in_eager_order_on_the_zoo() -> None:
-    """Tied weights of GPT-2: the sum is the gradient that leaves the graph, and no other storage of its size is left."""
+    """Tied weights of GPT-2: the sum is the gradient that leaves the graph, one storage for each parameter."""
     model, inputs = ZOO["gpt2"]("nano")
     graph = trace(model, inputs).graph
     tied = [s for s in graph.storages if s.kind is StorageKind.GRADIENT and not s.planned]
