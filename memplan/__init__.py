@@ -144,7 +144,7 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
-    gradients: Gradients = "safe",
+    gradients: Gradients = "auto",
     dynamic_shapes: None = None,
     **options: Unpack[PlanKeywords],
 ) -> Plan: ...
@@ -157,7 +157,7 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     *,
     train: bool | None = None,
-    gradients: Gradients = "safe",
+    gradients: Gradients = "auto",
     dynamic_shapes: DynamicShapes,
     **options: Unpack[PlanKeywords],
 ) -> SymbolicPlan: ...
@@ -174,7 +174,7 @@ def plan(
     costs: Costs | None = None,
     divide: Divide = None,
     compress: Compression | None = None,
-    gradients: Gradients = "safe",
+    gradients: Gradients = "auto",
     schedule: str | Policy = "auto",
     solver: str | Solver = "auto",
     layout: Layout = "auto",
@@ -202,8 +202,8 @@ def plan(
             in that many blocks; a `Division` sets more.
         compress: "bits" saves masks for the backward with one bit per element; "int8" also saves activations as 8-bit
             codes, so that gradients are no longer exact.
-        gradients: "arena" plans the parameters' gradients in the arena, for `compile(gradients="arena")`, without a
-            budget; with "safe" and "owned" they belong to the caller.
+        gradients: Where the parameters' gradients are, as in `memplan.compile`. "auto" and "arena" plan them in the
+            arena, where "auto" can; with "added", "safe" and "owned" they belong to the caller.
         schedule: The policy that orders the ops, a name of `memplan.schedule.POLICIES` or a function. "auto" needs no
             more memory than "traced", which is eager's order.
         solver: The solver that assigns offsets, by name or as a function.

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from memplan.errors import MemplanError
 
-Gradients = Literal["safe", "owned", "arena"]
+Gradients = Literal["auto", "arena", "added", "safe", "owned"]
 Layout = Literal["auto", "tstack"]
 Sanitize = Literal["poison", "redzone"]
 OnMismatch = Literal["error", "eager", "replan", "passive"]  # of a compiled module

@@ -69,7 +69,7 @@ class PlanOptions:
     costs: Costs | None = None
     divide: Divide = None
     compress: Compression | None = None
-    gradients: Gradients = "safe"
+    gradients: Gradients = "auto"
     schedule: str | SchedulePolicy = "auto"
     solver: str | Solver = "auto"
     layout: Layout = "auto"
@@ -79,8 +79,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         require_choice("gradients", self.gradients, GRADIENTS)
-        if self.gradients_in_arena:
-            refuse_beside_arena(device=self.device, dynamic_shapes=self.dynamic_shapes)
+        refuse_beside_gradients(self.gradients, device=self.device, dynamic_shapes=self.dynamic_shapes)
         if self.dynamic_shapes is not None:
             self._refuse_beside_dynamic_shapes()
         division_of(self.divide)
@@ -103,7 +102,13 @@ class PlanOptions:
     @property
     def gradients_in_arena(self) -> bool:
         """Whether the gradients of parameters are planned and stay in the arena to the end of the step."""
-        return self.gradients == "arena"
+        where_possible = self.gradients == "auto" and self.device is None and self.dynamic_shapes is None
+        return self.gradients == "arena" or where_possible
+
+    @property
+    def gradients_copied(self) -> bool:
+        """Whether each gradient of a parameter is made in the arena and copied out as soon as it is complete."""
+        return self.gradients == "added"
 
     @property
     def layout_solver(self) -> str | Solver:
@@ -175,18 +180,16 @@ class PlanOptions:
             raise InvalidShapes(what, where="budget with dynamic_shapes", hint=hint, see="one-shape")
 
 
-DEFAULTS = PlanOptions()
-
-
-def refuse_beside_arena(**others: Any) -> None:
-    """Raise `UnsupportedCall` for the first option that is set and cannot be combined with `gradients="arena"`."""
+def refuse_beside_gradients(gradients: Gradients, **others: Any) -> None:
+    """Raise `UnsupportedCall` for the first option that is set and cannot be combined with these `gradients`."""
+    if gradients not in ("arena", "added"):
+        return
     for name, option in others.items():
         if option is not None and option is not False:
-            what = "gradients='arena' is not supported with it"
             raise UnsupportedCall(
-                what,
+                f"gradients={gradients!r} is not supported with it",
                 where=f"{name}={option!r}",
-                hint="leave out one of them, or use compile_step",
+                hint='leave out one of them: gradients="auto" puts gradients outside the arena there',
                 see="gradients-arena",
             )
 
@@ -219,3 +222,6 @@ def _share(share: float) -> float:
     if not 0 < share <= 1:
         raise InvalidSize(f"{share!r} is not a share between 0 and 1", where="budget", hint=_BUDGET_HINT)
     return share
+
+
+DEFAULTS = PlanOptions()

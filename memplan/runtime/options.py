@@ -16,6 +16,7 @@ from memplan.core.choices import (
     ON_MISMATCH,
     SANITIZERS,
     STEP_ON_MISMATCH,
+    Gradients,
     OnMismatch,
     Sanitize,
     StepOnMismatch,
@@ -24,7 +25,7 @@ from memplan.core.choices import (
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
-from memplan.planning.options import PlanKeywords, PlanOptions, refuse_beside_arena
+from memplan.planning.options import PlanKeywords, PlanOptions, refuse_beside_gradients
 from memplan.planning.planfile import load
 from memplan.runtime.debug.sanitizers import redzone_of
 from memplan.trace import Retracer, alignment_of, plan_step
@@ -70,11 +71,6 @@ class RunOptions(PlanOptions):
     def measures(self) -> bool:
         """Whether the first steps are measured."""
         return self.measurable and isinstance(self.costs, str) and self.costs == MEASURE
-
-    @property
-    def owned_gradients(self) -> bool:
-        """Whether the backward assigns the `.grad` of parameters itself."""
-        return self.gradients == "owned"
 
     def _require_known_costs(self) -> None:
         """Raise as `PlanOptions` does, except for "measure" where steps can be measured."""
@@ -134,8 +130,7 @@ class CompileOptions(RunOptions):
             require_measurable(cuda_graph=self.cuda_graph, varies=self.dynamic_shapes is not None)
         RunOptions.__post_init__(self)
         require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
-        if self.gradients_in_arena:
-            refuse_beside_arena(cuda_graph=self.cuda_graph)
+        refuse_beside_gradients(self.gradients, cuda_graph=self.cuda_graph)
         if self.cuda_graph:
             require_recordable(self.device)
         if self.bucketing is not None:
@@ -145,6 +140,12 @@ class CompileOptions(RunOptions):
             raise InvalidShapes(
                 "a recorded step has one shape", where="cuda_graph with dynamic_shapes", hint=hint, see="one-shape"
             )
+
+    @property
+    def gradients_in_arena(self) -> bool:
+        """Whether gradients stay in the arena: "auto" puts them there unless the step is recorded."""
+        recorded = self.gradients == "auto" and self.cuda_graph
+        return not recorded and PlanOptions.gradients_in_arena.__get__(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +209,14 @@ def device_for(device: Device | None, given: Plan | None) -> Device | None:
     if device is None and given is not None and given.eviction is not None:
         return given.eviction.device.split(", ") if given.eviction.device else None
     return device
+
+
+def gradients_for(gradients: Gradients, given: Plan | None) -> Gradients:
+    """Return where gradients are: as the user asked or, with "auto", as the given plan has them."""
+    if gradients != "auto" or given is None:
+        return gradients
+    graph = given.graph
+    return "auto" if any(graph.storages[graph.values[v].storage].planned for v in graph.gradients) else "safe"
 
 
 def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Budget | Sequence[Budget] | None) -> Plan | None:

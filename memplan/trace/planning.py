@@ -44,6 +44,7 @@ def plan(
         train=train,
         device=options.device,
         gradients_in_arena=options.gradients_in_arena,
+        copy_gradients=options.gradients_copied,
     )
     return plan_step(captured.retrace(), captured, options)[1]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,7 @@ def trace(
     in_place: bool = True,
     device: Device | None = None,
     gradients_in_arena: bool = False,
+    copy_gradients: bool = False,
 ) -> TracedGraph:
     """Return one step of `model`, traced.
 
@@ -60,6 +62,7 @@ def trace(
             `memplan.core.in_place`).
         device: where the step runs while the model and the caller stay on the CPU; None: where the model is.
         gradients_in_arena: parameters' gradients stay in the arena to the end of the step.
+        copy_gradients: each gradient of a parameter is made in the arena and copied out as soon as it is complete.
 
     Raises:
         UnsupportedGraph: the model cannot be traced as one graph.
@@ -73,6 +76,7 @@ def trace(
         in_place=in_place,
         device=device,
         gradients_in_arena=gradients_in_arena,
+        copy_gradients=copy_gradients,
     ).retrace()
 
 
@@ -85,6 +89,7 @@ def capture_call(
     in_place: bool = True,
     device: Device | None = None,
     gradients_in_arena: bool = False,
+    copy_gradients: bool = False,
 ) -> CapturedStep:
     """Return one step of `model`, captured. The arguments and errors are those of `trace`."""
     args, kwargs = arguments_of(example_inputs, example_kwargs)
@@ -93,7 +98,7 @@ def capture_call(
     return CapturedStep(
         captured=captured,
         model=type(model).__name__,
-        finish=own_outputs,
+        finish=partial(own_outputs, copy_gradients=copy_gradients),
         target=target,
         in_place=in_place,
         gradients_in_arena=gradients_in_arena,

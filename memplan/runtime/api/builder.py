@@ -97,7 +97,7 @@ class Builder:
                 plan,
                 self._arena_for(plan, traced.device, room),
                 sanitize=options.sanitize,
-                owned=options.owned_gradients,
+                gradients=options.gradients,
                 recorder=make_recorder(traced.device, options.sanitize) if options.cuda_graph else None,
                 bound=bound,
                 hooks=self.hooks,
@@ -115,6 +115,7 @@ class Builder:
             in_place=options.in_place,
             device=options.device,
             gradients_in_arena=options.gradients_in_arena,
+            copy_gradients=options.gradients_copied,
         )
         traced = captured.retrace()
         prepare_host(self.model, traced)

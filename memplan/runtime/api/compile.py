@@ -15,7 +15,7 @@ from memplan.core.plan import Plan
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device, DynamicShapes
 from memplan.runtime.api.compiled_module import CompiledModule
-from memplan.runtime.options import CompileOptions, device_for, given_plan
+from memplan.runtime.options import CompileOptions, device_for, given_plan, gradients_for
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
 
@@ -37,7 +37,7 @@ def compile(
     layout: Layout = "auto",
     time_limit: float | None = None,
     in_place: bool = True,
-    gradients: Gradients = "safe",
+    gradients: Gradients = "auto",
     sanitize: Sanitize | None = None,
     on_mismatch: OnMismatch = "error",
     cuda_graph: bool = False,
@@ -132,7 +132,7 @@ def compile(
         layout=layout,
         time_limit=time_limit,
         in_place=in_place,
-        gradients=gradients,
+        gradients=gradients_for(gradients, given),
         sanitize=sanitize,
         on_mismatch=on_mismatch,
         cuda_graph=cuda_graph,

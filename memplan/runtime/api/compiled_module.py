@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from memplan.core.plan import Plan
+from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError
 from memplan.runtime.api.builder import Builder
-from memplan.runtime.api.pickling import rebuild, recipe
+from memplan.runtime.api.pickling import example_of, in_modes, rebuild, recipe
 from memplan.runtime.api.select import RunsEagerly, Selector
 from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse, referred
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import Arena
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
 
 _log = logging.getLogger("memplan")
+_STILL_SET = (
+    "%s: gradients of the last step are still set at the next call, so they are outside the arena from now on, and are "
+    'added to; gradients="added" does that from the first step on, and zero_grad() before each call avoids it'
+)
+_KEPT = (
+    "%s: something else than its parameter's .grad still refers to the gradient of %r, and keeps an arena of %s; from "
+    'now on gradients are outside the arena, as with gradients="added"'
+)
 
 
 class CompiledModule(nn.Module, MeasuredStep):
@@ -157,7 +167,49 @@ class CompiledModule(nn.Module, MeasuredStep):
         if self._guide is not None and runner is self._selector.main and self._guide.ready:
             runner = self._advance(self._guide)
             current = runner.current()
-        return runner(leaves, current, training=runner.traced.training)
+        try:
+            return runner(leaves, current, training=runner.traced.training)
+        except GradientsInUse as error:
+            in_use = error.gradients
+        del runner, leaves, current  # they keep the old arena
+        self._put_gradients_outside(in_use)
+        return self(*args, **kwargs)
+
+    def _put_gradients_outside(self, gradients: ArenaGradients) -> None:
+        """Compile for gradients outside the arena, because those of the last step are still in use at the next call.
+
+        They are moved out of the arena, which is then freed, unless something else than Python names refers to one.
+        """
+        arena = self._arena
+        gradients.move_out()
+        if gradients.holder():
+            gradients.move_names_out()
+        if name := gradients.holder():
+            self._require_second_arena(name)
+            _log.warning(_KEPT, self.plan.model, name, format_bytes(arena.nbytes))
+        else:
+            _log.info(_STILL_SET, self.plan.model)
+            arena.release()
+        options = replace(self._requested, gradients="added")
+        if self.plan.eviction is not None:  # a given plan's too
+            options = replace(options, budget=self._builder.options.budget)
+        main, modes = self._selector.main, self._selector.main_modes
+        example, train = example_of(main), main.traced.training
+        del main
+        self.__dict__.update(
+            _requested=options,
+            _builder=Builder(self._original, options, self.hooks),
+            _given=None,
+            _guide=None,
+            _selector=None,
+        )
+        with in_modes(self._original, modes):
+            self._compile(*example, train)
+
+    def _require_second_arena(self, name: str) -> None:
+        """Raise `StaleActivationsError` if another arena, beside that of a gradient in use, would break the budget."""
+        if self._builder.options.budget is not None:
+            raise referred(name, 'or compile with gradients="added"')
 
     def _replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any], list[torch.Tensor]]:
         """Return a program for a call that differs from the example, or for a model that has changed."""

@@ -6,7 +6,8 @@ the options can be copied; a copy has parameters, a plan and an arena of its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,9 +35,14 @@ def recipe(  # noqa: PLR0917
             hint="copy or save the original model (its state_dict is this one's), then compile the copy",
             see="autocast-copy",
         )
-    examples = [detached(x) for x in traced.example_inputs]
-    example = pytree.tree_unflatten(examples, traced.in_spec)
-    return model, example, {"options": options, "train": train, "given": given}, modes
+    return model, example_of(main), {"options": options, "train": train, "given": given}, modes
+
+
+def example_of(runner: Runner) -> _Example:
+    """Return the positional and keyword arguments that a program was traced with."""
+    traced = runner.traced
+    example: _Example = pytree.tree_unflatten([detached(x) for x in traced.example_inputs], traced.in_spec)
+    return example
 
 
 def rebuild(
@@ -47,11 +53,18 @@ def rebuild(
     modes: list[bool],
 ) -> nn.Module:
     """Return `make(model, *example, **settings)`, called with the training flags `modes`, which are then reset."""
+    with in_modes(model, modes):
+        return make(model, *example, **settings)
+
+
+@contextmanager
+def in_modes(model: nn.Module, modes: list[bool]) -> Iterator[None]:
+    """Give the submodules of a model these training flags, and reset them afterwards."""
     modules = list(model.modules())
     before = [m.training for m in modules]
     _set_modes(modules, modes)
     try:
-        return make(model, *example, **settings)
+        yield
     finally:
         _set_modes(modules, before)
 

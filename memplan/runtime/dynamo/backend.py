@@ -36,7 +36,7 @@ class Backend:
         hooks: The hooks that are called with the events of all graphs.
 
     Raises:
-        UnsupportedCall: `gradients="arena"`, `divide` or `compress`, which a step of several graphs cannot support.
+        UnsupportedCall: `divide`, `compress` or another value of `gradients`, which several graphs cannot support.
         MemplanError: `device` is set, or an option has an unknown value.
 
     Example:
@@ -50,9 +50,9 @@ class Backend:
 
     def __init__(self, *, gradients: Gradients = "safe", **options: Unpack[RunKeywords]) -> None:
         self._arguments = {"gradients": gradients, **options}
-        if gradients == "arena":
+        if gradients in ("auto", "arena", "added"):
             what = "graphs of one step share an arena, so a backward would overwrite the gradients of another graph"
-            hint = 'use memplan.compile(model, inputs, gradients="arena"), for a model that is one graph'
+            hint = f"use memplan.compile(model, inputs, gradients={gradients!r}), for a model that is one graph"
             raise UnsupportedCall(what, where=f"gradients={gradients!r}", hint=hint, see="backend")
         if options.get("device") is not None:
             hint = "use memplan.compile(model, inputs, device=...), which copies to a device"

@@ -95,7 +95,7 @@ class GraphInstance:
             plan,
             arena,
             sanitize=self._options.sanitize,
-            owned=self._options.owned_gradients,
+            gradients=self._options.gradients,
             bound=bound,
             hooks=self._hooks,
         )

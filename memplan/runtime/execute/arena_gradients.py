@@ -1,38 +1,61 @@
 """`gradients="arena"`: keeps the gradients of parameters in the arena until the next step needs the bytes.
 
 They use the bytes of freed activations, so that a step takes no more than its own peak; outside the arena, they would
-add to it. A `.grad` that is still set when the next program begins is moved out of the arena.
+add to it. A `.grad` that is still set when the next program begins is moved out of the arena. With `gradients="auto"`,
+gradients stay outside from then on: a step with a backward raises `GradientsInUse`, and is compiled anew.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from types import CellType
+from typing import Any
 
 import torch
 
 from memplan.errors import StaleActivationsError
+from memplan.runtime.execute.program import Program
 from memplan.runtime.guards.parameter_guards import ParameterGuards
 from memplan.runtime.memory.arena import Arena
 
 _ALONE = 2  # references to the tensor of a `.grad` if only its parameter and its Python object refer to it
 
 
+class GradientsInUse(Exception):
+    """Raised when a step with a backward begins while gradients of the last one, in its arena, are still in use."""
+
+    def __init__(self, gradients: ArenaGradients) -> None:
+        super().__init__("gradients in the arena are still in use")
+        self.gradients = gradients
+
+
 class ArenaGradients:
     """The gradients of one program that are in the arena between its steps.
 
-    `slots` (positions in `held`) are their parameters, `tensors` their places. A reference to one of them keeps the
-    whole arena alive.
+    `slots` (positions in `held`) are their parameters, `values` their values in `program`. A reference to one of them
+    keeps the whole arena alive. `temporary`: they stay in the arena only until one of them is still in use at the next step.
     """
 
     def __init__(
-        self, held: ParameterGuards, slots: Sequence[int], tensors: Sequence[torch.Tensor], arena: Arena
+        self,
+        held: ParameterGuards,
+        slots: Sequence[int],
+        values: Sequence[int],
+        program: Program,
+        *,
+        temporary: bool = False,
     ) -> None:
         self._held = held
+        tensors = [program.namespace.names[f"v{value}"] for value in values]
+        self._namespace = program.namespace
+        self._temporary = temporary
         self._slots = [slot for slot, t in zip(slots, tensors, strict=True) if t.numel()]
         self._storages = [t.untyped_storage() for t in tensors if t.numel()]
         self._addresses = [storage._cdata for storage in self._storages]
-        self._keep(arena)
+        self.nbytes = sum(storage.nbytes() for storage in self._storages)
+        self._keep(program.arena)
         self._unreferenced = self._references()
 
     def _keep(self, arena: Arena) -> None:
@@ -43,25 +66,62 @@ class ArenaGradients:
         """Return for each storage the number of tensors that use it, and of references to its Python object."""
         return [*map(torch._C._storage_Use_Count, self._addresses), *map(sys.getrefcount, self._storages)]
 
-    def move_out(self) -> None:
-        """Move each `.grad` that is in the arena to memory of its own.
+    def vacate(self, training: bool) -> None:
+        """Move each `.grad` that is in the arena out of it, before a step that is `training` or not uses the bytes.
 
-        Raises `StaleActivationsError` if anything else refers to a gradient, which would be overwritten.
+        Raises `GradientsInUse` instead if gradients are to stay outside from now on, and `StaleActivationsError` if
+        anything else refers to a gradient, which would be overwritten.
         """
         if self._references() == self._unreferenced:
             return
-        here = {storage.data_ptr() for storage in self._storages}
+        if self._temporary and training:
+            raise GradientsInUse(self)
+        self.move_out()
+        name = self.holder()
+        if name and self._temporary:
+            self.move_names_out()
+            name = self.holder()
+        if name:
+            raise referred(name, 'or compile with gradients="safe"')
+
+    def move_out(self) -> None:
+        """Move each `.grad` that is in the arena to memory of its own."""
+        here = self._places()
         with torch.inference_mode(False), torch.no_grad():
             for parameter in self._held.tensors():
                 _move(parameter, here)
-        if self._references() == self._unreferenced:
-            return
-        _end_failed_backward()
+        if self._references() != self._unreferenced:
+            _end_failed_backward()
+
+    def move_names_out(self) -> None:
+        """Move the gradients to which nothing but names, containers and attributes of Python objects refer.
+
+        An array or a view of one shares its address: such gradients stay. It walks all objects of the process.
+        """
+        here, frames = set(self._addresses), list(_locals())
+        own = set(map(id, self._namespace.names.values()))
+        found = [t for t in gc.get_objects() if type(t) is torch.Tensor and _is_plain(t)]
+        with torch.inference_mode(False), torch.no_grad():
+            while found:
+                t = found.pop()
+                inside = t.untyped_storage()._cdata in here
+                if (
+                    inside
+                    and id(t) not in own
+                    and not t._is_view()
+                    and sys.getrefcount(t) - 2 == _visible(t, frames, found)
+                ):
+                    t.data = t.clone()
+
+    def holder(self) -> str | None:
+        """Return the name of a parameter whose gradient in the arena something refers to; None if there is none."""
         now, free = self._references(), self._unreferenced
         both = [*self._slots, *self._slots]
         slot = next((slot for slot, one, two in zip(both, now, free, strict=True) if one != two), None)
-        if slot is not None:
-            raise _referred(self._held.names[slot])
+        return None if slot is None else self._held.names[slot]
+
+    def _places(self) -> set[int]:
+        return {storage.data_ptr() for storage in self._storages}
 
 
 def _move(parameter: torch.Tensor, here: set[int]) -> None:
@@ -75,16 +135,59 @@ def _move(parameter: torch.Tensor, here: set[int]) -> None:
         gradient.data = gradient.clone()
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether only its Python object refers to a tensor, which has plain memory."""
+    return tensor.layout is torch.strided and tensor._use_count() == 1  # type: ignore[attr-defined]
+
+
+def _locals() -> Iterator[list[Any]]:
+    """Yield the local variables of every function that runs, in all threads, apart from this module's.
+
+    The variables of a module that runs are in a dict, which refers to them.
+    """
+    for frame in sys._current_frames().values():
+        at = frame
+        while at is not None:
+            if at.f_code.co_filename != __file__ and at.f_locals is not at.f_globals:
+                yield list(at.f_locals.values())
+            at = at.f_back  # type: ignore[assignment]
+
+
+def _visible(tensor: torch.Tensor, frames: list[list[Any]], ours: list[Any]) -> int:
+    """Return the number of references to a tensor from containers, attributes and local variables.
+
+    `frames` holds a second reference for each local variable; `ours` is no reference of the user's.
+    """
+    wanted = id(tensor)  # in the generators below: `tensor` itself would become a cell that refers to it
+    count = 2 * sum(id(value) == wanted for values in frames for value in values)
+    own = {id(ours), id(frames), *map(id, frames)}
+    for referrer in gc.get_referrers(tensor):
+        if id(referrer) in own:
+            continue
+        held: Iterable[Any] = ()
+        if isinstance(referrer, dict):
+            held = referrer.values()
+        elif isinstance(referrer, (list, tuple)):
+            held = referrer
+        elif isinstance(referrer, CellType):
+            held = (referrer.cell_contents,)
+        elif hasattr(referrer, "__dict__"):
+            held = vars(referrer).values()
+        count += sum(id(value) == wanted for value in held)
+    return count
+
+
 def _end_failed_backward() -> None:
     """Run an empty backward: after an exception in a hook, autograd keeps undelivered gradients until the next one."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
-def _referred(name: str) -> StaleActivationsError:
+def referred(name: str, instead: str) -> StaleActivationsError:
+    """Return the error for a gradient that something else refers to; `instead`: the second half of the hint."""
     return StaleActivationsError(
         f"the gradient of {name!r} is still referred to by something else than its parameter's .grad (a view, an "
         "array, a result of autograd.grad, another name), and this step would overwrite it",
-        hint='drop that before the next step, keep a copy of it, or compile with gradients="safe"',
+        hint=f"drop that before the next step, keep a copy of it, {instead}",
         see="gradient-kept",
     )

@@ -10,6 +10,7 @@ import torch
 
 from memplan.errors import StaleActivationsError, UnsupportedCall
 from memplan.runtime.guards import transforms
+from memplan.runtime.guards.ranks import in_ddp
 from memplan.runtime.memory.arena_ownership import InFlight
 
 _version = attrgetter("_version")
@@ -44,6 +45,7 @@ class PlannedStep(torch.autograd.Function):
         ctx.watched = [*ctx.saved, *runner.watched(current), *(fresh[i].detach() for i in runner.views_of_saved)]
         ctx.versions = list(map(_version, ctx.watched))
         ctx.runner, ctx.step = runner, step
+        ctx.adds = runner.wanted(current) if runner.added is not None and not in_ddp() else None
         ctx.set_materialize_grads(False)
         if None in runner.tangents:
             ctx.mark_non_differentiable(*(t for t, dual in zip(fresh, runner.tangents, strict=True) if dual is None))
@@ -70,9 +72,16 @@ class PlannedStep(torch.autograd.Function):
             if list(map(_version, watched)) != ctx.versions:
                 raise _changed(watched, ctx.versions, step)
             tangents, missing = runner.tangents_from(grads)
+            if ctx.adds is not None and not missing:
+                targets = runner.added.targets(ctx.adds, [node for node, _ in ctx.next_functions[: len(ctx.adds)]])
+                if targets is not None:
+                    gradients = runner.added.backward(*saved, *tangents, *targets)
+                    torch.autograd.graph.increment_version(targets)
+                    rest = runner.in_order(gradients, missing)[len(targets) :]
+                    return (None, None, None, *[None] * len(targets), *rest)
             gradients = runner.backward(*saved, *tangents)
             if runner.arena_gradients is not None:
-                ownership.move_out = runner.arena_gradients.move_out
+                ownership.vacate = runner.arena_gradients.vacate
         return (None, None, None, *runner.in_order(gradients, missing))
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from memplan.errors import UnsupportedCall
 from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
+from memplan.runtime.guards.ranks import in_ddp
 
 _HINT = 'compile with gradients="safe"'
 
@@ -34,7 +34,7 @@ class OwnedGradients:
 
     def require_no_reducer(self) -> None:
         """Raise `UnsupportedCall` inside the forward of DistributedDataParallel, whose hooks would not be called."""
-        if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        if in_ddp():
             raise UnsupportedCall(
                 'DistributedDataParallel needs the hooks of autograd, which gradients="owned" does not call',
                 hint=_HINT,

@@ -93,6 +93,25 @@ class Program:
             prefix="placed_",
         )
 
+    def backward_into(self, values: Sequence[int], bound: Sequence[BoundOp]) -> Callable[..., Any]:
+        """Return a backward that takes the tensors of `values`, which it would allocate otherwise, as its last
+        arguments. `bound`: the ops to run instead of those of the program.
+        """
+        made = _functions(
+            self.traced,
+            self.layout,
+            self.namespace,
+            bound=bound,
+            order=self.plan.schedule.order,
+            saved=self.saved,
+            sanitizers=self.sanitizers,
+            last=self.last,
+            prefix="into_",
+            given=values,
+        )[1]
+        assert made is not None
+        return made
+
     @property
     def stalled(self) -> float:
         """Seconds that all steps so far have waited for copies."""
@@ -173,8 +192,11 @@ def _functions(
     last: Callback | None,
     prefix: str = "",
     join: bool = True,
+    given: Sequence[int] = (),
 ) -> Functions:
-    """Return the generated forward, and backward if the step has one. `join`: fuse consecutive updates."""
+    """Return the generated forward, and backward if the step has one. `join`: fuse consecutive updates; `given`: the
+    values whose memory the backward takes as its last arguments.
+    """
     graph = traced.graph
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
     fused = fuse_updates(traced, bound, order) if join else {}
@@ -184,7 +206,7 @@ def _functions(
     backward = None
     if traced.training:
         tangents = [b.value for b in traced.bound(Source.TANGENT)]
-        writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents])
+        writer = FunctionWriter(f"{prefix}backward", layout, namespace, [*saved, *tangents, *given])
         _write(writer, steps[split:], sanitizers, last)
         backward = writer.finish([graph.gradients])
     return forward.finish([traced.results.fresh, saved]), backward

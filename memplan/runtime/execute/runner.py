@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from memplan.core.choices import Sanitize
+from memplan.core.choices import Gradients, Sanitize
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedCall
 from memplan.runtime.debug.hooks import Hook, Hooks
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS, Sanitizers, make_poison, make_redzone
+from memplan.runtime.execute.added_gradients import AddedGradients
 from memplan.runtime.execute.arena_gradients import ArenaGradients
 from memplan.runtime.execute.autograd_step import run_owning, run_planned
 from memplan.runtime.execute.cuda_graphs import CudaGraphProgram, Recorder
@@ -40,7 +41,7 @@ class Runner:
         arena: Arena,
         *,
         sanitize: Sanitize | None,
-        owned: bool = False,
+        gradients: Gradients = "safe",
         recorder: Recorder | None = None,
         whole: bool = False,
         bound: tuple[BoundOp, ...] | None = None,
@@ -48,7 +49,7 @@ class Runner:
     ) -> None:
         """Build the program of `plan` in `arena`.
 
-        `owned`: assign `.grad` in the backward. `recorder`: record and replay CUDA graphs; `whole`: one graph for the
+        `gradients`: the option of that name. `recorder`: record and replay CUDA graphs; `whole`: one graph for the
         whole step. `bound`: as in `build_program`. `hooks`: the hooks that observe the steps.
         """
         traced = remap_to_plan(traced, plan)  # values now have the places of the plan
@@ -90,11 +91,12 @@ class Runner:
         self._op_timer = NO_SANITIZERS
         self._observed: tuple[Hook | None, Sanitizers, Functions] | None = None
         self._prepare_calls()
-        self.owned = self._find_owned_gradients() if owned else None
+        self.owned = self._find_owned_gradients() if gradients == "owned" else None
+        self.added = self._find_added_gradients() if gradients == "added" else None
         # Results without any gradient (torch.linalg.vector_norm(x, 0)) require one in eager all the same.
-        anchored = traced.training and not owned and not self._gradient_order
+        anchored = traced.training and self.owned is None and not self._gradient_order
         self._anchors = (torch.zeros((), requires_grad=True),) if anchored else ()
-        self.arena_gradients = self._find_arena_gradients()
+        self.arena_gradients = self._find_arena_gradients(temporary=gradients == "auto")
         if hooks is not None:
             hooks.attach(self)
 
@@ -158,16 +160,21 @@ class Runner:
         ]
         return OwnedGradients([self.parameter_guards.names[i] for i in self._wanted_parameters], same_strides)
 
-    def _find_arena_gradients(self) -> ArenaGradients | None:
+    def _find_added_gradients(self) -> AddedGradients | None:
+        """Return the backward that adds to the `.grad` of parameters; None if the step has no backward."""
+        gradients = [self.traced.results.gradients[i] for i in self._gradient_order[: len(self._wanted_parameters)]]
+        return AddedGradients(self.program, gradients) if gradients and self.cuda_graphs is None else None
+
+    def _find_arena_gradients(self, *, temporary: bool) -> ArenaGradients | None:
         """Return the gradients that the plan keeps in the arena; None if there are none."""
-        t, namespace = self.traced, self.program.namespace.names
+        t = self.traced
         pairs = zip(self._wanted_parameters, self._gradient_order, strict=False)
         found = [(slot, t.results.gradients[i]) for slot, i in pairs]
         found = [(slot, v) for slot, v in found if t.graph.storages[t.graph.values[v].storage].planned]
         if not found:
             return None
         slots, values = zip(*found, strict=True)
-        return ArenaGradients(self.parameter_guards, slots, [namespace[f"v{v}"] for v in values], self.arena)
+        return ArenaGradients(self.parameter_guards, slots, values, self.program, temporary=temporary)
 
     # -- a call ------------------------------------------------------------------------------------------
 

@@ -63,6 +63,11 @@ class Arena(Memory):
             self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
         return self._host
 
+    def release(self) -> None:
+        """Free its memory, although programs that nobody will run again may still refer to it."""
+        self.memory.untyped_storage().resize_(0)
+        self.nbytes = 0
+
     def view_for(self, plan: Plan) -> Arena | None:
         """Return the arena as a program of `plan` uses it; None if the plan does not fit."""
         return self if plan.arena_size <= self.nbytes else None

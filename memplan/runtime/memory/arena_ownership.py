@@ -27,7 +27,8 @@ class ArenaOwnership:
     """Tracks which step owns an arena; programs that share the arena share this object.
 
     `drain()` returns when no copy into or out of the arena is running; it is called if a step ends early.
-    `move_out()`, if set, moves gradients that a backward left in the arena out of it before the bytes are used again.
+    `vacate(training)`, if set, moves gradients that a backward left in the arena out of it before the bytes are used
+    again, by a step with a backward (`training`) or without.
     `order_streams()` makes the work launched from now on wait for the steps before, if they ran on other streams.
     """
 
@@ -37,7 +38,7 @@ class ArenaOwnership:
         self._lock = threading.Lock()
         self.steps = 0
         self._current: Callable[[], InFlight | None] = lambda: None
-        self.move_out: Callable[[], None] | None = None
+        self.vacate: Callable[[bool], None] | None = None
 
     def __enter__(self) -> ArenaOwnership:
         """Lock the arena while a program runs; raise `StaleActivationsError` if another thread has locked it."""
@@ -59,13 +60,16 @@ class ArenaOwnership:
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `StaleActivationsError` if one is in flight; `keep`: a backward will follow."""
         self.steps += 1
-        self.require_free(f"forward {self.steps}")
+        self.require_free(f"forward {self.steps}", training=keep)
         step = InFlight(self.steps)
         self._current = weakref.ref(step) if keep else lambda: None
         return step
 
-    def require_free(self, who: str) -> None:
-        """Raise `StaleActivationsError` if a step is in flight; otherwise wait for all copies and earlier steps."""
+    def require_free(self, who: str, *, training: bool = False) -> None:
+        """Raise `StaleActivationsError` if a step is in flight; otherwise wait for all copies and earlier steps.
+
+        `training`: a step with a backward will use the arena.
+        """
         if self.pending is not None:
             raise StaleActivationsError(
                 f"{who} would overwrite the activations of forward {self.pending.number}, whose backward has not run",
@@ -73,9 +77,9 @@ class ArenaOwnership:
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
                 see="activations",
             )
-        if self.move_out is not None:
-            self.move_out()
-            self.move_out = None
+        if self.vacate is not None:
+            self.vacate(training)
+            self.vacate = None
         self.drain()  # copies of a forward whose backward will not run
         self.order_streams()
 

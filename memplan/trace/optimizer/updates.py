@@ -20,8 +20,8 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTIn
 from memplan.errors import UnsupportedGraph
 from memplan.trace.optimizer.optimizers import STEP, ensure_state, keys_of
 from memplan.trace.passes.aliasing import has_effects
-from memplan.trace.passes.own_outputs import is_backward, returned_by
-from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.passes.own_outputs import after_last, returned_by, touching
+from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 from memplan.trace.traced import Live
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -151,7 +151,7 @@ class _Updates:
     def add(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
         """Add a gradient, as soon as it exists, to the accumulated one, and return the sum."""
         accumulated = self._state(name, ACCUMULATED, value(parameter))
-        place = _after_last(self.graph, _touching(self.graph, gradient))
+        place = after_last(self.graph, touching(self.graph, gradient))
         rw = _InBackward(self.graph, self.mode, gradient, before=place)
         rw.call(aten.add_.Tensor, accumulated, gradient)
         return accumulated
@@ -168,7 +168,7 @@ class _Updates:
             rw.call(aten._foreach_zero_.default, found)
             return
         for gradient in found:
-            place = _after_last(self.graph, _touching(self.graph, gradient))
+            place = after_last(self.graph, touching(self.graph, gradient))
             _InBackward(self.graph, self.mode, gradient, before=place).call(aten.zero_.default, gradient)
 
     def clip(self, gradients: Mapping[str, fx.Node], max_norm: float, *, in_place: bool) -> dict[str, fx.Node]:
@@ -200,7 +200,7 @@ class _Updates:
 
     def update(self, name: str, parameter: fx.Node, gradient: fx.Node, state: Mapping[str, Any], group: int) -> None:
         """Add one fused kernel after the gradient's definition and the parameter's last reader."""
-        place = _after_last(self.graph, [*_touching(self.graph, gradient), *_touching(self.graph, parameter)])
+        place = after_last(self.graph, [*touching(self.graph, gradient), *touching(self.graph, parameter)])
         rw = _InBackward(self.graph, self.mode, gradient, before=place)
         if value(gradient).stride() != value(parameter).stride():  # the kernel walks both in the same order
             laid_out = rw.scratch(value(parameter))
@@ -272,23 +272,6 @@ class _Updates:
 def _is_parameter(node: fx.Node) -> bool:
     """Return whether a placeholder is a parameter."""
     return isinstance(node.meta["desc"], ParamAOTInput)
-
-
-def _touching(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Return the node, its aliases, and everything that reads or writes one of them."""
-    key = storage_key(value(node))
-    aliases = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor) and storage_key(value(n)) == key]
-    return aliases + [user for alias in aliases for user in alias.users if user.op != "output"]
-
-
-def _after_last(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
-    """Return the node before which a node can be inserted so that it comes after all of `nodes`."""
-    wanted = set(nodes)
-    last = next(n for n in reversed(graph.nodes) if n in wanted)
-    following: fx.Node = last.next
-    while following.op == "call_function" and not is_backward(following):
-        following = following.next
-    return following
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTOutput,
+)
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.passes.aliasing import is_fixed, keys_of, written_in
@@ -27,11 +32,12 @@ _PIECES = (
 )
 
 
-def own_outputs(graph: fx.Graph) -> None:
+def own_outputs(graph: fx.Graph, *, copy_gradients: bool = False) -> None:
     """Insert copies so that what is returned shares no bytes with anything else that outlives the step.
 
     A gradient is copied if it aliases an input, an output or another gradient, or if it was made in the forward; an
-    output with a tangent is copied as `_with_separate_outputs` says.
+    output with a tangent is copied as `_with_separate_outputs` says. `copy_gradients`: every gradient of a parameter is
+    copied as soon as it is complete, so that a program can add it to a `.grad` there instead.
     """
     _zero_unwritten(graph)
     output, results, descs = returned_by(graph)
@@ -43,7 +49,10 @@ def own_outputs(graph: fx.Graph) -> None:
     taken = {storage_key(value(n)) for n in lasting}
     for i, (node, desc) in enumerate(zip(results, descs, strict=True)):
         if isinstance(desc, GradAOTOutput) and isinstance(node, fx.Node):
-            if storage_key(value(node)) in taken:
+            if copy_gradients and isinstance(desc.grad_of, ParamAOTInput):
+                complete = after_last(graph, touching(graph, node))
+                results[i] = _copied(Rewriter(graph, mode, node, before=complete), "is_backward")
+            elif storage_key(value(node)) in taken:
                 results[i] = _copied(Rewriter(graph, mode, node, before=output), "is_backward")
             taken.add(storage_key(value(results[i])))
     output.args = (tuple(results),)
@@ -112,8 +121,9 @@ def _zero_unwritten(graph: fx.Graph) -> None:
 
 def _copied(rewriter: Rewriter, phase: str) -> fx.Node:
     """Return a copy of the rewriter's node in dense memory of its own."""
+    v = value(rewriter.node)
     with rewriter.mode:
-        dense = torch.empty_like(value(rewriter.node))  # contiguous for an expanded tensor
+        dense = v if _fills_its_bytes(v) else torch.empty_like(v)  # contiguous for an expanded tensor
     copy = rewriter.scratch(dense)
     write = rewriter.call(aten.copy_.default, copy, rewriter.node)
     copy.meta["partitioner_tag"] = write.meta["partitioner_tag"] = phase
@@ -223,6 +233,23 @@ def tag_backward(graph: fx.Graph) -> None:
             passed = passed or is_backward(node) or not tangents.isdisjoint(node.all_input_nodes)
             if passed:
                 node.meta.setdefault("partitioner_tag", "is_backward")
+
+
+def touching(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """Return the node, its aliases, and everything that reads or writes one of them."""
+    key = storage_key(value(node))
+    aliases = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor) and storage_key(value(n)) == key]
+    return aliases + [user for alias in aliases for user in alias.users if user.op != "output"]
+
+
+def after_last(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
+    """Return the node before which a node can be inserted so that it comes after all of `nodes`."""
+    wanted = set(nodes)
+    last = next(n for n in reversed(graph.nodes) if n in wanted)
+    following: fx.Node = last.next
+    while following.op != "output" and not (following.op == "call_function" and is_backward(following)):
+        following = following.next
+    return following
 
 
 def _first_backward(graph: fx.Graph) -> fx.Node | None:
