@@ -19,8 +19,14 @@ _LARGEST = torch.finfo(torch.float32).max  # mul treats larger numbers as infini
 def multiplied(rw: Rewriter, result: torch.Tensor, x: fx.Node, y: fx.Node, scale: float) -> fx.Node:
     """Return the op that makes `result` as (scale * x) * y, on the CPU.
 
-    A kernel may multiply and add at once: adding -0.0 changes no bit either way.
+    A kernel may multiply and add at once: adding -0.0 changes no bit either way. It would convert a mask in memory of
+    its own; here a mask is converted first, in bytes that the result can take.
     """
+    if value(x).dtype is torch.bool:
+        with rw.mode:
+            factors = rw.scratch(torch.empty_like(value(x), dtype=result.dtype))
+        rw.call(aten.copy_.default, factors, x)
+        x = factors
     zero = rw.number(-0.0, result.dtype, result.device)
     return rw.making(result, aten.addcmul.default, zero, x, y, value=scale)
 
