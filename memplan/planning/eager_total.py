@@ -1,0 +1,30 @@
+"""Predicts the peak of a step in eager mode: the number that a budget given as a share is a share of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memplan.core.graph import Graph
+from memplan.core.schedule import live_bytes
+from memplan.core.totals import MODEL_KINDS, outside_profile
+from memplan.evict.costs import DEVICES
+from memplan.evict.graph.apply import apply
+from memplan.evict.policies.checkpoint import checkpoint
+from memplan.evict.workload import Workload
+
+
+def eager_total(graph: Graph) -> int:
+    """Return the bytes that eager needs at the peak of a traced step, without kernels' temporaries.
+
+    They are parameters, buffers, constants, inputs and optimizer state, and the highest sum of what is alive: in traced
+    order, with nothing in place, activation checkpoints followed, gradients and outputs included.
+    """
+    separate = replace(graph, ops=tuple(replace(op, inplace_candidates=()) for op in graph.ops))
+    order = tuple(range(len(graph.ops)))
+    if any(op.checkpoint for op in graph.ops):
+        workload = Workload(graph=separate, sources=order, costs=DEVICES["cpu"], budget=0)
+        separate = apply(workload, checkpoint(workload)).graph
+        order = tuple(range(len(separate.ops)))
+    results = outside_profile(separate, order, [0] * len(order))
+    alive = map(sum, zip(live_bytes(separate, order), results, strict=True))
+    return graph.bytes_of(*MODEL_KINDS) + max(alive, default=0)
