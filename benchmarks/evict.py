@@ -192,7 +192,7 @@ def planned(name: str, asked: Question, budget: int) -> dict[str, Cell]:
                 alignment=ALIGNMENT,
                 versions={"memplan": __version__},
             ),
-            PlanOptions(budget=budget, policy=name),
+            PlanOptions(arena_budget=budget, policy=name),
             asked.workload.costs,
         )
     except BudgetInfeasible:

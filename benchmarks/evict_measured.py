@@ -72,7 +72,8 @@ def measure(name: str, shares: Sequence[int], rounds: int) -> list[dict[str, Cel
     costs = memplan.profile(model, inputs, rounds=9)
     plain = memplan.compile(model, inputs)
     kept = {
-        share: memplan.compile(model, inputs, budget=share / 100, policy="recompute", costs=costs) for share in shares
+        share: memplan.compile(model, inputs, arena_budget=share / 100, policy="recompute", costs=costs)
+        for share in shares
     }
     steps = {"plain": _step(model, plain, inputs)}
     steps |= {str(share): _step(model, compiled, inputs) for share, compiled in kept.items()}

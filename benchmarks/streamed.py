@@ -85,7 +85,7 @@ def measure(name: str, size: Size, policies: Sequence[str], rounds: int) -> list
                 continue
             budget = max(whole * share // 100, floor)
             try:
-                kept[share, policy] = memplan.compile(model, inputs, device="cpu", budget=budget, policy=policy)
+                kept[share, policy] = memplan.compile(model, inputs, device="cpu", arena_budget=budget, policy=policy)
             except BudgetInfeasible as error:
                 print(f"{name} {share} % {policy}: {error}", file=sys.stderr)
     steps = {"alone": _step(model, alone, inputs)}

@@ -170,6 +170,10 @@ def plan(
     *,
     train: bool | None = None,
     budget: Budget | Sequence[Budget] | None = None,
+    arena_budget: Budget | Sequence[Budget] | None = None,
+    host_budget: int | str | None = None,
+    pinned_budget: int | str | None = None,
+    reserve: int | str = 0,
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
     divide: Divide = None,
@@ -190,8 +194,14 @@ def plan(
             argument: real, fake or meta tensors of the shapes that the step will see.
         example_kwargs: The keyword arguments.
         train: Plan forward and backward (True) or the forward alone (False); None follows `model.training`.
-        budget: The most bytes that the arena may have: a number of bytes, a text ("8GiB"), a share of its size
-            without a budget (0.5, "50%"), or "min". Storages that do not fit are evicted.
+        budget: The most bytes on the device, everything together (`Plan.total`): a number of bytes, a text ("8GiB"), a
+            share of what eager is predicted to need (0.5, "50%"), or "min". Storages that do not fit are evicted. With
+            `device=`, what is on that device counts (`Plan.on_device`).
+        arena_budget: The most bytes that the arena alone may have, written alike; a share is one of its live bytes
+            without a budget. Where both budgets are given, both hold.
+        host_budget: The most bytes of copies on the host at once: a number of bytes, or a text.
+        pinned_budget: The same for page-locked memory, which holds those copies where the step runs on CUDA.
+        reserve: Bytes on the device that the step does not show, such as an optimizer's state; the total counts them.
         policy: What decides the evictions: "auto" (recompute or offload, whichever costs less), "recompute"
             (no copies), another name of `memplan.evict.select.POLICIES`, or a function
             (`memplan.evict.workload.Policy`).
@@ -235,6 +245,10 @@ def plan(
 
     options = PlanOptions(
         budget=budget,
+        arena_budget=arena_budget,
+        host_budget=host_budget,
+        pinned_budget=pinned_budget,
+        reserve=reserve,
         policy=policy,
         costs=costs,
         divide=divide,

@@ -92,4 +92,4 @@ def deep_plan(policy: str | None = None, budget: int = 5 * MIB) -> Plan:
     scheduled = ScheduledGraph(model="deep", graph=graph, schedule=schedule, alignment=64, versions={})
     if policy is None:
         return make_plan(scheduled)
-    return plan_within(scheduled, PlanOptions(budget=budget, policy=policy), DEVICES["a100"])
+    return plan_within(scheduled, PlanOptions(arena_budget=budget, policy=policy), DEVICES["a100"])

@@ -111,7 +111,9 @@ def _budget(plan: Plan) -> str:
     if plan.eviction is None:
         return "no budget"
     counts = f"{len(plan.evictions)} eviction{'' if len(plan.evictions) == 1 else 's'}"
-    return f"a budget of {plan.eviction.budget:,} B kept by {plan.eviction.policy!r} with {counts}"
+    kept = plan.eviction
+    asked = f"an arena budget of {kept.arena_budget:,} B" if kept.budget is None else f"a budget of {kept.budget:,} B"
+    return f"{asked} kept by {kept.policy!r} with {counts}"
 
 
 def _matched(

@@ -21,16 +21,17 @@ EXPLAINED = 5
 class CheckLimits:
     """The limits of a plan; None is no limit.
 
-    `max_arena` and `max_outside` are bytes (outside: everything that `Plan.total` adds to the arena),
+    `max_arena`, `max_outside` and `max_total` are bytes (total: `Plan.total`, outside: what it adds to the arena),
     `max_fragmentation` is a share between 0 and 1. A figure that equals its limit is within it.
     """
 
     max_arena: int | None = None
     max_fragmentation: float | None = None
     max_outside: int | None = None
+    max_total: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_arena", "max_outside"):
+        for name in ("max_arena", "max_outside", "max_total"):
             size = getattr(self, name)
             if size is not None and size < 0:
                 raise InvalidSize(f"{size} is negative", where=name, hint="give a number of bytes")
@@ -47,7 +48,10 @@ class CheckLimits:
         """The limits as rules, in the order of the fields."""
         # 0.02 as written in decimal, not as the nearest binary fraction: 98 of 100 bytes are within a limit of 2 %.
         share = None if self.max_fragmentation is None else Fraction(repr(float(self.max_fragmentation)))
-        given = ((Metric.ARENA, self.max_arena), (Metric.FRAGMENTATION, share), (Metric.OUTSIDE, self.max_outside))
+        given = (
+            *((Metric.ARENA, self.max_arena), (Metric.FRAGMENTATION, share)),
+            *((Metric.OUTSIDE, self.max_outside), (Metric.TOTAL, self.max_total)),
+        )
         return tuple(
             Rule(metric=metric, against=Against.ZERO, amount=Fraction(most), text=f"{metric}:{most}")
             for metric, most in given

@@ -22,6 +22,10 @@ def budget(
     policy: Annotated[
         str, typer.Option("--policy", metavar="NAME", help="The policy that decides what is evicted.")
     ] = "auto",
+    reserve: Annotated[
+        str | None,
+        typer.Option("--reserve", metavar="SIZE", help="Bytes that the step does not show: optimizer state."),
+    ] = None,
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward alone, without gradients.")] = False,
     compare: Annotated[
         bool, typer.Option("--torch/--no-torch", help="Compare with torch's activation_memory_budget (models only).")
@@ -37,12 +41,12 @@ def budget(
 ) -> None:
     """Show what each memory budget would cost in time.
 
-    For budgets from all that the step needs down to the smallest: what is computed again, what is copied to the host
-    and back, and the predicted time of a step. Nothing runs.
+    For budgets of everything on the device, from what eager needs down to the smallest: what is computed again, what is
+    copied to the host and back, and the predicted time of a step. Nothing runs.
     """
     from memplan.cli.interrupt import stop_if_interrupted
     from memplan.cli.outputs import require_outputs
-    from memplan.cli.source import is_model, obtain
+    from memplan.cli.source import is_model, obtain, size_option
     from memplan.errors import InvalidModel
     from memplan.planning.frontier import frontier
     from memplan.report.frontier_form import frontier_json, frontier_sections, frontier_title
@@ -51,17 +55,18 @@ def budget(
     plan = obtain(target, infer=infer)
     if plan.eviction is not None:
         raise InvalidModel("was planned with a budget", where=target, hint="give the model, or a plan without a budget")
-    found = frontier(plan.graph, plan.schedule, alignment=plan.alignment, costs=costs, policy=policy)
+    nbytes = plan.reserve if reserve is None else size_option("--reserve", reserve) or 0
+    found = frontier(plan.graph, plan.schedule, alignment=plan.alignment, costs=costs, policy=policy, reserve=nbytes)
     rivals: tuple[Rival, ...] = ()
     if compare and not infer and is_model(target):
-        rivals = _torch(target, costs, plan.alignment)
+        rivals = _torch(target, costs, plan.alignment, nbytes)
     stop_if_interrupted()
     _draw(plan.model, found, rivals, html, svg, png)
     sections = frontier_sections(found, rivals)
     print_sections(form, frontier_title(plan.model, found), sections, lambda: frontier_json(found, rivals))
 
 
-def _torch(target: str, costs: str, alignment: int) -> tuple[Rival, ...]:
+def _torch(target: str, costs: str, alignment: int, reserve: int) -> tuple[Rival, ...]:
     """Return torch's points of activation_memory_budget; none for a model without a backward."""
     from memplan.cli.source import quiet_stages
     from memplan.errors import UnsupportedGraph
@@ -75,7 +80,7 @@ def _torch(target: str, costs: str, alignment: int) -> tuple[Rival, ...]:
             points = torch_points(named.model, named.args, dict(named.kwargs), cost_model(costs), alignment)
         except UnsupportedGraph:  # no backward to divide
             return ()
-    return tuple(Rival(name=f"{p.asked:g}", max_live=p.peak, overhead=p.overhead) for p in points)
+    return tuple(Rival(name=f"{p.asked:g}", total=p.total + reserve, overhead=p.overhead) for p in points)
 
 
 def _draw(  # noqa: PLR0917

@@ -61,6 +61,9 @@ def check(
     max_outside: Annotated[
         str | None, typer.Option("--max-outside", metavar="SIZE", help="The same as --fail-over outside:SIZE.")
     ] = None,
+    max_total: Annotated[
+        str | None, typer.Option("--max-total", metavar="SIZE", help="The same as --fail-over total:SIZE.")
+    ] = None,
     infer: Annotated[bool, typer.Option("--infer", help="Plan the forward of a model alone.")] = False,
     verify: Annotated[
         bool,
@@ -94,6 +97,7 @@ def check(
         size_option("--max-arena", max_arena),
         share_option("--max-fragmentation", max_fragmentation),
         size_option("--max-outside", max_outside),
+        size_option("--max-total", max_total),
     )
     limit = seconds_option("--time-limit", time_limit)
     if limit is not None and not verify:

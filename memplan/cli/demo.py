@@ -149,7 +149,7 @@ def _budget(plan: Plan, page: Path) -> None:
     from memplan.report.picture import picture_of_plan
 
     with progress("Fitting it; the first time on a machine, this compiles the search"):
-        kept = plan_within(ScheduledGraph.of(plan), PlanOptions(budget=SHARE), DEVICES["a100"])
+        kept = plan_within(ScheduledGraph.of(plan), PlanOptions(arena_budget=SHARE), DEVICES["a100"])
     _print_line(f"arena     {format_exact(kept.arena_size)} instead of {format_exact(plan.arena_size)}")
     for line in budget_lines(kept.report()):
         _print_line(line)

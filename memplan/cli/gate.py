@@ -91,7 +91,7 @@ class Work:
 
 
 def given_rules(
-    texts: list[str], arena: int | None, fragmentation: float | None, outside: int | None
+    texts: list[str], arena: int | None, fragmentation: float | None, outside: int | None, total: int | None
 ) -> tuple[Rule, ...]:
     """Return the rules that the command line's limits describe. Raises `InvalidSize`, which names the option."""
     from memplan.check.check import CheckLimits
@@ -103,7 +103,7 @@ def given_rules(
     except InvalidSize as error:
         error.where = "--fail-over"
         raise
-    limits = CheckLimits(max_arena=arena, max_fragmentation=fragmentation, max_outside=outside)
+    limits = CheckLimits(max_arena=arena, max_fragmentation=fragmentation, max_outside=outside, max_total=total)
     return (*limits.rules, *rules)
 
 

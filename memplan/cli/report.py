@@ -67,7 +67,18 @@ def report(
         Path | None, typer.Option("--snapshot", metavar="FILE", help="Write a pickle for PyTorch's memory_viz.")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="SIZE", help="Evict what does not fit: 8GiB, 50% or min.")
+        str | None,
+        typer.Option("--budget", metavar="SIZE", help="Evict what does not fit into the total: 8GiB, 50% or min."),
+    ] = None,
+    arena_budget: Annotated[
+        str | None, typer.Option("--arena-budget", metavar="SIZE", help="The same for the arena alone.")
+    ] = None,
+    host_budget: Annotated[
+        str | None, typer.Option("--host-budget", metavar="SIZE", help="The most bytes of copies on the host.")
+    ] = None,
+    reserve: Annotated[
+        str | None,
+        typer.Option("--reserve", metavar="SIZE", help="Bytes that the step does not show: optimizer state."),
     ] = None,
     gradients: Annotated[
         str,
@@ -100,10 +111,14 @@ def report(
     limit = seconds_option("--time-limit", time_limit)
     pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
-    given = (infer, budget is not None, costs is not None, gradients != "safe", solver != "auto", limit is not None)
+    budgets = (budget, arena_budget, host_budget, reserve)
+    given = (infer, budgets != (None,) * 4, costs is not None, gradients != "safe", solver != "auto", limit is not None)
     require_model(target, any(given))  # before their values are checked, which would not matter
     options = PlanOptions(
         budget=budget,
+        arena_budget=arena_budget,
+        host_budget=host_budget,
+        reserve=reserve or 0,
         costs=costs,
         gradients=cast("Gradients", gradients),  # `PlanOptions` refuses any other text
         solver=solver,

@@ -82,31 +82,38 @@ def evictions_of(graph: Graph, instances: Sequence[tuple[int, int]]) -> tuple[Ev
 class DeviceArena:
     """The arena of one device in a plan for several devices: the offsets [start, start + size), bytes.
 
-    `max_live` is the lower bound of its size in this order, `budget` its largest allowed size; both in bytes.
+    All are bytes: `max_live` is the lower bound of its size in this order, `arena_budget` its largest allowed size, and
+    `budget` the most that its device may hold in all (None: no limit).
     """
 
     device: str
     start: int
     size: int
     max_live: int
-    budget: int
+    arena_budget: int
+    budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictionPlan:
     """The record of how a plan keeps its budget. The plan's graph has an op for every recomputation and every copy.
 
-    `budget` is in bytes. `costs` names the cost model that predicted `seconds` (of a training step), `stall` (the part
-    of them spent waiting for copies) and `base_seconds` (without evictions). `sources[i]` is the op of the traced graph
-    that op i is or recomputes, -1 for a copy. `instances` are pairs (storage, storage that holds the same contents
-    later), in the order of first use. `host` places the host copies in an arena of their own. `device` is the device
-    of a step whose parameters, inputs and results are all on the host and copied; "" if the step runs where they are.
-    `sections` are the arenas of several devices, in their order; empty for one device.
+    `budget` limits the total, `arena_budget` the arena, `host_budget` the arena of the host copies, `pinned_budget` the
+    same where it is page-locked; all are bytes, and None is no limit. `arena_budget` is the size of the arena where the
+    user gave no limit of it. `costs` names the cost model that predicted `seconds` (of a training step), `stall` (the
+    part of them spent waiting for copies) and `base_seconds` (without evictions). `sources[i]` is the op of the traced
+    graph that op i is or recomputes, -1 for a copy. `instances` are pairs (storage, storage that holds the same
+    contents later), in the order of first use. `host` places the host copies in an arena of their own. `device` is the
+    device of a step whose parameters, inputs and results are all on the host and copied; "" if the step runs where they
+    are. `sections` are the arenas of several devices, in their order; empty for one device.
     """
 
     policy: str
     costs: str
-    budget: int
+    budget: int | None = None
+    arena_budget: int
+    host_budget: int | None = None
+    pinned_budget: int | None = None
     seconds: float
     base_seconds: float
     stall: float
@@ -130,7 +137,8 @@ def check_record(graph: Graph, plan: EvictionPlan) -> None:
         if source < -1 or (source == -1) != (op.target in TRANSFERS):
             raise InvalidPlan(f"names no op that {op.name!r} could repeat", where=f"eviction.sources[{i}]")
     _check_instances(graph, plan)
-    if plan.budget < 0 or min(plan.seconds, plan.base_seconds, plan.stall) < 0:
+    budgets = (plan.budget, plan.arena_budget, plan.host_budget, plan.pinned_budget)
+    if min(filter(None, budgets), default=0) < 0 or min(plan.seconds, plan.base_seconds, plan.stall) < 0:
         raise InvalidPlan("a budget or a time is negative", where="eviction")
     if plan.stall > plan.seconds:
         raise InvalidPlan(f"a step of {plan.seconds} s cannot wait for {plan.stall} s", where="eviction.stall")

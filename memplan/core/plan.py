@@ -20,24 +20,14 @@ from memplan.core.evictions import DeviceArena, Eviction, EvictionPlan, eviction
 from memplan.core.graph import Graph, StorageKind
 from memplan.core.in_place_reuse import placed
 from memplan.core.problem import Problem, Solution
-from memplan.core.schedule import (
-    Schedule,
-    is_proven_again,
-    storage_intervals,
-)
+from memplan.core.schedule import Schedule, is_proven_again
+from memplan.core.totals import functional_transient, outside_bytes, outside_profile, transient_on
 
 if TYPE_CHECKING:
     from memplan.analysis.forecast import Forecast
     from memplan.report.summary import Report
 
-SCHEMA_VERSION = 2
-_MODEL_KINDS = (
-    StorageKind.PARAMETER,
-    StorageKind.OPTIMIZER_STATE,
-    StorageKind.CONSTANT,
-    StorageKind.INPUT,
-    StorageKind.TANGENT,
-)
+SCHEMA_VERSION = 3
 
 
 def _function(module: str, name: str) -> Any:
@@ -68,6 +58,7 @@ class Plan:
         division: how ops of the traced graph were divided by rows; None if they were not.
         compress: how saved activations are compressed: "bits" packs masks, "int8" also quantizes activations, ""
             compresses nothing.
+        reserve: bytes on the device that the step does not show, such as the state of an optimizer; `total` has them.
 
     Example:
         >>> plan = memplan.plan(model, example_inputs)
@@ -87,6 +78,7 @@ class Plan:
     eviction: EvictionPlan | None = None
     division: Division | None = None
     compress: str = ""
+    reserve: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
@@ -153,22 +145,12 @@ class Plan:
         """The bytes outside the arena while each op (by index) runs: measured, or else its fallback results."""
         if self.temporaries is not None:
             return self.temporaries
-        return tuple(self.graph.functional_bytes(op) for op in self.graph.ops)
+        return functional_transient(self.graph)
 
     @cached_property
     def outside_profile(self) -> tuple[int, ...]:
         """Bytes allocated outside the arena at each step: the caller's results so far, and the op's transient bytes."""
-        steps = len(self.schedule.order)
-        change = [0] * (steps + 1)
-        for index, live in storage_intervals(self.graph, self.schedule.order).items():
-            storage = self.graph.storages[index]
-            if not storage.planned and storage.kind not in (*_MODEL_KINDS, StorageKind.HOST):
-                change[live.start] += storage.nbytes
-        kept, profile = 0, []
-        for step, op in enumerate(self.schedule.order):
-            kept += change[step]
-            profile.append(kept + self.transient[op])
-        return tuple(profile)
+        return outside_profile(self.graph, self.schedule.order, self.transient)
 
     @cached_property
     def outside(self) -> Mapping[str, int]:
@@ -189,6 +171,7 @@ class Plan:
                 "constants": g.bytes_of(StorageKind.CONSTANT),
                 "outputs": g.bytes_of(StorageKind.OUTPUT),
                 "gradients": g.bytes_of(StorageKind.GRADIENT),
+                **({"reserve": self.reserve} if self.reserve else {}),
                 "fallbacks": max(fallbacks, default=0),
                 "temporaries": max(extra, default=0),
             }
@@ -196,19 +179,40 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """The predicted peak of the whole step, bytes: arena, model, inputs, and the peak of `outside_profile`."""
-        return self.arena_size + self.graph.bytes_of(*_MODEL_KINDS) + max(self.outside_profile, default=0)
+        """The predicted peak of the whole step, bytes: arena, model, inputs, the peak of `outside_profile`, `reserve`.
+
+        Kernels' temporaries are in it when they were measured: `compile` measures them, `plan` does not.
+        """
+        return self.arena_size + outside_bytes(self.graph, self.schedule.order, self.transient) + self.reserve
 
     @property
     def on_device(self) -> int:
-        """Bytes on the device at the peak.
+        """Bytes on the device at the peak, which a budget limits.
 
-        It is `total`, or, if the model and the caller's tensors are on the host, only the arena and the kernels' own
-        allocations.
+        It is `total`, or, if the model and the caller's tensors are on the host, only the arena, the kernels' own
+        allocations and `reserve`. On several devices, it is the most that one of them needs.
         """
+        if self.devices:
+            return max(self.on_section(section) for section in self.devices)
         if self.eviction is None or not self.eviction.device:
             return self.total
-        return self.arena_size + max(self.transient, default=0)
+        return self.arena_size + max(self.transient, default=0) + self.reserve
+
+    def on_section(self, section: DeviceArena) -> int:
+        """Return the bytes on one of several devices at the peak: its arena, its kernels' allocations, `reserve`."""
+        return section.size + transient_on(self.graph, self.transient, section.device) + self.reserve
+
+    @property
+    def arena_limit(self) -> int | None:
+        """The most bytes that the arena may have within the budgets that were asked for; None without a budget.
+
+        Red zones are not counted.
+        """
+        if self.eviction is None:
+            return None
+        if self.eviction.budget is None or self.devices:
+            return self.eviction.arena_budget
+        return min(self.eviction.arena_budget, self.eviction.budget - (self.on_device - self.arena_size))
 
     def forecast(self, name: str) -> Forecast:
         """Return where a storage is at each step of the schedule, and at which steps it is used.

@@ -24,7 +24,8 @@ class Workload:
     `sources[i]` is the index of op i in the traced graph. `budget` and all sizes are bytes, sizes rounded up to
     `alignment`. `host_resident` are the storages of the model and the caller (parameters, optimizer state, inputs,
     outputs, gradients) that live on the host and take arena bytes only while they are loaded. `device`
-    is the device that they are loaded to ("": each stays on its own).
+    is the device that they are loaded to ("": each stays on its own). `host_budget` limits the bytes of all offloaded
+    copies that are on the host at once (None: no limit).
     """
 
     graph: Graph
@@ -34,6 +35,7 @@ class Workload:
     alignment: int = 1
     host_resident: frozenset[int] = frozenset()
     device: str = ""
+    host_budget: int | None = None
 
     def within(self, budget: int) -> Workload:
         """Return this workload with another budget. Cached properties are kept, since none depends on the budget."""

@@ -1,16 +1,19 @@
-"""Makes a plan that keeps a budget.
+"""Makes a plan that keeps its budgets: that of the total, of the arena, and of the copies on the host.
 
-The arena must fit, not only the live bytes: if fragmentation makes it too large, more is evicted.
+The arena must fit, not only the live bytes: if fragmentation, or what is outside the arena, makes the plan too large,
+more is evicted.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from memplan.core import lifetimes
 from memplan.core.evictions import EvictionPlan
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
+from memplan.core.totals import functional_transient, outside_bytes
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
@@ -18,66 +21,58 @@ from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy, Workload
-from memplan.planning.fit import Fitted, fit, make_workload, smallest
+from memplan.evict.workload_limits import floor
+from memplan.planning.byte_limits import ByteLimits, budgets_in_bytes
+from memplan.planning.fit import Fitted, fit, make_workload, quick_of, smallest
 from memplan.planning.make_plan import ScheduledGraph, make_plan
-from memplan.planning.options import PlanOptions, read_budget
+from memplan.planning.options import PlanOptions, read_budget, read_size
 from memplan.solvers import solve
 
 _TRIES = 4
-_HIGHEST = 2**63 - 1  # the largest number of compiled loops
 
 
 def plan_within(
-    scheduled: ScheduledGraph, options: PlanOptions, costs: CostModel, *, room: int = 0, device: str = ""
+    scheduled: ScheduledGraph,
+    options: PlanOptions,
+    costs: CostModel,
+    *,
+    room: int = 0,
+    device: str = "",
+    transient: Sequence[int] | None = None,
 ) -> Plan:
-    """Return a plan of a scheduled graph whose arena is at most `options.budget`, by evictions of `options.policy`.
+    """Return a plan of a scheduled graph that keeps the budgets of `options`, by evictions of `options.policy`.
 
-    The budget limits the arena, not the sum of live bytes: if fragmentation makes the arena too large, more is evicted.
-    Red zones are not counted. `room` are the bytes of an arena that exists anyway, because several programs share it;
-    all of them may be used. `device` is the device of a step whose model and inputs are on the host and are copied;
-    then no budget (None) means the bytes with which nothing is copied twice, and for the policy "genoa" the smallest
-    possible. Raises `BudgetInfeasible`, which names the op with the largest working set and the smallest budget that
-    can be kept.
+    `options.budget` limits the total (`Plan.on_device`), `options.arena_budget` the arena; fragmentation counts. Red
+    zones do not. `room` are the bytes of an arena that exists anyway, because several programs share it; all of them
+    may be used. `device` is the device of a step whose model and inputs are on the host and are copied; then no budget
+    (None) means the bytes with which nothing is copied twice, and for the policy "genoa" the smallest possible.
+    `transient` are the measured bytes that each op of the graph, and each op that computes it again, allocates outside
+    the arena; None: only fresh results are known. Raises `BudgetInfeasible`, which names the op with the largest
+    working set and the smallest budget that can be kept.
     """
     decide = fit_policy(options.policy)
     workload = make_workload(scheduled.graph, scheduled.schedule.order, costs, scheduled.alignment, device=device)
-    budget = "min" if options.budget is None and decide is genoa else options.budget
-    wanted = max(bytes_of(budget, workload, decide), room)
-    asked = workload = workload.within(wanted)
-    plan: Plan | None = None
-    for _ in range(_TRIES):
-        try:
-            fitted = fit(scheduled.graph, workload, decide)
-        except BudgetInfeasible:
-            if plan is None:
-                raise
-            break  # it names a smaller budget than the one that was asked for
-        order = make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), scheduled.schedule.policy)
-        plan = make_plan(replace(scheduled, graph=fitted.graph, schedule=order), options)
-        plan = replace(plan, eviction=eviction_of(fitted, plan, policy_name(options.policy), asked))
-        over = plan.arena_size - wanted
-        if over <= 0 or scheduled.redzone:
-            return plan
-        if budget in (None, "min"):  # more evictions cannot remove the fragmentation
-            assert plan.eviction is not None
-            return replace(plan, eviction=replace(plan.eviction, budget=plan.arena_size))
-        workload = workload.within(max(workload.budget - over, 0))
-    assert plan is not None
-    raise BudgetInfeasible(
-        f"its buffers need {format_bytes(plan.max_live)} and do not fit into {format_bytes(wanted)} without holes",
-        op="",
-        smallest=plan.arena_size,
-        where="budget",
-        hint=f"give at least {plan.arena_size} bytes, or the solver more time",
+    unlimited = options.budget is None and options.arena_budget is None
+    minimal = "min" in (options.budget, options.arena_budget) or (unlimited and decide is genoa)
+    limits, workload = _limits(scheduled, options, workload, room)
+    planner = _Planner(
+        scheduled=scheduled, options=options, workload=workload, policy=decide, limits=limits, transient=transient
     )
+    found = None if minimal else planner.below()
+    if found is not None:
+        return found
+    least = planner.smallest()
+    if not limits.keeps(least):
+        raise planner.infeasible(least)
+    return planner.recorded(least, minimal=minimal)
 
 
 def eviction_of(fitted: Fitted, plan: Plan, policy: str, asked: Workload) -> EvictionPlan:
-    """Return the `EvictionPlan` of a step that keeps the budget of `asked`, with its host copies placed."""
+    """Return the `EvictionPlan` of a step whose arena keeps the budget of `asked`, with its host copies placed."""
     return EvictionPlan(
         policy=policy,
         costs=asked.costs.name,
-        budget=asked.budget,
+        arena_budget=asked.budget,
         seconds=fitted.measured.seconds,
         base_seconds=fitted.base.seconds,
         stall=fitted.measured.stall,
@@ -88,13 +83,168 @@ def eviction_of(fitted: Fitted, plan: Plan, policy: str, asked: Workload) -> Evi
     )
 
 
-def bytes_of(budget: object, workload: Workload, policy: Policy) -> int:
-    """Return the bytes of a budget; None means the bytes needed without a budget. Raises `InvalidSize`."""
-    if budget is None and workload.host_resident:
-        return measure(workload, workload.plain).peak
-    read = read_budget(budget)
-    if isinstance(read, str):
-        return smallest(workload, policy)
-    if isinstance(read, float):
-        return int(measure(workload, workload.plain).peak * read)
-    return min(read, _HIGHEST)
+def _limits(
+    scheduled: ScheduledGraph, options: PlanOptions, workload: Workload, room: int
+) -> tuple[ByteLimits, Workload]:
+    """Return the limits that `options` ask for, and the workload with its limit of bytes on the host."""
+    asked = budgets_in_bytes(options, scheduled.graph, workload)
+    arena = asked.arena_budget
+    if options.budget is None and arena is None and workload.host_resident:
+        arena = measure(workload, workload.plain).peak
+    device = workload.device or next((s.device for s in scheduled.graph.storages if s.planned), "")
+    limits = ByteLimits(
+        total=asked.budget if isinstance(asked.budget, int) else None,
+        arena=arena if isinstance(arena, int) else None,
+        host_budget=read_size("host_budget", options.host_budget) if options.host_budget is not None else None,
+        pinned_budget=read_size("pinned_budget", options.pinned_budget) if options.pinned_budget is not None else None,
+        pinned=device.startswith("cuda"),
+        room=room,
+        relative=isinstance(asked.budget, int) and not isinstance(read_budget(options.budget), int),
+    )
+    return limits, replace(workload, host_budget=limits.host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planner:
+    """Makes plans of one scheduled graph under different limits of its live bytes; `transient` is by traced op."""
+
+    scheduled: ScheduledGraph
+    options: PlanOptions
+    workload: Workload
+    policy: Policy
+    limits: ByteLimits
+    transient: Sequence[int] | None
+
+    def below(self) -> Plan | None:
+        """Return a plan that keeps the limits; None if none is found.
+
+        Raises `InvalidEviction` for a policy whose events are invalid.
+        """
+        ways = [self]
+        if self.limits.host is not None:  # the limit of the host changes the way of a search, and may mislead it
+            ways += [replace(self, workload=replace(self.workload, host_budget=None)), self.quick()]
+        return next((plan for way in ways if (plan := way.descended()) is not None), None)
+
+    def quick(self) -> _Planner:
+        """Return the same planner with a policy that takes less time."""
+        return replace(self, policy=quick_of(self.policy))
+
+    def within_host(self, nbytes: int | None) -> _Planner:
+        """Return the same planner with another limit of the bytes on the host; None for no limit."""
+        limits = replace(self.limits, host_budget=nbytes, pinned_budget=None)
+        return replace(self, limits=limits, workload=replace(self.workload, host_budget=nbytes))
+
+    def descended(self) -> Plan | None:
+        """Return a plan that keeps the limits, found by evicting more where one needs more; None if none is found."""
+        scheduled, workload = self.scheduled, self.workload
+        transient = functional_transient(scheduled.graph) if self.transient is None else self.transient
+        away = bool(workload.device)
+        outside = outside_bytes(scheduled.graph, scheduled.schedule.order, transient, away=away) + scheduled.reserve
+        wanted = self.limits.arena_beside(outside)
+        lowest, _ = floor(workload)
+        for _ in range(_TRIES):
+            if wanted < lowest:
+                return None
+            try:
+                plan = self._placed(fit(scheduled.graph, workload.within(wanted), self.policy))
+            except BudgetInfeasible:
+                return None
+            if self.limits.keeps(plan):
+                return self.recorded(plan)
+            over = self.limits.over(plan)
+            if over <= 0:  # what is too large is no part of the arena
+                return None
+            wanted = min(wanted, plan.max_live) - over
+        return None
+
+    def smallest(self) -> Plan:
+        """Return the plan with the smallest arena for which the policy finds events; its arena is its arena budget."""
+        nbytes = smallest(self.workload, self.policy)
+        try:
+            fitted = fit(self.scheduled.graph, self.workload.within(nbytes), self.policy)
+        except BudgetInfeasible:
+            fitted = fit(self.scheduled.graph, self.workload.within(nbytes), quick_of(self.policy))
+        return self._placed(fitted)
+
+    def recorded(self, plan: Plan, *, minimal: bool = False) -> Plan:
+        """Return the plan with the budgets that it keeps. `minimal`: they are what the plan needs."""
+        assert plan.eviction is not None
+        limits = self.limits
+        total = limits.total
+        if self.options.budget == "min":
+            total = plan.on_device
+        elif total is not None:
+            total = max(total, limits.total_of(plan)) if limits.relative else total
+        whole = minimal or (limits.total is None and limits.arena is None)
+        arena = plan.arena_size if whole else limits.arena_beside(plan.on_device - plan.arena_size)
+        return replace(
+            plan,
+            eviction=replace(
+                plan.eviction,
+                budget=total,
+                arena_budget=arena,
+                host_budget=limits.host_budget,
+                pinned_budget=limits.pinned_budget,
+            ),
+        )
+
+    def infeasible(self, least: Plan) -> BudgetInfeasible:
+        """Return the error of limits that no plan keeps; `least` is the plan with the smallest arena."""
+        limits = self.limits
+        if limits.host is not None and (free := self.within_host(None).below()) is not None:
+            return self._host_infeasible(free.host_size)
+        lowest, index = floor(self.workload)
+        op = self.workload.graph.ops[index]
+        module = f" in {op.origin.module}" if op.origin.module else ""
+        needs = f"{op.name} ({op.target}){module} reads and writes {format_bytes(lowest)}"
+        need, where, limit = least.arena_size, "arena_budget", limits.arena
+        if limits.total is not None and limits.total_of(least) > limits.total:
+            need, where, limit = limits.total_of(least), "budget", limits.total
+            needs += _beside(least)
+        assert limit is not None
+        return BudgetInfeasible(
+            f"the step cannot run in {format_bytes(limit)}: {needs}",
+            op=op.name,
+            smallest=need,
+            where=where,
+            hint=f"give at least {need} bytes ({format_bytes(need)}), or {where}='min'",
+        )
+
+    def _host_infeasible(self, high: int) -> BudgetInfeasible:
+        """Return the error of a limit of bytes on the host; with `high` bytes there, the other limits are kept."""
+        limits, low = self.limits, self.limits.host
+        assert low is not None
+        while high - low > max(high // 100, self.workload.alignment):
+            tried = (low + high) // 2
+            plan = self.within_host(tried).quick().descended()
+            low, high = (tried, high) if plan is None else (low, plan.host_size)
+        pinned = limits.host == limits.pinned_budget and limits.pinned
+        where = "pinned_budget" if pinned else "host_budget"
+        most = max(self.workload.graph.storages, key=lambda s: s.nbytes if s.planned else -1)
+        return BudgetInfeasible(
+            f"the step needs {format_bytes(high)} of copies on the host to keep its other budgets, its limit is"
+            f" {format_bytes(limits.host or 0)}; the largest storage is {most.name}, {format_bytes(most.nbytes)}",
+            op="",
+            smallest=high,
+            where=where,
+            hint=f"give at least {high} bytes ({format_bytes(high)}), or a larger budget on the device",
+        )
+
+    def _placed(self, fitted: Fitted) -> Plan:
+        """Return the plan of a step with evictions: its offsets, and its transient bytes where they were measured."""
+        order = make_schedule(fitted.graph, tuple(range(len(fitted.graph.ops))), self.scheduled.schedule.policy)
+        plan = make_plan(replace(self.scheduled, graph=fitted.graph, schedule=order), self.options)
+        if self.transient is not None:
+            known = tuple(0 if source < 0 else self.transient[source] for source in fitted.sources)
+            plan = replace(plan, temporaries=known)
+        eviction = eviction_of(fitted, plan, policy_name(self.options.policy), self.workload.within(plan.arena_size))
+        return replace(plan, eviction=eviction)
+
+
+def _beside(plan: Plan) -> str:
+    """Return what the device holds beside the arena, as a part of an error message; "" for nothing."""
+    parts = [(size, name) for name, size in plan.outside.items() if size]
+    if plan.eviction is not None and plan.eviction.device:
+        parts = [(size, name) for size, name in parts if name in ("fallbacks", "temporaries", "reserve")]
+    largest = ", ".join(f"{name} {format_bytes(size)}" for size, name in sorted(parts, reverse=True)[:4])
+    return f"; beside the arena are {format_bytes(plan.on_device - plan.arena_size)} ({largest})" if parts else ""

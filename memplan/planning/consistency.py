@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.core import lifetimes
-from memplan.core.evictions import check_record
+from memplan.core.evictions import DeviceArena, check_record
 from memplan.core.graph import Graph, check_graph
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
@@ -32,6 +32,8 @@ def check_consistency(plan: Plan) -> None:
         raise InvalidPlan("needs one number of bytes per op", where="temporaries")
     if plan.solution.status not in (Status.OPTIMAL, Status.FEASIBLE):
         raise InvalidPlan(f"is {plan.solution.status.name.lower()}", where="solution.status")
+    if plan.reserve < 0:
+        raise InvalidPlan(f"{plan.reserve} bytes are less than none", where="reserve")
     validate(plan.problem, plan.solution)
     if plan.eviction is not None:
         check_record(plan.graph, plan.eviction)
@@ -55,7 +57,7 @@ def check_sections(plan: Plan) -> None:
             raise InvalidPlan("does not start where the one before it ends, or is of the same device", where=where)
         start += section.size
         part = lifetimes.device_problem(plan.problem, plan.graph, section.device)
-        if section.max_live != part.max_live or (section.size > section.budget and not plan.redzone):
+        if section.max_live != part.max_live or not _keeps(plan, section):
             raise InvalidPlan(f"has not {section.max_live} bytes alive, or more than its budget", where=where)
         offsets = {b.id: plan.solution.offsets[b.id] - section.start for b in part.buffers}
         low = part.max_live if plan.solution.status is Status.OPTIMAL else 0
@@ -68,10 +70,26 @@ def check_sections(plan: Plan) -> None:
 
 
 def require_budget(plan: Plan) -> None:
-    """Raise `InvalidPlan` if the arena is larger than the budget. Plans with red zones, which are for tests, may be."""
-    if plan.eviction is not None and plan.arena_size > plan.eviction.budget and not plan.redzone:
-        what = f"the arena of {plan.arena_size} bytes is larger than its budget of {plan.eviction.budget}"
-        raise InvalidPlan(what, where="eviction.budget")
+    """Raise `InvalidPlan` if the plan exceeds one of its budgets. Plans with red zones, which are for tests, may."""
+    if plan.eviction is None or plan.redzone:
+        return
+    kept = plan.eviction
+    budget = None if plan.devices else kept.budget  # those of several devices are checked one by one
+    for name, part, nbytes, limit in (
+        ("arena_budget", "the arena", plan.arena_size, kept.arena_budget),
+        ("budget", "the total", plan.on_device, budget),
+        ("host_budget", "what is copied to the host", plan.host_size, kept.host_budget),
+    ):
+        if limit is not None and nbytes > limit:
+            raise InvalidPlan(
+                f"{part} of {nbytes} bytes is larger than its budget of {limit}", where=f"eviction.{name}"
+            )
+
+
+def _keeps(plan: Plan, section: DeviceArena) -> bool:
+    """Return whether the arena of one of several devices, and all that is on that device, keep their budgets."""
+    within = section.budget is None or plan.on_section(section) <= section.budget
+    return bool(plan.redzone) or (section.size <= section.arena_budget and within)
 
 
 def _check_schedule(graph: Graph, schedule: Schedule) -> None:

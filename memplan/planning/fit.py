@@ -57,8 +57,9 @@ def make_workload(
 def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
     """Make the step of `workload` keep its budget. `traced` is the traced graph, for the check of equivalence.
 
-    Raises `BudgetInfeasible` if the budget is below an op's working set or the policy finds no solution, and
-    `InvalidEviction` if the policy's events are invalid or exceed the budget.
+    Raises `BudgetInfeasible` if a budget is below an op's working set or the policy finds no solution (it does not
+    search for the smallest budget that works: see `smallest`), and `InvalidEviction` if the policy's events are invalid
+    or exceed the budget.
     """
     base = measure(workload, workload.plain)
     if workload.host_resident:  # even if everything fits, the step need not wait for all copies
@@ -68,17 +69,15 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
     if base.peak <= workload.budget and not workload.host_resident:
         events = workload.plain
     elif lowest > workload.budget:
-        raise _infeasible(workload, policy, f"cannot run in {format_bytes(workload.budget)}:", op)
+        raise _infeasible(workload, lowest, op)
     else:
-        try:
-            events = policy(workload)
-        except BudgetInfeasible as error:
-            what = f"no way was found to run the step in {format_bytes(workload.budget)}; its largest op"
-            raise _infeasible(workload, policy, what, op) from error
+        events = policy(workload)
     measured = measure(workload, events)
     if measured.peak > workload.budget:
         what = f"the policy's events need {measured.peak} bytes, the budget is {workload.budget}"
         raise InvalidEviction(what, where=getattr(policy, "__name__", "policy"), hint="use policy='auto'")
+    if measured.area > 0:  # of bytes on the host, which this policy does not count
+        raise _infeasible(workload, lowest, op)
     applied = apply(workload, events)
     require_equivalent(traced, applied.graph, applied.sources)
     return Fitted(
@@ -92,14 +91,13 @@ def smallest(workload: Workload, policy: Policy) -> int:
     It is found by bisection between the largest working set and the peak. The result is a budget that was tried: a
     policy that uses less than its budget need not find a solution for less.
     """
-    own: Policy | None = getattr(policy, "quick", None)
-    quick: Policy = own or (partial(policy, work=0) if policy in (auto, recompute) else policy)
+    quick = quick_of(policy)
     low, high = floor(workload)[0] - 1, measure(workload, workload.plain).peak
     tried = low + 1
     while high - low > max(_CLOSE * high, workload.alignment):
         try:
             at = workload.within(tried)
-            kept = measure(at, quick(at)).peak <= tried
+            kept = measure(at, quick(at)).area == 0
         except BudgetInfeasible:
             kept = False
         low, high = (low, tried) if kept else (tried, high)
@@ -107,15 +105,15 @@ def smallest(workload: Workload, policy: Policy) -> int:
     return high
 
 
-def _infeasible(workload: Workload, policy: Policy, what: str, index: int) -> BudgetInfeasible:
-    lowest, _ = floor(workload)
-    least = smallest(workload, policy)
+def quick_of(policy: Policy) -> Policy:
+    """Return a policy that needs about the same bytes as `policy`, in less time; `policy` itself if there is none."""
+    own: Policy | None = getattr(policy, "quick", None)
+    return own or (partial(policy, work=0) if policy in (auto, recompute) else policy)
+
+
+def _infeasible(workload: Workload, lowest: int, index: int) -> BudgetInfeasible:
     op = workload.graph.ops[index]
-    module = f" in {op.origin.module}" if op.origin.module else ""
-    return BudgetInfeasible(
-        f"{what} {op.name} ({op.target}){module} reads and writes {format_bytes(lowest)}",
-        op=op.name,
-        smallest=least,
-        where="budget",
-        hint=f"give at least {least} bytes ({format_bytes(least)}), or budget='min'",
+    what = (
+        f"no way was found to run the step in {format_bytes(workload.budget)}; {op.name} needs {format_bytes(lowest)}"
     )
+    return BudgetInfeasible(what, op=op.name, smallest=lowest, where="arena_budget")

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memplan.core.evictions import Action, evictions_of
 from memplan.core.graph import Graph
 from memplan.core.schedule import Schedule
+from memplan.core.totals import functional_transient, outside_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel, cost_model
 from memplan.evict.judge.arrays import measure
 from memplan.evict.select import fit_policy, policy_name
-from memplan.evict.workload import Policy
-from memplan.planning.fit import fit, make_workload, smallest
+from memplan.evict.workload import Policy, Workload
+from memplan.planning.eager_total import eager_total
+from memplan.planning.fit import Fitted, fit, make_workload, quick_of, smallest
 
+_TRIES = 4
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """The cost of one budget (bytes).
+    """The cost of one budget of the total (bytes).
 
-    `max_live` are the most live bytes, `seconds` the predicted seconds of a training step and `stall` those of them
-    spent waiting for copies; `recomputed` and `offloaded` are bytes per training step. `max_live` and `seconds` are
-    None if the budget cannot be kept.
+    `total` are the most bytes on the device, `max_live` those of them that are live in the arena, `seconds` the
+    predicted seconds of a training step and `stall` those of them spent waiting for copies; `recomputed` and
+    `offloaded` are bytes per training step. `total`, `max_live` and `seconds` are None if the budget cannot be kept.
     """
 
     budget: int
+    total: int | None = None
     max_live: int | None = None
     seconds: float | None = None
     stall: float = 0.0
@@ -37,12 +41,13 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """Points by falling budget, including the smallest budget that can be kept. `most` (bytes) and `base_seconds` are
-    those of the step without a budget."""
+    """Points by falling budget, including the smallest budget that can be kept. `most` (total bytes) and `base_seconds`
+    are those of the step without a budget, `eager` are the bytes of the predicted eager total."""
 
     policy: str
     costs: str
     most: int
+    eager: int
     base_seconds: float
     points: tuple[FrontierPoint, ...]
 
@@ -54,10 +59,10 @@ class Frontier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """The result of another system on the same step: its setting, its measured live bytes, its slowdown as a share."""
+    """The result of another system on the same step: its setting, its total bytes, its slowdown as a share."""
 
     name: str
-    max_live: int
+    total: int
     overhead: float
 
 
@@ -69,38 +74,75 @@ def frontier(
     costs: CostModel | str,
     policy: str | Policy = "auto",
     shares: Sequence[float] = SHARES,
+    reserve: int = 0,
 ) -> Frontier:
-    """Compute the cost of budgets that are shares of the bytes needed without a budget, and of the smallest budget.
+    """Compute the cost of budgets: shares of the predicted eager total, the need without a budget, and the smallest.
 
-    Budgets limit live bytes, alignment included, and leave out fragmentation, which only `memplan.plan` computes.
-    Raises the errors of the policy other than `BudgetInfeasible`.
+    Budgets limit the total, `reserve` (bytes) and alignment included, as in `memplan.plan`; but fragmentation, which
+    only a plan shows, and kernels' temporaries, which only running shows, are left out. A budget costs no more time
+    than a smaller one: what keeps the smaller one keeps it too. Raises the errors of the policy other than
+    `BudgetInfeasible`.
     """
     decide, prices = fit_policy(policy), cost_model(costs)
     workload = make_workload(graph, schedule.order, prices, alignment)
     base = measure(workload, workload.plain)
-    least = smallest(workload, decide)
-    budgets = sorted({int(base.peak * share) for share in shares} | {least}, reverse=True)
-    points = []
+    outside = outside_bytes(graph, schedule.order, functional_transient(graph)) + reserve
+    eager, least = (
+        eager_total(graph) + reserve,
+        fit(graph, workload.within(smallest(workload, decide)), quick_of(decide)),
+    )
+    lowest = _point(least, reserve)
+    assert lowest.total is not None
+    budgets = sorted({int(eager * share) for share in shares} | {lowest.total, base.peak + outside})
+    points: list[FrontierPoint] = []
     for budget in budgets:
-        if budget < least:
+        kept = points[-1] if points and points[-1].seconds is not None else None
+        if budget < lowest.total:
             points.append(FrontierPoint(budget=budget))
             continue
-        try:
-            fitted = fit(graph, workload.within(budget), decide)
-        except BudgetInfeasible:  # the policy found a solution for a smaller budget only
-            points.append(FrontierPoint(budget=budget))
-            continue
-        evictions = evictions_of(fitted.graph, fitted.instances)
-        points.append(
-            FrontierPoint(
-                budget=budget,
-                max_live=fitted.measured.peak,
-                seconds=fitted.measured.seconds,
-                stall=fitted.measured.stall,
-                recomputed=sum(e.nbytes for e in evictions if e.action is Action.RECOMPUTE),
-                offloaded=sum(e.nbytes for e in evictions if e.action is Action.OFFLOAD),
-            )
-        )
+        found = _within(graph, workload.within(max(budget - outside, 0)), decide, budget=budget, reserve=reserve)
+        ways = [point for point in (lowest, kept, found) if point is not None]
+        points.append(replace(min(ways, key=lambda point: point.seconds or 0.0), budget=budget))
     return Frontier(
-        policy=policy_name(policy), costs=prices.name, most=base.peak, base_seconds=base.seconds, points=tuple(points)
+        policy=policy_name(policy),
+        costs=prices.name,
+        most=base.peak + outside,
+        eager=eager,
+        base_seconds=base.seconds,
+        points=tuple(reversed(points)),
+    )
+
+
+def _within(graph: Graph, workload: Workload, policy: Policy, *, budget: int, reserve: int) -> FrontierPoint | None:
+    """Return the point of a step whose total keeps `budget`; None if the policy finds none.
+
+    `workload` has the live bytes that are left in the budget where nothing is evicted.
+    """
+    live = workload.budget
+    for _ in range(_TRIES):
+        try:
+            point = _point(fit(graph, workload.within(max(live, 0)), policy), reserve)
+        except BudgetInfeasible:
+            return None
+        assert point.total is not None
+        assert point.max_live is not None
+        if point.total <= budget:
+            return point
+        live = min(live, point.max_live) - (point.total - budget)
+    return None
+
+
+def _point(fitted: Fitted, reserve: int) -> FrontierPoint:
+    """Return the point of a step with evictions, whose budget is what it needs."""
+    evictions = evictions_of(fitted.graph, fitted.instances)
+    order = tuple(range(len(fitted.graph.ops)))
+    outside = outside_bytes(fitted.graph, order, functional_transient(fitted.graph)) + reserve
+    return FrontierPoint(
+        budget=fitted.measured.peak + outside,
+        total=fitted.measured.peak + outside,
+        max_live=fitted.measured.peak,
+        seconds=fitted.measured.seconds,
+        stall=fitted.measured.stall,
+        recomputed=sum(e.nbytes for e in evictions if e.action is Action.RECOMPUTE),
+        offloaded=sum(e.nbytes for e in evictions if e.action is Action.OFFLOAD),
     )

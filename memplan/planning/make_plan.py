@@ -20,6 +20,7 @@ class ScheduledGraph:
 
     `model`: the name of the model in the plan. `alignment`: that of every buffer, in bytes. `redzone`: bytes to leave
     free on both sides of every buffer. `versions`: those of memplan, torch and Python, for the plan's record.
+    `reserve`: bytes on the device that the step does not show, which count in the plan's total.
     """
 
     model: str
@@ -28,6 +29,7 @@ class ScheduledGraph:
     alignment: int
     versions: Mapping[str, str]
     redzone: int = 0
+    reserve: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> ScheduledGraph:
@@ -38,6 +40,7 @@ class ScheduledGraph:
             schedule=plan.schedule,
             alignment=plan.alignment,
             versions=plan.versions,
+            reserve=plan.reserve,
         )
 
     @property
@@ -56,6 +59,7 @@ class ScheduledGraph:
             alignment=self.alignment,
             redzone=self.redzone,
             versions=self.versions,
+            reserve=self.reserve,
         )
 
 

@@ -10,6 +10,7 @@ from memplan.core.evictions import DeviceArena, EvictionPlan
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution, Status
 from memplan.core.schedule import make_schedule
+from memplan.core.totals import functional_transient, transient_on
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InvalidSize, MemplanError
 from memplan.evict.costs import CostModel
@@ -17,11 +18,10 @@ from memplan.evict.graph.apply import Applied, apply
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.flow import flow
-from memplan.evict.workload import Workload
-from memplan.planning.budget import bytes_of
+from memplan.planning.byte_limits import budgets_in_bytes
 from memplan.planning.fit import make_workload
 from memplan.planning.make_plan import ScheduledGraph, solved
-from memplan.planning.options import Budget, PlanOptions
+from memplan.planning.options import PlanOptions
 from memplan.planning.partition.assign import Assignment, assign
 from memplan.planning.partition.blocks import Units, units_of
 from memplan.planning.partition.divide import Divided, devices_of, divide
@@ -33,14 +33,21 @@ _POLICY = "blocks"  # the name of the policy in plans
 
 
 def plan_several(
-    scheduled: ScheduledGraph, options: PlanOptions, costs: CostModel, *, devices: tuple[str, ...]
+    scheduled: ScheduledGraph,
+    options: PlanOptions,
+    costs: CostModel,
+    *,
+    devices: tuple[str, ...],
+    transient: Sequence[int] | None = None,
 ) -> Plan:
     """Return a plan of a scheduled graph whose blocks are partitioned over `devices`, each with an arena of its own.
 
-    `options.budget` is a number of bytes, a text or a share (of the bytes that one device would need) that holds for
-    each device, or a sequence with one such budget per device; None balances the devices. Parameters stay on the device
-    of their block from their first use to their last; nothing is evicted. The solver's time limit is for each device.
-    Raises `BudgetInfeasible` with the smallest budget, the same for every device, that the partition can keep.
+    `options.budget` limits what each device holds in all, `options.arena_budget` the arena of each: a number of bytes,
+    a text or a share that holds for each device, or a sequence with one such budget per device; None balances the
+    devices. A share of `budget` is one of the predicted eager total, one of `arena_budget` is one of what one device
+    would hold. Parameters stay on the device of their block from their first use to their last; nothing is evicted. The
+    solver's time limit is for each device. `transient`: as in `plan_within`. Raises `BudgetInfeasible` with the
+    smallest budget, the same for every device, that the partition can keep.
     """
     if options.policy != "auto":
         what = "several devices share a step by blocks, and evict nothing"
@@ -48,7 +55,11 @@ def plan_several(
     graph, alignment = scheduled.graph, scheduled.alignment
     workload = make_workload(graph, scheduled.schedule.order, costs, alignment, device=devices[0])
     workload = workload.within(measure(workload, workload.plain).peak)
-    budgets = _budgets(options.budget, workload, len(devices))
+    asked = budgets_in_bytes(options, graph, workload)
+    totals = _budgets(asked.budget, "budget", len(devices))
+    arenas = _budgets(asked.arena_budget, "arena_budget", len(devices))
+    reserves = [scheduled.reserve] * len(devices)
+    budgets = None if totals is None and arenas is None else _stricter(arenas, totals, reserves)
     whole = apply(workload, flow(workload))
     units = units_of(whole.graph, len(devices))
     wanted = budgets
@@ -63,15 +74,19 @@ def plan_several(
         problem = partitioned.problem
         parts = [lifetimes.device_problem(problem, divided.graph, device) for device in devices]
         solutions = [solved(part, options) for part in parts]
-        limits = [solution.arena_size for solution in solutions] if budgets is None or scheduled.redzone else budgets
+        known = functional_transient(divided.graph) if transient is None else _of_sources(transient, divided.sources)
+        beside = [transient_on(divided.graph, known, device) + scheduled.reserve for device in devices]
+        sizes = [solution.arena_size for solution in solutions]
+        limits = sizes if budgets is None or scheduled.redzone else _stricter(arenas, totals, beside)
         over = [max(s.arena_size - b, 0) for s, b in zip(solutions, limits, strict=True)]
         if not any(over):
             break
         wanted = [max(b - extra, 0) for b, extra in zip(wanted or limits, over, strict=True)]
     else:
-        raise _without_holes(solutions, limits)
-    sections = _sections(devices, parts, solutions, limits)
+        raise _without_holes(solutions, limits, beside if totals is not None else None)
+    sections = _sections(devices, parts, solutions, limits, totals)
     plan = partitioned.plan(problem, _side_by_side(sections, solutions))
+    plan = plan if transient is None else replace(plan, temporaries=known)
     return replace(plan, eviction=_eviction(plan, whole, divided, costs, sections))
 
 
@@ -83,7 +98,7 @@ def _eviction(
     return EvictionPlan(
         policy=_POLICY,
         costs=prices.name,
-        budget=sum(section.budget for section in sections),
+        arena_budget=sum(section.arena_budget for section in sections),
         seconds=seconds,
         base_seconds=simulate(whole.graph, prices)[0],
         stall=stall,
@@ -96,13 +111,26 @@ def _eviction(
 
 
 def _sections(
-    devices: Sequence[str], parts: Sequence[Problem], solutions: Sequence[Solution], limits: Sequence[int]
+    devices: Sequence[str],
+    parts: Sequence[Problem],
+    solutions: Sequence[Solution],
+    limits: Sequence[int],
+    totals: Sequence[int] | None,
 ) -> tuple[DeviceArena, ...]:
     """Return the arenas of the devices, at consecutive offsets."""
     found, start = [], 0
-    for device, part, solution, limit in zip(devices, parts, solutions, limits, strict=True):
+    for i, (device, part, solution) in enumerate(zip(devices, parts, solutions, strict=True)):
         size = solution.arena_size
-        found.append(DeviceArena(device=device, start=start, size=size, max_live=part.max_live, budget=limit))
+        found.append(
+            DeviceArena(
+                device=device,
+                start=start,
+                size=size,
+                max_live=part.max_live,
+                arena_budget=limits[i],
+                budget=None if totals is None else totals[i],
+            )
+        )
         start += size
     return tuple(found)
 
@@ -130,28 +158,44 @@ def _side_by_side(sections: Sequence[DeviceArena], solutions: Sequence[Solution]
     )
 
 
-def _budgets(budget: Budget | Sequence[Budget] | None, workload: Workload, count: int) -> list[int] | None:
+def _budgets(budget: object, name: str, count: int) -> list[int] | None:
+    """Return the budget in bytes of each of `count` devices; None for none. Raises `InvalidSize` for anything else."""
     if budget is None:
         return None
-    each = [budget] * count if isinstance(budget, (int, float, str)) else budget
+    each = list(budget) if isinstance(budget, tuple) else [budget] * count
     if len(each) != count:
         what = f"{len(each)} budgets for {count} devices"
-        raise InvalidSize(what, where="budget", hint="give one for all devices alike, or one for each")
+        raise InvalidSize(what, where=name, hint="give one for all devices alike, or one for each")
     found = []
     for one in each:
-        if one is None or one == "min":
+        if not isinstance(one, int):
             hint = "give each device bytes, a text or a share, or no budget at all, which divides evenly"
-            raise InvalidSize(f"{one!r} is not a budget of one of several devices", where="budget", hint=hint)
-        found.append(bytes_of(one, workload, flow))
+            raise InvalidSize(f"{one!r} is not a budget of one of several devices", where=name, hint=hint)
+        found.append(one)
     return found
 
 
-def _without_holes(solutions: Sequence[Solution], budgets: Sequence[int] | None) -> BudgetInfeasible:
-    largest = max(solution.arena_size for solution in solutions)
+def _of_sources(transient: Sequence[int], sources: Sequence[int]) -> tuple[int, ...]:
+    """Return the transient bytes of each op, from those of the traced ops; copies have none."""
+    return tuple(0 if source < 0 else transient[source] for source in sources)
+
+
+def _stricter(arenas: Sequence[int] | None, totals: Sequence[int] | None, beside: Sequence[int]) -> list[int]:
+    """Return the most bytes of each device's arena, where `beside` are the other bytes on each device."""
+    within = [] if totals is None else [max(total - b, 0) for total, b in zip(totals, beside, strict=True)]
+    return [min(limits) for limits in zip(*filter(None, (arenas, within)), strict=True)]
+
+
+def _without_holes(
+    solutions: Sequence[Solution], limits: Sequence[int], beside: Sequence[int] | None
+) -> BudgetInfeasible:
+    """Return the error of blocks that do not fit; `beside`: the other bytes on each device, if its total is limited."""
+    sizes = [solution.arena_size for solution in solutions]
+    largest = max(map(sum, zip(sizes, beside or [0] * len(sizes), strict=True)))
     return BudgetInfeasible(
-        f"blocks were divided, and do not fit into {', '.join(map(format_bytes, budgets or ()))} without holes",
+        f"blocks were divided, and do not fit into {', '.join(map(format_bytes, limits))} without holes",
         op="",
         smallest=largest,
-        where="budget",
+        where="arena_budget" if beside is None else "budget",
         hint=f"give each device {largest} bytes",
     )

@@ -34,12 +34,18 @@ Budget = int | float | str
 DynamicShapes = Mapping[str, Any] | Sequence[Any]
 
 _BUDGET_HINT = "give bytes (8589934592), a text ('8GiB'), a share of the need without a budget (0.5, '50%'), or 'min'"
+_SIZE_HINT = "give bytes (8589934592) or a text ('8GiB')"
+BUDGETS = ("budget", "arena_budget", "host_budget", "pinned_budget")
 
 
 class PlanKeywords(TypedDict, total=False):
     """The keywords that `memplan.plan` and `Backend` have in common, apart from `gradients`."""
 
     budget: Budget | Sequence[Budget] | None
+    arena_budget: Budget | Sequence[Budget] | None
+    host_budget: int | str | None
+    pinned_budget: int | str | None
+    reserve: int | str
     policy: str | EvictionPolicy
     costs: Costs | None
     divide: Divide
@@ -65,6 +71,10 @@ class PlanOptions:
     """
 
     budget: Budget | Sequence[Budget] | None = None
+    arena_budget: Budget | Sequence[Budget] | None = None
+    host_budget: int | str | None = None
+    pinned_budget: int | str | None = None
+    reserve: int | str = 0
     policy: str | EvictionPolicy = "auto"
     costs: Costs | None = None
     divide: Divide = None
@@ -88,6 +98,24 @@ class PlanOptions:
         self._require_known_names()
         self._require_known_costs()
         _ = self.layout_solver
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether any budget limits what the step may need."""
+        return any(getattr(self, name) is not None for name in BUDGETS)
+
+    @property
+    def budget_is_absolute(self) -> bool:
+        """Whether `budget` is a number of bytes (or one for each device), and no share and no "min"."""
+        if self.budget is None:
+            return False
+        each = [self.budget] if isinstance(self.budget, (int, float, str)) else self.budget
+        return all(isinstance(read_budget(one), int) for one in each)
+
+    @property
+    def reserved(self) -> int:
+        """The bytes of `reserve`."""
+        return read_size("reserve", self.reserve)
 
     @property
     def division(self) -> Division | None:
@@ -128,15 +156,21 @@ class PlanOptions:
 
     def _require_budgets(self) -> None:
         """Raise `InvalidSize` for a budget in no known notation, or one for each device where there is one device."""
-        if self.budget is None:
-            return
-        if isinstance(self.budget, (str, bytes)) or not isinstance(self.budget, Sequence):
-            read_budget(self.budget)
-            return
         devices = 1 if self.device is None or not isinstance(self.device, (list, tuple)) else len(self.device)
-        if devices == 1:
-            what = f"{self.budget!r} is not a budget: there is one device"
-            raise InvalidSize(what, where="budget", hint=_BUDGET_HINT)
+        for name in ("budget", "arena_budget"):
+            budget = getattr(self, name)
+            if budget is None:
+                continue
+            if isinstance(budget, (str, bytes)) or not isinstance(budget, Sequence):
+                read_budget(budget, name)
+            elif devices == 1:
+                raise InvalidSize(f"{budget!r} is not a budget: there is one device", where=name, hint=_BUDGET_HINT)
+        for name in ("host_budget", "pinned_budget", "reserve"):
+            if getattr(self, name) is not None:
+                read_size(name, getattr(self, name))
+        if devices > 1 and (self.host_budget is not None or self.pinned_budget is not None):
+            what = "several devices share a step by blocks, and nothing waits on the host"
+            raise InvalidSize(what, where="host_budget", hint="leave it out, or name one device")
 
     def _require_known_names(self) -> None:
         """Raise the errors of the policies, solvers and limits for a value that they do not know.
@@ -174,10 +208,11 @@ class PlanOptions:
             what = "ops are divided, and masks packed, for one shape"
             where = f"{'divide' if self.divide else 'compress'} with dynamic_shapes"
             raise InvalidShapes(what, where=where, hint="leave out one of them", see="one-shape")
-        if self.budget is not None:
-            what = "a budget's evictions hold for one size only"
-            hint = "give the budget without dynamic_shapes, for the largest shape; memplan.max_batch finds it"
-            raise InvalidShapes(what, where="budget with dynamic_shapes", hint=hint, see="one-shape")
+        for name in (*BUDGETS, "reserve"):
+            if getattr(self, name):
+                what = "a budget's evictions hold for one size only"
+                hint = "give the budget without dynamic_shapes, for the largest shape; memplan.max_batch finds it"
+                raise InvalidShapes(what, where=f"{name} with dynamic_shapes", hint=hint, see="one-shape")
 
 
 def refuse_beside_gradients(gradients: Gradients, **others: Any) -> None:
@@ -194,33 +229,45 @@ def refuse_beside_gradients(gradients: Gradients, **others: Any) -> None:
             )
 
 
-def read_budget(budget: object) -> int | float | Literal["min"]:
+def read_budget(budget: object, where: str = "budget") -> int | float | Literal["min"]:
     """Return a budget in one of three notations: bytes (int), a share of the need without it (float), or "min".
 
-    Raises `InvalidSize` for anything else.
+    Raises `InvalidSize`, which names `where`, for anything else.
     """
     if budget == "min":
         return "min"
-    if isinstance(budget, str):
-        if budget.strip().endswith("%"):
-            return _share(parse_share(budget))
-        nbytes = parse_size(budget)
-        if not nbytes and budget.strip("0."):
-            raise InvalidSize(f"{budget!r} is less than a byte", where="budget", hint=_BUDGET_HINT)
-        return nbytes
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise InvalidSize(f"{budget!r} is not a budget", where="budget", hint=_BUDGET_HINT)
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        return _share(parse_share(budget), where)
     if isinstance(budget, float):
-        return _share(budget)
-    if budget < 0:
-        raise InvalidSize(f"{budget!r} is negative", where="budget", hint=_BUDGET_HINT)
-    return budget
+        return _share(budget, where)
+    if not isinstance(budget, (int, str)) or isinstance(budget, bool):
+        raise InvalidSize(f"{budget!r} is not a budget", where=where, hint=_BUDGET_HINT)
+    return _read_bytes(where, budget, _BUDGET_HINT)
 
 
-def _share(share: float) -> float:
+def read_size(where: str, size: object) -> int:
+    """Return a number of bytes that is an int or a text ("1GiB"). Raises `InvalidSize`, which names `where`."""
+    if not isinstance(size, (int, str)) or isinstance(size, bool):
+        raise InvalidSize(f"{size!r} is not a size", where=where, hint=_SIZE_HINT)
+    return _read_bytes(where, size, _SIZE_HINT)
+
+
+def _read_bytes(where: str, size: int | str, hint: str) -> int:
+    """Return a size of at least 0 bytes. Raises `InvalidSize`, also for a text that stands for less than one byte."""
+    if isinstance(size, str):
+        nbytes = parse_size(size)
+        if not nbytes and size.strip("0."):
+            raise InvalidSize(f"{size!r} is less than a byte", where=where, hint=hint)
+        return nbytes
+    if size < 0:
+        raise InvalidSize(f"{size!r} is negative", where=where, hint=hint)
+    return size
+
+
+def _share(share: float, where: str) -> float:
     """Return a share. Raises `InvalidSize` unless it is above 0 and at most 1."""
     if not 0 < share <= 1:
-        raise InvalidSize(f"{share!r} is not a share between 0 and 1", where="budget", hint=_BUDGET_HINT)
+        raise InvalidSize(f"{share!r} is not a share between 0 and 1", where=where, hint=_BUDGET_HINT)
     return share
 
 

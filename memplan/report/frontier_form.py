@@ -12,7 +12,7 @@ from memplan.planning.frontier import Frontier, FrontierPoint, Rival
 from memplan.report.lines import printable
 from memplan.report.sections import Section, columns
 
-FORMAT = "memplan-frontier-1"
+FORMAT = "memplan-frontier-2"
 WIDTH, HEIGHT = 960, 560
 LEFT, RIGHT, TOP, BOTTOM = 84, 40, 84, 64
 _STYLE = (
@@ -29,19 +29,19 @@ def frontier_title(name: str, frontier: Frontier) -> str:
 
 def frontier_sections(frontier: Frontier, rivals: Sequence[Rival] = ()) -> Iterator[Section]:
     """Yield a table with a row per budget, then torch's points, whose option does not set a peak."""
-    most = frontier.most
+    eager = frontier.eager
     least = next((p for p in reversed(frontier.points) if p.seconds is not None), None)
-    lines = [f"without a budget: {format_exact(most)}"]
+    lines = [f"predicted eager total: {format_exact(eager)}", f"without a budget: {format_exact(frontier.most)}"]
     if least is not None:
-        share = format_share(least.budget / most if most else 0.0)
-        lines.append(f"smallest budget: {format_exact(least.budget)}, {share} of that")
+        share = format_share(least.budget / eager if eager else 0.0)
+        lines.append(f"smallest budget: {format_exact(least.budget)}, {share} of the eager total")
     rows = tuple(_row(p, frontier) for p in frontier.points)
     names = "budget> share> step_time> recomputed>@70 to_the_host>@70 waiting>@90"
     yield Section(lines=tuple(lines), columns=columns(names), rows=rows)
     if rivals:
         rows = tuple(
-            (r.name, format_bytes(r.max_live), format_share(r.max_live / most if most else 0.0), _plus(r.overhead))
-            for r in sorted(rivals, key=lambda r: -r.max_live)
+            (r.name, format_bytes(r.total), format_share(r.total / eager if eager else 0.0), _plus(r.overhead))
+            for r in sorted(rivals, key=lambda r: -r.total)
         )
         yield Section(
             heading="torch's activation_memory_budget: the peaks that it really has",
@@ -51,7 +51,7 @@ def frontier_sections(frontier: Frontier, rivals: Sequence[Rival] = ()) -> Itera
 
 
 def _row(point: FrontierPoint, frontier: Frontier) -> tuple[str, ...]:
-    share = format_share(point.budget / frontier.most if frontier.most else 0.0)
+    share = format_share(point.budget / frontier.eager if frontier.eager else 0.0)
     if point.seconds is None:
         return format_bytes(point.budget), share, "cannot be kept", "", "", ""
     return (
@@ -77,7 +77,7 @@ def frontier_svg(name: str, frontier: Frontier, rivals: Sequence[Rival] = ()) ->
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
         f'<style>{_STYLE}</style><rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
         _text(LEFT, 34, frontier_title(name, frontier), "h"),
-        _text(LEFT, 58, "step time over the time without a budget, by the most bytes that are alive"),
+        _text(LEFT, 58, "step time over the time without a budget, by everything that is on the device"),
     ]
     for x, label in plot.columns():
         parts.append(f'<path class="g" d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
@@ -129,11 +129,11 @@ class Plot:
         kept = [frontier.overhead(p) for p in frontier.points if p.seconds is not None]
         cheap = [r.overhead for r in rivals if r.overhead <= 3 * max([*kept, 0.1])]  # outliers do not set the scale
         self.top = max(*kept, *cheap, 0.01) * 1.08
-        self.right = max(frontier.most, *(r.max_live for r in rivals), 1) * 1.04
+        self.right = max(frontier.eager, frontier.most, *(r.total for r in rivals), 1) * 1.04
 
     def columns(self) -> list[tuple[float, str]]:
-        """Return (x, label) of the vertical lines: shares of the memory that is needed without a budget."""
-        return [(self._x(self.frontier.most * k / 10), f"{k * 10} %") for k in range(1, 11)]
+        """Return (x, label) of the vertical lines: shares of the predicted eager total."""
+        return [(self._x(self.frontier.eager * k / 10), f"{k * 10} %") for k in range(1, 11)]
 
     def rows(self) -> list[tuple[float, str]]:
         """Return (y, label) of the horizontal lines: round percentages of overhead."""
@@ -146,15 +146,15 @@ class Plot:
         """Return (x, y, description) of each budget that can be kept."""
         found = []
         for p in self.frontier.points:
-            if p.seconds is not None and p.max_live is not None:
-                about = f"{format_bytes(p.max_live)} alive, {_plus(self.frontier.overhead(p))}"
-                found.append((self._x(p.max_live), self._y(self.frontier.overhead(p)), about))
+            if p.seconds is not None and p.total is not None:
+                about = f"{format_bytes(p.total)}, {_plus(self.frontier.overhead(p))}"
+                found.append((self._x(p.total), self._y(self.frontier.overhead(p)), about))
         return found
 
     def theirs(self) -> list[tuple[float, float, str]]:
         """Return (x, y, description) of torch's points; those above the picture are drawn at its edge."""
         return [
-            (self._x(r.max_live), self._y(min(r.overhead, self.top)), f"{r.name}: {format_bytes(r.max_live)}, "
+            (self._x(r.total), self._y(min(r.overhead, self.top)), f"{r.name}: {format_bytes(r.total)}, "
              f"{_plus(r.overhead)}")
             for r in self.rivals
         ]  # fmt: skip

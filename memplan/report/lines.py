@@ -31,6 +31,7 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("parameters", out.parameters, ""),
         ("optimizer state", out.optimizer_state, ""),
         ("constants", out.constants, f"{format_bytes(out.folded)} of it computed once" if out.folded else ""),
+        *((("reserve", out.reserve, "what the step does not show"),) if out.reserve else ()),
         ("outside the arena", report.outside_total, "all of these"),
     )
     return arena, step, before, (("total", report.total, _total(report)),)
@@ -126,7 +127,9 @@ def budget_lines(report: Report) -> tuple[str, ...]:
         what.append(f"{copied}; {lie or f'up to {format_bytes(k.host_size)} lie there'})")
     cost = f"predicted +{k.overhead * 100:.2f} % of a step's time by the costs of {k.costs}"
     how = f"{'; '.join(what)}; {cost}" if what else "nothing is evicted"
-    kept = f"budget {format_exact(k.budget)}, kept by {k.policy!r}: {how}"
+    limit = f"arena budget {format_exact(k.arena_budget)}"
+    limit = limit if k.budget is None else f"budget {format_exact(k.budget)}, {limit}"
+    kept = f"{limit}, kept by {k.policy!r}: {how}"
     if not k.device:
         return (*divided, kept)
     runs = f"runs on {k.device}; the model, its inputs and its results stay on the host, outside the arena"

@@ -126,7 +126,8 @@ def _budget(report: Report) -> tuple[tuple[str, str, str], ...]:
     if k is None:
         return ()
     remark = f"{k.recomputes} computed again, {k.offloads} copied; predicted +{k.overhead * 100:.2f} % of a step's time"
-    return (("budget", format_bytes(k.budget), remark),)
+    name, limit = ("arena budget", k.arena_budget) if k.budget is None else ("budget", k.budget)
+    return ((name, format_bytes(limit), remark),)
 
 
 _WORDS = {

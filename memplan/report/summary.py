@@ -26,7 +26,7 @@ class Outside:
     `outputs` and `gradients` belong to the caller, and are written directly by the last kernel. `fallbacks` are results
     of ops without an `out=` kernel, `temporaries` what kernels allocate internally: each the most at any one step.
     `during` is the most that these four hold together at one step, which is less than their sum if their peaks are at
-    different steps. `inputs`, `parameters` and `constants` exist before the step.
+    different steps. `inputs`, `parameters` and `constants` exist before the step; `reserve` is what the user reserved.
     """
 
     outputs: int
@@ -40,11 +40,13 @@ class Outside:
     parameters: int
     constants: int
     folded: int
+    reserve: int
 
     @property
     def total(self) -> int:
         """The most bytes outside the arena: what `Plan.total` adds to the arena."""
-        return self.during + self.inputs + self.tangents + self.optimizer_state + self.parameters + self.constants
+        model = self.parameters + self.optimizer_state + self.constants
+        return self.during + self.inputs + self.tangents + model + self.reserve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class Functional:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """The evictions that keep a budget, and their cost.
+    """The evictions that keep a budget, and their cost; `budget` limits the total, `arena_budget` the arena.
 
     `recomputed` and `offloaded` are the bytes that are recomputed, and copied to the host and back, in a step (counted
     each time), `host_size` the bytes of the arena on the host. `seconds`, `base_seconds` (without a budget) and `stall`
@@ -85,7 +87,8 @@ class Kept:
     between them in a step.
     """
 
-    budget: int
+    budget: int | None
+    arena_budget: int
     policy: str
     costs: str
     recomputes: int
@@ -215,6 +218,7 @@ def _kept(plan: Plan) -> Kept | None:
         sizes[e.action].append(e.nbytes)
     return Kept(
         budget=plan.eviction.budget,
+        arena_budget=plan.eviction.arena_budget,
         policy=plan.eviction.policy,
         costs=plan.eviction.costs,
         recomputes=len(sizes[Action.RECOMPUTE]),
@@ -245,6 +249,7 @@ def _outside(plan: Plan) -> Outside:
         parameters=plan.graph.bytes_of(StorageKind.PARAMETER),
         constants=plan.graph.bytes_of(StorageKind.CONSTANT),
         folded=plan.graph.folded_bytes,
+        reserve=plan.reserve,
     )
 
 

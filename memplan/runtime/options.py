@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
@@ -34,7 +34,7 @@ from memplan.trace.retracer import retraced
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
-    from memplan.planning.options import Budget, Device
+    from memplan.planning.options import Device
 
 MEASURE = "measure"  # a value of `costs`
 
@@ -58,7 +58,7 @@ class RunOptions(PlanOptions):
     measurable: ClassVar[bool] = False  # whether `costs` may be "measure"
 
     def __post_init__(self) -> None:
-        if self.measures and self.budget is None:
+        if self.measures and not self.has_budget:
             hint = "give a budget (and no plan), or leave costs out"
             raise MemplanError(
                 "without a budget, nothing depends on costs", where=f"costs={MEASURE!r}", hint=hint, see="measure"
@@ -82,16 +82,42 @@ class RunOptions(PlanOptions):
         return redzone_of(self.sanitize, alignment_of(device))
 
     def settle(
-        self, traced: TracedGraph, retracer: Retracer | None, given: Plan | None = None, *, room: int = 0
+        self,
+        traced: TracedGraph,
+        retracer: Retracer | None,
+        given: Plan | None = None,
+        *,
+        room: int = 0,
+        transient: Sequence[int] | None = None,
     ) -> tuple[TracedGraph, Plan]:
         """Return the variant of the step that its plan is for, and the plan: the given one, or a new one.
 
         `retracer`: traces other variants of the step, if it has any. `room`: the bytes of an arena that exists already.
+        `transient`: as in `plan_step`.
         """
         if given is not None:
             variant = retraced(traced, retracer, given.division, given.compress)
             return variant, self.require_fit(variant, given)
-        return plan_step(traced, retracer, self, redzone=self.redzone(traced.device), room=room)
+        return plan_step(traced, retracer, self, redzone=self.redzone(traced.device), room=room, transient=transient)
+
+    def again(self, tried: Plan) -> Self:
+        """Return the options that plan a variant of a step anew, within the budgets of the plan that was tried."""
+        return replace(self.keeping(tried), divide=None)
+
+    def keeping(self, given: Plan) -> Self:
+        """Return the options with the budgets of a plan, and with what it counts in them."""
+        kept = given.eviction
+        if kept is None:
+            return replace(self, reserve=given.reserve)
+        several = bool(kept.sections)
+        return replace(
+            self,
+            budget=tuple(s.budget for s in kept.sections if s.budget is not None) or None if several else kept.budget,
+            arena_budget=tuple(s.arena_budget for s in kept.sections) if several else kept.arena_budget,
+            host_budget=kept.host_budget,
+            pinned_budget=kept.pinned_budget,
+            reserve=given.reserve,
+        )
 
     def require_fit(self, traced: TracedGraph, given: Plan) -> Plan:
         """Return the given plan if it can run this step.
@@ -126,7 +152,7 @@ class CompileOptions(RunOptions):
     measurable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.measures and self.budget is not None:
+        if self.measures and self.has_budget:
             require_measurable(cuda_graph=self.cuda_graph, varies=self.dynamic_shapes is not None)
         RunOptions.__post_init__(self)
         require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
@@ -219,16 +245,17 @@ def gradients_for(gradients: Gradients, given: Plan | None) -> Gradients:
     return "auto" if any(graph.storages[graph.values[v].storage].planned for v in graph.gradients) else "safe"
 
 
-def given_plan(plan: Plan | str | os.PathLike[str] | None, budget: Budget | Sequence[Budget] | None) -> Plan | None:
+def given_plan(plan: Plan | str | os.PathLike[str] | None, **others: object) -> Plan | None:
     """Return the plan that the user passed, loaded if it is a path; None if there is none.
 
-    Raises `MemplanError` if a budget is passed too: a plan has one already.
+    Raises `MemplanError` if one of `others`, which are budgets and what counts in them, is passed too.
     """
     if plan is None:
         return None
-    if budget is not None:
-        hint = "pass one of them: a plan has its budget already"
-        raise MemplanError(f"budget={budget!r} beside a plan", where="compile", hint=hint)
+    for name, value in others.items():
+        if value is not None:
+            hint = "pass one of them: a plan has its budget already"
+            raise MemplanError(f"{name}={value!r} beside a plan", where="compile", hint=hint)
     found = load(plan) if isinstance(plan, (str, os.PathLike)) else plan
     if not isinstance(found, Plan):
         raise MemplanError(f"is a {type(found).__name__}", where="plan", hint="pass a memplan.Plan, or the path of one")

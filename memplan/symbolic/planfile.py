@@ -9,7 +9,7 @@ from memplan.core.files import write_atomic
 from memplan.planning.planfile import FileFormat
 from memplan.symbolic.plan import SymbolicPlan, check_whole, whole_as_loaded
 
-SYMBOLIC_VERSION = 2
+SYMBOLIC_VERSION = 3
 _FORM = FileFormat(
     holds=SymbolicPlan,
     called="symbolic plan",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,13 @@ def plan_traced(traced: TracedGraph, options: PlanOptions = DEFAULTS, *, redzone
 
 
 def plan_step(
-    traced: TracedGraph, retracer: Retracer | None, options: PlanOptions, *, redzone: int = 0, room: int = 0
+    traced: TracedGraph,
+    retracer: Retracer | None,
+    options: PlanOptions,
+    *,
+    redzone: int = 0,
+    room: int = 0,
+    transient: Sequence[int] | None = None,
 ) -> tuple[TracedGraph, Plan]:
     """Return the variant of a step that fits the budget with the fewest blocks of rows, and its plan.
 
@@ -67,7 +74,9 @@ def plan_step(
         retracer: Traces the other variants that `options` allow; None: there are no others.
         options: Those of `memplan.plan`.
         redzone: The bytes to leave free on both sides of every buffer.
-        room: The bytes of an arena that exists already; a plan may use all of them, whatever the budget is.
+        room: The bytes of an arena that exists already; a plan may use all of them.
+        transient: The measured bytes that each op of `traced` allocates outside the arena, for a budget; None: those
+            that are known before anything ran.
 
     Raises:
         BudgetInfeasible: No variant of the step fits the budget. Without `divide=`, the hint says what it would bring.
@@ -79,7 +88,7 @@ def plan_step(
     failed: BudgetInfeasible | None = None
     for variant in variants:
         try:
-            made = _plan_variant(variant, within, redzone=redzone, room=room)
+            made = _plan_variant(variant, within, redzone=redzone, room=room, transient=transient)
             return variant, replace(made, division=variant.division, compress=variant.compress)
         except BudgetInfeasible as error:
             failed = error
@@ -90,7 +99,9 @@ def plan_step(
     raise failed
 
 
-def _plan_variant(traced: TracedGraph, options: PlanOptions, *, redzone: int, room: int) -> Plan:
+def _plan_variant(
+    traced: TracedGraph, options: PlanOptions, *, redzone: int, room: int, transient: Sequence[int] | None
+) -> Plan:
     """Return the plan of one variant of a step: ordered, then evicted or divided among devices, and placed."""
     scheduled = ScheduledGraph(
         model=traced.model,
@@ -99,9 +110,10 @@ def _plan_variant(traced: TracedGraph, options: PlanOptions, *, redzone: int, ro
         alignment=alignment_of(traced.device),
         versions={"memplan": __version__, "torch": torch.__version__, "python": platform.python_version()},
         redzone=redzone,
+        reserve=options.reserved,
     )
-    if options.budget is not None or traced.runs_on:
-        return _plan_with_transfers(traced, scheduled, options, room)
+    if options.has_budget or traced.runs_on:
+        return _plan_with_transfers(traced, scheduled, options, room, transient)
     if has_checkpoints(traced.graph):
         return plan_checkpointed(scheduled, options, cost_model(options.costs or device_costs(traced.device)))
     if options.schedule != "auto":
@@ -109,18 +121,24 @@ def _plan_variant(traced: TracedGraph, options: PlanOptions, *, redzone: int, ro
     return _plan_with_grouped_updates(traced, scheduled, options)
 
 
-def _plan_with_transfers(traced: TracedGraph, scheduled: ScheduledGraph, options: PlanOptions, room: int) -> Plan:
+def _plan_with_transfers(
+    traced: TracedGraph,
+    scheduled: ScheduledGraph,
+    options: PlanOptions,
+    room: int,
+    transient: Sequence[int] | None,
+) -> Plan:
     """Return the plan of a step with a budget, or of one that runs on other devices than its model is on."""
     costs = cost_model(options.costs or device_costs(traced.device))
-    if options.budget is None and has_checkpoints(traced.graph):
+    if not options.has_budget and has_checkpoints(traced.graph):
         _log.warning("activation checkpoints of the model are not followed with device=; give a budget instead")
     if len(traced.runs_on) > 1:
         from memplan.planning.multi_device import plan_several
 
-        return plan_several(scheduled, options, costs, devices=traced.runs_on)
+        return plan_several(scheduled, options, costs, devices=traced.runs_on, transient=transient)
     from memplan.planning.budget import plan_within  # imports the search and its compiler
 
-    return plan_within(scheduled, options, costs, room=room, device="".join(traced.runs_on))
+    return plan_within(scheduled, options, costs, room=room, device="".join(traced.runs_on), transient=transient)
 
 
 def _plan_with_grouped_updates(traced: TracedGraph, scheduled: ScheduledGraph, options: PlanOptions) -> Plan:

@@ -18,6 +18,7 @@ from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOu
 
 from memplan.core.graph import Phase
 from memplan.core.in_place import with_inplace_candidates
+from memplan.core.totals import outside_bytes
 from memplan.evict.costs import CostModel
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.judge.arrays import measure
@@ -33,14 +34,16 @@ BUDGETS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchPoint:
-    """One value of the knob (`asked`), the peak of the step in bytes, and its seconds.
+    """One value of the knob (`asked`), the peak of the step's live bytes, its total bytes, and its seconds.
 
+    `total` adds what the total of a plan adds to its arena: the model, its inputs, and the caller's results.
     `overhead` is relative to the same step without recomputes. Even 1.0 recomputes some ops: those that the partitioner
     expects its compiler to fuse. They are charged as the separate kernels that they are here.
     """
 
     asked: float
     peak: int
+    total: int
     seconds: float
     overhead: float
 
@@ -90,7 +93,17 @@ def points_of(
     for one, workload, events in events_of(found, costs, alignment, in_place=in_place):
         figures, plain = measure(workload, events), sum(workload.seconds)
         overhead = figures.seconds / plain - 1 if plain else 0.0
-        points.append(TorchPoint(asked=one.asked, peak=figures.peak, seconds=figures.seconds, overhead=overhead))
+        graph = workload.graph
+        outside = outside_bytes(graph, tuple(range(len(graph.ops))), [0] * len(graph.ops))
+        points.append(
+            TorchPoint(
+                asked=one.asked,
+                peak=figures.peak,
+                total=figures.peak + outside,
+                seconds=figures.seconds,
+                overhead=overhead,
+            )
+        )
     return tuple(points)
 
 

@@ -29,9 +29,9 @@ def _evicting(model: str) -> tuple[Plan, ...]:
     found = [plan_of_everything(traced), plan_of_everything(traced, redzone=64)]
     for policy in (QUICK, QUICK_RECOMPUTE):
         try:
-            found.append(plan_traced(traced, PlanOptions(budget=0.7, policy=policy, costs=FAST_LINK)))
+            found.append(plan_traced(traced, PlanOptions(arena_budget=0.7, policy=policy, costs=FAST_LINK)))
         except BudgetInfeasible as error:
-            found.append(plan_traced(traced, PlanOptions(budget=error.smallest, policy=policy, costs=FAST_LINK)))
+            found.append(plan_traced(traced, PlanOptions(arena_budget=error.smallest, policy=policy, costs=FAST_LINK)))
     return tuple(found)
 
 

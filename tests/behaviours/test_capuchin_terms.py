@@ -20,7 +20,7 @@ def _plan(kind: str, model: str) -> Plan:
     if kind == "everything":
         return plan_of_everything(traced)
     policy = QUICK if kind == "copies" else QUICK_RECOMPUTE
-    return plan_traced(traced, PlanOptions(budget="min", policy=policy, costs=FAST_LINK))
+    return plan_traced(traced, PlanOptions(arena_budget="min", policy=policy, costs=FAST_LINK))
 
 
 @pytest.mark.parametrize("kind", ["everything", "copies", "recompute"])

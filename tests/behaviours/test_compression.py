@@ -43,7 +43,7 @@ def _example() -> tuple[nn.Module, Tensor]:
     return Dropping(), torch.randn(64, 32)
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": "70%", "policy": QUICK}])
+@pytest.mark.parametrize("options", [{}, {"arena_budget": "70%", "policy": QUICK}])
 def test_P9_packed_masks_give_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:  # noqa: N802
     model, x = _example()
     reference = outcome_of(model, memplan.compile(model, x), x, seed=1)

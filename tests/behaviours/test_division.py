@@ -132,8 +132,8 @@ def test_T11_runs_in_a_budget_that_was_infeasible_bit_by_bit(name: str, tmp_path
     model, args = MODELS[name]()
     budget = _floor(_traced(name)) * 3 // 4
     with pytest.raises(BudgetInfeasible, match="divide=True would lower the floor"):
-        memplan.plan(model, args, budget=budget, policy=QUICK)
-    compiled = memplan.compile(model, args, budget=budget, divide=True, policy=QUICK, sanitize="poison")
+        memplan.plan(model, args, arena_budget=budget, policy=QUICK)
+    compiled = memplan.compile(model, args, arena_budget=budget, divide=True, policy=QUICK, sanitize="poison")
     assert compiled.plan.arena_size <= budget
     assert compiled.plan.division is not None
     reference = outcome_of(model, memplan.compile(model, args), *args, seed=1)
@@ -149,7 +149,7 @@ def test_T11_runs_in_a_budget_that_was_infeasible_bit_by_bit(name: str, tmp_path
 def test_T11_a_whole_step_is_divided_too(name: str) -> None:  # noqa: N802
     budget, losses, weights = _floor(_traced(name)) * 3 // 4, [], []
     plain: dict[str, Any] = {}
-    for options in (plain, {"budget": budget, "divide": True, "policy": QUICK, "sanitize": "poison"}):
+    for options in (plain, {"arena_budget": budget, "divide": True, "policy": QUICK, "sanitize": "poison"}):
         model, args = MODELS[name]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         step = memplan.compile_step(model, optimizer, lambda loss: loss, args, **options)
@@ -286,15 +286,15 @@ def test_T11_a_target_that_is_no_class_is_refused_as_in_eager() -> None:  # noqa
 def test_T11_a_share_is_of_the_whole_step() -> None:  # noqa: N802
     model, args = _masked()
     whole = memplan.plan(model, args)
-    divided = memplan.plan(model, args, budget="70%", divide=True, policy=QUICK)
+    divided = memplan.plan(model, args, arena_budget="70%", divide=True, policy=QUICK)
     assert divided.division is not None
     assert divided.eviction is not None
-    assert divided.eviction.budget == int(whole.max_live * 0.7)
+    assert divided.eviction.arena_budget == int(whole.max_live * 0.7)
 
 
 def test_T11_nothing_is_divided_where_nothing_must_be() -> None:  # noqa: N802
     model, args = _masked()
-    assert memplan.plan(model, args, budget="100%", divide=True, policy=QUICK).division is None
+    assert memplan.plan(model, args, arena_budget="100%", divide=True, policy=QUICK).division is None
     assert memplan.plan(model, args, divide=True).division is None
 
 

@@ -171,7 +171,7 @@ def test_P9_the_forward_keeps_its_bits_and_a_plan_its_gradients(dtype: torch.dty
         reference
     )
     budget = int(0.9 * lossy.plan.arena_size)
-    within = memplan.compile(model, args, compress="int8", budget=budget, policy=QUICK, sanitize="poison")
+    within = memplan.compile(model, args, compress="int8", arena_budget=budget, policy=QUICK, sanitize="poison")
     assert within.plan.arena_size <= budget
     assert outcome_of(model, within, *args, seed=1).same_as(reference)
 

@@ -40,13 +40,13 @@ def test_P3_another_shape_runs_within_the_budget(caplog: pytest.LogCaptureFixtur
     model, x = _net()
     more = torch.randn(96, 16)
     budget = int(0.6 * _free_peak(model, (more,)))
-    compiled = memplan.compile(model, x, budget=budget, policy=QUICK, costs=FAST_LINK, on_mismatch="passive")
+    compiled = memplan.compile(model, x, arena_budget=budget, policy=QUICK, costs=FAST_LINK, on_mismatch="passive")
     expected, plan = outcome_of(model, model, more, seed=0), compiled.plan
     with caplog.at_level(logging.WARNING, "memplan"):
         assert outcome_of(model, compiled, more, seed=0).same_as(expected)
     passive = compiled.passive
     assert passive is not None
-    assert passive.budget == compiled.plan.eviction.budget  # type: ignore[union-attr]
+    assert passive.budget == compiled.plan.eviction.arena_budget  # type: ignore[union-attr]
     assert 0 < passive.peak <= passive.budget
     assert passive.fetched >= passive.evicted > 0
     (record,) = [r for r in caplog.records if r.name == "memplan"]
@@ -70,7 +70,7 @@ def test_P3_without_a_budget_it_is_plain_eager(caplog: pytest.LogCaptureFixture)
 
 def test_P3_it_works_before_the_measurement_is_finished() -> None:  # noqa: N802
     model, x = _net()
-    compiled = memplan.compile(model, x, budget=0.6, policy=QUICK, costs="measure", on_mismatch="passive")
+    compiled = memplan.compile(model, x, arena_budget=0.6, policy=QUICK, costs="measure", on_mismatch="passive")
     assert compiled._guide is not None
     outcome_of(model, compiled, x, seed=0)
     assert outcome_of(model, compiled, x[:50], seed=0).same_as(outcome_of(model, model, x[:50], seed=0))
@@ -94,7 +94,7 @@ def test_P3_a_mode_whose_program_is_over_the_budget_runs_too() -> None:  # noqa:
 
     model, x = Uneven(), torch.randn(64, 16)
     for how in ("error", "passive"):
-        compiled = memplan.compile(model, x, budget=0.9, policy=QUICK, costs=FAST_LINK, on_mismatch=how)
+        compiled = memplan.compile(model, x, arena_budget=0.9, policy=QUICK, costs=FAST_LINK, on_mismatch=how)
         model.eval()
         if how == "error":
             with pytest.raises(MemplanError, match="budget"):
@@ -112,7 +112,7 @@ def test_P3_whole_steps(accumulate: int) -> None:  # noqa: N802
     model.dropout = nn.Identity()
     free = copy.deepcopy(model)
     one, two = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, free))
-    options: dict[str, Any] = {"budget": 0.7, "policy": QUICK, "costs": FAST_LINK, "on_mismatch": "passive"}
+    options: dict[str, Any] = {"arena_budget": 0.7, "policy": QUICK, "costs": FAST_LINK, "on_mismatch": "passive"}
     options |= {"accumulate": accumulate, "clip_grad_norm": 0.5}
     step = memplan.compile_step(model, one, lambda loss: loss, x, **options)
     marker = torch.ones(16)

@@ -51,7 +51,7 @@ def test_T1_parameters_larger_than_the_budget_run_forward_and_backward(name: str
     smallest = memplan.plan(model, inputs, device=device, policy="genoa", costs=FAST_LINK)
     budget = max(smallest.arena_size, _parameters(model) // 2)
     assert budget < _parameters(model)
-    compiled = memplan.compile(model, inputs, device=device, budget=budget, policy="flow", costs=FAST_LINK)
+    compiled = memplan.compile(model, inputs, device=device, arena_budget=budget, policy="flow", costs=FAST_LINK)
     assert compiled.plan.arena_size <= budget
     for seed in range(2):
         losses = []
@@ -76,7 +76,7 @@ def test_T1_three_steps_of_training_equal_eagers(budget: str | None, device: str
     model.eval()  # another device draws other dropout masks
     eager = copy.deepcopy(model)
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (model, eager))
-    options: dict[str, Any] = {"device": device, "budget": budget, "policy": "flow", "costs": FAST_LINK}
+    options: dict[str, Any] = {"device": device, "arena_budget": budget, "policy": "flow", "costs": FAST_LINK}
     step = memplan.compile_step(model, ours, lambda loss: loss, inputs, **options)
     if budget is not None:
         assert step.plan.arena_size < _parameters(model) * 3  # parameters and two tensors of state for each

@@ -114,7 +114,7 @@ def test_T4_whole_steps_with_a_budget_for_each_device() -> None:  # noqa: N802
     others = torch.optim.AdamW(twin.parameters(), lr=0.01, fused=True)
     alone = memplan.compile_step(twin, others, lambda x: x, inputs, device="cpu", accumulate=2)
     budgets = [alone.plan.arena_size, alone.plan.arena_size - 4096]
-    step = memplan.compile_step(models[0], ours, lambda x: x, inputs, device=TWO, budget=budgets, accumulate=2)
+    step = memplan.compile_step(models[0], ours, lambda x: x, inputs, device=TWO, arena_budget=budgets, accumulate=2)
     plain = memplan.compile_step(models[1], theirs, lambda x: x, inputs, accumulate=2)
     assert all(s.size <= b for s, b in zip(step.plan.devices, budgets, strict=True))
     for seed in range(4):
@@ -144,16 +144,16 @@ def test_T4_plan_files_and_what_does_not_belong_together(tmp_path: Path) -> None
         with pytest.raises(UnsupportedDevice, match=match):
             memplan.plan(model, inputs, device=devices)
     with pytest.raises(InvalidSize, match="3 budgets for 2 devices"):
-        memplan.plan(model, inputs, device=TWO, budget=[1, 2, 3])
+        memplan.plan(model, inputs, device=TWO, arena_budget=[1, 2, 3])
     with pytest.raises(InvalidSize, match="not a budget of one"):
-        memplan.plan(model, inputs, device=TWO, budget="min")
+        memplan.plan(model, inputs, device=TWO, arena_budget="min")
     with pytest.raises(InvalidSize, match="is not a budget"):
-        memplan.plan(model, inputs, device="cpu", budget=[1, 2])
+        memplan.plan(model, inputs, device="cpu", arena_budget=[1, 2])
     with pytest.raises(MemplanError, match="evict nothing"):
         memplan.plan(model, inputs, device=TWO, policy="genoa")
     with pytest.raises(BudgetInfeasible) as caught:
-        memplan.plan(model, inputs, device=TWO, budget="4KiB")
-    assert memplan.plan(model, inputs, device=TWO, budget=caught.value.smallest).devices
+        memplan.plan(model, inputs, device=TWO, arena_budget="4KiB")
+    assert memplan.plan(model, inputs, device=TWO, arena_budget=caught.value.smallest).devices
 
 
 def test_T4_a_plan_whose_arenas_do_not_hold_its_buffers_is_refused() -> None:  # noqa: N802
@@ -167,7 +167,7 @@ def test_T4_a_plan_whose_arenas_do_not_hold_its_buffers_is_refused() -> None:  #
         (two, one),
         (replace(one, max_live=one.max_live + 64), two),
         (replace(one, size=one.size - 64), replace(two, start=two.start - 64, size=two.size + 64)),
-        (one, replace(two, budget=two.size - 1)),
+        (one, replace(two, arena_budget=two.size - 1)),
         (one, replace(two, device="cpu:2")),
     ):
         with pytest.raises(MemplanError) as caught:

@@ -63,7 +63,7 @@ def test_T5_copies_that_start_early_stall_less_at_run_time() -> None:  # noqa: N
     stalled = {}
     for policy in (_late, everything):
         budget = measure(workload, policy(workload)).peak
-        plan = plan_traced(traced, PlanOptions(budget=budget, policy=policy, costs=FAST_LINK))
+        plan = plan_traced(traced, PlanOptions(arena_budget=budget, policy=policy, costs=FAST_LINK))
         compiled = memplan.compile(model, args, plan=plan)
         copies = compiled._arena.copies
         assert isinstance(copies, ThreadCopies)
@@ -130,11 +130,11 @@ class _Stacked:
 def test_T8_a_users_policy_goes_where_the_built_in_ones_go() -> None:  # noqa: N802
     model, args = ZOO["mlp"]("nano")
     mine = _Genoa()
-    plans: list[Plan] = [memplan.plan(model, args, budget="min", policy=p) for p in (mine, "genoa")]
+    plans: list[Plan] = [memplan.plan(model, args, arena_budget="min", policy=p) for p in (mine, "genoa")]
     assert mine.asked
     assert plans[0].evictions == plans[1].evictions
     assert plans[0].solution == plans[1].solution
-    compiled = memplan.compile(model, args, budget="min", policy=mine)
+    compiled = memplan.compile(model, args, arena_budget="min", policy=mine)
     assert compiled.plan.evictions == plans[0].evictions
     plan = memplan.plan(model, args, schedule=_as_traced, solver=_Stacked())
     assert (plan.schedule.policy, plan.solution.solver) == ("mine", "stacked")

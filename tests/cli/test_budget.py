@@ -47,7 +47,7 @@ def test_a_saved_plan_needs_no_model(run: Run, saved: Path) -> None:
     assert "smallest budget" in out
     assert "cannot be kept" in out
     data = json.loads(run("budget", saved, "--format", "json")[1])
-    assert data["format"] == "memplan-frontier-1"
+    assert data["format"] == "memplan-frontier-2"
     assert data["torch"] == []
     assert data["points"][0]["seconds"] == data["base_seconds"]
     assert "| ---: |" in run("budget", saved, "--format", "markdown")[1]

@@ -59,7 +59,7 @@ def plan_of_everything(traced: TracedGraph, *, redzone: int = 0) -> Plan:
     schedule = order(traced.graph)
     workload = make_workload(traced.graph, schedule.order, FAST_LINK, alignment_of(traced.device))
     budget = measure(workload, everything(workload)).peak
-    plan = plan_traced(traced, PlanOptions(budget=budget, policy=everything, costs=FAST_LINK), redzone=redzone)
+    plan = plan_traced(traced, PlanOptions(arena_budget=budget, policy=everything, costs=FAST_LINK), redzone=redzone)
     assert plan.evictions
     return plan
 

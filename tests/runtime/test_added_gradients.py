@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import memplan
 from benchmarks.zoo import ZOO
+from memplan.core.choices import Gradients
 from memplan.errors import StaleActivationsError
 from memplan.runtime import CompiledModule, compile
 from memplan.runtime.execute import added_gradients
@@ -40,7 +41,7 @@ class Pair:
         self.x = torch.randn(8, 16)
         self.compiled = compile(self.ours, self.x, gradients=gradients, sanitize="poison", **options)
 
-    def both(self, do: Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], object]) -> None:
+    def both(self, do: Callable[[nn.Module, Callable[[Tensor], Any], Tensor], object]) -> None:
         """Do something with both, and require the same gradients afterwards."""
         do(self.ours, self.compiled, self.x)
         do(self.eager, self.eager, self.x)
@@ -49,47 +50,47 @@ class Pair:
             assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad)
 
 
-def _step(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def _step(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor) -> None:
     call(x).square().mean().backward()
 
 
-def _regularized(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def _regularized(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor) -> None:
     (call(x).square().mean() + sum(p.norm() for p in net.parameters())).backward()
 
 
-def _zeroed_late(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def _zeroed_late(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor) -> None:
     loss = call(x).square().mean()
     net.zero_grad()
     loss.backward()
 
 
-def _zeros(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def _zeros(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor) -> None:
     net.zero_grad(set_to_none=False)
     call(x).square().mean().backward()
 
 
-def _one_missing(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def _one_missing(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor) -> None:
     next(net.parameters()).grad = None
     call(x).square().mean().backward()
 
 
-def _for_one(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def _for_one(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor) -> None:
     call(x).square().mean().backward(inputs=[next(net.parameters())])
 
 
-def _apart(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def _apart(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor) -> None:
     found = torch.autograd.grad(call(x).sum(), list(net.parameters()))
     for p, g in zip(net.parameters(), found, strict=True):
         p.grad = g if p.grad is None else p.grad + g
 
 
-def _hooked(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def _hooked(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor) -> None:
     handle = next(net.parameters()).register_hook(lambda g: g * 3)  # type: ignore[no-untyped-call]
     call(x).square().mean().backward()
     handle.remove()
 
 
-def _other_layout(net: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def _other_layout(net: nn.Module, call: Callable[[Tensor], Any], x: Tensor) -> None:
     for p in net.parameters():
         p.grad = torch.ones_like(p.t()).t() if p.dim() == 2 else torch.ones_like(p)
     call(x).square().mean().backward()
@@ -116,7 +117,8 @@ def test_three_micro_batches(name: str) -> None:
     """Sums over three calls, twice, are those of a program that returns its gradients."""
     model, inputs = ZOO[name]("nano")
     other = copy.deepcopy(model)
-    pairs = [(m, compile(m, inputs, gradients=how)) for m, how in ((model, "auto"), (other, "safe"))]
+    ways: tuple[tuple[nn.Module, Gradients], ...] = ((model, "auto"), (other, "safe"))
+    pairs = [(m, compile(m, inputs, gradients=how)) for m, how in ways]
     for update in range(2):
         for m, call in pairs:
             m.zero_grad()

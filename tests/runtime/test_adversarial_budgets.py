@@ -38,7 +38,7 @@ def _arenas(compiled: CompiledModule) -> set[int]:
 def test_other_modes_use_the_room_that_is_there(budget: Any) -> None:
     """A share is of what the step needs: a forward alone needs less, and may have all of the arena."""
     model, x = _net()
-    compiled = memplan_compile(model, x, budget=budget, policy=QUICK, costs=FAST_LINK)
+    compiled = memplan_compile(model, x, arena_budget=budget, policy=QUICK, costs=FAST_LINK)
     with torch.no_grad():
         assert torch.equal(compiled(x), model(x))
     model.eval()
@@ -48,7 +48,7 @@ def test_other_modes_use_the_room_that_is_there(budget: Any) -> None:
 
 def test_other_modes_keep_the_budget_of_a_given_plan() -> None:
     model, x = _net()
-    plan = plan_traced(trace(model, x), PlanOptions(budget="min", policy=QUICK, costs=FAST_LINK))
+    plan = plan_traced(trace(model, x), PlanOptions(arena_budget="min", policy=QUICK, costs=FAST_LINK))
     compiled = memplan_compile(model, x, plan=plan)
     model.eval()
     compiled(x).sum().backward()
@@ -63,12 +63,12 @@ def test_other_modes_keep_the_budget_of_a_given_plan() -> None:
 def test_a_plan_and_a_budget_are_one_too_many() -> None:
     model, x = _net()
     with pytest.raises(MemplanError, match="beside a plan"):
-        memplan_compile(model, x, plan=plan_traced(trace(model, x)), budget=0.5)
+        memplan_compile(model, x, plan=plan_traced(trace(model, x)), arena_budget=0.5)
 
 
 def test_modules_with_measured_costs_are_copied() -> None:
     model, x = _net()
-    compiled = memplan_compile(model, x, budget=0.6, policy=QUICK, costs=replace(FAST_LINK, measured={"a": 1.0}))
+    compiled = memplan_compile(model, x, arena_budget=0.6, policy=QUICK, costs=replace(FAST_LINK, measured={"a": 1.0}))
     for twin in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
         assert twin.plan == compiled.plan
 
@@ -77,7 +77,9 @@ def test_results_of_no_bytes_are_copied_too() -> None:
     """Batch norm in eval mode has statistics of no elements."""
     model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
     x = torch.randn(4, 4, 8, 8)
-    compiled = memplan_compile(model, x, train=True, budget=0.8, policy="genoa", costs=FAST_LINK, sanitize="poison")
+    compiled = memplan_compile(
+        model, x, train=True, arena_budget=0.8, policy="genoa", costs=FAST_LINK, sanitize="poison"
+    )
     assert torch.equal(compiled(x), model(x))
 
 
@@ -100,7 +102,7 @@ def test_odd_options_raise_typed_errors(options: dict[str, Any]) -> None:
 def test_a_budget_beyond_all_memory_is_no_budget() -> None:
     model, x = _net()
     traced = trace(model, x)
-    assert plan_traced(traced, PlanOptions(budget=10**30)).arena_size == plan_traced(traced).arena_size
+    assert plan_traced(traced, PlanOptions(arena_budget=10**30)).arena_size == plan_traced(traced).arena_size
 
 
 @pytest.mark.parametrize("bounds", [{"budget": None}, {"budget": 0.5}, {"budget": 1 << 20, "lowest": 1.5}])
@@ -159,7 +161,7 @@ class _TwoNames(nn.Module):
 def test_a_submodule_with_two_names_stays_as_it_is() -> None:
     model, x = _TwoNames(), torch.randn(8, 16)
     parameters = list(model.parameters())
-    compiled = memplan_compile(model, x, budget=0.8, policy=QUICK, costs=FAST_LINK)
+    compiled = memplan_compile(model, x, arena_budget=0.8, policy=QUICK, costs=FAST_LINK)
     assert all(one is two for one, two in zip(model.parameters(), parameters, strict=True))
     results = []
     for call in (model, compiled):
@@ -173,7 +175,7 @@ def test_a_submodule_with_two_names_stays_as_it_is() -> None:
 @pytest.mark.parametrize("other", [_TwoNames, lambda: nn.Sequential(*list(_net()[0].children())[:2])])
 def test_a_plan_with_evictions_for_another_model_is_refused_as_such(other: Any) -> None:
     model, x = _net()
-    plan = plan_traced(trace(model, x), PlanOptions(budget=0.6, policy=QUICK, costs=FAST_LINK))
+    plan = plan_traced(trace(model, x), PlanOptions(arena_budget=0.6, policy=QUICK, costs=FAST_LINK))
     strange = other()
     with pytest.raises(PlanMismatch, match="another graph"):
         memplan_compile(strange, torch.randn(64, 16) if isinstance(strange, _TwoNames) else x, plan=plan)
@@ -200,7 +202,7 @@ def test_memory_that_was_never_written_begins_where_it_is_first_read(fill: Any) 
     torch.manual_seed(0)
     model = _Between(fill)
     eager, x = copy.deepcopy(model), torch.randn(4, 6)
-    compiled = memplan_compile(model, x, budget="min", sanitize="poison")
+    compiled = memplan_compile(model, x, arena_budget="min", sanitize="poison")
     found = []
     for call, parameters in ((compiled, model.parameters()), (eager, eager.parameters())):
         torch.manual_seed(1)

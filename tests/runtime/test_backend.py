@@ -321,19 +321,21 @@ def test_each_graph_keeps_the_budget(policy: Any) -> None:
     torch.manual_seed(0)
     model = Deep()
     eager, x = copy.deepcopy(model), torch.randn(64, 32)
-    backend = Backend(sanitize="poison", budget=0.7, policy=policy, costs=FAST_LINK)
+    backend = Backend(sanitize="poison", arena_budget=0.7, policy=policy, costs=FAST_LINK)
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
         _assert_same_gradients(model, eager, [compiled(x).sum()], [eager(x).sum()])
     plans = [plan for graph in backend.graphs for plan in graph.plans]
     kept = [plan for plan in plans if plan.eviction is not None]
     assert any(plan.evictions for plan in kept)
-    assert all(plan.arena_size <= plan.eviction.budget for plan in kept if plan.eviction)
+    assert all(plan.arena_size <= plan.eviction.arena_budget for plan in kept if plan.eviction)
     assert backend.arena_size
 
 
 def test_a_budget_that_no_plan_keeps_says_so() -> None:
-    compiled = torch.compile(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), backend=Backend(budget=64))
+    compiled = torch.compile(
+        nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), backend=Backend(arena_budget=64)
+    )
     with pytest.raises(BudgetInfeasible) as caught:
         compiled(torch.randn(4, 8)).sum().backward()
     assert caught.value.smallest > 64

@@ -157,7 +157,7 @@ def test_a_plan_with_checkpoints_is_saved_and_loaded(tmp_path: Any) -> None:
 def test_a_budget_goes_below_what_the_checkpoints_need() -> None:
     model = Net()
     followed = plan(model, _x())
-    compiled = memplan.compile(model, _x().requires_grad_(), budget="min", policy="recompute")
+    compiled = memplan.compile(model, _x().requires_grad_(), arena_budget="min", policy="recompute")
     assert compiled.plan.arena_size <= followed.arena_size
     assert all(map(torch.equal, _step(compiled), _step(model)))
 

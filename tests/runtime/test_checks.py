@@ -128,7 +128,7 @@ class _Wide(nn.Module):
 
 def test_what_was_checked_is_computed_again_without_a_check() -> None:
     net, x = _Wide(), torch.randn(4, 64)
-    compiled = memplan_compile(net, (x,), budget="min", policy="recompute", sanitize="poison")
+    compiled = memplan_compile(net, (x,), arena_budget="min", policy="recompute", sanitize="poison")
     made = [op for op in compiled.plan.graph.ops if op.target == "aten.linalg_inv_ex.default"]
     checks = [op for op in compiled.plan.graph.ops if op.only_raises]
     assert len(made) > 1

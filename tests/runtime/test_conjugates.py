@@ -101,7 +101,7 @@ def test_a_step_in_the_frequency_domain_trains_as_eager() -> None:
 def test_what_is_conjugated_can_be_computed_again() -> None:
     net, x = _Filter(), torch.randn(8, 128)
     eager = copy.deepcopy(net)
-    compiled = memplan_compile(net, (x,), budget="min", policy="recompute", sanitize="poison")
+    compiled = memplan_compile(net, (x,), arena_budget="min", policy="recompute", sanitize="poison")
     assert len(compiled.plan.evictions) > 0
     for model in (compiled, eager):
         model(x).backward()

@@ -160,7 +160,7 @@ def test_a_budget_changes_no_bit(name: str, policy: Any) -> None:
     model, args = _example(name)
     other = copy.deepcopy(model)
     plain = compile(model, args)
-    kept = compile(other, args, budget=0.7, policy=policy, costs=FAST_LINK)
+    kept = compile(other, args, arena_budget=0.7, policy=policy, costs=FAST_LINK)
     assert kept.plan.evictions
     if policy is QUICK:
         program = kept._selector.main.program
@@ -305,7 +305,7 @@ def test_ops_are_measured() -> None:
     assert costs.measured
     assert all(0 < seconds < 0.1 for seconds in costs.measured.values())
     assert 1e9 < costs.to_host.bytes_per_second < 1e12
-    assert memplan.plan(model, args, budget=0.8, costs=costs).arena_size
+    assert memplan.plan(model, args, arena_budget=0.8, costs=costs).arena_size
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])

@@ -52,7 +52,9 @@ def x() -> torch.Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": "min", "policy": "genoa"}, {"budget": "min", "policy": "flow"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"arena_budget": "min", "policy": "genoa"}, {"arena_budget": "min", "policy": "flow"}]
+)
 @pytest.mark.parametrize("gradients", ["safe", "owned"])
 def test_results_gradients_and_buffers_are_those_without_a_device(
     options: dict[str, Any], gradients: Gradients, net: SeveralResults, x: torch.Tensor
@@ -117,10 +119,10 @@ def test_copies_pickles_and_plan_files_run_there_too(net: SeveralResults, x: tor
 
 
 def test_everything_is_counted(net: SeveralResults, x: torch.Tensor) -> None:
-    compiled = memplan.compile(net, x, device="cpu", budget=0.7, **FLOW)
+    compiled = memplan.compile(net, x, device="cpu", arena_budget=0.7, **FLOW)
     plan = compiled.plan
     assert plan.eviction is not None
-    assert plan.arena_size <= plan.eviction.budget
+    assert plan.arena_size <= plan.eviction.arena_budget
     assert {s.device for s in plan.graph.storages if s.planned} == {"cpu:0"}
     assert {s.device for s in plan.graph.storages if not s.planned} == {"cpu"}
     assert plan.on_device == plan.arena_size + max(plan.transient)
@@ -177,7 +179,7 @@ def test_what_does_not_go_together(net: SeveralResults, x: torch.Tensor) -> None
     with pytest.raises(MemplanError, match="run on the device of their tensors"):
         memplan.Backend(device="cpu")
     with pytest.raises(BudgetInfeasible):
-        memplan.compile(net, x, device="cpu", budget=64, **FLOW)
+        memplan.compile(net, x, device="cpu", arena_budget=64, **FLOW)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -99,7 +99,7 @@ def test_nothing_is_recorded_that_eager_does_not_record() -> None:
 def test_where_the_backward_cannot_be_planned_the_call_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     model, x = WithDropout().eval(), torch.randn(512, 6)
     budget = memplan.compile(model, x, train=False).plan.arena_size + 64
-    compiled = memplan.compile(model, x, budget=budget)
+    compiled = memplan.compile(model, x, arena_budget=budget)
     with torch.no_grad():
         assert torch.equal(compiled(x), model(x))
     with caplog.at_level(logging.WARNING, "memplan"):

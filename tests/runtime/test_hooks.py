@@ -40,7 +40,7 @@ def _made(kind: str, name: str = "mlp") -> tuple[torch.nn.Module, tuple[Any, ...
     if kind == "copies":
         plan = plan_of_everything(traced)
     else:
-        plan = plan_traced(traced, PlanOptions(budget="min", policy=QUICK_RECOMPUTE, costs=FAST_LINK))
+        plan = plan_traced(traced, PlanOptions(arena_budget="min", policy=QUICK_RECOMPUTE, costs=FAST_LINK))
     return model, args, memplan_compile(model, args, plan=plan, sanitize="poison")
 
 

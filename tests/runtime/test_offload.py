@@ -69,11 +69,14 @@ def _plans(traced: TracedGraph, shares: Sequence[float] = SHARES) -> Iterator[tu
     for policy, name, some in ((QUICK, "offload", shares), (QUICK_RECOMPUTE, "recompute", (0.5,))):
         for share in some:
             try:
-                yield f"{name} {share}", plan_traced(traced, PlanOptions(budget=share, policy=policy, costs=FAST_LINK))
+                yield (
+                    f"{name} {share}",
+                    plan_traced(traced, PlanOptions(arena_budget=share, policy=policy, costs=FAST_LINK)),
+                )
             except BudgetInfeasible as error:
                 yield (
                     f"{name} min",
-                    plan_traced(traced, PlanOptions(budget=error.smallest, policy=policy, costs=FAST_LINK)),
+                    plan_traced(traced, PlanOptions(arena_budget=error.smallest, policy=policy, costs=FAST_LINK)),
                 )
                 break
 
@@ -97,7 +100,7 @@ def test_bitwise_equal_to_the_step_without_a_budget(name: str) -> None:
     for kind, plan in _plans(traced, shares):
         assert plan.evictions, kind
         assert plan.eviction is not None
-        assert plan.arena_size <= plan.eviction.budget, kind
+        assert plan.arena_size <= plan.eviction.arena_budget, kind
         assert (plan.host_size > 0) is any(e.action is Action.OFFLOAD for e in plan.evictions), kind
         assert all(one.same_as(two) for one, two in zip(steps(plan), expected, strict=True)), kind
 
@@ -125,7 +128,7 @@ def test_recurrent_models(kind: type[nn.LSTM | nn.GRU]) -> None:
     traced = trace(model, args)
     expected = step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
     for policy in (QUICK, QUICK_RECOMPUTE):
-        plan = plan_traced(traced, PlanOptions(budget=0.9, policy=policy, costs=FAST_LINK))
+        plan = plan_traced(traced, PlanOptions(arena_budget=0.9, policy=policy, costs=FAST_LINK))
         assert plan.evictions
         assert step_of(runner_of(model, traced, plan), model, args, 0).same_as(expected)
     assert step_of(runner_of(model, traced, plan_of_everything(traced)), model, args, 0).same_as(expected)
@@ -159,7 +162,7 @@ def test_any_copies_at_any_steps_give_the_same_bits(seed: int) -> None:
     workload = make_workload(traced.graph, schedule.order, FAST_LINK, 64)
     events = some(workload)
     peak = measure(workload, events).peak
-    plan = plan_traced(traced, PlanOptions(budget=peak, policy=lambda _: events, costs=FAST_LINK))
+    plan = plan_traced(traced, PlanOptions(arena_budget=peak, policy=lambda _: events, costs=FAST_LINK))
     runner = runner_of(model, traced, plan)
     _copies(runner).before_each(lambda _: time.sleep(generator.choice((0, 0.0002, 0.002))))
     for _ in range(2):
@@ -216,8 +219,8 @@ def test_an_arena_is_never_larger_than_its_budget() -> None:
     model, args = _net()
     plan = plan_of_everything(trace(model, args))
     assert plan.eviction is not None
-    assert arena_for(plan, torch.device("cpu")).memory.nbytes == plan.arena_size <= plan.eviction.budget
-    tighter = replace(plan, eviction=replace(plan.eviction, budget=plan.arena_size - 1))
+    assert arena_for(plan, torch.device("cpu")).memory.nbytes == plan.arena_size <= plan.eviction.arena_budget
+    tighter = replace(plan, eviction=replace(plan.eviction, arena_budget=plan.arena_size - 1))
     with pytest.raises(InvalidPlan, match="larger than its budget"):
         memplan_compile(model, args, plan=tighter)
 
@@ -334,7 +337,7 @@ def test_whole_steps_equal_those_without_a_budget(name: str, kind: str, policy: 
     free = copy.deepcopy(model)
     optimizers = [make(m.parameters(), lr=1e-2, fused=True) for m in (model, free)]
     step = compile_step(
-        model, optimizers[0], lambda x: x, args, budget=0.7, policy=policy, costs=FAST_LINK, sanitize="poison"
+        model, optimizers[0], lambda x: x, args, arena_budget=0.7, policy=policy, costs=FAST_LINK, sanitize="poison"
     )
     other = compile_step(free, optimizers[1], lambda x: x, args)
     assert step.plan.evictions
@@ -437,7 +440,7 @@ def test_a_plan_that_would_evict_wrongly_is_refused(tamper: Callable[..., Evicte
         )
     )
     host = solve(host_problem(graph, schedule, alignment=plan.alignment))
-    record = replace(plan.eviction, sources=sources, host=host, budget=wrong.arena_size)
+    record = replace(plan.eviction, sources=sources, host=host, arena_budget=wrong.arena_size)
     replace(wrong, eviction=record).save(tmp_path / "plan.json")  # whole in itself: checksum, offsets, lifetimes
     with pytest.raises(InvalidEviction) as caught:
         memplan_compile(model, args, plan=tmp_path / "plan.json")

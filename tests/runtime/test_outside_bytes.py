@@ -60,13 +60,13 @@ def test_allocated_bytes_equal_the_plan(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "vit"])
 def test_allocated_bytes_equal_the_plan_under_a_budget(name: str, policy: Any) -> None:
     model, args = ZOO[name]("nano")
-    compiled = memplan_compile(model, args, budget=0.7, policy=policy, costs=FAST_LINK)
+    compiled = memplan_compile(model, args, arena_budget=0.7, policy=policy, costs=FAST_LINK)
     plan, program = compiled.plan, compiled._selector.main.program
     assert plan.eviction is not None
     assert plan.evictions
     allocated = {"arena": program.arena.memory.untyped_storage().nbytes(), "host": program.host.memory.nbytes}
     assert allocated == {"arena": plan.arena_size, "host": plan.host_size}
-    assert plan.arena_size <= plan.eviction.budget
+    assert plan.arena_size <= plan.eviction.arena_budget
     moves = [i for i, op in enumerate(plan.graph.ops) if op.target in TRANSFERS]
     assert not any(plan.transient[i] for i in moves), "copies allocate nothing"
     _assert_honest(model, args, compiled)

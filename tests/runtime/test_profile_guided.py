@@ -48,7 +48,7 @@ def _in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _compiled(model: nn.Module, x: torch.Tensor, **options: Any) -> CompiledModule:
-    settings: dict[str, Any] = {"budget": 0.8, "policy": everything, "costs": "measure", **options}
+    settings: dict[str, Any] = {"arena_budget": 0.8, "policy": everything, "costs": "measure", **options}
     compiled = memplan.compile(model, x, **settings)
     assert compiled._guide is not None
     return compiled
@@ -82,7 +82,7 @@ def test_nothing_is_measured_afterwards() -> None:
 
 def test_nothing_is_measured_where_nothing_is_evicted() -> None:
     model, x = _net()
-    for options in ({"budget": 1.0}, {"budget": "1GiB"}):
+    for options in ({"arena_budget": 1.0}, {"arena_budget": "1GiB"}):
         compiled = memplan.compile(model, x, costs="measure", **options)
         assert compiled._guide is None
         main = compiled._selector.main
@@ -94,10 +94,10 @@ def test_nothing_is_measured_where_nothing_is_evicted() -> None:
 
 def test_every_plan_is_of_the_same_budget_in_the_same_arena() -> None:
     model, x = _net()
-    compiled = _compiled(model, x, budget="min", policy=QUICK)
+    compiled = _compiled(model, x, arena_budget="min", policy=QUICK)
     safe, arena = compiled.plan, compiled._arena
     assert safe.eviction is not None
-    assert arena.nbytes == safe.eviction.budget
+    assert arena.nbytes == safe.eviction.arena_budget
     _finish(model, compiled, x)
     for measured in compiled.measurements:
         assert measured.plan.arena_size <= arena.nbytes
@@ -111,7 +111,7 @@ def test_measured_costs_are_saved_and_used_again(tmp_path: Path) -> None:
     assert compiled.measurement is not None
     path = tmp_path / "costs.json"
     compiled.measurement.costs.save(path)
-    again = memplan.compile(model, x, budget=0.8, policy=QUICK, costs=str(path))
+    again = memplan.compile(model, x, arena_budget=0.8, policy=QUICK, costs=str(path))
     assert again.plan.eviction is not None
     assert again.plan.eviction.costs == compiled.measurement.costs.name
 
@@ -168,7 +168,7 @@ class Skip(nn.Module):
 
 def test_inference_is_measured_too() -> None:
     model, x = Skip().eval(), torch.randn(64, 16)
-    compiled = _compiled(model, x, train=False, budget="min", policy=QUICK)
+    compiled = _compiled(model, x, train=False, arena_budget="min", policy=QUICK)
     expected = memplan.compile(model, x, train=False)(x)
     with torch.inference_mode():
         for _ in range(2 * STEPS):
@@ -259,7 +259,7 @@ def test_copies_measure_anew_or_keep_the_guided_plan(how: Any) -> None:
     twin = how(compiled)
     assert twin._guide is None
     assert twin.plan.fingerprint == compiled.plan.fingerprint
-    assert twin.plan.arena_size <= compiled.plan.eviction.budget  # type: ignore[union-attr]
+    assert twin.plan.arena_size <= compiled.plan.eviction.arena_budget  # type: ignore[union-attr]
     assert outcome_of(twin._original, twin, x).same_as(outcome_of(model, compiled, x))
 
 
@@ -290,7 +290,7 @@ def test_whole_steps(accumulate: int) -> None:
     model, x = _net()
     free = copy.deepcopy(model)
     made: dict[str, CompiledStep] = {}
-    options: dict[str, Any] = {"budget": 0.7, "policy": everything, "costs": "measure", "sanitize": "poison"}
+    options: dict[str, Any] = {"arena_budget": 0.7, "policy": everything, "costs": "measure", "sanitize": "poison"}
     for name, m, extra in (("guided", model, options), ("free", free, {})):
         optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)
         made[name] = memplan.compile_step(m, optimizer, lambda loss: loss, x, accumulate=accumulate, **extra)
@@ -316,7 +316,7 @@ def test_parameters_that_are_streamed(policy: Any) -> None:
     """`device="cpu"`: the model stays where it is, an arena of its own is filled by planned copies."""
     model, x = _net()
     free = memplan.compile(model, x, device="cpu").plan.arena_size
-    compiled = _compiled(model, x, device="cpu", budget=free // 2, policy=policy)
+    compiled = _compiled(model, x, device="cpu", arena_budget=free // 2, policy=policy)
     _finish(model, compiled, x)
     names = {c.name for c in compiled.measurements[0].copies}
     kinds = {s.kind for s in compiled.plan.graph.storages if s.name in names}
@@ -326,7 +326,7 @@ def test_parameters_that_are_streamed(policy: Any) -> None:
 def test_a_step_that_is_divided_stays_divided() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 400), Mean())
     x = torch.randn(64, 16)
-    compiled = _compiled(model, x, budget="min", policy=QUICK, divide=4)
+    compiled = _compiled(model, x, arena_budget="min", policy=QUICK, divide=4)
     assert compiled.plan.division is not None
     _finish(model, compiled, x)
     assert all(m.plan.division == compiled.plan.division for m in compiled.measurements)
@@ -336,7 +336,7 @@ def test_a_step_that_is_divided_stays_divided() -> None:
 def test_several_devices_are_not_measured() -> None:
     model, x = _net()
     with pytest.raises(UnsupportedCall, match="one device"):
-        memplan.compile(model, x, device=["cpu:0", "cpu:1"], budget=0.7, costs="measure")
+        memplan.compile(model, x, device=["cpu:0", "cpu:1"], arena_budget=0.7, costs="measure")
 
 
 # -- what cannot be --------------------------------------------------------------------------------------
@@ -352,17 +352,17 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MemplanError, match="without a budget"):
         memplan.compile(model, x, plan=memplan.plan(model, x), costs="measure")
     with pytest.raises(UnsupportedCall, match="recorded"):
-        memplan.compile(model, x, budget=0.7, costs="measure", cuda_graph=True)
+        memplan.compile(model, x, arena_budget=0.7, costs="measure", cuda_graph=True)
     with pytest.raises(UnsupportedCall, match="recorded"):
-        memplan.compile_step(model, optimizer, lambda loss: loss, x, budget=0.7, costs="measure", cuda_graph=True)
+        memplan.compile_step(model, optimizer, lambda loss: loss, x, arena_budget=0.7, costs="measure", cuda_graph=True)
     batch = {"x": {0: torch.export.Dim("batch", max=128)}}
     with pytest.raises(UnsupportedCall, match="one shape"):
-        memplan.compile(model, x, budget=0.7, costs="measure", dynamic_shapes=batch)
+        memplan.compile(model, x, arena_budget=0.7, costs="measure", dynamic_shapes=batch)
     with pytest.raises(MemplanError, match="no cost model") as caught:
-        memplan.plan(model, x, budget=0.7, costs="measure")
+        memplan.plan(model, x, arena_budget=0.7, costs="measure")
     assert "first steps" in str(caught.value)
     with pytest.raises(MemplanError):
-        torch.compile(model, backend=memplan.Backend(budget=0.7, costs="measure"))(x)
+        torch.compile(model, backend=memplan.Backend(arena_budget=0.7, costs="measure"))(x)
 
 
 @pytest.mark.parametrize("error", [MemplanError("not now"), ValueError("never")])

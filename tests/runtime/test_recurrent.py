@@ -89,7 +89,7 @@ def test_workspaces_are_planned_and_may_be_made_again() -> None:
     workspaces = [v for v in plan.graph.values if v.dtype == "uint8"]
     assert len(workspaces) == 3
     assert all(plan.graph.storages[v.storage].planned and v.shape > (0,) for v in workspaces)
-    compiled = memplan_compile(model, x, budget=0.9, policy=QUICK_RECOMPUTE)
+    compiled = memplan_compile(model, x, arena_budget=0.9, policy=QUICK_RECOMPUTE)
     again = [op for op in compiled.plan.graph.ops if op.target == _KERNELS[0]]
     assert len(again) > 3
     for one, two in zip(_step(model, compiled, x.detach(), 0), _step(eager, eager, x.detach(), 0), strict=True):

@@ -225,7 +225,7 @@ def test_nonsense_is_refused_when_compiling() -> None:
     with pytest.raises(InvalidShapes, match="no dimension varies"):
         memplan.compile(nn.Linear(2, 2), torch.zeros(2, 2), bucketing={"seq": 8})
     with pytest.raises(InvalidShapes, match="one size only"):
-        _compiled(budget="50%")
+        _compiled(arena_budget="50%")
     with pytest.raises(InvalidShapes, match="one shape"):
         _compiled(cuda_graph=True)
     with pytest.raises(InvalidShapes, match="for one shape"):

@@ -52,7 +52,7 @@ def _run(model: torch.nn.Module, args: tuple[Any, ...], plan: Plan) -> Tracker:
 
 
 def _budgeted(traced: TracedGraph) -> Plan:
-    return plan_traced(traced, PlanOptions(budget="min", policy=QUICK, costs=FAST_LINK))
+    return plan_traced(traced, PlanOptions(arena_budget="min", policy=QUICK, costs=FAST_LINK))
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "bert"])

@@ -166,7 +166,7 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     with pytest.raises(MemplanError, match="two programs"):
         step_of(plan=first.plan, accumulate=2)
     with pytest.raises(MemplanError, match="beside a plan"):
-        step_of(plan=first.plan, budget=0.5)
+        step_of(plan=first.plan, arena_budget=0.5)
     other = memplan_plan(nn.Linear(8, 4), torch.randn(5, 8))
     with pytest.raises(PlanMismatch):
         step_of(plan=other)

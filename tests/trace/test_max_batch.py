@@ -31,25 +31,27 @@ def make(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def test_P7_the_largest_batch_that_fits() -> None:  # noqa: N802
-    found = memplan.max_batch(make, "1MiB", policy=None)
+    found = memplan.max_batch(make, arena_budget="1MiB", policy=None)
     fits, fails = (memplan.plan(*make(batch)).arena_size for batch in (found, found + 1))
     assert fits <= 1 << 20 < fails
 
 
 def test_P7_evictions_make_it_larger() -> None:  # noqa: N802
-    plain, planned = (memplan.max_batch(make, "1MiB", policy=policy, costs="a100") for policy in (None, "recompute"))
+    plain, planned = (
+        memplan.max_batch(make, arena_budget="1MiB", policy=policy, costs="a100") for policy in (None, "recompute")
+    )
     assert planned > plain
-    assert memplan.plan(*make(planned), budget="1MiB", policy="recompute", costs="a100").arena_size <= 1 << 20
+    assert memplan.plan(*make(planned), arena_budget="1MiB", policy="recompute", costs="a100").arena_size <= 1 << 20
 
 
 def test_everything_together_can_be_bounded() -> None:
-    found = memplan.max_batch(make, "1MiB", policy=None, total=True)
+    found = memplan.max_batch(make, "1MiB", policy=None)
     assert memplan.plan(*make(found)).total <= 1 << 20 < memplan.plan(*make(found + 1)).total
 
 
 def test_P7_gradients_in_the_arena_leave_room_for_more() -> None:  # noqa: N802
     limit = "384KiB"
-    bounds: dict[str, Any] = {"policy": None, "total": True}
+    bounds: dict[str, Any] = {"policy": None}
     safe = memplan.max_batch(make, limit, **bounds)
     found = memplan.max_batch(make, limit, gradients="arena", **bounds)
     fits, fails = (memplan.plan(*make(batch), gradients="arena").total for batch in (found, found + 1))
@@ -70,7 +72,7 @@ def test_gradients_in_the_arena_never_let_less_fit(name: str) -> None:
 
     limit = int(memplan.plan(*batched(3)).total * 1.1)
     safe, arena = (
-        memplan.max_batch(batched, limit, policy=None, total=True, highest=6, gradients=gradients)
+        memplan.max_batch(batched, limit, policy=None, highest=6, gradients=gradients)
         for gradients in ("safe", "arena")
     )
     assert arena >= safe >= 3

@@ -69,7 +69,7 @@ def test_a_budget_runs_attention_again_where_that_is_best() -> None:
     whole = memplan.plan(model, x)
     slow = Link(latency=1.0, bytes_per_second=1e3)  # nothing goes to the host
     costs = replace(DEVICES["cpu"], to_host=slow, to_device=slow)
-    compiled = memplan.compile(model, x, budget=whole.arena_size * 3 // 10, costs=costs)
+    compiled = memplan.compile(model, x, arena_budget=whole.arena_size * 3 // 10, costs=costs)
     names = [op.target for op in compiled.plan.graph.ops]
     assert names.count("aten._scaled_dot_product_flash_attention_for_cpu.default") > 6
 

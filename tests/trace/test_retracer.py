@@ -64,7 +64,9 @@ def test_a_plan_is_of_the_form_that_comes_with_it() -> None:
     assert plan.graph == variant.graph
 
 
-@pytest.mark.parametrize("options", [{"divide": 4}, {"divide": True, "budget": 0.9}, {"compress": "bits"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"divide": 4}, {"divide": True, "arena_budget": 0.9}, {"compress": "bits"}], ids=str
+)
 def test_another_form_needs_a_retracer(options: dict[str, Any]) -> None:
     traced = Counting().captured.retrace()
     with pytest.raises(UnsupportedProblem, match="cannot be traced again"):

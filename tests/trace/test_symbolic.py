@@ -142,6 +142,6 @@ def test_a_width_that_a_layer_fixes_names_the_line() -> None:
 def test_budgets_and_meta_tensors_are_refused() -> None:
     x = torch.zeros(5, 8)
     with pytest.raises(InvalidShapes, match="one size only"):
-        memplan.plan(Branches(""), x, dynamic_shapes={"x": {0: BATCH}}, budget="50%")
+        memplan.plan(Branches(""), x, dynamic_shapes={"x": {0: BATCH}}, arena_budget="50%")
     with pytest.raises(UnsupportedGraph, match="meta"):
         memplan.plan(Branches("").to("meta"), x, dynamic_shapes={"x": {0: BATCH}})

@@ -15,6 +15,7 @@ from memplan.evict.events import Event, Events, Kind
 from memplan.evict.workload import Workload
 
 Ints = npt.NDArray[np.int64]
+_NO_LIMIT = 2**63 - 1  # bytes
 Floats = npt.NDArray[np.float64]
 
 
@@ -23,7 +24,8 @@ class MeasuredEvents:
     """The measured cost of a sequence of events: bytes and seconds.
 
     `live[k]` are the arena bytes at the k-th event that becomes an op (every kind but DROP); `area` is the sum over
-    steps of the bytes above the budget; `stall` the seconds that the step waits for copies.
+    steps of the bytes above the budget, on the device and on the host; `stall` the seconds that the step waits for
+    copies.
     """
 
     peak: int
@@ -50,15 +52,18 @@ class WorkloadArrays:
         self.host_resident = np.zeros(len(w.size), np.bool_)
         self.host_resident[list(w.host_resident - w.fresh)] = True
         self.begun = np.array(w.begun, np.int64)
+        self.copy_size = self.size.copy()  # of a copy on the host that the step makes
+        self.copy_size[list(w.host_resident)] = 0
+        self.host_budget = np.int64(_NO_LIMIT if w.host_budget is None else w.host_budget)
         self.redo_until = np.array(w.redo_until, np.int64)
 
     @cached_property
-    def tables(self) -> tuple[npt.NDArray[Any], ...]:
+    def tables(self) -> tuple[Any, ...]:
         """The arguments of `measure_kernel.measure`, in its order."""
         return (
             *(self.read_ptr, self.read, self.write_ptr, self.write, self.writer_ptr, self.writer, self.size),
             *(self.pair_ptr, self.pair, self.host_resident, self.seconds, self.to_host, self.to_device),
-            self.begun,
+            *(self.begun, self.copy_size, self.host_budget),
         )
 
     def measure(self, kinds: Ints, indices: Ints) -> MeasuredEvents | None:

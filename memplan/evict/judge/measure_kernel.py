@@ -14,13 +14,15 @@ NEVER, HERE, GONE, LEAVING, ARRIVING, AWAY = range(6)
 def measure(
     kinds, indices, budget,
     read_ptr, read, write_ptr, write, writer_ptr, writer, size,
-    pair_ptr, pair, host_resident, seconds, to_host, to_device, begun,
+    pair_ptr, pair, host_resident, seconds, to_host, to_device, begun, copy_size, host_budget,
 ):  # fmt: skip
     """Return (first impossible event or -1, peak bytes, seconds, stall seconds, area above `budget`, live bytes).
 
-    The rules are those of `apply`: a life of a storage lasts from the step that begins it to its last touch, a
-    result may take the bytes of an input whose last use is its op, copies in one direction run one after the other.
-    `begun` are the bytes that each op begins at its first run and that stay to the end.
+    The rules are those of `apply`: a life of a storage lasts from the step that begins it to its last touch, a result
+    may take the bytes of an input whose last use is its op, copies in one direction run one after the other. An
+    offloaded copy takes `copy_size` on the host from the start of its offload to the end of its last reload. The area
+    also counts the bytes there above `host_budget`, which are in no other figure. `begun` are the bytes that each op
+    begins at its first run and that stay to the end.
     """
     n, m, count = read_ptr.shape[0] - 1, size.shape[0], kinds.shape[0]
     state = np.zeros(m, np.int8)
@@ -42,6 +44,7 @@ def measure(
     clock, stall, out_free, in_free = 0.0, 0.0, 0.0, 0.0
     ends = np.zeros(m, np.float64)
     added = np.zeros(count + 1, np.int64)
+    hosted, kept = np.full(m, -1, np.int64), np.full(m, -1, np.int64)  # the first and last step of each copy
     step = 0
     for e in range(count):
         kind, i = kinds[e], indices[e]
@@ -98,6 +101,9 @@ def measure(
                 return e, 0, 0.0, 0.0, 0.0, first
             state[i] = LEAVING
             last[current[i]] = step
+            if hosted[i] < 0:
+                hosted[i] = step
+            kept[i] = step
             out_free = max(clock, out_free) + to_host[i]
             ends[i] = out_free
         elif kind == OFFLOADED:
@@ -105,6 +111,7 @@ def measure(
                 return e, 0, 0.0, 0.0, 0.0, first
             state[i] = AWAY
             on_host[i] = True
+            kept[i] = step
             last[current[i]] = step
             stall += max(0.0, ends[i] - clock)
             clock = max(clock, ends[i])
@@ -122,7 +129,7 @@ def measure(
             if state[i] != ARRIVING:
                 return e, 0, 0.0, 0.0, 0.0, first
             state[i] = HERE
-            last[current[i]] = step
+            last[current[i]] = kept[i] = step
             stall += max(0.0, ends[i] - clock)
             clock = max(clock, ends[i])
         step += 1
@@ -142,4 +149,14 @@ def measure(
         peak = max(peak, live[t])
         if live[t] > budget:
             area += live[t] - budget
+    on_host_now = np.zeros(step + 1, np.int64)
+    for i in range(m):
+        if hosted[i] >= 0:
+            on_host_now[hosted[i]] += copy_size[i]
+            on_host_now[kept[i] + 1] -= copy_size[i]
+    held = 0
+    for t in range(step):
+        held += on_host_now[t]
+        if held > host_budget:
+            area += held - host_budget
     return -1, peak, clock, stall, area, live[:step]

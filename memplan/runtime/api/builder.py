@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,16 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch
+from memplan.evict.feedback import RecordingPolicy
+from memplan.runtime.api.measured_budget import (
+    Built,
+    Measured,
+    adopt_need,
+    build_measured,
+    plan_as_small_as_eager,
+    replan,
+    safe_plan_again,
+)
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.cuda_graphs import make_recorder
 from memplan.runtime.execute.runner import Runner
@@ -19,7 +30,7 @@ from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena, arena_for
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import CompileOptions
-from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
+from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of
 from memplan.trace import CapturedStep, capture_call
 from memplan.trace.traced import TracedGraph
 
@@ -47,10 +58,31 @@ class Builder:
         """Return a program for calls like this one, with the `given` plan or a new one."""
         with torch.inference_mode(False):
             traced, captured = self._trace(args, kwargs, train)
-            room = 0 if self.arena is None else self.arena.nbytes
-            runner = self.assemble(*self.options.settle(traced, captured, given, room=room))
+            before = self.arena
+            room = 0 if before is None else before.nbytes
+
+            def build(known: Sequence[Measured | None]) -> Sequence[Built]:
+                """Return the program, planned with what is measured of it; the first one makes the arena."""
+                self.arena = before
+                if known[0] is None:
+                    settled, plan = self.options.settle(traced, captured, given, room=room)
+                else:
+                    settled, plan = replan(self.options, known[0], room=room)
+                runner = self.assemble(settled, plan)
+                if self.options.budget == "min" or (room and not self.options.budget_is_absolute):
+                    adopt_need(runner)
+                return (Built(traced=settled, runner=runner),)
+
+            built = build_measured(build, 1, again=given is None)[0]
+            unlimited = given is None and before is None and not self.options.has_budget
+            smaller = plan_as_small_as_eager(self.options, built) if unlimited and not traced.runs_on else None
+            runner = built.runner
+            if smaller is not None:
+                self.arena = None
+                del built, runner  # they hold the larger arena
+                runner = self.assemble(*smaller)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
-            self.options = replace(self.options, budget=given.eviction.budget)
+            self.options = self.options.keeping(given)
         return runner
 
     def guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[Runner, ProfileGuide | None]:
@@ -59,8 +91,21 @@ class Builder:
         Its arena has room for every plan within the budget.
         """
         with torch.inference_mode(False):
-            traced, plan, policy = safe_plan(self.options, *self._trace(args, kwargs, train))
-            runner = self.assemble(traced, plan, arena_room(plan, policy))
+            first = self._trace(args, kwargs, train)
+            decided: list[RecordingPolicy] = []
+
+            def build(known: Sequence[Measured | None]) -> Sequence[Built]:
+                """Return the program of a safe plan, made with what is measured of it, in an arena of its own."""
+                self.arena = None
+                traced, plan, policy = safe_plan_again(self.options, first, known[0])
+                decided[:] = [policy]
+                runner = self.assemble(traced, plan, arena_room(plan, policy))
+                if self.options.budget == "min":
+                    adopt_need(runner)
+                return (Built(traced=traced, runner=runner),)
+
+            built = build_measured(build, 1)[0]
+            (policy,), traced, runner = decided, built.traced, built.runner
             if policy.events is None:
                 return runner, None
             return runner, guide_of(self.options, traced, runner, policy, partial(self.assemble, traced))

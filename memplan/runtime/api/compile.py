@@ -28,6 +28,10 @@ def compile(
     train: bool | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     budget: Budget | Sequence[Budget] | None = None,
+    arena_budget: Budget | Sequence[Budget] | None = None,
+    host_budget: int | str | None = None,
+    pinned_budget: int | str | None = None,
+    reserve: int | str = 0,
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
     divide: Divide = None,
@@ -47,8 +51,8 @@ def compile(
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
-    The options `budget`, `policy`, `costs`, `divide`, `compress`, `schedule`, `solver`, `layout` and `time_limit` are
-    those of `memplan.plan`; not all are repeated here.
+    The options `budget`, `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `divide`,
+    `compress`, `schedule`, `solver`, `layout` and `time_limit` are those of `memplan.plan`; not all are repeated here.
 
     Args:
         model: The module to compile. The result shares its parameters, buffers and submodules.
@@ -60,8 +64,13 @@ def compile(
             or runs eagerly while the results of an earlier such call are alive.
         plan: A saved plan, or its path, to run instead of making one. It must have been made for this very graph, and
             has its budget already.
-        budget: The most bytes that the arena may have: an int, a text ("8GiB"), a share of its size without a budget
-            (0.5, "50%"), or "min". Saved activations that do not fit are recomputed or offloaded.
+        budget: The most bytes on the device, everything together: an int, a text ("8GiB"), a share of what eager is
+            predicted to need (0.5, "50%"), or "min". Saved activations that do not fit are recomputed or offloaded.
+            Kernels' temporaries are measured while compiling, and count too.
+        arena_budget: The same for the arena alone; a share is one of its live bytes without a budget.
+        host_budget: The most bytes of copies on the host at once.
+        pinned_budget: The same for page-locked memory, which holds those copies on CUDA.
+        reserve: Bytes on the device that the step does not show, such as an optimizer's state; the total counts them.
         policy: The policy that decides what is evicted.
         costs: The cost model of the policy. "measure" measures the first steps and plans again from the measured
             times, until no better plan is found (`CompiledModule.measurements`).
@@ -77,7 +86,7 @@ def compile(
             `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. "arena"
             leaves them in the arena until the next call, which takes the least memory: a `.grad` that is still set then
             is moved out of the arena, and a view, an array or another name that still refers to one raises
-            `StaleActivationsError`; it cannot be combined with `budget`, `device`, `cuda_graph` or `dynamic_shapes`.
+            `StaleActivationsError`; it cannot be combined with budgets, `device`, `cuda_graph` or `dynamic_shapes`.
         sanitize: Check every step, slowly: "poison" fills buffers with NaN before their first write and after their
             last use; "redzone" checks bytes on both sides of every buffer.
         on_mismatch: What happens at a call that differs from the example, or after the model has changed: "error"
@@ -88,7 +97,7 @@ def compile(
             copied in and results copied out; `CompiledModule.pool_bytes` are the bytes outside the arena.
         device: Run on this device ("cuda", "cuda:1") while the model, its inputs and its results stay on the CPU. Every
             step copies parameters, inputs and results by planned ops that run beside its kernels. The arena then holds
-            all of it, and `budget` counts all of it: parameters that do not fit are loaded when they are needed, and
+            all of it, and budgets count all of it: parameters that do not fit are loaded when they are needed, and
             gradients are copied out when they are made. "cpu" stands in for a device: a separate arena in the CPU's
             memory with the same plan and the same copies. A sequence (`["cuda:0", "cuda:1"]`, or
             `["cpu:0", "cpu:1"]`) divides the model's blocks among devices, with an arena on each: forward and backward
@@ -120,9 +129,20 @@ def compile(
         ```
     """
     args, kwargs = arguments_of(example_inputs, example_kwargs)
-    given = given_plan(plan, budget)
+    given = given_plan(
+        plan,
+        budget=budget,
+        arena_budget=arena_budget,
+        host_budget=host_budget,
+        pinned_budget=pinned_budget,
+        reserve=reserve or None,
+    )
     options = CompileOptions(
         budget=budget,
+        arena_budget=arena_budget,
+        host_budget=host_budget,
+        pinned_budget=pinned_budget,
+        reserve=reserve,
         policy=policy,
         costs=costs,
         divide=divide,

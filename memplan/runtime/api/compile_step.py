@@ -40,6 +40,10 @@ def compile_step(
     accumulate: int = 1,
     plan: Plan | str | os.PathLike[str] | None = None,
     budget: Budget | Sequence[Budget] | None = None,
+    arena_budget: Budget | Sequence[Budget] | None = None,
+    host_budget: int | str | None = None,
+    pinned_budget: int | str | None = None,
+    reserve: int | str = 0,
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
     divide: Divide = None,
@@ -104,9 +108,20 @@ def compile_step(
         loss = step(inputs, targets)
         ```
     """
-    given = given_plan(plan, budget)
+    given = given_plan(
+        plan,
+        budget=budget,
+        arena_budget=arena_budget,
+        host_budget=host_budget,
+        pinned_budget=pinned_budget,
+        reserve=reserve or None,
+    )
     options = StepOptions(
         budget=budget,
+        arena_budget=arena_budget,
+        host_budget=host_budget,
+        pinned_budget=pinned_budget,
+        reserve=reserve,
         policy=policy,
         costs=costs,
         divide=divide,

@@ -190,9 +190,8 @@ class CompiledModule(nn.Module, MeasuredStep):
         else:
             _log.info(_STILL_SET, self.plan.model)
             arena.release()
-        options = replace(self._requested, gradients="added")
-        if self.plan.eviction is not None:  # a given plan's too
-            options = replace(options, budget=self._builder.options.budget)
+        base = self._requested if self._given is None else self._builder.options  # a given plan's budgets are there
+        options = replace(base, gradients="added")
         main, modes = self._selector.main, self._selector.main_modes
         example, train = example_of(main), main.traced.training
         del main
@@ -208,7 +207,7 @@ class CompiledModule(nn.Module, MeasuredStep):
 
     def _require_second_arena(self, name: str) -> None:
         """Raise `StaleActivationsError` if another arena, beside that of a gradient in use, would break the budget."""
-        if self._builder.options.budget is not None:
+        if self._builder.options.has_budget:
             raise referred(name, 'or compile with gradients="added"')
 
     def _replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any], list[torch.Tensor]]:

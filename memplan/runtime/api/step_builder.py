@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,16 +11,25 @@ import torch
 from torch import nn
 
 from memplan.core.plan import Plan
+from memplan.core.totals import functional_transient
 from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.api.builder import require_real
+from memplan.runtime.api.measured_budget import (
+    Built,
+    Measured,
+    adopt_need,
+    build_measured,
+    replan,
+    safe_plan_again,
+)
 from memplan.runtime.execute.cuda_graphs import make_recorder
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.ranks import require_collective
-from memplan.runtime.memory.arena import arena_for_all
+from memplan.runtime.memory.arena import Arena, arena_for_all
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import StepOptions
-from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
+from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of
 from memplan.trace import CapturedStep, capture_step
 from memplan.trace.optimizer.updates import Accumulate
 from memplan.trace.traced import TracedGraph
@@ -48,27 +58,59 @@ class StepBuilder:
         prepare_host(self._loss, traced[0], self._optimizer)
         device = traced[0].device
         recorder = make_recorder(device, options.sanitize) if options.cuda_graph else None
-        planned: list[tuple[TracedGraph, Plan, RecordingPolicy | None]]
-        steps = list(zip(traced, captured, strict=True))
-        if options.measures:
-            planned = [safe_plan(options, t, c) for t, c in steps]
-        else:
-            planned = [(*options.settle(t, c, given), None) for t, c in steps]
         module_guards = StepGuards(self._loss, self._optimizer)
-        room = max(arena_room(plan, policy) for _, plan, policy in planned)
-        arena = arena_for_all([plan for _, plan, _ in planned], device, room)
+        steps = list(zip(traced, captured, strict=True))
+        planned: list[tuple[TracedGraph, Plan, RecordingPolicy | None]] = []
 
-        def runner_of(t: TracedGraph, plan: Plan) -> Runner:
+        def runner_of(arena: Arena, t: TracedGraph, plan: Plan) -> Runner:
             view = arena.view_for(plan) or arena
             return Runner(module_guards, t, plan, view, sanitize=options.sanitize, recorder=recorder, whole=True)
 
-        runners = [runner_of(t, plan) for t, plan, _ in planned]
+        def build(known: Sequence[Measured | None]) -> Sequence[Built]:
+            """Return the programs, planned with what is measured of each, in a new arena."""
+            planned[:] = [self._planned(step, given, one) for step, one in zip(steps, known, strict=True)]
+            if given is None:
+                planned[:] = self._in_one_arena(planned, known)
+            room = max(arena_room(plan, policy) for _, plan, policy in planned)
+            arena = arena_for_all([plan for _, plan, _ in planned], device, room)
+            made = [Built(traced=t, runner=runner_of(arena, t, plan)) for t, plan, _ in planned]
+            if options.budget == "min":
+                for one in made:
+                    adopt_need(one.runner)
+            return made
+
+        made = build_measured(build, len(steps), again=given is None)
+        runners = [one.runner for one in made]
         guides = [
-            guide_of(options, t, runner, policy, partial(runner_of, t))
+            guide_of(options, t, runner, policy, partial(runner_of, runner.arena, t))
             for (t, _, policy), runner in zip(planned, runners, strict=True)
             if policy is not None and policy.events is not None
         ]
         return module_guards, runners, guides
+
+    def _planned(
+        self, step: tuple[TracedGraph, CapturedStep | None], given: Plan | None, known: Measured | None
+    ) -> tuple[TracedGraph, Plan, RecordingPolicy | None]:
+        """Return the variant of a step that is planned, its plan, and the policy to measure if steps are measured."""
+        options = self._options
+        if options.measures:
+            return safe_plan_again(options, step, known)
+        return *(options.settle(*step, given) if known is None else replan(options, known)), None
+
+    def _in_one_arena(
+        self, planned: Sequence[tuple[TracedGraph, Plan, RecordingPolicy | None]], known: Sequence[Measured | None]
+    ) -> list[tuple[TracedGraph, Plan, RecordingPolicy | None]]:
+        """Return the plans, each with an arena that leaves every other program the room that its budget needs."""
+        limits = [plan.arena_limit for _, plan, _ in planned if plan.arena_limit is not None and not plan.devices]
+        found = []
+        for (traced, plan, policy), one in zip(planned, known, strict=True):
+            if plan.eviction is not None and limits and plan.arena_size > min(limits):
+                tried = replace(plan, eviction=replace(plan.eviction, arena_budget=min(limits)))
+                transient = functional_transient(traced.graph) if one is None else one.transient
+                step = Measured(traced=traced, plan=tried, transient=transient)
+                traced, plan, policy = self._planned((traced, None), None, step)  # noqa: PLW2901
+            found.append((traced, plan, policy))
+        return found
 
     def _capture(self, batch: tuple[Any, ...], kwargs: dict[str, Any], kind: Accumulate | None) -> CapturedStep:
         return capture_step(

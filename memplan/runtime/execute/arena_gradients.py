@@ -35,7 +35,7 @@ class ArenaGradients:
     """The gradients of one program that are in the arena between its steps.
 
     `slots` (positions in `held`) are their parameters, `values` their values in `program`. A reference to one of them
-    keeps the whole arena alive. `temporary`: they stay in the arena only until one of them is still in use at the next step.
+    keeps the whole arena alive. `temporary`: until one of them is still in use at the next step.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ArenaGradients:
 
     def _keep(self, arena: Arena) -> None:
         for storage in self._storages:
-            storage.arena = arena.memory  # type: ignore[attr-defined]  # torch keeps this attribute as long as the storage exists
+            storage.arena = arena.memory
 
     def _references(self) -> list[int]:
         """Return for each storage the number of tensors that use it, and of references to its Python object."""

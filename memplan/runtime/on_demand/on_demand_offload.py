@@ -37,7 +37,7 @@ def offload_for(reason: MemplanError, plan: Plan, device: torch.device) -> OnDem
     It logs a warning.
     """
     eviction = plan.eviction  # the budget of another device does not apply to the host, where the model is
-    budget = None if eviction is None or eviction.device else eviction.budget
+    budget = None if eviction is None or eviction.device else plan.arena_limit
     how = "eagerly" if budget is None else f"eagerly within {format_bytes(budget)}"
     where = f"{reason.where}: " if reason.where else ""
     _log.warning("%s: a call runs %s, without a plan: %s%s", plan.model, how, where, reason.what)

@@ -55,15 +55,22 @@ def recording_policy(policy: str | Policy) -> RecordingPolicy:
 
 def arena_room(plan: Plan, policy: RecordingPolicy | None) -> int:
     """Return the bytes of an arena in which every plan within the budget fits; 0 if nothing is evicted."""
-    return plan.eviction.budget if policy is not None and policy.events is not None and plan.eviction else 0
+    measured = policy is not None and policy.events is not None
+    return max(plan.arena_limit or 0, 0) if measured and not plan.devices else 0
 
 
 def safe_plan(
-    options: RunOptions, traced: TracedGraph, retracer: Retracer | None
+    options: RunOptions,
+    traced: TracedGraph,
+    retracer: Retracer | None,
+    *,
+    tried: Plan | None = None,
+    transient: Sequence[int] | None = None,
 ) -> tuple[TracedGraph, Plan, RecordingPolicy]:
     """Return the planned variant of the step, its plan, and the policy that decided it.
 
-    The plan keeps the budget by the default costs of the device.
+    The plan keeps the budget by the default costs of the device. `tried`: the plan of `traced` that was tried before,
+    and `transient` what its ops were then seen to allocate outside the arena (see `plan_step`).
     """
     if len(traced.runs_on) > 1:
         what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"
@@ -71,12 +78,14 @@ def safe_plan(
             what, where="costs='measure'", hint="pass costs of your own, or one device", see="measure"
         )
     options = replace(options, costs=None)
-    if options.divide:  # the division is chosen first; the policy then decides about the divided step
+    if options.divide and tried is None:  # the division is chosen first; the policy then decides about the divided step
         traced, plan = options.settle(traced, retracer)
         assert plan.eviction is not None
-        options, retracer = replace(options, divide=None, budget=plan.eviction.budget), None
+        options, retracer = replace(options.keeping(plan), divide=None), None
+    if tried is not None:
+        options = options.again(tried)
     policy = recording_policy(options.policy)
-    return *replace(options, policy=policy).settle(traced, retracer), policy
+    return *replace(options, policy=policy).settle(traced, retracer, transient=transient), policy
 
 
 def guide_of(
@@ -87,8 +96,8 @@ def guide_of(
     assert eviction is not None
 
     def plan_with(policy: Policy, costs: CostModel) -> Plan:
-        measured = replace(options, budget=eviction.budget, policy=policy, costs=costs, divide=None)
-        return plan_traced(traced, measured, redzone=options.redzone(traced.device))
+        measured = replace(options.keeping(runner.plan), policy=policy, costs=costs, divide=None)
+        return plan_traced(traced, measured, redzone=options.redzone(traced.device), room=runner.arena.nbytes)
 
     return ProfileGuide(runner, policy, plan_with, build)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memplan.core.division import Division
+from memplan.core.totals import MODEL_KINDS
 from memplan.core.units import format_bytes
 from memplan.planning.options import PlanOptions
 from memplan.schedule import order
@@ -30,17 +31,17 @@ def variants_to_plan(
     lowest floor. Variants whose floor exceeds the budget are left out; if all do, the last one is kept, whose error
     names what it needs.
     """
-    allowed, budget = options.division, options.budget
+    allowed = options.division
     if allowed is not None and allowed.blocks is not None:
         return (retraced(traced, retracer, allowed, traced.compress),), options
-    if allowed is None or budget is None:
+    if allowed is None or (options.budget is None and options.arena_budget is None):
         return (traced,), options
     variants = (traced, *_divisions(traced, retracer, allowed, alignment))
-    if budget == "min":
+    if "min" in (options.budget, options.arena_budget):
         return (min(variants, key=lambda variant: _floor(variant, alignment)),), options
-    nbytes = _in_bytes(options, traced, alignment)
-    fitting = tuple(variant for variant in variants if _floor(variant, alignment) <= nbytes)
-    return fitting or variants[-1:], replace(options, budget=nbytes)
+    asked = _in_bytes(options, traced, alignment)
+    fitting = tuple(variant for variant in variants if _may_fit(variant, asked, alignment))
+    return fitting or variants[-1:], asked
 
 
 def gain_of_dividing(traced: TracedGraph, retracer: Retracer, alignment: int) -> str:
@@ -66,13 +67,20 @@ def _divisions(
         yield step
 
 
-def _in_bytes(options: PlanOptions, traced: TracedGraph, alignment: int) -> int:
-    """Return the budget in bytes; a share is one of the undivided step's arena."""
-    from memplan.evict.select import fit_policy
-    from memplan.planning.budget import bytes_of
+def _in_bytes(options: PlanOptions, traced: TracedGraph, alignment: int) -> PlanOptions:
+    """Return the options with budgets in bytes; shares are those of the undivided step."""
+    from memplan.planning.byte_limits import budgets_in_bytes
 
     workload = _workload(traced, order(traced.graph, options.schedule).order, alignment)
-    return bytes_of(options.budget, workload, fit_policy("auto"))
+    return budgets_in_bytes(options, traced.graph, workload)
+
+
+def _may_fit(traced: TracedGraph, asked: PlanOptions, alignment: int) -> bool:
+    """Return whether the floor of a step, with its model and inputs beside it, is within budgets in bytes."""
+    beside = 0 if traced.runs_on else traced.graph.bytes_of(*MODEL_KINDS)
+    limits = ((asked.arena_budget, 0), (asked.budget, beside + asked.reserved))
+    floor = _floor(traced, alignment)
+    return all(not isinstance(limit, int) or floor + extra <= limit for limit, extra in limits)
 
 
 def _floor(traced: TracedGraph, alignment: int) -> int:

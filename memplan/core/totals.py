@@ -1,0 +1,58 @@
+"""The bytes that a step needs beside its arena: the model and its inputs, and what is allocated at each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memplan.core.graph import Graph, Op, StorageKind
+from memplan.core.schedule import storage_intervals
+
+MODEL_KINDS = (
+    StorageKind.PARAMETER,
+    StorageKind.OPTIMIZER_STATE,
+    StorageKind.CONSTANT,
+    StorageKind.INPUT,
+    StorageKind.TANGENT,
+)
+
+
+def outside_profile(graph: Graph, order: tuple[int, ...], transient: Sequence[int]) -> tuple[int, ...]:
+    """Return the bytes allocated outside the arena at each step: the caller's results so far, and transient bytes.
+
+    `transient` are the bytes that each op (by index) allocates outside the arena only while it runs.
+    """
+    change = [0] * (len(order) + 1)
+    for index, live in storage_intervals(graph, order).items():
+        storage = graph.storages[index]
+        if not storage.planned and storage.kind not in (*MODEL_KINDS, StorageKind.HOST):
+            change[live.start] += storage.nbytes
+    kept, profile = 0, []
+    for step, op in enumerate(order):
+        kept += change[step]
+        profile.append(kept + transient[op])
+    return tuple(profile)
+
+
+def outside_bytes(graph: Graph, order: tuple[int, ...], transient: Sequence[int], *, away: bool = False) -> int:
+    """Return the bytes that the device holds beside the arena at the peak.
+
+    `away`: the model and the caller's tensors are on the host, and only transient bytes are outside the arena.
+    """
+    if away:
+        return max(transient, default=0)
+    return graph.bytes_of(*MODEL_KINDS) + max(outside_profile(graph, order, transient), default=0)
+
+
+def functional_transient(graph: Graph) -> tuple[int, ...]:
+    """Return the transient bytes of each op that are known before anything ran: fresh results that are copied."""
+    return tuple(graph.functional_bytes(op) for op in graph.ops)
+
+
+def transient_on(graph: Graph, transient: Sequence[int], device: str) -> int:
+    """Return the most transient bytes of an op that runs on `device`, one of several."""
+    on = (t for op, t in zip(graph.ops, transient, strict=True) if _runs_on(graph, op, device))
+    return max(on, default=0)
+
+
+def _runs_on(graph: Graph, op: Op, device: str) -> bool:
+    return any(graph.storages[s].device == device for s in graph.touched(op))

@@ -1,0 +1,156 @@
+"""Holds programs against their budgets once the trial run has measured what kernels allocate by themselves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from memplan.core.plan import Plan
+from memplan.core.units import format_bytes
+from memplan.errors import BudgetInfeasible
+from memplan.evict.feedback import RecordingPolicy
+from memplan.planning.eager_total import eager_total
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.options import RunOptions
+from memplan.runtime.profiling.profile_guided import safe_plan
+from memplan.trace import Retracer
+from memplan.trace.traced import TracedGraph
+
+_TRIES = 4
+_PRECISION = 1000  # the prediction of eager's peak is exact to about one part in so many
+_log = logging.getLogger("memplan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A program, and the variant of the step, as it was traced, that its plan is for."""
+
+    traced: TracedGraph
+    runner: Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the trial run of a program has shown: `transient` are the bytes that each op of `traced` allocates outside
+    the arena while it, or an op that computes it again, runs; `plan` is the plan that was tried."""
+
+    traced: TracedGraph
+    plan: Plan
+    transient: tuple[int, ...]
+
+
+def build_measured(
+    build: Callable[[Sequence[Measured | None]], Sequence[Built]], count: int, *, again: bool = True
+) -> Sequence[Built]:
+    """Return `count` programs whose totals, measured temporaries included, keep their budgets.
+
+    `build` plans and assembles the programs; it takes what is measured of each (None: nothing yet). It is called again
+    with what is known then while a program exceeds its budget, unless `again` is False, because plans are given. Raises
+    `BudgetInfeasible` where no plan keeps the budgets.
+    """
+    known: Sequence[Measured | None] = [None] * count
+    tries = _TRIES if again else 1
+    while True:
+        made = build(known)
+        over = next((one.runner.plan for one in made if excess(one.runner) > 0), None)
+        if over is None:
+            return made
+        tries -= 1
+        if not tries:
+            raise _infeasible(over)
+        known = [_measured(one, before) for one, before in zip(made, known, strict=True)]
+        del made  # the arena is allocated anew
+
+
+def excess(runner: Runner) -> int:
+    """Return the bytes by which a program exceeds its budget in the arena that it runs in; at most 0 if it keeps it."""
+    plan = runner.plan
+    kept = plan.eviction
+    if kept is None or plan.redzone:
+        return 0
+    if plan.devices:
+        totals = [(plan.on_section(section), section.budget) for section in plan.devices]
+        return max((total - limit for total, limit in totals if limit is not None), default=0)
+    return 0 if kept.budget is None else _on_device(runner) - kept.budget
+
+
+def replan(options: RunOptions, known: Measured, *, room: int = 0) -> tuple[TracedGraph, Plan]:
+    """Return a step that was tried, with a plan that keeps its budgets with what its kernels were seen to allocate.
+
+    `room`: the bytes of an arena that exists already.
+    """
+    return options.again(known.plan).settle(known.traced, None, room=room, transient=known.transient)
+
+
+def safe_plan_again(
+    options: RunOptions, step: tuple[TracedGraph, Retracer | None], known: Measured | None
+) -> tuple[TracedGraph, Plan, RecordingPolicy]:
+    """Return what `safe_plan` returns of a step, or of what is measured of it."""
+    if known is None:
+        return safe_plan(options, *step)
+    return safe_plan(options, known.traced, None, tried=known.plan, transient=known.transient)
+
+
+def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:
+    """Return a plan whose total is at most what eager is predicted to need, for a program without a budget that needs
+    more; None if it needs no more, or if no such plan is found.
+
+    Where kernels return new memory, as convolutions do, the arena and what is beside it may have their peaks at
+    different steps, and eager's peak is below their sum.
+    """
+    known = _measured(built, None)
+    graph, plan = built.traced.graph, built.runner.plan
+    results = map(graph.functional_bytes, graph.ops)
+    beside = [max(t - r, 0) for t, r in zip(known.transient, results, strict=True)]
+    eager = eager_total(graph, beside)
+    limit = eager - eager // _PRECISION + plan.padding + options.reserved
+    if plan.total <= limit or plan.redzone:
+        return None
+    policy = "recompute" if built.traced.device.type == "cpu" else "auto"  # the CPU's host copies are in its own memory
+    try:
+        return replace(options, budget=limit, policy=policy).settle(built.traced, None, transient=known.transient)
+    except BudgetInfeasible:
+        _log.info("%s: needs %s, and eager %s", plan.model, format_bytes(plan.total), format_bytes(limit))
+        return None
+
+
+def adopt_need(runner: Runner) -> None:
+    """Raise the recorded budget of a program to what it needs, for a budget that stands for that need ("min")."""
+    kept = runner.plan.eviction
+    if kept is not None and kept.budget is not None and excess(runner) > 0:
+        runner.plan = replace(runner.plan, eviction=replace(kept, budget=_on_device(runner)))
+
+
+def _on_device(runner: Runner) -> int:
+    """Return the bytes on the device at the peak, with all of the arena that the program runs in."""
+    return runner.plan.on_device + max(runner.arena.nbytes - runner.plan.arena_size, 0)
+
+
+def _measured(built: Built, before: Measured | None) -> Measured:
+    """Return the most that each traced op allocated in all trial runs so far."""
+    plan = built.runner.plan
+    if plan.eviction is None:
+        return Measured(traced=built.traced, plan=plan, transient=plan.transient)
+    found = [0] * len(built.traced.graph.ops) if before is None else list(before.transient)
+    for source, nbytes in zip(plan.eviction.sources, plan.transient, strict=True):
+        if source >= 0:
+            found[source] = max(found[source], nbytes)
+    return Measured(traced=built.traced, plan=plan, transient=tuple(found))
+
+
+def _infeasible(plan: Plan) -> BudgetInfeasible:
+    """Return the error of a plan that keeps its budget in prediction, and not with the measured temporaries."""
+    most = max(range(len(plan.graph.ops)), key=lambda op: plan.transient[op])
+    op = plan.graph.ops[most]
+    assert plan.eviction is not None
+    limits = [s.budget for s in plan.devices if s.budget is not None] or [plan.eviction.budget or 0]
+    need = plan.on_device
+    return BudgetInfeasible(
+        f"the step needs {format_bytes(need)}, its budget is {format_bytes(min(limits))}: while {op.name} ({op.target})"
+        f" runs, its kernel allocates {format_bytes(plan.transient[most])} beside the arena",
+        op=op.name,
+        smallest=need,
+        where="budget",
+        hint=f"give at least {need} bytes ({format_bytes(need)})",
+    )

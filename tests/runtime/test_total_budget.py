@@ -1,0 +1,222 @@
+"""A budget is the total: what is measured from outside is never above it, nor above what the plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.core.plan import Plan
+from memplan.errors import BudgetInfeasible, MemplanError
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.memory.measure import quiet_kineto
+from memplan.trace.traced import Source
+from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE
+
+CLOSE = 0.003  # share of the total by which the prediction may be above what is measured
+
+
+class Mlp(nn.Module):
+    """Layers with a saved activation each, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x).square().mean()
+        return found
+
+
+class Attention(nn.Module):
+    """Two blocks of attention with layer norms and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.MultiheadAttention(64, 4, batch_first=True) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(3))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            y = norm(x)
+            x = x + self.dropout(block(y, y, y, need_weights=False)[0])
+        return x.square().mean()
+
+
+class Convolutions(nn.Module):
+    """Convolutions with batch norms, whose kernels allocate temporaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(c, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for c in (3, 16, 16, 16))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x).square().mean()
+        return found
+
+
+MODELS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
+    "mlp": (Mlp, (1024, 128)),
+    "attention": (Attention, (8, 128, 64)),
+    "convolutions": (Convolutions, (8, 3, 48, 48)),
+}
+
+
+def _model(name: str) -> tuple[nn.Module, torch.Tensor]:
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    return make(), torch.randn(shape)
+
+
+def _held(runner: Runner) -> int:
+    """Bytes that are there before a step: parameters, buffers, state, constants, inputs and the arena."""
+    tensors = [*runner.parameter_guards.tensors(), *(b.tensor for b in runner.traced.bindings if b.tensor is not None)]
+    tensors += [runner.traced.example_inputs[b.index] for b in runner.traced.bound(Source.INPUT)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()) + runner.arena.memory.untyped_storage().nbytes()
+
+
+def _peak(step: Any) -> int:
+    """The most bytes that `step()` allocates beside what is there before, by torch's profiler."""
+    with quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        step()
+    events = sorted((e for e in profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    now = most = 0
+    for event in events:
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def _measured(compiled: Any, x: torch.Tensor) -> int:
+    """The peak of a training step, measured from outside."""
+    kept: list[torch.Tensor] = []
+
+    def step() -> None:
+        kept[:] = [compiled(x)]
+        kept[0].backward()  # type: ignore[no-untyped-call]
+
+    step()
+    kept.clear()
+    compiled.zero_grad()
+    return _held(compiled._selector.main) + _peak(step)
+
+
+def _assert_kept(plan: Plan, measured: int) -> None:
+    assert plan.eviction is not None
+    assert plan.eviction.budget is not None
+    assert measured <= plan.total <= plan.eviction.budget
+    assert measured >= (1 - CLOSE) * plan.total
+
+
+@pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["offload", "recompute"])
+@pytest.mark.parametrize("budget", [0.9, 0.75, "min"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_measured_peak_is_within_the_budget_and_the_plan(name: str, budget: Any, policy: Any) -> None:
+    model, x = _model(name)
+    try:
+        compiled = memplan.compile(model, x, budget=budget, policy=policy, costs=FAST_LINK)
+    except BudgetInfeasible as error:
+        compiled = memplan.compile(model, x, budget=error.smallest, policy=policy, costs=FAST_LINK)
+    assert compiled.plan.evictions
+    assert compiled.plan.temporaries is not None
+    _assert_kept(compiled.plan, _measured(compiled, x))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_whole_step_is_kept_with_its_optimizer_state(kind: Any) -> None:
+    """The state does not exist before the step is compiled, and counts all the same."""
+    model, x = _model("mlp")
+    optimizer = kind(model.parameters(), lr=1e-3)
+    step = memplan.compile_step(model, optimizer, lambda loss: loss, x, budget="min", policy=QUICK_RECOMPUTE)
+    assert step.plan.eviction is not None
+    again = kind(_model("mlp")[0].parameters(), lr=1e-3)
+    assert not again.state
+    other = _model("mlp")[0]
+    optimizer = kind(other.parameters(), lr=1e-3)
+    budget = int(step.plan.eviction.budget * 1.1)  # type: ignore[operator]
+    step = memplan.compile_step(other, optimizer, lambda loss: loss, x, budget=budget, policy=QUICK_RECOMPUTE)
+    step(x)
+    assert step.plan.outside["optimizer state"] >= sum(
+        t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim
+    )
+    measured = _held(step._updating) + _peak(lambda: step(x))
+    _assert_kept(step.plan, measured)
+
+
+def test_temporaries_that_break_a_budget_are_planned_around_or_refused() -> None:
+    model, x = _model("convolutions")
+    plain = memplan.compile(model, x)
+    predicted, measured = memplan.plan(model, x).total, plain.plan.total
+    assert predicted < measured, "the kernels of this model allocate temporaries"
+    kept = memplan.compile(model, x, budget=predicted, policy=QUICK_RECOMPUTE)
+    assert memplan.plan(model, x, budget=predicted).evictions == ()
+    assert kept.plan.evictions, "with the temporaries, it does not fit as it is"
+    _assert_kept_at_most(kept, x, predicted)
+    least = memplan.plan(model, x, budget="min", policy=QUICK_RECOMPUTE).total
+    with pytest.raises(BudgetInfeasible, match="temporaries") as caught:
+        memplan.compile(model, x, budget=least, policy=QUICK_RECOMPUTE)
+    assert caught.value.where == "budget"
+    assert caught.value.smallest > least
+    _assert_kept_at_most(
+        memplan.compile(model, x, budget=caught.value.smallest, policy=QUICK_RECOMPUTE), x, caught.value.smallest
+    )
+
+
+def _assert_kept_at_most(compiled: Any, x: torch.Tensor, budget: int) -> None:
+    assert compiled.plan.eviction.budget == budget
+    assert _measured(compiled, x) <= compiled.plan.total <= budget
+
+
+def test_both_budgets_hold() -> None:
+    model, x = _model("mlp")
+    plain = memplan.plan(model, x)
+    arena = int(plain.arena_size * 0.8)
+    loose = memplan.plan(model, x, budget=plain.total, arena_budget=arena, policy=QUICK_RECOMPUTE)
+    assert loose.arena_size <= arena < plain.arena_size
+    total = int(plain.total * 0.7)
+    tight = memplan.plan(model, x, budget=total, arena_budget=arena, policy=QUICK_RECOMPUTE)
+    assert tight.total <= total < loose.total
+    with pytest.raises(BudgetInfeasible) as caught:
+        memplan.plan(model, x, budget=plain.total, arena_budget=1024)
+    assert caught.value.where == "arena_budget"
+
+
+def test_what_is_reserved_counts() -> None:
+    model, x = _model("mlp")
+    plain = memplan.plan(model, x)
+    reserved = memplan.plan(model, x, reserve="1MiB")
+    assert reserved.total == plain.total + (1 << 20)
+    assert reserved.outside["reserve"] == 1 << 20
+    assert "reserve" in str(reserved.report())
+    kept = memplan.plan(model, x, budget=plain.total, reserve="1MiB", policy=QUICK_RECOMPUTE)
+    assert kept.total <= plain.total
+    assert kept.evictions
+    with pytest.raises(MemplanError, match="negative"):
+        memplan.plan(model, x, reserve=-1)
+
+
+def test_a_saved_plan_keeps_what_was_asked(tmp_path: Any) -> None:
+    model, x = _model("mlp")
+    total = int(memplan.plan(model, x).total * 0.8)
+    compiled = memplan.compile(model, x, budget=total, reserve=4096, policy=QUICK_RECOMPUTE)
+    compiled.plan.save(tmp_path / "plan.json")
+    loaded = memplan.load(tmp_path / "plan.json")
+    assert loaded.eviction is not None
+    assert (loaded.eviction.budget, loaded.reserve) == (total, 4096)
+    again = memplan.compile(model, x, plan=loaded)
+    assert _measured(again, x) + 4096 <= total
+    options = again._builder.options
+    assert (options.budget, options.reserve) == (total, 4096), "programs of other modes keep the same budget"
+    with torch.no_grad():
+        assert torch.equal(again(x), model(x))
+    others: tuple[dict[str, Any], ...] = ({"budget": total}, {"arena_budget": 1}, {"host_budget": 1}, {"reserve": 1})
+    for other in others:
+        with pytest.raises(MemplanError, match="beside a plan"):
+            memplan.compile(model, x, plan=loaded, **other)
