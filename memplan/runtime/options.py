@@ -16,7 +16,6 @@ from memplan.core.choices import (
     ON_MISMATCH,
     SANITIZERS,
     STEP_ON_MISMATCH,
-    Gradients,
     OnMismatch,
     Sanitize,
     StepOnMismatch,
@@ -29,7 +28,7 @@ from memplan.planning.options import PlanKeywords, PlanOptions, refuse_beside_gr
 from memplan.planning.planfile import load
 from memplan.runtime.debug.sanitizers import redzone_of
 from memplan.trace import Retracer, alignment_of, plan_step
-from memplan.trace.graph.remap_to_plan import require_planned
+from memplan.trace.graph.remap_to_plan import gradients_as_in, require_planned
 from memplan.trace.retracer import retraced
 from memplan.trace.traced import TracedGraph
 
@@ -97,6 +96,8 @@ class RunOptions(PlanOptions):
         """
         if given is not None:
             variant = retraced(traced, retracer, given.division, given.compress)
+            if self.gradients == "auto":
+                variant = gradients_as_in(variant, given)
             return variant, self.require_fit(variant, given)
         return plan_step(traced, retracer, self, redzone=self.redzone(traced.device), room=room, transient=transient)
 
@@ -235,14 +236,6 @@ def device_for(device: Device | None, given: Plan | None) -> Device | None:
     if device is None and given is not None and given.eviction is not None:
         return given.eviction.device.split(", ") if given.eviction.device else None
     return device
-
-
-def gradients_for(gradients: Gradients, given: Plan | None) -> Gradients:
-    """Return where gradients are: as the user asked or, with "auto", as the given plan has them."""
-    if gradients != "auto" or given is None:
-        return gradients
-    graph = given.graph
-    return "auto" if any(graph.storages[graph.values[v].storage].planned for v in graph.gradients) else "safe"
 
 
 def given_plan(plan: Plan | str | os.PathLike[str] | None, **others: object) -> Plan | None:

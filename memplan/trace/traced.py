@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -180,6 +181,11 @@ class TracedGraph:
     def bound(self, source: Source) -> tuple[Binding, ...]:
         """Return the bindings of one source, in order."""
         return tuple(b for b in self.bindings if b.source is source)
+
+    def with_outside(self, storages: Collection[int]) -> TracedGraph:
+        """Return the step with these storages, results that it returns, outside the arena."""
+        changed = tuple(replace(s, planned=False) if i in storages else s for i, s in enumerate(self.graph.storages))
+        return replace(self, graph=replace(self.graph, storages=changed))
 
     @property
     def opaque_count(self) -> int:

@@ -15,7 +15,7 @@ from memplan.core.plan import Plan
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device, DynamicShapes
 from memplan.runtime.api.compiled_module import CompiledModule
-from memplan.runtime.options import CompileOptions, device_for, given_plan, gradients_for
+from memplan.runtime.options import CompileOptions, device_for, given_plan
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
 
@@ -152,7 +152,7 @@ def compile(
         layout=layout,
         time_limit=time_limit,
         in_place=in_place,
-        gradients=gradients_for(gradients, given),
+        gradients=gradients,
         sanitize=sanitize,
         on_mismatch=on_mismatch,
         cuda_graph=cuda_graph,

@@ -11,6 +11,7 @@ from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.eager_total import eager_total
+from memplan.planning.late_gradients import late_gradients
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.options import RunOptions
 from memplan.runtime.profiling.profile_guided import safe_plan
@@ -108,11 +109,15 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     if plan.total <= limit or plan.redzone:
         return None
     policy = "recompute" if built.traced.device.type == "cpu" else "auto"  # the CPU's host copies are in its own memory
-    try:
-        return replace(options, budget=limit, policy=policy).settle(built.traced, None, transient=known.transient)
-    except BudgetInfeasible:
-        _log.info("%s: needs %s, and eager %s", plan.model, format_bytes(plan.total), format_bytes(limit))
-        return None
+    within = replace(options, budget=limit, policy=policy)
+    late = late_gradients(plan) if plan.eviction is None and options.gradients == "auto" else frozenset()
+    for traced in [built.traced.with_outside(late), built.traced] if late else [built.traced]:
+        try:
+            return within.settle(traced, None, transient=known.transient)
+        except BudgetInfeasible:
+            continue
+    _log.info("%s: needs %s, and eager %s", plan.model, format_bytes(plan.total), format_bytes(limit))
+    return None
 
 
 def adopt_need(runner: Runner) -> None:

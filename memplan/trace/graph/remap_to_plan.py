@@ -26,6 +26,13 @@ def require_planned(traced: TracedGraph, plan: Plan) -> None:
         require_equivalent(traced.graph, plan.graph, plan.eviction.sources)
 
 
+def gradients_as_in(traced: TracedGraph, plan: Plan) -> TracedGraph:
+    """Return a step that was traced with its gradients in the arena, with those outside that `plan` has outside."""
+    planned = {s.name for s in plan.graph.storages if s.planned}
+    gradients = {traced.graph.values[v].storage for v in traced.graph.gradients}
+    return traced.with_outside({s for s in gradients if traced.graph.storages[s].name not in planned})
+
+
 def _without(plan: Plan, traced: Graph) -> Graph:
     """Return the graph without evictions that `plan` was made from, as far as it can be told: its first values and its
     ops.
