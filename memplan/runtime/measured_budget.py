@@ -8,11 +8,8 @@ from dataclasses import dataclass, replace
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
-from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.options import RunOptions
-from memplan.runtime.profiling.profile_guided import safe_plan
-from memplan.trace import Retracer
 from memplan.trace.traced import TracedGraph
 
 _TRIES = 4
@@ -77,15 +74,6 @@ def replan(options: RunOptions, known: Measured, *, room: int = 0) -> tuple[Trac
     `room`: the bytes of an arena that exists already.
     """
     return options.again(known.plan).settle(known.traced, None, room=room, transient=known.transient)
-
-
-def safe_plan_again(
-    options: RunOptions, step: tuple[TracedGraph, Retracer | None], known: Measured | None
-) -> tuple[TracedGraph, Plan, RecordingPolicy]:
-    """Return what `safe_plan` returns of a step, or of what is measured of it."""
-    if known is None:
-        return safe_plan(options, *step)
-    return safe_plan(options, known.traced, None, tried=known.plan, transient=known.transient)
 
 
 def adopt_need(runner: Runner) -> None:
