@@ -171,7 +171,10 @@ class InvalidEviction(MemplanError, ValueError):
 
 
 class BudgetInfeasible(MemplanError, ValueError):
-    """No plan keeps the budget. `op` has the largest working set; `smallest` is the smallest budget in bytes."""
+    """No plan keeps a budget, which `where` names.
+
+    `op` is the op that needs the most, `smallest` the smallest budget that can be kept, in bytes.
+    """
 
     see = "budget"
 

@@ -6,7 +6,8 @@ option, so the functions below need not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -234,40 +235,52 @@ def read_budget(budget: object, where: str = "budget") -> int | float | Literal[
 
     Raises `InvalidSize`, which names `where`, for anything else.
     """
-    if budget == "min":
-        return "min"
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        return _share(parse_share(budget), where)
-    if isinstance(budget, float):
-        return _share(budget, where)
-    if not isinstance(budget, (int, str)) or isinstance(budget, bool):
-        raise InvalidSize(f"{budget!r} is not a budget", where=where, hint=_BUDGET_HINT)
-    return _read_bytes(where, budget, _BUDGET_HINT)
+    with _named(where):
+        if budget == "min":
+            return "min"
+        if isinstance(budget, str) and budget.strip().endswith("%"):
+            return _share(parse_share(budget))
+        if isinstance(budget, float):
+            return _share(budget)
+        if not isinstance(budget, (int, str)) or isinstance(budget, bool):
+            raise InvalidSize(f"{budget!r} is not a budget", hint=_BUDGET_HINT)
+        return _read_bytes(budget, _BUDGET_HINT)
 
 
 def read_size(where: str, size: object) -> int:
     """Return a number of bytes that is an int or a text ("1GiB"). Raises `InvalidSize`, which names `where`."""
-    if not isinstance(size, (int, str)) or isinstance(size, bool):
-        raise InvalidSize(f"{size!r} is not a size", where=where, hint=_SIZE_HINT)
-    return _read_bytes(where, size, _SIZE_HINT)
+    with _named(where):
+        if not isinstance(size, (int, str)) or isinstance(size, bool):
+            raise InvalidSize(f"{size!r} is not a size", hint=_SIZE_HINT)
+        return _read_bytes(size, _SIZE_HINT)
 
 
-def _read_bytes(where: str, size: int | str, hint: str) -> int:
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Add the name of the option to an `InvalidSize` that is raised inside."""
+    try:
+        yield
+    except InvalidSize as error:
+        error.where = where
+        raise
+
+
+def _read_bytes(size: int | str, hint: str) -> int:
     """Return a size of at least 0 bytes. Raises `InvalidSize`, also for a text that stands for less than one byte."""
     if isinstance(size, str):
         nbytes = parse_size(size)
         if not nbytes and size.strip("0."):
-            raise InvalidSize(f"{size!r} is less than a byte", where=where, hint=hint)
+            raise InvalidSize(f"{size!r} is less than a byte", hint=hint)
         return nbytes
     if size < 0:
-        raise InvalidSize(f"{size!r} is negative", where=where, hint=hint)
+        raise InvalidSize(f"{size!r} is negative", hint=hint)
     return size
 
 
-def _share(share: float, where: str) -> float:
+def _share(share: float) -> float:
     """Return a share. Raises `InvalidSize` unless it is above 0 and at most 1."""
     if not 0 < share <= 1:
-        raise InvalidSize(f"{share!r} is not a share between 0 and 1", where=where, hint=_BUDGET_HINT)
+        raise InvalidSize(f"{share!r} is not a share between 0 and 1", hint=_BUDGET_HINT)
     return share
 
 

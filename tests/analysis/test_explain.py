@@ -245,7 +245,7 @@ def test_the_differences_of_a_budget_are_said_as_such() -> None:
     found = diff(plain, kept)
     assert not found.same_graph
     text = sections_markdown("x", diff_sections(found))
-    assert "no budget before, a budget of 5,242,880 B kept by 'recompute' with 2 evictions after" in text
+    assert "no budget before, an arena budget of 5,242,880 B kept by 'recompute' with 2 evictions after" in text
     assert {h.module for h in found.came} | {b.module for _, b in found.shrank} <= {"block_a", "block_b"}
     assert diff(kept, kept).same
 

@@ -77,3 +77,11 @@ def test_what_is_no_plan_is_bad_input(run: Run, tmp_path: Path, target: str, mes
         assert (code, out) == (2, "")
         assert message in err
         assert "error: " in err
+
+
+def test_a_limit_of_the_total(run: Run, plan_file: Path) -> None:
+    total = sample_plan().total
+    assert run("check", plan_file, "--max-total", f"{total}B")[0] == 0
+    code, out, _ = run("check", plan_file, "--max-total", f"{total - 1}B")
+    assert code == 1
+    assert "total" in out

@@ -38,8 +38,8 @@ def test_the_demo_shows_everything_and_leaves_its_files(run: Run, tmp_path: Path
     assert f"{plan.arena_size:,} B" in out
     names = ["budget.html", "plan.json", "report.html", "report.svg"]
     assert sorted(p.name for p in (tmp_path / "shown").iterdir()) == names
-    (kept,) = (line for line in out.splitlines() if line.startswith("budget "))
-    assert f"budget {format_exact(int(plan.arena_size * 0.6))}, kept by 'auto'" in kept
+    (kept,) = (line for line in out.splitlines() if line.startswith("arena budget "))
+    assert f"arena budget {format_exact(int(plan.arena_size * 0.6))}, kept by 'auto'" in kept
     assert "computed again" in kept
 
 

@@ -115,7 +115,7 @@ def test_how_a_budget_is_kept_stands_in_every_form(policy: str, how: str) -> Non
         assert f"budget 5.00 MiB (5,242,880 B), {how}" in text
         assert "by the costs of a100" in text
     kept = report_json(plan.report())["kept"]
-    assert (kept["budget"], kept["policy"], kept["costs"]) == (5 * MIB, policy, "a100")
+    assert (kept["arena_budget"], kept["policy"], kept["costs"]) == (5 * MIB, policy, "a100")
     assert kept["recomputes"] + kept["offloads"] == len(plan.evictions)
     assert kept["recomputed"] + kept["offloaded"] == MIB * len(plan.evictions)
     assert kept["host_size"] == plan.host_size

@@ -130,3 +130,16 @@ def test_a_factory_that_ignores_its_batch_is_said_so() -> None:
     assert caught.value.where == "max_batch"
     assert memplan.max_batch(lambda _: make(4), "1GiB", policy=None, lowest=7, highest=7) == 7
     assert memplan.max_batch(make, "1GiB", policy=None, highest=3) == 3
+
+
+def test_a_budget_is_the_total_and_both_budgets_hold() -> None:
+    found = memplan.max_batch(make, "512KiB", policy="recompute", costs="a100")
+    assert memplan.plan(*make(found), budget="512KiB", policy="recompute", costs="a100").total <= 512 << 10
+    with pytest.raises(BudgetInfeasible):
+        memplan.plan(*make(found + 1), budget="512KiB", policy="recompute", costs="a100")
+    reserved = memplan.max_batch(make, "512KiB", reserve="64KiB", policy=None)
+    assert reserved < memplan.max_batch(make, "512KiB", policy=None)
+    both = memplan.max_batch(make, "512KiB", arena_budget="64KiB", policy=None)
+    assert memplan.plan(*make(both)).arena_size <= 64 << 10
+    with pytest.raises(InvalidSize, match="give a budget"):
+        memplan.max_batch(make)

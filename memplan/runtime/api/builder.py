@@ -14,23 +14,22 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch
 from memplan.evict.feedback import RecordingPolicy
-from memplan.runtime.api.measured_budget import (
+from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.execute.cuda_graphs import make_recorder
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards.module_guards import ModuleGuards
+from memplan.runtime.measured_budget import (
     Built,
     Measured,
     adopt_need,
     build_measured,
     plan_as_small_as_eager,
     replan,
-    safe_plan_again,
 )
-from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.execute.cuda_graphs import make_recorder
-from memplan.runtime.execute.runner import Runner
-from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import Arena, arena_for
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import CompileOptions
-from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of
+from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedStep, capture_call
 from memplan.trace.traced import TracedGraph
 
@@ -97,7 +96,7 @@ class Builder:
             def build(known: Sequence[Measured | None]) -> Sequence[Built]:
                 """Return the program of a safe plan, made with what is measured of it, in an arena of its own."""
                 self.arena = None
-                traced, plan, policy = safe_plan_again(self.options, first, known[0])
+                traced, plan, policy = safe_plan(self.options, *first, known=known[0])
                 decided[:] = [policy]
                 runner = self.assemble(traced, plan, arena_room(plan, policy))
                 if self.options.budget == "min":

@@ -63,7 +63,8 @@ def compile_step(
 
     Each parameter is updated as soon as its gradient exists and its old value has been read for the last time.
 
-    The options that are not listed here are those of `memplan.compile`.
+    The options that are not listed here are those of `memplan.compile`. A `budget` limits the whole call, the
+    optimizer's state included.
 
     Args:
         model: The module to train. Its parameters are changed in place.

@@ -14,22 +14,15 @@ from memplan.core.plan import Plan
 from memplan.core.totals import functional_transient
 from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.api.builder import require_real
-from memplan.runtime.api.measured_budget import (
-    Built,
-    Measured,
-    adopt_need,
-    build_measured,
-    replan,
-    safe_plan_again,
-)
 from memplan.runtime.execute.cuda_graphs import make_recorder
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.ranks import require_collective
+from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, replan
 from memplan.runtime.memory.arena import Arena, arena_for_all
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import StepOptions
-from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of
+from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedStep, capture_step
 from memplan.trace.optimizer.updates import Accumulate
 from memplan.trace.traced import TracedGraph
@@ -94,7 +87,7 @@ class StepBuilder:
         """Return the variant of a step that is planned, its plan, and the policy to measure if steps are measured."""
         options = self._options
         if options.measures:
-            return safe_plan_again(options, step, known)
+            return safe_plan(options, *step, known=known)
         return *(options.settle(*step, given) if known is None else replan(options, known)), None
 
     def _in_one_arena(

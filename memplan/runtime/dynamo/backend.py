@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 class Backend:
     """A backend for `torch.compile`, with options.
 
-    Graphs that run in one training step share one arena, which is laid out when the first step is complete. `budget`,
-    `policy` and `costs` apply to each graph on its own: a graph that cannot keep the budget raises `BudgetInfeasible`
-    at its first call.
+    Graphs that run in one training step share one arena, which is laid out when the first step is complete. Budgets,
+    `reserve`, `policy` and `costs` apply to each graph on its own: a graph that cannot keep a budget raises
+    `BudgetInfeasible` at its first call.
 
     Args:
         gradients: "safe" returns gradients to autograd. "owned": each backward assigns the `.grad` of its graph's
             parameters itself, with the limits that `memplan.compile` names.
-        options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`, `policy`,
-            `costs`, `schedule`, `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.
+        options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`,
+            `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `schedule`, `solver`,
+            `layout`, `time_limit`, `in_place`, `sanitize`.
 
     Attributes:
         hooks: The hooks that are called with the events of all graphs.

@@ -23,10 +23,11 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.kernels.kernel_selection import BoundOp
+from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, replan
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaSlot, ObservedOwnership, part_of
 from memplan.runtime.options import RunOptions
-from memplan.trace import plan_traced, trace_graph
+from memplan.trace import trace_graph
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
 from memplan.trace.traced import TracedGraph
 
@@ -59,13 +60,13 @@ class GraphInstance:
         self._module_guards = ModuleGuards(self.module)
         rest = self.module.set_kept(inputs)
         self.traced: TracedGraph = _trace(self.module, rest, options) if like is None else like.traced
-        redzone = options.redzone(self.traced.device)
-        self.plan: Plan = plan_traced(self.traced, options, redzone=redzone) if like is None else like.plan
+        self.plan: Plan
         self.runner: Runner
         with torch.inference_mode(False):
-            arena = part_of(Arena(self.plan.arena_size, self.device), self.ownership)
-            bound = None if like is None else like.runner.program.bound
-            self.runner = self._run_in(self.plan, arena, bound)
+            if like is None:
+                self.runner = build_measured(self._build, 1)[0].runner
+            else:
+                self.runner = self._run_apart(like.plan, like.runner.program.bound)
         self.plan = self.runner.plan
 
     @property
@@ -87,6 +88,18 @@ class GraphInstance:
         transforms.refuse(inputs, self.module)
         leaves = self.runner.input_guards.flatten(tuple(self.module.set_kept(inputs)), {})
         return self.runner(leaves, training=self.traced.training)
+
+    def _build(self, known: Sequence[Measured | None]) -> Sequence[Built]:
+        """Return the program in an arena of its own, planned with what is measured of it."""
+        options, traced = self._options, self.traced
+        _, plan = options.settle(traced, None) if known[0] is None else replan(options, known[0])
+        runner = self._run_apart(plan)
+        if options.budget == "min":
+            adopt_need(runner)
+        return (Built(traced=traced, runner=runner),)
+
+    def _run_apart(self, plan: Plan, bound: tuple[BoundOp, ...] | None = None) -> Runner:
+        return self._run_in(plan, part_of(Arena(plan.arena_size, self.device), self.ownership), bound)
 
     def _run_in(self, plan: Plan, arena: Arena, bound: tuple[BoundOp, ...] | None) -> Runner:
         return Runner(

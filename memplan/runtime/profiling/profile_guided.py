@@ -25,6 +25,7 @@ from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy
 from memplan.runtime.debug.sanitizers import NO_SANITIZERS
 from memplan.runtime.execute.runner import Runner
+from memplan.runtime.measured_budget import Measured, replan
 from memplan.runtime.options import RunOptions
 from memplan.runtime.profiling.measurement import Measurement
 from memplan.runtime.profiling.op_timer import OpTimer
@@ -64,13 +65,12 @@ def safe_plan(
     traced: TracedGraph,
     retracer: Retracer | None,
     *,
-    tried: Plan | None = None,
-    transient: Sequence[int] | None = None,
+    known: Measured | None = None,
 ) -> tuple[TracedGraph, Plan, RecordingPolicy]:
     """Return the planned variant of the step, its plan, and the policy that decided it.
 
-    The plan keeps the budget by the default costs of the device. `tried`: the plan of `traced` that was tried before,
-    and `transient` what its ops were then seen to allocate outside the arena (see `plan_step`).
+    The plan keeps the budget by the default costs of the device. `known`: a variant that was tried, to be planned anew
+    with what its kernels were seen to allocate.
     """
     if len(traced.runs_on) > 1:
         what = f"measures one device, the step runs on {', '.join(traced.runs_on)}"
@@ -78,14 +78,13 @@ def safe_plan(
             what, where="costs='measure'", hint="pass costs of your own, or one device", see="measure"
         )
     options = replace(options, costs=None)
-    if options.divide and tried is None:  # the division is chosen first; the policy then decides about the divided step
+    if options.divide and known is None:  # the division is chosen first; the policy then decides about the divided step
         traced, plan = options.settle(traced, retracer)
         assert plan.eviction is not None
         options, retracer = replace(options.keeping(plan), divide=None), None
-    if tried is not None:
-        options = options.again(tried)
     policy = recording_policy(options.policy)
-    return *replace(options, policy=policy).settle(traced, retracer, transient=transient), policy
+    options = replace(options, policy=policy)
+    return *(options.settle(traced, retracer) if known is None else replan(options, known)), policy
 
 
 def guide_of(

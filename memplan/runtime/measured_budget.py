@@ -9,13 +9,10 @@ from dataclasses import dataclass, replace
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
-from memplan.evict.feedback import RecordingPolicy
 from memplan.planning.eager_total import eager_total
 from memplan.planning.late_gradients import late_gradients
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.options import RunOptions
-from memplan.runtime.profiling.profile_guided import safe_plan
-from memplan.trace import Retracer
 from memplan.trace.traced import TracedGraph
 
 _TRIES = 4
@@ -82,15 +79,6 @@ def replan(options: RunOptions, known: Measured, *, room: int = 0) -> tuple[Trac
     `room`: the bytes of an arena that exists already.
     """
     return options.again(known.plan).settle(known.traced, None, room=room, transient=known.transient)
-
-
-def safe_plan_again(
-    options: RunOptions, step: tuple[TracedGraph, Retracer | None], known: Measured | None
-) -> tuple[TracedGraph, Plan, RecordingPolicy]:
-    """Return what `safe_plan` returns of a step, or of what is measured of it."""
-    if known is None:
-        return safe_plan(options, *step)
-    return safe_plan(options, known.traced, None, tried=known.plan, transient=known.transient)
 
 
 def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGraph, Plan] | None:

@@ -1,0 +1,202 @@
+"""Budgets of the total and of the host: what eager is predicted to need, limits that hold, and what errors name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from memplan.core import lifetimes
+from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.plan import Plan
+from memplan.core.schedule import make_schedule
+from memplan.errors import BudgetInfeasible, InvalidPlan, InvalidSize
+from memplan.evict.costs import DEVICES, CostModel
+from memplan.evict.graph.apply import apply
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.auto import auto
+from memplan.planning.budget import plan_within
+from memplan.planning.consistency import check_consistency
+from memplan.planning.eager_total import eager_total
+from memplan.planning.fit import make_workload
+from memplan.planning.frontier import frontier
+from memplan.planning.make_plan import ScheduledGraph
+from memplan.planning.options import PlanOptions
+from memplan.schedule import traced
+from tests.graph_strategies import GraphBuilder
+from tests.planning.test_budget import SIZE, chain
+from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, everything
+
+
+def _plan(graph: Graph | None = None, costs: CostModel = DEVICES["a100"], **options: Any) -> Plan:
+    graph = chain() if graph is None else graph
+    asked = PlanOptions(**options)
+    scheduled = ScheduledGraph(
+        model="chain", graph=graph, schedule=traced(graph), alignment=64, versions={}, reserve=asked.reserved
+    )
+    return plan_within(scheduled, asked, costs)
+
+
+def test_eager_holds_the_inputs_and_all_that_is_alive_in_traced_order() -> None:
+    """The input, six saved tensors and a gradient: when the kept gradient of 64 bytes is made, most of it is gone."""
+    assert eager_total(chain(6)) == 8 * SIZE
+    assert eager_total(chain(6)) + 64 == _plan(budget="1GiB").total, (
+        "the arena stays while the caller's results are made"
+    )
+
+
+def test_eager_does_nothing_in_place() -> None:
+    b = GraphBuilder()
+    x = b.storage(StorageKind.INPUT, SIZE, planned=False)
+    one, two = (b.storage(StorageKind.ACTIVATION, SIZE, planned=True) for _ in range(2))
+    out = b.storage(StorageKind.OUTPUT, 64, planned=False)
+    b.op(Phase.FORWARD, (x,), (one,))
+    b.op(Phase.FORWARD, (one,), (two,))
+    b.op(Phase.FORWARD, (two,), (out,))
+    graph = b.graph(outputs=(out,))
+    shared = replace(graph, ops=(graph.ops[0], replace(graph.ops[1], inplace_candidates=((two, one),)), graph.ops[2]))
+    assert _plan(shared, budget="1GiB").arena_size == SIZE
+    assert eager_total(shared) == eager_total(graph) == 3 * SIZE
+
+
+def test_eager_follows_checkpoints() -> None:
+    graph = chain(8)
+    marked = tuple(replace(op, checkpoint=1 + i // 4) if i < 8 and i % 4 < 3 else op for i, op in enumerate(graph.ops))
+    assert eager_total(replace(graph, ops=marked)) < eager_total(graph)
+
+
+@pytest.mark.parametrize(("budget", "share"), [(0.75, 0.75), ("60%", 0.6), (1.0, 1.0)])
+def test_a_share_is_of_the_predicted_eager_total(budget: Any, share: float) -> None:
+    plan = _plan(budget=budget)
+    assert plan.eviction is not None
+    assert plan.eviction.budget == int(eager_total(chain()) * share)
+    assert plan.total <= plan.eviction.budget
+    check_consistency(plan)
+
+
+def test_the_total_is_recorded_and_checked() -> None:
+    plan = _plan(budget=6 * SIZE, reserve=512)
+    assert plan.eviction is not None
+    assert plan.eviction.budget == 6 * SIZE
+    assert plan.eviction.arena_budget == 6 * SIZE - (plan.total - plan.arena_size) == plan.arena_limit
+    for wrong, where in (
+        (replace(plan, eviction=replace(plan.eviction, budget=plan.total - 1)), "eviction.budget"),
+        (replace(plan, reserve=SIZE), "eviction.budget"),
+        (replace(plan, reserve=-1), "reserve"),
+        (replace(plan, eviction=replace(plan.eviction, budget=-1)), "eviction"),
+    ):
+        with pytest.raises(InvalidPlan) as caught:
+            check_consistency(wrong)
+        assert caught.value.where == where
+
+
+def test_the_error_names_what_lies_beside_the_arena_and_a_budget_that_works() -> None:
+    with pytest.raises(BudgetInfeasible, match=r"reads and writes .* beside the arena are .*inputs 1.00 MiB") as caught:
+        _plan(budget=2 * SIZE)
+    assert caught.value.where == "budget"
+    assert caught.value.op in {op.name for op in chain().ops}
+    smallest = caught.value.smallest
+    assert _plan(budget=smallest).total <= smallest
+    assert _plan(budget="min").total == smallest
+    with pytest.raises(BudgetInfeasible):
+        _plan(budget=smallest - SIZE // 2)
+
+
+def _fifteen(graph: Graph) -> list[int]:
+    """Budgets from 100 % to 5 % of what eager needs."""
+    return [eager_total(graph) * (100 - k * 95 // 14) // 100 for k in range(15)]
+
+
+@pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE, "flow", "dtr"], ids=["auto", "recompute", "flow", "dtr"])
+def test_fifteen_budgets_are_kept_or_name_one_that_is(policy: Any) -> None:
+    graph = chain(8)
+    named: set[int] = set()
+    above: list[bool] = []
+    for budget in _fifteen(graph):
+        try:
+            assert _plan(graph, budget=budget, policy=policy).total <= budget
+        except BudgetInfeasible as error:
+            above.append(error.smallest > budget)
+            named.add(error.smallest)
+    assert above
+    assert all(above)
+    (smallest,) = named  # whatever was asked
+    assert _plan(graph, budget=smallest, policy=policy).total <= smallest
+
+
+@pytest.mark.parametrize("policy", [QUICK, QUICK_RECOMPUTE], ids=["auto", "recompute"])
+def test_predicted_time_never_falls_as_the_budget_falls(policy: Any) -> None:
+    graph = chain(10)
+    shares = [budget / eager_total(graph) for budget in _fifteen(graph)]
+    found = frontier(graph, traced(graph), alignment=64, costs="a100", policy=policy, shares=shares)
+    kept = [p for p in found.points if p.seconds is not None]
+    assert len(kept) > 5
+    assert all((one.seconds or 0) <= (two.seconds or 0) for one, two in pairwise(kept))
+    assert (kept[0].seconds or 0) < (kept[-1].seconds or 0)
+
+
+# -- copies on the host ----------------------------------------------------------------------------------------
+
+
+def test_what_a_search_counts_on_the_host_is_what_a_plan_needs_there() -> None:
+    graph = chain(10)
+    workload = make_workload(graph, traced(graph).order, FAST_LINK, 64).within(1 << 40)
+    events = everything(workload)
+    applied = apply(workload, events).graph
+    order = tuple(range(len(applied.ops)))
+    need = lifetimes.host_problem(applied, make_schedule(applied, order, "as it is"), alignment=64).max_live
+    assert need > SIZE
+    assert measure(replace(workload, host_budget=need), events).area == 0
+    assert measure(replace(workload, host_budget=need - 1), events).area > 0
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_a_host_budget_is_kept_by_computing_again(copies: int) -> None:
+    free = _plan(arena_budget=4 * SIZE, policy=QUICK, costs=FAST_LINK)
+    assert free.host_size > 2 * SIZE
+    plan = _plan(arena_budget=4 * SIZE, host_budget=copies * SIZE, policy=auto, costs=FAST_LINK)
+    assert plan.host_size <= copies * SIZE
+    assert plan.arena_size <= 4 * SIZE
+    assert plan.eviction is not None
+    assert plan.eviction.host_budget == copies * SIZE
+    check_consistency(plan)
+    with pytest.raises(InvalidPlan, match="host"):
+        check_consistency(replace(free, eviction=replace(free.eviction, host_budget=free.host_size - 1)))  # type: ignore[type-var]
+
+
+def test_a_host_budget_that_cannot_be_kept_names_the_smallest() -> None:
+    options: dict[str, Any] = {"arena_budget": 4 * SIZE, "policy": "flow", "costs": FAST_LINK}
+    with pytest.raises(BudgetInfeasible, match="on the host") as caught:
+        _plan(**options, host_budget="1KiB")
+    assert caught.value.where == "host_budget"
+    assert 0 < caught.value.smallest <= _plan(**options).host_size
+    assert _plan(**options, host_budget=caught.value.smallest).host_size <= caught.value.smallest
+
+
+def test_pinned_memory_is_that_of_cuda() -> None:
+    graph = chain()
+    on_cuda = replace(graph, storages=tuple(replace(s, device="cuda:0") for s in graph.storages))
+    options: dict[str, Any] = {"arena_budget": 4 * SIZE, "policy": "flow", "costs": FAST_LINK, "pinned_budget": 1024}
+    assert _plan(graph, **options).host_size > 1024
+    with pytest.raises(BudgetInfeasible) as caught:
+        _plan(on_cuda, **options)
+    assert caught.value.where == "pinned_budget"
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"arena_budget": "150%"}, "arena_budget"),
+        ({"host_budget": 0.5}, "host_budget"),
+        ({"host_budget": "min"}, "host_budget"),
+        ({"pinned_budget": -1}, "pinned_budget"),
+        ({"reserve": True}, "reserve"),
+        ({"arena_budget": [1, 2]}, "arena_budget"),
+    ],
+)
+def test_what_is_no_budget_is_said_by_name(options: dict[str, Any], where: str | None) -> None:
+    with pytest.raises(InvalidSize) as caught:
+        PlanOptions(**options)
+    assert caught.value.where == where
