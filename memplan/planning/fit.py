@@ -14,6 +14,8 @@ from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import MeasuredEvents, measure
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.flow import flow
+from memplan.evict.policies.genoa import genoa
+from memplan.evict.rng_states import SavedStates, decide, with_saved_states, without_states
 from memplan.evict.workload import Policy, Workload, host_resident_storages, in_order
 from memplan.evict.workload_limits import floor
 
@@ -71,7 +73,7 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
         raise _infeasible(workload, policy, f"cannot run in {format_bytes(workload.budget)}:", op)
     else:
         try:
-            events = policy(workload)
+            workload, events = decide(_states_for(workload, policy), policy)
         except BudgetInfeasible as error:
             what = f"no way was found to run the step in {format_bytes(workload.budget)}; its largest op"
             raise _infeasible(workload, policy, what, op) from error
@@ -96,15 +98,20 @@ def smallest(workload: Workload, policy: Policy) -> int:
     quick: Policy = own or (partial(policy, work=0) if policy in (auto, recompute) else policy)
     low, high = floor(workload)[0] - 1, measure(workload, workload.plain).peak
     tried = low + 1
+    states = _states_for(workload, policy)
     while high - low > max(_CLOSE * high, workload.alignment):
         try:
-            at = workload.within(tried)
-            kept = measure(at, quick(at)).peak <= tried
+            kept = measure(*decide(states.within(tried), quick)).peak <= tried
         except BudgetInfeasible:
             kept = False
         low, high = (low, tried) if kept else (tried, high)
         tried = (low + high) // 2
     return high
+
+
+def _states_for(workload: Workload, policy: Policy) -> SavedStates:
+    """Return the workload in which random ops can run again, if `policy` is one that runs ops again."""
+    return without_states(workload) if policy in (flow, genoa) else with_saved_states(workload)
 
 
 def _infeasible(workload: Workload, policy: Policy, what: str, index: int) -> BudgetInfeasible:
