@@ -13,7 +13,7 @@ import typer
 from memplan.cli.console import console
 
 if TYPE_CHECKING:
-    from memplan.core.choices import Gradients
+    from memplan.core.choices import Checkpoint, Gradients
     from memplan.core.plan import Plan
     from memplan.report.summary import Report
 
@@ -69,6 +69,10 @@ def report(
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="SIZE", help="Evict what does not fit: 8GiB, 50% or min.")
     ] = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option("--checkpoint", metavar="HOW", help="follow: drop what eager drops; plan: no more bytes, faster."),
+    ] = "follow",
     gradients: Annotated[
         str,
         typer.Option("--gradients", metavar="WHERE", help="safe: the caller's; arena: planned, until the next step."),
@@ -100,11 +104,13 @@ def report(
     limit = seconds_option("--time-limit", time_limit)
     pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
-    given = (infer, budget is not None, costs is not None, gradients != "safe", solver != "auto", limit is not None)
+    words = (gradients, checkpoint, solver) != ("safe", "follow", "auto")
+    given = (infer, words, budget is not None, costs is not None, limit is not None)
     require_model(target, any(given))  # before their values are checked, which would not matter
     options = PlanOptions(
         budget=budget,
         costs=costs,
+        checkpoint=cast("Checkpoint", checkpoint),
         gradients=cast("Gradients", gradients),  # `PlanOptions` refuses any other text
         solver=solver,
         time_limit=limit,

@@ -15,7 +15,9 @@ from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
 from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.checkpoint import checkpoint
 from memplan.evict.policies.genoa import genoa
+from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy, Workload
 from memplan.planning.fit import Fitted, fit, make_workload, smallest
@@ -35,9 +37,9 @@ def plan_within(
     The budget limits the arena, not the sum of live bytes: if fragmentation makes the arena too large, more is evicted.
     Red zones are not counted. `room` are the bytes of an arena that exists anyway, because several programs share it;
     all of them may be used. `device` is the device of a step whose model and inputs are on the host and are copied;
-    then no budget (None) means the bytes with which nothing is copied twice, and for the policy "genoa" the smallest
-    possible. Raises `BudgetInfeasible`, which names the op with the largest working set and the smallest budget that
-    can be kept.
+    then no budget (None) means the bytes with which nothing is copied twice and activation checkpoints are followed,
+    and for the policy "genoa" the smallest possible. Raises `BudgetInfeasible`, which names the op with the largest
+    working set and the smallest budget that can be kept.
     """
     decide = fit_policy(options.policy)
     workload = make_workload(scheduled.graph, scheduled.schedule.order, costs, scheduled.alignment, device=device)
@@ -91,7 +93,8 @@ def eviction_of(fitted: Fitted, plan: Plan, policy: str, asked: Workload) -> Evi
 def bytes_of(budget: object, workload: Workload, policy: Policy) -> int:
     """Return the bytes of a budget; None means the bytes needed without a budget. Raises `InvalidSize`."""
     if budget is None and workload.host_resident:
-        return measure(workload, workload.plain).peak
+        states = with_saved_states(workload)
+        return measure(*only_used(states, checkpoint(states.workload))).peak  # without checkpoints: of the plain step
     read = read_budget(budget)
     if isinstance(read, str):
         return smallest(workload, policy)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from memplan.core.choices import GRADIENTS, LAYOUTS, Gradients, Layout, require_choice
+from memplan.core.choices import CHECKPOINTS, GRADIENTS, LAYOUTS, Checkpoint, Gradients, Layout, require_choice
 from memplan.core.division import Compression, Divide, Division, compression_of, division_of
 from memplan.core.units import parse_share, parse_size
 from memplan.errors import InvalidShapes, InvalidSize, UnsupportedCall, UnsupportedProblem
@@ -42,6 +42,7 @@ class PlanKeywords(TypedDict, total=False):
     budget: Budget | Sequence[Budget] | None
     policy: str | EvictionPolicy
     costs: Costs | None
+    checkpoint: Checkpoint
     divide: Divide
     compress: Compression | None
     schedule: str | SchedulePolicy
@@ -67,6 +68,7 @@ class PlanOptions:
     budget: Budget | Sequence[Budget] | None = None
     policy: str | EvictionPolicy = "auto"
     costs: Costs | None = None
+    checkpoint: Checkpoint = "follow"
     divide: Divide = None
     compress: Compression | None = None
     gradients: Gradients = "safe"
@@ -78,6 +80,7 @@ class PlanOptions:
     dynamic_shapes: DynamicShapes | None = None
 
     def __post_init__(self) -> None:
+        require_choice("checkpoint", self.checkpoint, CHECKPOINTS)
         require_choice("gradients", self.gradients, GRADIENTS)
         if self.gradients_in_arena:
             refuse_beside_arena(device=self.device, budget=self.budget, dynamic_shapes=self.dynamic_shapes)

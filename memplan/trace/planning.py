@@ -13,7 +13,7 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import cost_model
-from memplan.planning.checkpoints import has_checkpoints, plan_checkpointed
+from memplan.planning.checkpoints import has_checkpoints, plan_checkpointed, plan_from_checkpoints
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
@@ -45,6 +45,7 @@ def plan(
         device=options.device,
         gradients_in_arena=options.gradients_in_arena,
     )
+    captured.warn()
     return plan_step(captured.retrace(), captured, options)[1]
 
 
@@ -102,7 +103,9 @@ def _plan_variant(traced: TracedGraph, options: PlanOptions, *, redzone: int, ro
     if options.budget is not None or traced.runs_on:
         return _plan_with_transfers(traced, scheduled, options, room)
     if has_checkpoints(traced.graph):
-        return plan_checkpointed(scheduled, options, cost_model(options.costs or device_costs(traced.device)))
+        costs = cost_model(options.costs or device_costs(traced.device))
+        make = plan_checkpointed if options.checkpoint == "follow" else plan_from_checkpoints
+        return make(scheduled, options, costs)
     if options.schedule != "auto":
         return make_plan(scheduled, options)
     return _plan_with_grouped_updates(traced, scheduled, options)
@@ -111,9 +114,9 @@ def _plan_variant(traced: TracedGraph, options: PlanOptions, *, redzone: int, ro
 def _plan_with_transfers(traced: TracedGraph, scheduled: ScheduledGraph, options: PlanOptions, room: int) -> Plan:
     """Return the plan of a step with a budget, or of one that runs on other devices than its model is on."""
     costs = cost_model(options.costs or device_costs(traced.device))
-    if options.budget is None and has_checkpoints(traced.graph):
-        _log.warning("activation checkpoints of the model are not followed with device=; give a budget instead")
     if len(traced.runs_on) > 1:
+        if options.budget is None and has_checkpoints(traced.graph):
+            _log.warning("activation checkpoints are not followed on several devices; give a budget for each instead")
         from memplan.planning.multi_device import plan_several
 
         return plan_several(scheduled, options, costs, devices=traced.runs_on)

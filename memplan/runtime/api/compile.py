@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Gradients, Layout, OnMismatch, Sanitize
+from memplan.core.choices import Checkpoint, Gradients, Layout, OnMismatch, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.evict.workload import Policy as EvictionPolicy
@@ -30,6 +30,7 @@ def compile(
     budget: Budget | Sequence[Budget] | None = None,
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
+    checkpoint: Checkpoint = "follow",
     divide: Divide = None,
     compress: Compression | None = None,
     schedule: str | SchedulePolicy = "auto",
@@ -47,8 +48,8 @@ def compile(
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
-    The options `budget`, `policy`, `costs`, `divide`, `compress`, `schedule`, `solver`, `layout` and `time_limit` are
-    those of `memplan.plan`; not all are repeated here.
+    The options `budget`, `policy`, `costs`, `checkpoint`, `divide`, `compress`, `schedule`, `solver`, `layout` and
+    `time_limit` are those of `memplan.plan`; not all are repeated here.
 
     Args:
         model: The module to compile. The result shares its parameters, buffers and submodules.
@@ -125,6 +126,7 @@ def compile(
         budget=budget,
         policy=policy,
         costs=costs,
+        checkpoint=checkpoint,
         divide=divide,
         compress=compress,
         schedule=schedule,
