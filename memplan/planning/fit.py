@@ -13,12 +13,15 @@ from memplan.evict.graph.apply import apply
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import MeasuredEvents, measure
 from memplan.evict.policies.auto import auto, recompute
+from memplan.evict.policies.delta import delta
+from memplan.evict.policies.dtr import dtr, dtr_addresses
 from memplan.evict.policies.flow import flow
 from memplan.evict.policies.genoa import genoa
 from memplan.evict.rng_states import SavedStates, decide, with_saved_states, without_states
 from memplan.evict.workload import Policy, Workload, host_resident_storages, in_order
 from memplan.evict.workload_limits import floor
 
+_KEEP_RANDOM: tuple[Policy, ...] = (flow, genoa, dtr, dtr_addresses, delta)  # they copy, or free after the last use
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
 
 
@@ -110,8 +113,8 @@ def smallest(workload: Workload, policy: Policy) -> int:
 
 
 def _states_for(workload: Workload, policy: Policy) -> SavedStates:
-    """Return the workload in which random ops can run again, if `policy` is one that runs ops again."""
-    return without_states(workload) if policy in (flow, genoa) else with_saved_states(workload)
+    """Return the workload in which random ops can run again, unless `policy` never runs them again."""
+    return without_states(workload) if policy in _KEEP_RANDOM else with_saved_states(workload)
 
 
 def _infeasible(workload: Workload, policy: Policy, what: str, index: int) -> BudgetInfeasible:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from torch import fx, nn
-from torch.utils.checkpoint import CheckpointPolicy
 
 from memplan.trace.capture.origins import origin_of
+from memplan.trace.passes.checkpoints import DROPS
 
 _REGION = "tag_activation_checkpoint"
 _BATCH_NORMS = ("_native_batch_norm_legit", "native_batch_norm", "_batch_norm_with_update", "cudnn_batch_norm")
-_AGAIN = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def gradients_that_eager_lacks(graph: fx.Graph) -> tuple[str, ...]:
@@ -48,7 +47,7 @@ def statistics_updated_once(graph: fx.Graph) -> tuple[str, ...]:
         ):
             continue
         training = any(a is True for a in node.args)
-        if training and node.meta.get("ac_graph_id") and node.meta.get("recompute") in _AGAIN:
+        if training and node.meta.get("ac_graph_id") and node.meta.get("recompute") in DROPS:
             place = origin_of(node)
             where = " in ".join(part for part in (place.module, place.source) if part) or node.name
             found.append(
