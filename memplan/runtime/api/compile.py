@@ -68,6 +68,7 @@ def compile(
             times, until no better plan is found (`CompiledModule.measurements`).
         divide: As in `memplan.plan`.
         compress: As in `memplan.plan`.
+        checkpoint: As in `memplan.plan`.
         schedule: The policy that orders the ops.
         solver: The solver that assigns offsets.
         layout: As in `memplan.plan`.
