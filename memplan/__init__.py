@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from memplan.analysis.diff import diff
     from memplan.analysis.explain import explain
     from memplan.core import csvio
-    from memplan.core.choices import Gradients, Layout
+    from memplan.core.choices import Checkpoint, Gradients, Layout
     from memplan.core.division import Compression, Divide, Division
     from memplan.core.plan import Plan
     from memplan.core.problem import Buffer, Interval, Problem, Solution, Status
@@ -176,6 +176,7 @@ def plan(
     reserve: int | str = 0,
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
+    checkpoint: Checkpoint = "follow",
     divide: Divide = None,
     compress: Compression | None = None,
     gradients: Gradients = "auto",
@@ -207,6 +208,9 @@ def plan(
             (`memplan.evict.workload.Policy`).
         costs: The seconds of ops and copies, for `policy`: a `CostModel`, or the name of a device: "a100", "h100",
             "h200", "cpu".
+        checkpoint: What activation checkpoints of the model (`torch.utils.checkpoint`) mean without a budget: with
+            "follow", what they drop is computed again where eager does; "plan" takes the bytes of that step as the
+            budget of its arena, and lets `policy` decide what is computed again or offloaded, in at most the time.
         divide: True allows ops with independent rows (a softmax and its cross-entropy, forward and backward) to run in
             blocks of rows, with the same bits, where evictions alone do not keep the budget; a number always runs them
             in that many blocks; a `Division` sets more.
@@ -251,6 +255,7 @@ def plan(
         reserve=reserve,
         policy=policy,
         costs=costs,
+        checkpoint=checkpoint,
         divide=divide,
         compress=compress,
         gradients=gradients,

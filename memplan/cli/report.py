@@ -13,7 +13,7 @@ import typer
 from memplan.cli.console import console
 
 if TYPE_CHECKING:
-    from memplan.core.choices import Gradients
+    from memplan.core.choices import Checkpoint, Gradients
     from memplan.core.plan import Plan
     from memplan.report.summary import Report
 
@@ -80,6 +80,10 @@ def report(
         str | None,
         typer.Option("--reserve", metavar="SIZE", help="Bytes that the step does not show: optimizer state."),
     ] = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option("--checkpoint", metavar="HOW", help="follow: drop what eager drops; plan: no more bytes, faster."),
+    ] = "follow",
     gradients: Annotated[
         str,
         typer.Option("--gradients", metavar="WHERE", help="safe: the caller's; arena: planned, until the next step."),
@@ -112,7 +116,8 @@ def report(
     pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
     budgets = (budget, arena_budget, host_budget, reserve)
-    given = (infer, budgets != (None,) * 4, costs is not None, gradients != "safe", solver != "auto", limit is not None)
+    words = (gradients, checkpoint, solver) != ("auto", "follow", "auto")
+    given = (infer, words, budgets != (None,) * 4, costs is not None, limit is not None)
     require_model(target, any(given))  # before their values are checked, which would not matter
     options = PlanOptions(
         budget=budget,
@@ -120,6 +125,7 @@ def report(
         host_budget=host_budget,
         reserve=reserve or 0,
         costs=costs,
+        checkpoint=cast("Checkpoint", checkpoint),
         gradients=cast("Gradients", gradients),  # `PlanOptions` refuses any other text
         solver=solver,
         time_limit=limit,

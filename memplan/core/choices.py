@@ -7,12 +7,14 @@ from typing import Any, Literal, get_args
 
 from memplan.errors import MemplanError
 
+Checkpoint = Literal["follow", "plan"]
 Gradients = Literal["auto", "arena", "added", "safe", "owned"]
 Layout = Literal["auto", "tstack"]
 Sanitize = Literal["poison", "redzone"]
 OnMismatch = Literal["error", "eager", "replan", "passive"]  # of a compiled module
 StepOnMismatch = Literal["error", "passive"]  # of a compiled step
 
+CHECKPOINTS: tuple[Checkpoint, ...] = get_args(Checkpoint)
 GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 SANITIZERS: tuple[Sanitize, ...] = get_args(Sanitize)

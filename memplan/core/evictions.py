@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from memplan.core.graph import Graph
+from memplan.core.graph import Graph, Op, StorageKind
 from memplan.core.problem import Solution
 from memplan.errors import InvalidPlan
 
@@ -14,6 +14,8 @@ OFFLOAD, OFFLOAD_WAIT = "memplan.offload", "memplan.offload_wait"
 RELOAD, RELOAD_WAIT = "memplan.reload", "memplan.reload_wait"
 SEND, SEND_WAIT = "memplan.send", "memplan.send_wait"  # from one device to another
 TRANSFERS = (OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT)
+SAVE_RNG = "memplan.save_rng"  # writes the state of the random generator, for an op that draws the same numbers again
+RNG_STATE_BYTES = 5056  # of the CPU's generator, as torch.get_rng_state() returns it
 
 
 class Action(enum.Enum):
@@ -102,10 +104,11 @@ class EvictionPlan:
     same where it is page-locked; all are bytes, and None is no limit. `arena_budget` is the size of the arena where the
     user gave no limit of it. `costs` names the cost model that predicted `seconds` (of a training step), `stall` (the
     part of them spent waiting for copies) and `base_seconds` (without evictions). `sources[i]` is the op of the traced
-    graph that op i is or recomputes, -1 for a copy. `instances` are pairs (storage, storage that holds the same
-    contents later), in the order of first use. `host` places the host copies in an arena of their own. `device` is the
-    device of a step whose parameters, inputs and results are all on the host and copied; "" if the step runs where they
-    are. `sections` are the arenas of several devices, in their order; empty for one device.
+    graph that op i is or recomputes, -1 for a copy and for an op that saves the state of the random generator.
+    `instances` are pairs (storage, storage that holds the same contents later), in the order of first use. `host`
+    places the host copies in an arena of their own. `device` is the device of a step whose parameters, inputs and
+    results are all on the host and copied; "" if the step runs where they are. `sections` are the arenas of several
+    devices, in their order; empty for one device.
     """
 
     policy: str
@@ -134,9 +137,10 @@ def check_record(graph: Graph, plan: EvictionPlan) -> None:
     if len(plan.sources) != len(graph.ops):
         raise InvalidPlan("needs one source per op", where="eviction.sources")
     for i, (op, source) in enumerate(zip(graph.ops, plan.sources, strict=True)):
-        if source < -1 or (source == -1) != (op.target in TRANSFERS):
+        if source < -1 or (source == -1) != (op.target in (*TRANSFERS, SAVE_RNG)):
             raise InvalidPlan(f"names no op that {op.name!r} could repeat", where=f"eviction.sources[{i}]")
     _check_instances(graph, plan)
+    _check_saved_states(graph, plan)
     budgets = (plan.budget, plan.arena_budget, plan.host_budget, plan.pinned_budget)
     if min(filter(None, budgets), default=0) < 0 or min(plan.seconds, plan.base_seconds, plan.stall) < 0:
         raise InvalidPlan("a budget or a time is negative", where="eviction")
@@ -169,3 +173,46 @@ def _check_instances(graph: Graph, plan: EvictionPlan) -> None:
             raise InvalidPlan(f"{further.name!r} is not the next instance of {base.name!r}", where=where)
     if [further for _, further in plan.instances] != sorted(born):
         raise InvalidPlan("are not the storages that begin with a reload or a repeated op", where="eviction.instances")
+
+
+def _check_saved_states(graph: Graph, plan: EvictionPlan) -> None:
+    """Raise `InvalidPlan` unless each op that runs again and draws random numbers reads the state that was saved
+    directly before its first run, with no other random op between them."""
+    drawn = {s: op for op, s in zip(reversed(graph.ops), reversed(plan.sources), strict=True) if s >= 0}  # first runs
+    base_of = {life: base for base, life in plan.instances}
+    saved: dict[int, int] = {}  # storage of a state -> the source of the random op that runs next
+    waiting: list[int] = []
+    for i, (op, source) in enumerate(zip(graph.ops, plan.sources, strict=True)):
+        where = f"graph.ops[{i}]"
+        if op.target == SAVE_RNG:
+            waiting.append(_state_written(graph, op, saved, where))
+            saved[waiting[-1]] = -1
+            continue
+        if op.target in TRANSFERS:
+            continue
+        state = graph.saved_state(op)
+        if op.random:
+            saved.update(dict.fromkeys(waiting, source))
+            waiting = []
+        first = drawn[source]
+        if op is first or not first.random:
+            if state is not None:
+                raise InvalidPlan(f"{op.name!r} needs no generator state", where=where)
+            continue
+        storage = -1 if state is None else graph.values[state].storage
+        if op.random or saved.get(base_of.get(storage, storage)) != source:
+            what = f"{op.name!r} does not draw with the generator state saved right before {first.name!r}"
+            raise InvalidPlan(what, where=where)
+
+
+def _state_written(graph: Graph, op: Op, saved: Mapping[int, int], where: str) -> int:
+    """Return the storage that an op saves the generator's state in. Raises `InvalidPlan` if it cannot be one."""
+    values = [graph.values[v] for v in op.writes]
+    whole = [(v.dtype, v.shape, v.strides, v.offset) == ("uint8", (RNG_STATE_BYTES,), (1,), 0) for v in values]
+    if op.reads or whole != [True] or not op.random:
+        raise InvalidPlan(f"{op.name!r} does not save the state of the random generator", where=where)
+    storage = graph.storages[values[0].storage]
+    known = storage.kind is StorageKind.RNG_STATE and storage.planned and storage.nbytes == RNG_STATE_BYTES
+    if not known or storage.device != "cpu" or values[0].storage in saved:
+        raise InvalidPlan(f"{storage.name!r} is no new storage for the state of the CPU's generator", where=where)
+    return values[0].storage

@@ -35,6 +35,7 @@ class StorageKind(enum.StrEnum):
     TANGENT = "tangent"
     OPTIMIZER_STATE = "optimizer state"
     HOST = "host copy"
+    RNG_STATE = "generator state"
 
 
 class Phase(enum.StrEnum):
@@ -150,6 +151,16 @@ class Graph:
     def written(self, op: Op) -> tuple[int, ...]:
         """Return the indices of the storages that `op` writes, each once."""
         return tuple(dict.fromkeys(self.values[v].storage for v in op.writes))
+
+    def saved_state(self, op: Op) -> int | None:
+        """Return the value of the generator state with which `op` draws random numbers again; None: it does not.
+
+        It is the last of `op.reads`, and its storage is written by an op that saves the state.
+        """
+        last = op.reads[-1] if op.reads else None
+        if last is None or self.storages[self.values[last].storage].kind is not StorageKind.RNG_STATE:
+            return None
+        return last
 
     @cached_property
     def forward_ops(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.graph import Graph, Op, Phase, StorageKind
 from memplan.evict.costs import CostModel
 from memplan.evict.events import Event, Events, Kind
 
@@ -21,11 +21,11 @@ _COLLECTIVES = ("_c10d_functional.", "c10d.")
 class Workload:
     """A scheduled step that has to fit into a budget. `graph.ops` are in the order in which they run.
 
-    `sources[i]` is the index of op i in the traced graph. `budget` and all sizes are bytes, sizes rounded up to
-    `alignment`. `host_resident` are the storages of the model and the caller (parameters, optimizer state, inputs,
-    outputs, gradients) that live on the host and take arena bytes only while they are loaded. `device`
-    is the device that they are loaded to ("": each stays on its own). `host_budget` limits the bytes of all offloaded
-    copies that are on the host at once (None: no limit).
+    `sources[i]` is the index of op i in the traced graph, -1 for an op that saves a generator state. `budget` and all
+    sizes are bytes, sizes rounded up to `alignment`. `host_resident` are the storages of the model and the caller
+    (parameters, optimizer state, inputs, outputs, gradients) that live on the host and take arena bytes only while they
+    are loaded. `device` is the device that they are loaded to ("": each stays on its own). `host_budget` limits the
+    bytes of all offloaded copies that are on the host at once (None: no limit).
     """
 
     graph: Graph
@@ -220,7 +220,7 @@ class Workload:
     def _recomputable(self, storage: int) -> bool:
         """Return whether a planned storage is written, before its first reader, only by ops that can run twice.
 
-        Such ops are not random, no collectives, and change nothing else.
+        Such ops are no collectives, draw no random numbers without a saved state, and change nothing else.
         """
         writers = self.writers[storage]
         if not self.graph.storages[storage].planned or not writers or storage in self.gradients:
@@ -228,7 +228,7 @@ class Workload:
         for i in writers:
             op = self.graph.ops[i]
             written = self.graph.written(op)
-            if op.random or op.target.startswith(_COLLECTIVES):
+            if (op.random and not self._has_state(op)) or op.target.startswith(_COLLECTIVES):
                 return False
             if any(not self.graph.storages[s].planned or s in self.gradients for s in written):
                 return False
@@ -236,6 +236,11 @@ class Workload:
                 return False
         readers = [i for i in self.uses[storage] if i not in writers]
         return not readers or readers[0] > writers[-1]
+
+    def _has_state(self, op: Op) -> bool:
+        """Return whether a saved generator state lets a random op draw the same numbers again."""
+        state = self.graph.saved_state(op)
+        return state is not None and self.graph.storages[self.graph.values[state].storage].nbytes > 0
 
 
 def _copied(start: Kind, storages: Sequence[int]) -> Events:

@@ -18,7 +18,9 @@ from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
 from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.checkpoint import checkpoint
 from memplan.evict.policies.genoa import genoa
+from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.select import fit_policy, policy_name
 from memplan.evict.workload import Policy, Workload
 from memplan.evict.workload_limits import floor
@@ -45,10 +47,10 @@ def plan_within(
     `options.budget` limits the total (`Plan.on_device`), `options.arena_budget` the arena; fragmentation counts. Red
     zones do not. `room` are the bytes of an arena that exists anyway, because several programs share it; all of them
     may be used. `device` is the device of a step whose model and inputs are on the host and are copied; then no budget
-    (None) means the bytes with which nothing is copied twice, and for the policy "genoa" the smallest possible.
-    `transient` are the measured bytes that each op of the graph, and each op that computes it again, allocates outside
-    the arena; None: only fresh results are known. Raises `BudgetInfeasible`, which names the op with the largest
-    working set and the smallest budget that can be kept.
+    (None) means the bytes with which nothing is copied twice and activation checkpoints are followed, and for the
+    policy "genoa" the smallest possible. `transient` are the measured bytes that each op of the graph, and each op that
+    computes it again, allocates outside the arena; None: only fresh results are known. Raises `BudgetInfeasible`, which
+    names the op with the largest working set and the smallest budget that can be kept.
     """
     decide = fit_policy(options.policy)
     workload = make_workload(scheduled.graph, scheduled.schedule.order, costs, scheduled.alignment, device=device)
@@ -90,7 +92,8 @@ def _limits(
     asked = budgets_in_bytes(options, scheduled.graph, workload)
     arena = asked.arena_budget
     if options.budget is None and arena is None and workload.host_resident:
-        arena = measure(workload, workload.plain).peak
+        states = with_saved_states(workload)
+        arena = measure(*only_used(states, checkpoint(states.workload))).peak  # without checkpoints: of the plain step
     device = workload.device or next((s.device for s in scheduled.graph.storages if s.planned), "")
     limits = ByteLimits(
         total=asked.budget if isinstance(asked.budget, int) else None,

@@ -1,4 +1,4 @@
-"""Makes the plan of a step that follows the user's activation checkpoints: it keeps no more than eager keeps."""
+"""Makes the plan of a step with the user's activation checkpoints: it keeps no more than eager keeps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import replace
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
+from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import CostModel
 from memplan.evict.graph.apply import Applied, apply
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import measure
 from memplan.evict.policies.checkpoint import checkpoint
+from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.workload import in_order
-from memplan.planning.budget import eviction_of
+from memplan.planning.budget import eviction_of, plan_within
 from memplan.planning.fit import Fitted, make_workload
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import PlanOptions
@@ -37,7 +39,9 @@ def plan_checkpointed(scheduled: ScheduledGraph, options: PlanOptions, costs: Co
     `options.schedule`, and the order that needs less is taken. `costs` predict the seconds of the step.
     """
     workload = make_workload(scheduled.graph, scheduled.schedule.order, costs, scheduled.alignment)
-    events = checkpoint(workload)
+    base = measure(workload, workload.plain)
+    states = with_saved_states(workload)
+    workload, events = only_used(states, checkpoint(states.workload))
     applied = apply(workload, events)
     followed = make_schedule(applied.graph, tuple(range(len(applied.graph.ops))), "checkpoint")
     reordered = order(applied.graph, options.schedule)
@@ -51,9 +55,27 @@ def plan_checkpointed(scheduled: ScheduledGraph, options: PlanOptions, costs: Co
         sources=applied.sources,
         instances=applied.instances,
         measured=measure(workload, events),
-        base=measure(workload, workload.plain),
+        base=base,
     )
     return replace(plan, eviction=eviction_of(fitted, plan, "checkpoint", workload.within(plan.arena_size)))
+
+
+def plan_from_checkpoints(scheduled: ScheduledGraph, options: PlanOptions, costs: CostModel) -> Plan:
+    """Return the plan that `options.policy` makes within the arena of the step that follows the checkpoints.
+
+    The plan that follows them is returned where the policy finds none that is at least as fast, by `costs`.
+    """
+    followed = plan_checkpointed(scheduled, options, costs)
+    budget = followed.arena_size
+    if scheduled.redzone:  # red zones do not count
+        budget = plan_checkpointed(replace(scheduled, redzone=0), options, costs).arena_size
+    try:
+        found = plan_within(scheduled, replace(options, arena_budget=budget), costs)
+    except BudgetInfeasible:
+        return followed
+    assert found.eviction is not None
+    assert followed.eviction is not None
+    return found if found.eviction.seconds <= followed.eviction.seconds else followed
 
 
 def _in_order(applied: Applied, order: tuple[int, ...]) -> Applied:

@@ -11,6 +11,7 @@ from memplan.core.totals import MODEL_KINDS, outside_profile
 from memplan.evict.costs import DEVICES
 from memplan.evict.graph.apply import apply
 from memplan.evict.policies.checkpoint import checkpoint
+from memplan.evict.rng_states import only_used, with_saved_states
 from memplan.evict.workload import Workload
 
 
@@ -26,7 +27,8 @@ def eager_total(graph: Graph, temporaries: Sequence[int] = ()) -> int:
     order = tuple(range(len(graph.ops)))
     if any(op.checkpoint for op in graph.ops):
         workload = Workload(graph=separate, sources=order, costs=DEVICES["cpu"], budget=0)
-        applied = apply(workload, checkpoint(workload))
+        states = with_saved_states(workload)
+        applied = apply(*only_used(states, checkpoint(states.workload)))
         separate, order = applied.graph, tuple(range(len(applied.graph.ops)))
         temporaries = [temporaries[source] if source >= 0 else 0 for source in applied.sources]
     results = outside_profile(separate, order, temporaries)

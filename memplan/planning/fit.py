@@ -13,10 +13,15 @@ from memplan.evict.graph.apply import apply
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import MeasuredEvents, measure
 from memplan.evict.policies.auto import auto, recompute
+from memplan.evict.policies.delta import delta
+from memplan.evict.policies.dtr import dtr, dtr_addresses
 from memplan.evict.policies.flow import flow
+from memplan.evict.policies.genoa import genoa
+from memplan.evict.rng_states import SavedStates, decide, with_saved_states, without_states
 from memplan.evict.workload import Policy, Workload, host_resident_storages, in_order
 from memplan.evict.workload_limits import floor
 
+_KEEP_RANDOM: tuple[Policy, ...] = (flow, genoa, dtr, dtr_addresses, delta)  # they copy, or free after the last use
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
 
 
@@ -71,7 +76,7 @@ def fit(traced: Graph, workload: Workload, policy: Policy) -> Fitted:
     elif lowest > workload.budget:
         raise _infeasible(workload, lowest, op)
     else:
-        events = policy(workload)
+        workload, events = decide(_states_for(workload, policy), policy)
     measured = measure(workload, events)
     if measured.peak > workload.budget:
         what = f"the policy's events need {measured.peak} bytes, the budget is {workload.budget}"
@@ -94,10 +99,10 @@ def smallest(workload: Workload, policy: Policy) -> int:
     quick = quick_of(policy)
     low, high = floor(workload)[0] - 1, measure(workload, workload.plain).peak
     tried = low + 1
+    states = _states_for(workload, policy)
     while high - low > max(_CLOSE * high, workload.alignment):
         try:
-            at = workload.within(tried)
-            kept = measure(at, quick(at)).area == 0
+            kept = measure(*decide(states.within(tried), quick)).area == 0
         except BudgetInfeasible:
             kept = False
         low, high = (low, tried) if kept else (tried, high)
@@ -109,6 +114,11 @@ def quick_of(policy: Policy) -> Policy:
     """Return a policy that needs about the same bytes as `policy`, in less time; `policy` itself if there is none."""
     own: Policy | None = getattr(policy, "quick", None)
     return own or (partial(policy, work=0) if policy in (auto, recompute) else policy)
+
+
+def _states_for(workload: Workload, policy: Policy) -> SavedStates:
+    """Return the workload in which random ops can run again, unless `policy` never runs them again."""
+    return without_states(workload) if policy in _KEEP_RANDOM else with_saved_states(workload)
 
 
 def _infeasible(workload: Workload, lowest: int, index: int) -> BudgetInfeasible:

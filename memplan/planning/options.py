@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from memplan.core.choices import GRADIENTS, LAYOUTS, Gradients, Layout, require_choice
+from memplan.core.choices import CHECKPOINTS, GRADIENTS, LAYOUTS, Checkpoint, Gradients, Layout, require_choice
 from memplan.core.division import Compression, Divide, Division, compression_of, division_of
 from memplan.core.units import parse_share, parse_size
 from memplan.errors import InvalidShapes, InvalidSize, UnsupportedCall, UnsupportedProblem
@@ -49,6 +49,7 @@ class PlanKeywords(TypedDict, total=False):
     reserve: int | str
     policy: str | EvictionPolicy
     costs: Costs | None
+    checkpoint: Checkpoint
     divide: Divide
     compress: Compression | None
     schedule: str | SchedulePolicy
@@ -78,6 +79,7 @@ class PlanOptions:
     reserve: int | str = 0
     policy: str | EvictionPolicy = "auto"
     costs: Costs | None = None
+    checkpoint: Checkpoint = "follow"
     divide: Divide = None
     compress: Compression | None = None
     gradients: Gradients = "auto"
@@ -89,6 +91,7 @@ class PlanOptions:
     dynamic_shapes: DynamicShapes | None = None
 
     def __post_init__(self) -> None:
+        require_choice("checkpoint", self.checkpoint, CHECKPOINTS)
         require_choice("gradients", self.gradients, GRADIENTS)
         refuse_beside_gradients(self.gradients, device=self.device, dynamic_shapes=self.dynamic_shapes)
         if self.dynamic_shapes is not None:

@@ -14,7 +14,7 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import cost_model
-from memplan.planning.checkpoints import has_checkpoints, plan_checkpointed
+from memplan.planning.checkpoints import has_checkpoints, plan_checkpointed, plan_from_checkpoints
 from memplan.planning.make_plan import ScheduledGraph, make_plan
 from memplan.planning.options import DEFAULTS, PlanOptions
 from memplan.schedule import order as order_of
@@ -47,6 +47,7 @@ def plan(
         gradients_in_arena=options.gradients_in_arena,
         copy_gradients=options.gradients_copied,
     )
+    captured.warn()
     return plan_step(captured.retrace(), captured, options)[1]
 
 
@@ -115,7 +116,9 @@ def _plan_variant(
     if options.has_budget or traced.runs_on:
         return _plan_with_transfers(traced, scheduled, options, room, transient)
     if has_checkpoints(traced.graph):
-        return plan_checkpointed(scheduled, options, cost_model(options.costs or device_costs(traced.device)))
+        costs = cost_model(options.costs or device_costs(traced.device))
+        make = plan_checkpointed if options.checkpoint == "follow" else plan_from_checkpoints
+        return make(scheduled, options, costs)
     if options.schedule != "auto":
         return make_plan(scheduled, options)
     return _plan_with_grouped_updates(traced, scheduled, options)
@@ -130,9 +133,9 @@ def _plan_with_transfers(
 ) -> Plan:
     """Return the plan of a step with a budget, or of one that runs on other devices than its model is on."""
     costs = cost_model(options.costs or device_costs(traced.device))
-    if not options.has_budget and has_checkpoints(traced.graph):
-        _log.warning("activation checkpoints of the model are not followed with device=; give a budget instead")
     if len(traced.runs_on) > 1:
+        if not options.has_budget and has_checkpoints(traced.graph):
+            _log.warning("activation checkpoints are not followed on several devices; give a budget for each instead")
         from memplan.planning.multi_device import plan_several
 
         return plan_several(scheduled, options, costs, devices=traced.runs_on, transient=transient)

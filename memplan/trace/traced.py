@@ -55,7 +55,8 @@ class KernelCall:
 
     `outs`: the values of its results (None where it returns none); empty for an op that only changes its arguments.
     `returns_sequence`: it returns a sequence, even if of one result. `opaque_results`: (position, number) of each
-    opaque result (see `OpaqueResult`).
+    opaque result (see `OpaqueResult`). `state`: the value of the generator state with which it draws the same random
+    numbers again; None: it draws from the generator, or not at all.
     """
 
     target: OpOverload
@@ -64,6 +65,14 @@ class KernelCall:
     outs: tuple[int | None, ...]
     returns_sequence: bool = False
     opaque_results: tuple[tuple[int, int], ...] = ()
+    state: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveState:
+    """Saves the state of the CPU's random generator in value `value`."""
+
+    value: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +173,7 @@ class TracedGraph:
 
     model: str
     graph: Graph
-    kernels: tuple[KernelCall | Transfer, ...]
+    kernels: tuple[KernelCall | SaveState | Transfer, ...]
     bindings: tuple[Binding, ...]
     results: Results
     in_spec: pytree.TreeSpec

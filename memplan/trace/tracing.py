@@ -6,6 +6,7 @@ trace in several variants. `trace` does both at once for a model.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
     from memplan.planning.options import Device
+
+_log = logging.getLogger("memplan")
 
 
 def trace(
@@ -132,6 +135,10 @@ class CapturedStep:
     in_place: bool
     gradients_in_arena: bool = False
 
+    def warn(self) -> None:
+        """Log what the step computes unlike eager."""
+        _warn(self.captured, self.model)
+
     def retrace(self, *, division: Division | None = None, compress: str = "") -> TracedGraph:
         """Return the step, traced from a copy of its graph; see `Retracer`."""
         copied = fx.GraphModule(self.captured.graph_module, copy_of(self.captured.graph_module.graph))
@@ -222,7 +229,14 @@ def _require_one_number(captured: Captured) -> None:
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:
     """Trace a graph that dynamo made from a part of a model, wrapped as a module that holds its parameters."""
     captured = capture(module, inputs, {}, train=train, by_dynamo=True)
+    _warn(captured, type(module).__name__)
     return _finished(trace_captured(captured, type(module).__name__), None, in_place=in_place)
+
+
+def _warn(captured: Captured, model: str) -> None:
+    """Log what a captured graph computes unlike eager."""
+    for warning in captured.warnings:
+        _log.warning("%s: %s", model, warning)
 
 
 def trace_captured(

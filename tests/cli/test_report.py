@@ -49,7 +49,10 @@ def test_report_into_nowhere_is_bad_input(run: Run, plan_file: Path, option: str
     assert "cannot be written" in err
 
 
-@pytest.mark.parametrize("args", [["--infer"], ["--solver", "naive"], ["--time-limit", "3"], ["--gradients", "arena"]])
+@pytest.mark.parametrize(
+    "args",
+    [["--infer"], ["--solver", "naive"], ["--time-limit", "3"], ["--gradients", "arena"], ["--checkpoint", "plan"]],
+)
 def test_options_of_planning_do_not_fit_a_saved_plan(run: Run, plan_file: Path, args: list[str]) -> None:
     code, _, err = run("report", plan_file, *args)
     assert code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -12,8 +13,18 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import memplan
-from memplan.errors import UnsupportedGraph
-from memplan.trace import plan
+from memplan.core.evictions import RNG_STATE_BYTES, SAVE_RNG
+from memplan.errors import BudgetInfeasible, UnsupportedGraph
+from memplan.evict.costs import DEVICES
+from memplan.evict.events import Events
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.auto import auto, recompute
+from memplan.evict.policies.checkpoint import checkpoint as checkpoint_policy
+from memplan.evict.workload import Workload
+from memplan.planning.fit import make_workload
+from memplan.runtime.memory.measure import peak_bytes
+from memplan.schedule import order
+from memplan.trace import plan, trace
 
 _WIDTH, _ROWS, _BLOCKS = 32, 64, 6
 
@@ -32,6 +43,33 @@ def _products_saved() -> Any:
     )
 
 
+_RANDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda h: nn.functional.dropout(h, 0.3),
+    "alpha_dropout": lambda h: nn.functional.alpha_dropout(h, 0.3, training=True),
+    "randn_like": lambda h: h * torch.randn_like(h),
+    "rand": lambda h: h + torch.rand(h.shape),
+    "bernoulli": lambda h: h * torch.bernoulli(torch.sigmoid(h)),
+    "exponential_": lambda h: h * torch.empty_like(h).exponential_(),
+    "rrelu": lambda h: nn.functional.rrelu(h, training=True),
+    "attention": lambda h: _attention(h.view(2, 32, 4, 32).transpose(1, 2)).transpose(1, 2).reshape(h.shape),
+}
+
+
+def _attention(heads: torch.Tensor) -> torch.Tensor:
+    return nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2)
+
+
+class Draws(nn.Module):
+    """A layer without parameters that draws random numbers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return _RANDOM[self.name](h)
+
+
 _PLAIN: Callable[..., Any] = lambda block, x: block(x)  # noqa: E731
 _CHECKPOINTED = partial(checkpoint, use_reentrant=False)
 
@@ -39,10 +77,12 @@ _CHECKPOINTED = partial(checkpoint, use_reentrant=False)
 class Net(nn.Module):
     """Residual blocks, each called through `call`, and layers outside of them that save what they read."""
 
-    def __init__(self, call: Callable[..., Any] = _CHECKPOINTED, dropout: float = 0.0) -> None:
+    def __init__(self, call: Callable[..., Any] = _CHECKPOINTED, dropout: float = 0.0, draws: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(_block(dropout) for _ in range(_BLOCKS))
+        for block in self.blocks if draws else ():
+            cast(nn.Sequential, block)[2] = Draws(draws)
         self.head = nn.Linear(_WIDTH, _WIDTH)
         self.call = call
 
@@ -63,7 +103,8 @@ def _step(model: nn.Module) -> list[torch.Tensor]:
     x = _x().requires_grad_()
     out = model(x)
     out.mean().backward()
-    return [out.detach(), *(p.grad.clone() for p in (*model.parameters(), x) if p.grad is not None)]
+    grads = [p.grad.clone() for p in (*model.parameters(), x) if p.grad is not None]
+    return [out.detach(), *grads, torch.get_rng_state()]
 
 
 def _traversed(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -93,6 +134,60 @@ def test_followed_with_eagers_bits_and_less_memory(call: Callable[..., Any], dro
     assert compiled.plan.max_live < (0.9 if "context_fn" in getattr(call, "keywords", {}) else 0.6) * without.max_live
 
 
+def _saves(found: memplan.Plan) -> int:
+    return sum(op.target == SAVE_RNG for op in found.graph.ops)
+
+
+@pytest.mark.parametrize("draws", _RANDOM)
+def test_random_numbers_are_drawn_again_with_eagers_bits(draws: str, tmp_path: Any) -> None:
+    model = Net(draws=draws)
+    compiled = memplan.compile(model, _x().requires_grad_())
+    for _ in range(2):
+        assert all(map(torch.equal, _step(compiled), _step(model)))
+    assert _saves(compiled.plan) >= _BLOCKS
+    compiled.plan.save(tmp_path / "plan.json")
+    again = memplan.compile(model, _x().requires_grad_(), plan=memplan.load(tmp_path / "plan.json"))
+    assert all(map(torch.equal, _step(again), _step(model)))
+
+
+@pytest.mark.parametrize("sanitize", ["poison", "redzone"])
+@pytest.mark.parametrize("draws", ["dropout", "randn_like"])
+def test_random_numbers_under_budgets_from_all_to_the_least(draws: str, sanitize: Any) -> None:
+    model = Net(_PLAIN, draws=draws)
+    expected, saves = _step(model), 0
+    for budget in ("min", 0.05, 0.5, 1.0):
+        try:
+            compiled = memplan.compile(
+                model, _x().requires_grad_(), budget=budget, policy="recompute", sanitize=sanitize
+            )
+        except BudgetInfeasible:
+            assert budget == 0.05
+            continue
+        assert all(map(torch.equal, _step(compiled), expected))
+        saves += _saves(compiled.plan)
+    assert saves
+
+
+def test_a_mask_takes_no_bytes_until_the_backward() -> None:
+    wide = _ROWS * _WIDTH * 4
+    without, with_masks = (plan(Net(dropout=dropout), _x()) for dropout in (0.0, 0.3))
+    assert _saves(with_masks) == _BLOCKS
+    assert with_masks.max_live <= without.max_live + _BLOCKS * RNG_STATE_BYTES + 3 * wide
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_no_more_is_live_than_eager_allocates(dropout: float) -> None:
+    model = Net(dropout=dropout)
+    _step(model)
+
+    def step() -> None:
+        model.zero_grad()
+        model(_x()).mean().backward()
+
+    (eager,) = peak_bytes([step], torch.device("cpu"))
+    assert plan(model, _x()).max_live <= eager
+
+
 def test_a_region_runs_again_once_and_what_a_layer_outside_saves_is_kept() -> None:
     found = plan(Net(), _x())
     again = [op.name for op in found.graph.ops if "@" in op.name]
@@ -114,21 +209,40 @@ def test_blocks_that_share_their_parameters_and_are_traversed_twice() -> None:
     assert compiled.plan.max_live < 0.6 * plan(Twice(_PLAIN), _x().requires_grad_()).max_live
 
 
-def test_transformers_gradient_checkpointing() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_transformers_gradient_checkpointing(dropout: float) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=50, use_cache=False)
+    config = LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=50, use_cache=False, attention_dropout=dropout)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).train()
-    ids = {"input_ids": torch.randint(50, (4, 16)), "labels": torch.randint(50, (4, 16))}
+    _follows_transformers(model, 0.7)
+
+
+def test_transformers_gradient_checkpointing_with_dropout() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1)
+    config = GPT2Config(n_embd=32, n_layer=4, n_head=2, n_positions=64, vocab_size=50, use_cache=False, **dropout)
+    _follows_transformers(GPT2LMHeadModel(config).train(), 0.7)
+
+
+def _follows_transformers(model: Any, share: float) -> None:
+    """Compile a language model with its checkpoints enabled: less memory, and eager's bits and generator."""
+    ids = {"input_ids": torch.randint(50, (4, 64)), "labels": torch.randint(50, (4, 64))}
     plain = plan(model, (), ids)
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     compiled = memplan.compile(model, (), ids)
-    assert compiled.plan.max_live < 0.7 * plain.max_live
-    expected = torch.autograd.grad(model(**ids).loss, list(model.parameters()))
-    compiled(**ids).loss.backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True) if p.grad is not None)
+    assert compiled.plan.max_live < share * plain.max_live
+    found = []
+    for step in (model, compiled):
+        torch.manual_seed(1)
+        model.zero_grad()
+        step(**ids).loss.backward()
+        found.append([*(p.grad.clone() for p in model.parameters()), torch.get_rng_state()])
+    assert all(map(torch.equal, *found))
 
 
 def test_evaluation_has_nothing_to_follow() -> None:
@@ -164,11 +278,20 @@ def test_a_budget_goes_below_what_the_checkpoints_need() -> None:
 
 def test_where_checkpoints_are_not_followed_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     rows = torch.export.Dim("rows", min=2, max=128)
-    for options in ({"device": "cpu"}, {"dynamic_shapes": {"x": {0: rows}}}):
+    for options in ({"device": ("cpu:0", "cpu:1")}, {"dynamic_shapes": {"x": {0: rows}}}):
         caplog.clear()
         with caplog.at_level("WARNING", "memplan"):
             assert memplan.plan(Net(), _x(), **options)
-        assert "activation checkpoints of the model are not followed" in caplog.text
+        assert re.search("activation checkpoints .*are not followed", caplog.text)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_where_the_step_runs_on_another_device_no_more_is_kept(dropout: float) -> None:
+    model = Net(dropout=dropout)
+    compiled = memplan.compile(model, _x().requires_grad_(), device="cpu")
+    assert all(map(torch.equal, _step(compiled), _step(model)))
+    without = memplan.compile(Net(_PLAIN, dropout), _x().requires_grad_(), device="cpu")
+    assert compiled.plan.max_live < 0.8 * without.plan.max_live
 
 
 @pytest.mark.parametrize(
@@ -190,18 +313,92 @@ def test_other_options_beside_checkpoints(options: dict[str, Any]) -> None:
     assert compiled.plan.eviction is not None
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_hint_needs_no_more_bytes_and_no_more_time(dropout: float) -> None:
+    model = Net(dropout=dropout)
+    followed, hinted = (memplan.plan(model, _x().requires_grad_(), checkpoint=how) for how in ("follow", "plan"))
+    assert followed.eviction is not None
+    assert hinted.eviction is not None
+    assert followed.eviction.policy == "checkpoint"
+    assert hinted.arena_size <= followed.arena_size
+    assert hinted.total <= followed.total
+    assert hinted.eviction.seconds <= followed.eviction.seconds
+    for policy in ("auto", "recompute"):
+        compiled = memplan.compile(model, _x().requires_grad_(), checkpoint="plan", policy=policy)
+        assert all(map(torch.equal, _step(compiled), _step(model)))
+    with pytest.raises(memplan.MemplanError, match="checkpoint='ignore'"):
+        memplan.plan(model, _x(), checkpoint="ignore")  # type: ignore[call-overload]
+
+
+def test_a_hint_that_no_policy_keeps_is_followed() -> None:
+    def gives_up(workload: Workload) -> Events:
+        raise BudgetInfeasible("no", op="", smallest=0)
+
+    found = memplan.plan(Net(), _x(), checkpoint="plan", policy=gives_up)
+    assert found.eviction is not None
+    assert found.eviction.policy == "checkpoint"
+    assert found.arena_size == memplan.plan(Net(), _x()).arena_size
+
+
+def test_a_budget_that_the_checkpoints_keep_is_kept_in_no_more_time() -> None:
+    graph = trace(Net(), (_x(),)).graph
+    plain = make_workload(graph, order(graph).order, DEVICES["cpu"], 64)
+    events = checkpoint_policy(plain)
+    followed = measure(plain, events)
+    for policy in (auto, recompute):
+        found = measure(plain, policy(plain.within(followed.peak), work=1000))
+        assert found.peak <= followed.peak
+        assert found.seconds <= followed.seconds
+
+
+def test_gradients_that_eager_lacks_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net(partial(checkpoint, use_reentrant=True))
+    with caplog.at_level("WARNING", "memplan"):
+        memplan.plan(model, _x().requires_grad_())
+        assert not caplog.messages
+        compiled = memplan.compile(
+            model, _x(), on_mismatch="replan"
+        )  # the input of the first block requires no gradient
+        compiled(torch.randn(2 * _ROWS, _WIDTH))
+        assert len(caplog.messages) == 1
+        torch.compile(model, backend=memplan.Backend())(_x())
+        assert len(caplog.messages) == 2
+    assert caplog.text.count("no input of this checkpoint requires a gradient") == 2
+    assert "test_checkpoints.py:" in caplog.text
+
+
+def test_batch_norm_in_a_region_is_said_and_updates_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    for block in model.blocks:
+        cast(nn.Sequential, block)[1] = nn.BatchNorm1d(4 * _WIDTH)
+    with caplog.at_level("WARNING", "memplan"):
+        compiled = memplan.compile(model, _x().requires_grad_())
+    assert caplog.text.count("updates its running statistics twice") == _BLOCKS
+    assert "blocks.0.1" in caplog.text
+    _step(compiled)
+    assert [b.item() for name, b in model.named_buffers() if name.endswith("tracked")] == [1] * _BLOCKS
+    caplog.clear()
+    with caplog.at_level("WARNING", "memplan"):
+        memplan.plan(model.eval(), _x().requires_grad_(), train=True)
+    assert not caplog.messages
+
+
 def test_a_whole_step_and_a_graph_of_torch_compile() -> None:
-    model, eager = Net(), Net()
+    model, eager = Net(dropout=0.3), Net(dropout=0.3)
     ours, theirs = (torch.optim.AdamW(m.parameters(), fused=True) for m in (model, eager))
     step = memplan.compile_step(model, ours, torch.mean, (_x(),))
-    for _ in range(2):
+    for seed in range(2):
+        torch.manual_seed(seed)
         theirs.zero_grad()
         loss = eager(_x()).mean()
         loss.backward()
         theirs.step()
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
         assert torch.equal(step(_x()), loss.detach())
+        assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, model.parameters(), eager.parameters()))
-    assert step.plan.eviction is not None
+    assert _saves(step.plan) == _BLOCKS
     backend = memplan.Backend()
     assert all(map(torch.equal, _step(cast(nn.Module, torch.compile(model, backend=backend))), _step(model)))
-    assert backend.graphs[0].plans[0].eviction is not None
+    assert _saves(backend.graphs[0].plans[0]) == _BLOCKS

@@ -108,8 +108,11 @@ class _GraphBuilder:
 
     def _run(self, index: int, where: str) -> None:
         op, recompute = self.workload.graph.ops[index], self.ran[index] > 0
-        if recompute and op.random:
+        state = self.workload.graph.saved_state(op)
+        if recompute and op.random and state is None:
             raise InvalidEviction("it draws random numbers, and would draw others", where=where)
+        if state is not None:  # the first run draws from the generator, the others from the saved state
+            op = replace(op, random=False) if recompute else replace(op, reads=op.reads[:-1])
         touched = self.workload.graph.values
         reads = tuple(self._value(v, self._readable(touched[v].storage, where)) for v in op.reads)
         target = {s: self._writable(s, index, recompute, where) for s in self.workload.graph.written(op)}

@@ -3,17 +3,18 @@
 It shares no code with the policies. The symbolic content of a storage is the op that wrote it and that op's operands.
 An op of the evicted graph must find in its operands exactly what the traced op finds, and the caller must be left with
 the same contents. Copies are asynchronous: their source must not change, and their destination must not be used, before
-the wait.
+the wait. The symbolic state of the random generator is the number of random ops that have run; an op that draws again
+must read the state that its first run found.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
-from memplan.core.evictions import OFFLOAD, RELOAD, RELOAD_WAIT, SEND, SEND_WAIT, TRANSFERS
+from memplan.core.evictions import OFFLOAD, RELOAD, RELOAD_WAIT, SAVE_RNG, SEND, SEND_WAIT, TRANSFERS
 from memplan.core.graph import Graph, Op, StorageKind, Value
 from memplan.errors import InvalidEviction
 
@@ -71,6 +72,22 @@ class _Run:
         else:
             self.content[pair[1]] = self._content(pair[0])
 
+    def save(self, op: Op, drawn: int) -> None:
+        """Save the generator's state after `drawn` random ops."""
+        value = self.graph.values[op.writes[0]] if len(op.writes) == 1 else None
+        if value is None or op.reads or not op.random or not _is_state(self.graph, value):
+            raise _fault(op, "does not save the state of the random generator")
+        self.require_idle(op)
+        self.content[value.storage] = self.names("generator", drawn)
+
+    def require_state(self, op: Op, drawn: int) -> None:
+        """Raise unless `op` draws again with the generator's state after `drawn` random ops."""
+        state = self.graph.saved_state(op)
+        if state is None or op.random or not _is_state(self.graph, self.graph.values[state]):
+            raise _fault(op, "draws random numbers again, without the generator's saved state")
+        if self._content(self.graph.values[state].storage) != self.names("generator", drawn):
+            raise _fault(op, "does not draw with the generator's state right before its first run")
+
     def require_idle(self, op: Op) -> None:
         """Raise if a copy still writes an operand of `op`, or still reads what `op` writes."""
         if not self.flying:
@@ -116,8 +133,8 @@ class _Run:
 def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) -> None:
     """Raise `InvalidEviction`, naming the first op of `evicted` that would compute something else than in `traced`.
 
-    `sources` maps the ops of `evicted` to those of `traced`, -1 for copies. `evicted` has the values and storages of
-    `traced` at the same indices, and more after them.
+    `sources` maps the ops of `evicted` to those of `traced`, -1 for copies and for ops that save the generator's state.
+    `evicted` has the values and storages of `traced` at the same indices, and more after them.
     """
     names = _Names()
     base = _Run(traced, names)
@@ -126,18 +143,27 @@ def require_equivalent(traced: Graph, evicted: Graph, sources: Sequence[int]) ->
         expected.append((base.found(op, recompute=False), base.found(op, recompute=True), _layouts(traced, op)))
         base.op(op, i)
     run = _Run(evicted, names)
+    drawn_before = {i: n for n, i in enumerate(i for i, op in enumerate(traced.ops) if op.random)}
     times = [0] * len(traced.ops)
     randoms: list[int] = []
     if len(sources) != len(evicted.ops):
         raise InvalidEviction(f"{len(sources)} sources for {len(evicted.ops)} ops", where="sources", hint=_HINT)
     for op, source in zip(evicted.ops, sources, strict=True):
         if source < 0:
-            run.copy(op)
+            if op.target == SAVE_RNG:
+                run.save(op, len(randoms))
+            else:
+                run.copy(op)
             continue
         if source >= len(traced.ops) or traced.ops[source].target != op.target:
             raise _fault(op, "is not an op of the traced graph")
         run.require_idle(op)
         recompute = times[source] > 0
+        if recompute and source in drawn_before:
+            run.require_state(op, drawn_before[source])
+            op = replace(op, reads=op.reads[:-1])  # noqa: PLW2901
+        elif op.random != traced.ops[source].random:
+            raise _fault(op, "draws random numbers where the traced op does not, or the other way round")
         results = run.found(op, recompute=recompute), _layouts(evicted, op)
         if results != (expected[source][recompute], expected[source][2]):
             raise _fault(op, f"does not find what {traced.ops[source].name} does")
@@ -153,7 +179,7 @@ def _require_once(traced: Graph, times: Sequence[int], randoms: Sequence[int]) -
     returned = {traced.values[v].storage for v in traced.gradients}
     for op, count in zip(traced.ops, times, strict=True):
         shows = op.only_raises or any(not traced.storages[s].planned or s in returned for s in traced.written(op))
-        if count < 1 or (count > 1 and (shows or op.random)):
+        if count < 1 or (count > 1 and shows):
             raise _fault(op, f"runs {count} times")
     if list(randoms) != sorted(randoms):
         raise InvalidEviction("random ops run in another order", where="evicted graph", hint=_HINT)
@@ -169,6 +195,13 @@ def _require_results(traced: Graph, evicted: Graph, base: _Run, run: _Run) -> No
     for index, storage in enumerate(traced.storages):
         if (not storage.planned or index in returned) and base._content(index) != run._content(index):
             raise InvalidEviction("is left with another content", where=storage.name, hint=_HINT)
+
+
+def _is_state(graph: Graph, value: Value) -> bool:
+    """Return whether a value is a whole planned storage for the state of a generator."""
+    storage = graph.storages[value.storage]
+    whole = (value.dtype, value.shape, value.strides, value.offset) == ("uint8", (storage.nbytes,), (1,), 0)
+    return whole and storage.planned and storage.kind is StorageKind.RNG_STATE
 
 
 def _layouts(graph: Graph, op: Op) -> tuple[object, ...]:

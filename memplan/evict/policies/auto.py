@@ -60,7 +60,7 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
     blocks = _from_classes(search, start, work=min(work, _CLASSES_WORK), seed=seed)
     if (found or blocks) and not work:
         return search.events(min(found + blocks, key=lambda d: d.seconds))
-    on_demand, seeds = seeded(search, quick=not work)
+    others, seeds = seeded(search, quick=not work)
     found += [
         fitted
         for origin in seeds
@@ -74,7 +74,7 @@ def auto(workload: Workload, *, swaps: bool = True, work: int = _WORK, seed: int
         found += _from_below(search, (TO_HOST, RECOMPUTE_EACH_TIME, RECOMPUTE_ONCE))
     improved = [_improved(search, family, work // 2, seed) for family in (found, blocks) if family]
     ways = [search.events(min(improved, key=lambda d: d.seconds))] if improved else []
-    ways += [on_demand] if on_demand is not None else []
+    ways += others
     if not ways and swaps:
         ways = list(_last_resorts(workload))
     if not ways:

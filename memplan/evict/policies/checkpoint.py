@@ -15,8 +15,8 @@ from memplan.evict.workload import Workload
 def checkpoint(workload: Workload) -> Events:
     """Return the events of the step with its checkpoints followed; the budget is not looked at.
 
-    Results that cannot be computed again bit by bit are kept: random ones, and those of inputs that are overwritten
-    before the region runs again.
+    Results that cannot be computed again bit by bit are kept: random ones without a saved state of the generator, and
+    those of inputs that are overwritten before the region runs again.
     """
     return workload.around(_Follower(workload).events())
 

@@ -1,7 +1,8 @@
-"""Start states of the default policy, from the decisions of published policies on the same step.
+"""Start states of the default policy, from the decisions of published policies and of the user on the same step.
 
 The result of a greedy descent depends on its start: under a tight budget, a plan that recomputes whole chains on demand
-is better than what single decisions lead to from a step that keeps everything.
+is better than what single decisions lead to from a step that keeps everything. Activation checkpoints of the model are
+a start too, so that no budget that they keep leads to a slower step.
 """
 
 from __future__ import annotations
@@ -15,32 +16,36 @@ from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Events, Kind
 from memplan.evict.judge.arrays import to_arrays
 from memplan.evict.policies.capuchin import guided
+from memplan.evict.policies.checkpoint import checkpoint
 from memplan.evict.policies.dtr import dtr
 from memplan.evict.search.decisions import RECOMPUTE_EACH_TIME, RECOMPUTE_ONCE, TO_HOST, Decisions, DecisionSearch
 
 _WORK = 4_000_000  # ops measured for Capuchin's decisions: enough for all of them on graphs of some thousand ops
 
 
-def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[Events | None, tuple[Decisions, ...]]:
-    """Return (DTR's events if they keep the budget, else None; start states, which may exceed it).
+def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[tuple[Events, ...], tuple[Decisions, ...]]:
+    """Return (events of DTR and of checkpoints, as far as they keep the budget; start states, which may exceed it).
 
     `quick`: leave out Capuchin's decisions, which take longer than DTR's.
     """
     workload = search.workload
-    try:
-        events: Events | None = dtr(workload)
-    except BudgetInfeasible:
-        events = None
-    states = []
-    if events is not None:
+    checkpointed = any(op.checkpoint for op in workload.graph.ops)
+    states: list[Decisions] = []
+    kept: list[Events] = []
+    for policy in (dtr, checkpoint) if checkpointed else (dtr,):
+        try:
+            events = policy(workload)
+        except BudgetInfeasible:
+            continue
         states.append(decisions_of(search, events))
         figures = search.arrays.measure(*to_arrays(events))
-        events = events if figures is not None and figures.peak <= workload.budget else None
+        if figures is not None and figures.peak <= workload.budget:
+            kept.append(events)
     if not quick:
         state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
         again = decisions_of(search, search.events(state))  # recomputes each time what runs repeatedly
         states += [state, again]
-    return events, tuple(state for state in states if np.isfinite(state.area))
+    return tuple(kept), tuple(state for state in states if np.isfinite(state.area))
 
 
 def decisions_of(search: DecisionSearch, events: Events) -> Decisions:

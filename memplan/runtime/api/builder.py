@@ -52,6 +52,7 @@ class Builder:
         self.measures = options.measures
         self.options = replace(options, costs=None) if self.measures else options
         self.arena: Arena | None = None
+        self._warned = False
 
     def build(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None = None) -> Runner:
         """Return a program for calls like this one, with the `given` plan or a new one."""
@@ -161,6 +162,9 @@ class Builder:
             gradients_in_arena=options.gradients_in_arena,
             copy_gradients=options.gradients_copied,
         )
+        if not self._warned:  # once, and not for every shape and mode
+            self._warned = bool(captured.captured.warnings)
+            captured.warn()
         traced = captured.retrace()
         prepare_host(self.model, traced)
         return traced, captured

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Gradients, Layout, OnMismatch, Sanitize
+from memplan.core.choices import Checkpoint, Gradients, Layout, OnMismatch, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.evict.workload import Policy as EvictionPolicy
@@ -34,6 +34,7 @@ def compile(
     reserve: int | str = 0,
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
+    checkpoint: Checkpoint = "follow",
     divide: Divide = None,
     compress: Compression | None = None,
     schedule: str | SchedulePolicy = "auto",
@@ -51,8 +52,9 @@ def compile(
 ) -> CompiledModule:
     """Compile `model` to run forward and backward at planned addresses in one preallocated arena.
 
-    The options `budget`, `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `divide`,
-    `compress`, `schedule`, `solver`, `layout` and `time_limit` are those of `memplan.plan`; not all are repeated here.
+    The options `budget`, `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`,
+    `checkpoint`, `divide`, `compress`, `schedule`, `solver`, `layout` and `time_limit` are those of `memplan.plan`; not
+    all are repeated here.
 
     Args:
         model: The module to compile. The result shares its parameters, buffers and submodules.
@@ -76,6 +78,7 @@ def compile(
             times, until no better plan is found (`CompiledModule.measurements`).
         divide: As in `memplan.plan`.
         compress: As in `memplan.plan`.
+        checkpoint: As in `memplan.plan`.
         schedule: The policy that orders the ops.
         solver: The solver that assigns offsets.
         layout: As in `memplan.plan`.
@@ -145,6 +148,7 @@ def compile(
         reserve=reserve,
         policy=policy,
         costs=costs,
+        checkpoint=checkpoint,
         divide=divide,
         compress=compress,
         schedule=schedule,

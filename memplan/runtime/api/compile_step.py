@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Layout, Sanitize, StepOnMismatch
+from memplan.core.choices import Checkpoint, Layout, Sanitize, StepOnMismatch
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
 from memplan.errors import MemplanError, UnsupportedCall
@@ -46,6 +46,7 @@ def compile_step(
     reserve: int | str = 0,
     policy: str | EvictionPolicy = "auto",
     costs: Costs | None = None,
+    checkpoint: Checkpoint = "follow",
     divide: Divide = None,
     compress: Compression | None = None,
     schedule: str | SchedulePolicy = "auto",
@@ -125,6 +126,7 @@ def compile_step(
         reserve=reserve,
         policy=policy,
         costs=costs,
+        checkpoint=checkpoint,
         divide=divide,
         compress=compress,
         schedule=schedule,

@@ -45,6 +45,7 @@ class StepBuilder:
         require_real(self._loss, batch, kwargs)
         options = self._options
         captured = [self._capture(batch, kwargs, kind) for kind in kinds]
+        captured[0].warn()
         traced = [c.retrace() for c in captured]
         if not options.allow_unsynchronized:
             require_collective(traced)

@@ -30,8 +30,8 @@ class Backend:
         gradients: "safe" returns gradients to autograd. "owned": each backward assigns the `.grad` of its graph's
             parameters itself, with the limits that `memplan.compile` names.
         options: The options of `memplan.compile` that decide how a step is planned and checked: `budget`,
-            `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `schedule`, `solver`,
-            `layout`, `time_limit`, `in_place`, `sanitize`.
+            `arena_budget`, `host_budget`, `pinned_budget`, `reserve`, `policy`, `costs`, `checkpoint`, `schedule`,
+            `solver`, `layout`, `time_limit`, `in_place`, `sanitize`.
 
     Attributes:
         hooks: The hooks that are called with the events of all graphs.

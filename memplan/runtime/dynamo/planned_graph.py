@@ -7,6 +7,7 @@ instances of one training step share one arena.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,9 +29,11 @@ from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaSlot, ObservedOwnership, part_of
 from memplan.runtime.options import RunOptions
 from memplan.trace import trace_graph
+from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
 from memplan.trace.traced import TracedGraph
 
+_log = logging.getLogger("memplan")
 _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
 _MAX_IN_FLIGHT = 64  # calls of one graph whose backward has not run
 
@@ -135,6 +138,8 @@ class PlannedGraph:
         self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._instances: dict[Any, list[GraphInstance]] = {}
+        for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
+            _log.warning("%s", warning)
 
     @property
     def instances(self) -> tuple[GraphInstance, ...]:

@@ -39,7 +39,7 @@ def run_trial(
 ) -> tuple[Plan, tuple[BoundOp, ...]]:
     """Return the plan with measured kernels and temporaries, and the bound ops (indexed like those of the graph).
 
-    `transfers` are bound already; in the trial run they copy immediately.
+    `transfers` and saved generator states are bound already; in the trial run, transfers copy immediately.
     """
     env = [*(static.get(index) for index in range(len(traced.graph.values))), *[None] * traced.opaque_count]
     fill_dynamic(env, traced, layout, tensors)

@@ -22,6 +22,7 @@ from memplan.runtime.kernels.callables import Function, fast_bindings, in_place_
 from memplan.runtime.kernels.convolve import direct_convolutions
 from memplan.runtime.kernels.convolve_inner import CONVOLUTIONS, inner_convolution
 from memplan.runtime.kernels.probe import as_tuple, returns, scratch, writes
+from memplan.runtime.kernels.random_calls import with_state
 from memplan.runtime.kernels.recurrent import layer_function
 from memplan.runtime.kernels.rows import adds_rows, takes_rows
 from memplan.trace.passes.out_variants import out_names, out_variant
@@ -101,6 +102,10 @@ class KernelSelector:
 
     def select(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         """Choose the callable for `kernel`, given real tensors for its `Ref`s. Outputs are not written."""
+        bound = self._select(kernel, tensors)
+        return bound if kernel.state is None else _drawing_again(bound, kernel.state)
+
+    def _select(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         if not kernel.outs:
             function = adds_rows(kernel, self.graph) or in_place_function(kernel)
             args = scalars_as_tensors(kernel, self.graph)
@@ -259,6 +264,12 @@ class KernelSelector:
 
     def _planned(self, value: int) -> bool:
         return self.graph.storages[self.graph.values[value].storage].planned
+
+
+def _drawing_again(bound: BoundOp, state: int) -> BoundOp:
+    """Return the bound op that draws with the saved generator state in value `state`; only Python can run it."""
+    function, args = with_state(bound.function), (Ref(state), *bound.args)
+    return replace(bound, function=function, args=args, overload=None, fresh_overload=None)
 
 
 def with_arguments(bound: BoundOp, old: KernelCall, new: KernelCall, graph: Graph) -> BoundOp:

@@ -1,4 +1,4 @@
-"""Binds the copies of a plan: one op starts a copy, another op waits for it."""
+"""Binds the ops that a plan adds: starts of copies, waits for them, and saves of the random generator's state."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from memplan.core.graph import Graph
 from memplan.errors import InvalidEviction
 from memplan.runtime.copies.copies import Copies, Copy, Direction
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
-from memplan.trace.traced import KernelCall, Ref, Transfer
+from memplan.runtime.kernels.random_calls import save_state
+from memplan.trace.traced import KernelCall, Ref, SaveState, Transfer
 
 _DIRECTIONS = {OFFLOAD: Direction.TO_HOST, RELOAD: Direction.TO_DEVICE, SEND: Direction.ACROSS}
 
 
 def bind_transfers(
-    graph: Graph, kernels: Sequence[KernelCall | Transfer], order: Sequence[int], copies: Copies, host: torch.Tensor
+    graph: Graph,
+    kernels: Sequence[KernelCall | SaveState | Transfer],
+    order: Sequence[int],
+    copies: Copies,
+    host: torch.Tensor,
 ) -> tuple[dict[int, BoundOp], tuple[Copy, ...]]:
-    """Return the bound op of each transfer (by op index), and the copies in the order of their starts.
+    """Return the bound op of each transfer and saved generator state (by op index), and the copies as they start.
 
     `host` is the memory of offloaded bytes. Raises `InvalidEviction` for a wait without a start.
     """
@@ -28,7 +33,9 @@ def bind_transfers(
     in_flight: dict[tuple[int, int], Copy] = {}
     for index in order:
         kernel = kernels[index]
-        if isinstance(kernel, KernelCall):
+        if isinstance(kernel, SaveState):
+            bound[index] = _bound(CallForm.IN_PLACE, save_state, Ref(kernel.value))
+        if not isinstance(kernel, Transfer):
             continue
         source = kernel.reads[0]
         if kernel.target in _DIRECTIONS:

@@ -16,12 +16,14 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 
+from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.effects import exporting, refuse_random, require_same_call, settle_side_effects
 from memplan.trace.capture.lost_checkpoints import refusing_checkpoints
 from memplan.trace.capture.python_values import options_of_layers, recording_guards
 from memplan.trace.capture.recurrent import RecurrentAsEager
 
 READINGS = "memplan's readings"  # key of a graph's Python values in its metadata
+WARNINGS = "memplan's warnings"  # key of what a graph computes unlike eager
 _IGNORED = "ignore_logging_functions"  # torch's option
 _LOGS = ("debug", "info", "warning", "error", "critical", "exception", "log", "info_once", "warning_once")
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], nn.Module]
@@ -44,6 +46,7 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
         warnings.simplefilter("always")
         module = front(*args, **kwargs)
     meta_of(module)[READINGS] = tuple(readings)
+    meta_of(module)[WARNINGS] = gradients_that_eager_lacks(module.graph)  # type: ignore[arg-type]
     _clear_globals(model, module)
     refuse_random(model, module.graph)  # type: ignore[arg-type]
     _take_real_tensors(module)

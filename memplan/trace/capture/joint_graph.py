@@ -19,11 +19,12 @@ from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 
 from memplan.errors import MemplanError, UnsupportedGraph
+from memplan.trace.capture.checkpoint_warnings import statistics_updated_once
 from memplan.trace.capture.conjugates import compute_conjugates
 from memplan.trace.capture.effects import with_fake_tensors
 from memplan.trace.capture.fake_layouts import layout_decompositions, settle_layouts
 from memplan.trace.capture.fake_statistics import correct_statistics
-from memplan.trace.capture.front_ends import READINGS, FrontEnd, dynamo, export, identity, is_patched, meta_of
+from memplan.trace.capture.front_ends import READINGS, WARNINGS, FrontEnd, dynamo, export, identity, is_patched, meta_of
 from memplan.trace.capture.lost_checkpoints import LostCheckpoint
 from memplan.trace.capture.python_values import Reading, with_values
 from memplan.trace.capture.recurrent import RecurrentAsEager, size_workspaces
@@ -50,7 +51,7 @@ class Captured:
     example inputs. For each leaf of the result, `differentiable` says whether eager's leaf requires a gradient, and
     `alias_of` names the placeholder (by position) that it is a view of, or None. `training`: the graph contains the
     backward. `autocast`: the type that autocast casts to, if the model was traced under it. `readings`: the Python
-    values that are constants of the graph.
+    values that are constants of the graph. `warnings`: what the step computes unlike eager, for the log.
     """
 
     graph_module: fx.GraphModule
@@ -62,6 +63,7 @@ class Captured:
     training: bool
     autocast: torch.dtype | None
     readings: tuple[Reading, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def capture(
@@ -128,6 +130,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
     size_workspaces(graph_module.graph)
     settle_layouts(graph_module.graph)
     correct_statistics(graph_module.graph)
+    unlike_eager = (*graph_module.meta.get(WARNINGS, ()), *statistics_updated_once(graph_module.graph))
     leaves = joint._aot_state.fw_metadata.output_info
     has_backward = any(n.op == "placeholder" and _is_tangent(n) for n in graph_module.graph.nodes)
     if train and not has_backward:
@@ -147,6 +150,7 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
         training=has_backward,
         autocast=autocast_dtype("cpu") or autocast_dtype("cuda"),
         readings=with_values(graph_module.meta.get(READINGS, ()), model),
+        warnings=unlike_eager if has_backward else (),
     )
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from memplan.core.evictions import SAVE_RNG
 from memplan.core.graph import Graph, Op, require_same
 from memplan.core.plan import Plan
 from memplan.evict.graph.equivalent import require_equivalent
-from memplan.trace.traced import KernelCall, Ref, TracedGraph, Transfer
+from memplan.trace.traced import KernelCall, Ref, SaveState, TracedGraph, Transfer
 
 
 def require_planned(traced: TracedGraph, plan: Plan) -> None:
@@ -53,7 +54,7 @@ def _without(plan: Plan, traced: Graph) -> Graph:
 
 def remap_to_plan(traced: TracedGraph, plan: Plan) -> TracedGraph:
     """Return `traced` with the graph of `plan` as it is placed in the arena, and a kernel for each of its ops."""
-    kernels: tuple[KernelCall | Transfer, ...] = traced.kernels
+    kernels = traced.kernels
     if plan.eviction is not None:
         pairs = zip(plan.graph.ops, plan.eviction.sources, strict=True)
         kernels = tuple(
@@ -67,13 +68,19 @@ def _moved(leaf: Any, where: torch.device) -> Any:
     return where if isinstance(leaf, torch.device) and leaf.type == where.type == "cuda" else leaf
 
 
-def _kernel(traced: TracedGraph, graph: Graph, op: Op, source: int, *, multi_device: bool) -> KernelCall | Transfer:
+def _kernel(
+    traced: TracedGraph, graph: Graph, op: Op, source: int, *, multi_device: bool
+) -> KernelCall | SaveState | Transfer:
     """Return the traced op's kernel on the values of `op`, which are in the same positions as in `traced`."""
+    if op.target == SAVE_RNG:
+        return SaveState(value=op.writes[0])
     if source < 0:
         return Transfer(target=op.target, reads=op.reads, writes=op.writes)
     kernel, base = traced.kernels[source], traced.graph.ops[source]
     assert isinstance(kernel, KernelCall)
-    new = dict(zip((*base.reads, *base.writes), (*op.reads, *op.writes), strict=True))
+    state = graph.saved_state(op)
+    reads = op.reads if state is None else op.reads[:-1]
+    new = dict(zip((*base.reads, *base.writes), (*reads, *op.writes), strict=True))
     args, kwargs = pytree.tree_map(
         lambda leaf: Ref(new.get(leaf.value, leaf.value)) if isinstance(leaf, Ref) else leaf,
         (kernel.args, kernel.kwargs),
@@ -82,4 +89,4 @@ def _kernel(traced: TracedGraph, graph: Graph, op: Op, source: int, *, multi_dev
     if multi_device:
         where = torch.device(graph.storages[graph.values[op.writes[0]].storage].device)
         args, kwargs = pytree.tree_map(lambda leaf: _moved(leaf, where), (args, kwargs))
-    return replace(kernel, args=args, kwargs=kwargs, outs=outs)
+    return replace(kernel, args=args, kwargs=kwargs, outs=outs, state=state)

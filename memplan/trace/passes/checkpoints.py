@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from memplan.trace.passes.own_outputs import is_backward
 from memplan.trace.passes.rewrite import CHECKPOINT, storage_key
 
-_AGAIN = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+DROPS = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def mark_checkpoints(graph: fx.Graph) -> None:
@@ -33,7 +33,7 @@ def mark_checkpoints(graph: fx.Graph) -> None:
         if keys and _is_kept(node, regions, of_sequence):
             kept |= keys
     for node, region in regions.items():
-        if region and node.meta.get("recompute") in _AGAIN and not _storages(node) & kept:
+        if region and node.meta.get("recompute") in DROPS and not _storages(node) & kept:
             node.meta[CHECKPOINT] = region
 
 
@@ -47,7 +47,7 @@ def _is_kept(node: fx.Node, regions: dict[fx.Node, int], of_sequence: dict[int |
     if is_backward(node):
         return False
     region = regions[node]
-    if region and node.meta.get("recompute") not in _AGAIN:
+    if region and node.meta.get("recompute") not in DROPS:
         return True
     for user in node.users:
         if user.op == "output" or (is_backward(user) and not of_sequence.get(user.meta.get("seq_nr"))):
