@@ -161,7 +161,7 @@ def _apart(method: str, model: str, contender: str, settings: Settings) -> dict[
         sys.executable, "-m", "benchmarks.peak_measure", method, model, contender,
         "--size", settings.size, "--mode", settings.mode, "--rounds", str(settings.rounds),
     ]  # fmt: skip
-    environment = os.environ | ONE_THREAD | (RETURN_MEMORY if method == "resident" else {})
+    environment = {**os.environ, **ONE_THREAD, **(RETURN_MEMORY if method == "resident" else {})}
     try:
         run = subprocess.run(
             command, check=False, capture_output=True, text=True, env=environment, timeout=settings.seconds

@@ -144,7 +144,8 @@ class Block(nn.Module):
         query, key, value = self.queries(self.first(hidden)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         attended = F.scaled_dot_product_attention(*(part.transpose(-3, -2) for part in (query, key, value)))
         hidden = hidden + self.projection(attended.transpose(-3, -2).flatten(-2))
-        return hidden + self.mlp(self.second(hidden))
+        mlp: Tensor = self.mlp(self.second(hidden))
+        return hidden + mlp
 
 
 class TwoTraversals(nn.Module):

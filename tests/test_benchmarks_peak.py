@@ -17,6 +17,7 @@ from benchmarks.checkpointing import checkpoint_blocks
 from benchmarks.peak import main, row_of, summary
 from benchmarks.peak_contenders import Step
 from benchmarks.peak_measure import RETURN_MEMORY, covered, live_bytes, peak_growth
+from benchmarks.results import Row
 from benchmarks.zoo import EXTRAS
 
 MIB = 1 << 20
@@ -91,7 +92,11 @@ def test_the_high_water_mark_is_reset_before_each_step() -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the high-water mark can be reset on Linux alone")
     run = subprocess.run(
-        [sys.executable, "-c", RESIDENT], check=True, capture_output=True, text=True, env=os.environ | RETURN_MEMORY
+        [sys.executable, "-c", RESIDENT],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **RETURN_MEMORY},
     )
     (large, small), kept = json.loads(f"[{run.stdout.strip().replace('] ', '], ')}]")
     assert large == pytest.approx(96, abs=1)
@@ -129,10 +134,10 @@ def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
 
 
 def test_broken_promises_are_named_below_the_table() -> None:
-    eager = {"model": "m", "contender": "eager", "peak": 100, "resident": 100, "ms": 1.0}
-    kept = {"model": "m", "contender": "memplan", "peak": 90, "total": 90, "limit": 90}
-    broken = {"model": "m", "contender": "memplan", "peak": 120, "padding": 10, "total": 110, "limit": 100}
-    padded = {"model": "m", "contender": "memplan", "peak": 110, "padding": 10, "total": 110}
+    eager: Row = {"model": "m", "contender": "eager", "peak": 100, "resident": 100, "ms": 1.0}
+    kept: Row = {"model": "m", "contender": "memplan", "peak": 90, "total": 90, "limit": 90}
+    broken: Row = {"model": "m", "contender": "memplan", "peak": 120, "padding": 10, "total": 110, "limit": 100}
+    padded: Row = {"model": "m", "contender": "memplan", "peak": 110, "padding": 10, "total": 110}
     rows = [row_of(row, eager) for row in (eager, kept, broken, padded)]
     assert summary(rows[:2])[-1] == "No promise is broken."
     assert [line.partition(": ")[2] for line in summary(rows) if line.startswith("- m,")] == [
