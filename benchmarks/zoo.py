@@ -130,6 +130,38 @@ class Regression(nn.Module):
         return F.mse_loss(self.model(inputs), targets)
 
 
+class Block(nn.Module):
+    """A transformer block: attention and MLP, each after a layer norm and added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = (nn.LayerNorm(width) for _ in range(2))
+        self.queries, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = self.queries(self.first(hidden)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        attended = F.scaled_dot_product_attention(*(part.transpose(-3, -2) for part in (query, key, value)))
+        hidden = hidden + self.projection(attended.transpose(-3, -2).flatten(-2))
+        mlp: Tensor = self.mlp(self.second(hidden))
+        return hidden + mlp
+
+
+class TwoTraversals(nn.Module):
+    """Blocks that run one after the other, and all of them once more on the result: their weights are shared."""
+
+    def __init__(self, width: int, heads: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for _ in range(2):
+            for block in self.blocks:
+                hidden = block(hidden)
+        return hidden
+
+
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Weights and inputs drawn within depend on the seed alone."""
@@ -410,5 +442,19 @@ def lstm(size: Size = "nano", seed: int = 0) -> Example:
         return Recurrent(d["vocab"], d["width"]), (tokens,)
 
 
+def two_traversals(size: Size = "nano", seed: int = 0) -> Example:
+    """Six transformer blocks that run twice, the second time on the result of the first (pytorch#193193)."""
+    d = _by_size(
+        size,
+        nano={"width": 32, "heads": 2, "batch": 2, "length": 16},
+        medium={"width": 200, "heads": 4, "batch": 4, "length": 174},
+    )
+    with _seeded(seed):
+        model = TwoTraversals(d["width"], d["heads"], blocks=6)
+        inputs, targets = (torch.randn(d["batch"], d["length"], d["width"]) for _ in range(2))
+        return Regression(model), (inputs, targets)
+
+
 _FACTORIES = (mlp, gpt2, llama, mixtral, bert, t5, whisper, vit, swin, resnet, convnext, unet, lstm)
 ZOO: Mapping[str, Factory] = MappingProxyType({factory.__name__: factory for factory in _FACTORIES})
+EXTRAS: Mapping[str, Factory] = MappingProxyType({"two_traversals": two_traversals})  # for single benchmarks

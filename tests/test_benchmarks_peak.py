@@ -1,0 +1,148 @@
+"""What `benchmarks.peak` measures is what was allocated, and it says which promises a row breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.checkpointing import checkpoint_blocks
+from benchmarks.peak import main, row_of, summary
+from benchmarks.peak_contenders import Step
+from benchmarks.peak_measure import RETURN_MEMORY, covered, live_bytes, peak_growth
+from benchmarks.results import Row
+from benchmarks.zoo import EXTRAS
+
+MIB = 1 << 20
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so of any profile
+
+# Of three parts of known size: two alive at once, and a third when they are gone. The second part of the script is what
+# a caller measures with memory that an earlier step has held and given back.
+RESIDENT = """
+import torch
+from benchmarks.peak_contenders import Step
+from benchmarks.peak_measure import live_bytes, resident_growth
+
+MIB = 1 << 20
+
+def run(mebibytes):
+    first = torch.ones(mebibytes * MIB, dtype=torch.uint8)
+    second = torch.ones(mebibytes * MIB, dtype=torch.uint8)
+    del first, second
+    torch.ones(mebibytes * MIB, dtype=torch.uint8)
+
+def grows(mebibytes):
+    return resident_growth(Step(run=lambda: run(mebibytes), clear=lambda: None))
+
+before = live_bytes()
+kept = torch.ones(5 * MIB, dtype=torch.uint8)
+grows(1)
+print([grows(size) / MIB for size in (48, 8)], live_bytes() - before)
+"""
+
+
+def _step(run: Callable[[], object]) -> Step:
+    return Step(run=run, clear=lambda: None)
+
+
+def test_the_peak_by_events_is_of_what_is_alive_at_once() -> None:
+    def run() -> None:
+        first = torch.empty(3 * MIB, dtype=torch.uint8)
+        second = torch.empty(2 * MIB, dtype=torch.uint8)
+        del first, second
+        torch.empty(4 * MIB, dtype=torch.uint8)
+
+    assert peak_growth(_step(run)) == 5 * MIB
+
+
+def test_memory_that_the_step_before_left_is_given_back_in_the_measured_step() -> None:
+    held: list[torch.Tensor] = []
+
+    def run() -> None:
+        held.clear()
+        held.append(torch.empty(3 * MIB, dtype=torch.uint8))
+
+    assert peak_growth(_step(run)) == 0
+
+
+def test_live_bytes_count_storages_once_and_views_not_at_all() -> None:
+    before = live_bytes()
+    whole = torch.empty(MIB, dtype=torch.uint8)
+    pieces = [whole[: MIB // 2], whole[MIB // 4 :]]
+    inner = torch._C._construct_storage_from_data_pointer(whole.data_ptr() + 64, torch.device("cpu"), 128)
+    within = torch.empty(0, dtype=torch.uint8).set_(inner)
+    assert live_bytes() - before == MIB
+    del whole, pieces, within
+    assert live_bytes() == before
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert covered([(0, 10), (5, 7), (8, 12), (20, 21), (20, 21)]) == 13
+    assert covered([]) == 0
+
+
+def test_the_high_water_mark_is_reset_before_each_step() -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the high-water mark can be reset on Linux alone")
+    run = subprocess.run(
+        [sys.executable, "-c", RESIDENT],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **RETURN_MEMORY},
+    )
+    (large, small), kept = json.loads(f"[{run.stdout.strip().replace('] ', '], ')}]")
+    assert large == pytest.approx(96, abs=1)
+    assert small == pytest.approx(16, abs=1)  # and not what the larger step before it needed
+    assert kept == 5 * MIB
+
+
+def test_blocks_are_members_of_the_longest_container() -> None:
+    model, inputs = EXTRAS["two_traversals"]("nano")
+    expected = model(*inputs)
+    assert checkpoint_blocks(model) == "checkpoint of each of 6 members of model.blocks"
+    assert torch.equal(model(*inputs), expected)
+    with pytest.raises(ValueError, match="has no blocks"):
+        checkpoint_blocks(nn.Linear(2, 2))
+
+
+def test_checkpoints_of_the_two_traversals_lower_the_peak() -> None:
+    def growth(checkpointed: bool) -> int:
+        model, inputs = EXTRAS["two_traversals"]("nano")
+        if checkpointed:
+            checkpoint_blocks(model)
+        return peak_growth(_step(lambda: model(*inputs).backward()))
+
+    assert growth(checkpointed=True) < growth(checkpointed=False) * 2 / 3
+
+
+def test_the_command_line_writes_a_table(tmp_path: Path) -> None:
+    arguments = ["--models", "mlp", "--size", "nano", "--contenders", "eager,memplan", "--rounds", "1"]
+    assert main([*arguments, "--directory", str(tmp_path)]) == 0
+    eager, planned = json.loads((tmp_path / "peak-nano.json").read_text())["rows"]
+    assert eager["ratio"] == eager["resident_ratio"] == 1
+    assert eager["total_mb"] is None
+    assert planned["peak_mb"] == pytest.approx(planned["total_mb"], rel=0.003)
+    assert planned["standing_mb"] > eager["standing_mb"]  # the arena
+
+
+def test_broken_promises_are_named_below_the_table() -> None:
+    eager: Row = {"model": "m", "contender": "eager", "peak": 100, "resident": 100, "ms": 1.0}
+    kept: Row = {"model": "m", "contender": "memplan", "peak": 90, "total": 90, "limit": 90}
+    broken: Row = {"model": "m", "contender": "memplan", "peak": 120, "padding": 10, "total": 110, "limit": 100}
+    padded: Row = {"model": "m", "contender": "memplan", "peak": 110, "padding": 10, "total": 110}
+    rows = [row_of(row, eager) for row in (eager, kept, broken, padded)]
+    assert summary(rows[:2])[-1] == "No promise is broken."
+    assert [line.partition(": ")[2] for line in summary(rows) if line.startswith("- m,")] == [
+        "the peak is 1.090909 of its total",
+        "the peak is 1.200000 of its budget",
+        "the peak, alignment apart, is 1.100 of eager's",
+    ]
+    assert summary(rows[:2])[2].startswith("- memplan: 0.900 by memory events (0.900 to 0.900), above eager for 0 of 1")
