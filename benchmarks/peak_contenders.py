@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -95,13 +94,8 @@ class Contender:
 
 
 def limit_of(plan: Plan) -> int | None:
-    """Return the bytes that a plan's total may have; None without such a limit.
-
-    Before `memplan.compile` had `arena_budget=`, its `budget=` limited the arena alone, and there is none.
-    """
-    if plan.eviction is None or "arena_budget" not in inspect.signature(memplan.compile).parameters:
-        return None
-    return int(getattr(plan.eviction, "total_budget", plan.eviction.budget))
+    """Return the bytes that a plan's total may have; None without such a limit."""
+    return None if plan.eviction is None else plan.eviction.budget
 
 
 def _budgeted(budget: str, policy: str) -> Contender:

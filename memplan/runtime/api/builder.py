@@ -85,6 +85,11 @@ class Builder:
             self.options = self.options.keeping(given)
         return runner
 
+    def require_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
+        """Raise `BudgetInfeasible` if no plan of a program for calls like this one keeps the budgets."""
+        with torch.inference_mode(False):
+            self.options.settle(*self._trace(args, kwargs, train))
+
     def guided(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[Runner, ProfileGuide | None]:
         """Return a program whose first steps are measured, and its guide (None if nothing has to be evicted).
 

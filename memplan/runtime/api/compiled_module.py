@@ -12,7 +12,7 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError
+from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError, StaleActivationsError
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.pickling import example_of, in_modes, rebuild, recipe
 from memplan.runtime.api.select import RunsEagerly, Selector
@@ -180,35 +180,42 @@ class CompiledModule(nn.Module, MeasuredStep):
 
         They are moved out of the arena, which is then freed, unless something else than Python names refers to one.
         """
-        arena = self._arena
-        gradients.move_out()
-        if gradients.holder():
-            gradients.move_names_out()
-        if name := gradients.holder():
-            self._require_second_arena(name)
-            _log.warning(_KEPT, self.plan.model, name, format_bytes(arena.nbytes))
-        else:
-            _log.info(_STILL_SET, self.plan.model)
-            arena.release()
         base = self._requested if self._given is None else self._builder.options  # a given plan's budgets are there
         options = replace(base, gradients="added")
         main, modes = self._selector.main, self._selector.main_modes
         example, train = example_of(main), main.traced.training
+        builder = Builder(self._original, options, self.hooks)
+        if options.has_budget:
+            self._require_room(gradients)
+            with in_modes(self._original, modes):
+                builder.require_plan(*example, train)
+        gradients.move_out()
+        if gradients.holder():
+            gradients.move_names_out()
+        if name := gradients.holder():
+            if options.has_budget:
+                raise referred(name, 'or compile with gradients="added"')
+            _log.warning(_KEPT, self.plan.model, name, format_bytes(gradients.arena.nbytes))
+        else:
+            _log.info(_STILL_SET, self.plan.model)
+            gradients.arena.release()
         del main
-        self.__dict__.update(
-            _requested=options,
-            _builder=Builder(self._original, options, self.hooks),
-            _given=None,
-            _guide=None,
-            _selector=None,
-        )
+        self.__dict__.update(_requested=options, _builder=builder, _given=None, _guide=None, _selector=None)
         with in_modes(self._original, modes):
             self._compile(*example, train)
 
-    def _require_second_arena(self, name: str) -> None:
-        """Raise `StaleActivationsError` if another arena, beside that of a gradient in use, would break the budget."""
-        if self._builder.options.has_budget:
-            raise referred(name, 'or compile with gradients="added"')
+    def _require_room(self, gradients: ArenaGradients) -> None:
+        """Raise `StaleActivationsError` if gradients beside the arena that they leave would break the budget."""
+        limit = None if self.plan.eviction is None else self.plan.eviction.budget
+        need = self.plan.total + gradients.nbytes
+        if limit is not None and need > limit:
+            raise StaleActivationsError(
+                f"gradients of the last step are still set, and take {format_bytes(gradients.nbytes)} of the arena; "
+                f"moved out of it, they would need {format_bytes(need)} in all, and the budget is {format_bytes(limit)}",
+                hint='call zero_grad() before each call, or compile with gradients="added", which adds to gradients '
+                "outside of the arena, within the budget",
+                see="gradient-kept",
+            )
 
     def _replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any], list[torch.Tensor]]:
         """Return a program for a call that differs from the example, or for a model that has changed."""

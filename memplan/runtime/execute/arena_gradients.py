@@ -49,7 +49,7 @@ class ArenaGradients:
     ) -> None:
         self._held = held
         tensors = [program.namespace.names[f"v{value}"] for value in values]
-        self._namespace = program.namespace
+        self._namespace, self.arena = program.namespace, program.arena
         self._temporary = temporary
         self._slots = [slot for slot, t in zip(slots, tensors, strict=True) if t.numel()]
         self._storages = [t.untyped_storage() for t in tensors if t.numel()]
