@@ -10,7 +10,7 @@ from statistics import median
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import Link
-from memplan.evict.events import Events
+from memplan.evict.events import Events, Kind
 from memplan.evict.judge.arrays import measure
 from memplan.evict.judge.overlap import Leads, start_reloads_earlier
 from memplan.evict.workload import Policy, Workload
@@ -47,7 +47,12 @@ class ProfileGuidedPolicy:
         self._events, self._leads, self._policies = events, leads, policies
 
     def __call__(self, workload: Workload) -> Events:
-        """Return the fastest candidate within the budget. Raises `BudgetInfeasible` if none keeps it."""
+        """Return the fastest candidate within the budget. Raises `BudgetInfeasible` if none keeps it.
+
+        It raises, too, if the events that ran are those of another workload: with, or without, saved generator states.
+        """
+        if len({i for kind, i in self._events if kind is Kind.RUN}) != len(workload.graph.ops):
+            raise BudgetInfeasible("the events that ran are those of another workload", op="", smallest=0)
         ways = [start_reloads_earlier(workload, self._events, self._leads), self._events]
         ways += [policy(workload) for policy in self._policies]
         figures = [(measure(workload, way), way) for way in ways]

@@ -57,7 +57,7 @@ def decide(states: SavedStates, policy: Policy) -> tuple[Workload, Events]:
     try:
         return only_used(states, policy(states.workload))
     except BudgetInfeasible:
-        return only_used(states, policy(_without_bytes(states)))
+        return states.plain, policy(states.plain)
 
 
 def _is_worth_it(w: Workload, i: int) -> bool:
@@ -125,13 +125,6 @@ def _saving(plain: Workload, chosen: Sequence[int]) -> SavedStates:
     return SavedStates(
         plain=plain, workload=replace(plain, graph=graph, sources=sources), op_of=tuple(op_of), state_of=state_of
     )
-
-
-def _without_bytes(states: SavedStates) -> Workload:
-    """Return the workload with states of no bytes, so that no random op can run again; all indices are the same."""
-    g, ours = states.workload.graph, frozenset(states.state_of.values())
-    storages = tuple(replace(s, nbytes=0) if i in ours else s for i, s in enumerate(g.storages))
-    return replace(states.workload, graph=replace(g, storages=storages))
 
 
 def only_used(states: SavedStates, events: Events) -> tuple[Workload, Events]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from memplan.core.graph import Graph, Op, Phase, StorageKind
+from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.evict.costs import CostModel
 from memplan.evict.events import Event, Events, Kind
 
@@ -228,7 +228,7 @@ class Workload:
         for i in writers:
             op = self.graph.ops[i]
             written = self.graph.written(op)
-            if (op.random and not self._has_state(op)) or op.target.startswith(_COLLECTIVES):
+            if (op.random and self.graph.saved_state(op) is None) or op.target.startswith(_COLLECTIVES):
                 return False
             if any(not self.graph.storages[s].planned or s in self.gradients for s in written):
                 return False
@@ -236,11 +236,6 @@ class Workload:
                 return False
         readers = [i for i in self.uses[storage] if i not in writers]
         return not readers or readers[0] > writers[-1]
-
-    def _has_state(self, op: Op) -> bool:
-        """Return whether a saved generator state lets a random op draw the same numbers again."""
-        state = self.graph.saved_state(op)
-        return state is not None and self.graph.storages[self.graph.values[state].storage].nbytes > 0
 
 
 def _copied(start: Kind, storages: Sequence[int]) -> Events:

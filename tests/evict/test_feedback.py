@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.core.graph import Graph
+from memplan.core.evictions import RNG_STATE_BYTES
+from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import Link
 from memplan.evict.events import Events, Kind
@@ -16,8 +17,9 @@ from memplan.evict.feedback import ProfileGuidedPolicy, RecordingPolicy, link_of
 from memplan.evict.judge.arrays import measure
 from memplan.evict.judge.overlap import start_reloads_earlier
 from memplan.evict.policies.genoa import genoa
+from memplan.evict.rng_states import decide, with_saved_states
 from tests.evict.judge import judged, workload_of
-from tests.graph_strategies import graphs
+from tests.graph_strategies import GraphBuilder, graphs
 from tests.runtime.budgets import FAST_LINK
 
 _SLOW = Link(bytes_per_second=1e3, latency=0.1)
@@ -90,3 +92,16 @@ def test_a_policy_is_remembered_by_its_last_answer() -> None:
     policy = RecordingPolicy(lambda workload: workload.plain, "mine")
     assert policy.events is None
     assert policy.__name__ == "mine"
+
+
+def test_events_of_a_workload_with_other_ops_are_not_compared() -> None:
+    b = GraphBuilder()
+    mask = b.storage(StorageKind.ACTIVATION, 2 * RNG_STATE_BYTES, planned=True)
+    out = b.storage(StorageKind.OUTPUT, 8, planned=False)
+    b.op(Phase.FORWARD, (), (mask,), random=True)
+    b.op(Phase.FORWARD, (mask,), (out,))
+    states = with_saved_states(workload_of(b.graph((out,)), budget=1 << 20))
+    policy = ProfileGuidedPolicy(states.plain.plain, {})
+    with pytest.raises(BudgetInfeasible, match="another workload"):
+        policy(states.workload)
+    assert decide(states, policy) == (states.plain, states.plain.plain)

@@ -200,7 +200,7 @@ def _capture_joint(
         try:
             module = front_end(model, args, kwargs)
             joint = export_joint(stack, module, args, kwargs)
-            joint.graph_module.meta[READINGS] = meta_of(module).get(READINGS, ())
+            joint.graph_module.meta.update({key: meta_of(module).get(key, ()) for key in (READINGS, WARNINGS)})
             return joint
         except MemplanError:
             raise
