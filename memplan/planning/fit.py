@@ -12,12 +12,14 @@ from memplan.evict.costs import CostModel
 from memplan.evict.graph.apply import apply
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import MeasuredEvents, measure
+from memplan.evict.policies.ahead import ahead
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.flow import flow
 from memplan.evict.workload import Policy, Workload, host_resident_storages, in_order
 from memplan.evict.workload_limits import floor
 
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
+_BELOW = 4  # the share (1 / _BELOW) of the way to the floor at which what on-demand eviction has found is tried to beat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +96,22 @@ def smallest(workload: Workload, policy: Policy) -> int:
     """
     own: Policy | None = getattr(policy, "quick", None)
     quick: Policy = own or (partial(policy, work=0) if policy in (auto, recompute) else policy)
-    low, high = floor(workload)[0] - 1, measure(workload, workload.plain).peak
-    tried = low + 1
+    least, peak = floor(workload)[0], measure(workload, workload.plain).peak
+    if policy is not recompute or workload.host_resident:
+        return _bisected(workload, quick, least - 1, peak, least)
+    found = _bisected(workload, ahead, least - 1, peak, least)  # the last resort of `recompute`, and the quickest part
+    return _bisected(workload, quick, least - 1, found, found - max((found - least) // _BELOW, 1))
+
+
+def _bisected(workload: Workload, policy: Policy, low: int, high: int, tried: int) -> int:
+    """Return the smallest budget above `low`, at most `high`, that `policy` keeps, by bisection that begins at `tried`.
+
+    `high` is known to be kept.
+    """
     while high - low > max(_CLOSE * high, workload.alignment):
         try:
             at = workload.within(tried)
-            kept = measure(at, quick(at)).peak <= tried
+            kept = measure(at, policy(at)).peak <= tried
         except BudgetInfeasible:
             kept = False
         low, high = (low, tried) if kept else (tried, high)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Events, Kind
-from memplan.evict.judge.arrays import to_arrays
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.ahead import on_demand
 from memplan.evict.policies.capuchin import guided
 from memplan.evict.policies.dtr import dtr
 from memplan.evict.search.decisions import RECOMPUTE_EACH_TIME, RECOMPUTE_ONCE, TO_HOST, Decisions, DecisionSearch
@@ -22,20 +24,17 @@ _WORK = 4_000_000  # ops measured for Capuchin's decisions: enough for all of th
 
 
 def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[Events | None, tuple[Decisions, ...]]:
-    """Return (DTR's events if they keep the budget, else None; start states, which may exceed it).
+    """Return (the fastest events of `on_demand`, None if none keep the budget; start states, which may exceed it).
+
+    The start states are DTR's and Capuchin's decisions.
 
     `quick`: leave out Capuchin's decisions, which take longer than DTR's.
     """
     workload = search.workload
-    try:
-        events: Events | None = dtr(workload)
-    except BudgetInfeasible:
-        events = None
     states = []
-    if events is not None:
-        states.append(decisions_of(search, events))
-        figures = search.arrays.measure(*to_arrays(events))
-        events = events if figures is not None and figures.peak <= workload.budget else None
+    with suppress(BudgetInfeasible):
+        states.append(decisions_of(search, dtr(workload)))
+    events = min(on_demand(workload), key=lambda events: measure(workload, events).seconds, default=None)
     if not quick:
         state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
         again = decisions_of(search, search.events(state))  # recomputes each time what runs repeatedly
