@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.evict.costs import CostModel
@@ -81,6 +82,11 @@ class Workload:
     def seconds(self) -> tuple[float, ...]:
         """The seconds of each op."""
         return self.costs.seconds(self.graph)
+
+    @cached_property
+    def clock(self) -> tuple[float, ...]:
+        """The seconds from the start of the step to each op, and to the end, if each op runs once."""
+        return tuple(accumulate(self.seconds, initial=0.0))
 
     @cached_property
     def to_host(self) -> tuple[float, ...]:

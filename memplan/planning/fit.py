@@ -12,6 +12,7 @@ from memplan.evict.costs import CostModel
 from memplan.evict.graph.apply import apply
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.evict.judge.arrays import MeasuredEvents, measure
+from memplan.evict.policies.ahead import ahead
 from memplan.evict.policies.auto import auto, recompute
 from memplan.evict.policies.delta import delta
 from memplan.evict.policies.dtr import dtr, dtr_addresses
@@ -23,6 +24,7 @@ from memplan.evict.workload_limits import floor
 
 _KEEP_RANDOM: tuple[Policy, ...] = (flow, genoa, dtr, dtr_addresses, delta)  # they copy, or free after the last use
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
+_BELOW = 4  # the share (1 / _BELOW) of the way to the floor at which what on-demand eviction has found is tried to beat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +98,23 @@ def smallest(workload: Workload, policy: Policy) -> int:
     It is found by bisection between the largest working set and the peak. The result is a budget that was tried: a
     policy that uses less than its budget need not find a solution for less.
     """
-    quick = quick_of(policy)
-    low, high = floor(workload)[0] - 1, measure(workload, workload.plain).peak
-    tried = low + 1
-    states = _states_for(workload, policy)
-    while high - low > max(_CLOSE * high, workload.alignment):
+    quick, states = quick_of(policy), _states_for(workload, policy)
+    least, peak = floor(workload)[0], measure(workload, workload.plain).peak
+    if policy is not recompute or workload.host_resident:
+        return _bisected(states, quick, least - 1, peak, least)
+    found = _bisected(without_states(workload), ahead, least - 1, peak, least)  # what `recompute` falls back to
+    return _bisected(states, quick, least - 1, found, found - max((found - least) // _BELOW, 1))
+
+
+def _bisected(states: SavedStates, policy: Policy, low: int, high: int, tried: int) -> int:
+    """Return the smallest budget above `low`, at most `high`, that `policy` keeps, by bisection that begins at `tried`.
+
+    `high` is known to be kept.
+    """
+    alignment = states.plain.alignment
+    while high - low > max(_CLOSE * high, alignment):
         try:
-            kept = measure(*decide(states.within(tried), quick)).area == 0
+            kept = measure(*decide(states.within(tried), policy)).area == 0
         except BudgetInfeasible:
             kept = False
         low, high = (low, tried) if kept else (tried, high)

@@ -212,7 +212,7 @@ def test_E4_the_backward_releases_a_forward_tensor_at_its_last_use() -> None:  #
 
 
 def test_E5_h_is_cost_over_size_times_staleness_and_pays_for_the_dropped_neighbourhood() -> None:  # noqa: N802
-    one = Candidate(storage=0, size=10, seconds=2.0, around=3.0, staleness=4.0)
+    one = Candidate(storage=0, size=10, seconds=2.0, around=3.0, staleness=4.0, ahead=1.0)
     assert h_dtr(one) == pytest.approx(5.0 / 40.0)
     seen: list[Candidate] = []
 

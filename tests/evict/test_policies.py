@@ -15,6 +15,7 @@ from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.evict.events import Events, Kind
 from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.ahead import ahead, h_ahead, on_demand
 from memplan.evict.policies.cpsat import cpsat
 from memplan.evict.policies.dtr import Heuristic, dtr, h_dtr, h_local, h_lru, h_size
 from memplan.evict.policies.flow import flow
@@ -113,10 +114,33 @@ def test_flow_is_never_slower_than_genoa_and_needs_no_more(graph: Graph, host_re
 
 
 @_PLAIN
-@given(graphs(max_ops=12), st.sampled_from([h_dtr, h_local, h_lru, h_size, lambda c: c.storage]))
+@given(graphs(max_ops=12), st.sampled_from([h_dtr, h_local, h_lru, h_size, h_ahead, lambda c: c.storage]))
 def test_dtr_takes_any_heuristic(graph: Graph, heuristic: Heuristic) -> None:
     workload = _at(workload_of(graph), 0.6)
     _fitted(graph, workload, lambda w: dtr(w, heuristic=heuristic))
+
+
+@_FEW
+@given(graphs(max_ops=12), st.booleans(), st.sampled_from(_SHARES))
+def test_eviction_on_demand_keeps_the_budget_and_the_bits(graph: Graph, host_resident: bool, share: float) -> None:
+    workload = _at(workload_of(graph, host_resident=host_resident), share)
+    for events in on_demand(workload):
+        assert judged(graph, workload, events)[1].peak <= workload.budget
+
+
+def test_the_storage_that_is_used_last_is_dropped_first() -> None:
+    """Results of one size and cost, used in the order they are made: DTR drops the oldest, which is used first."""
+    b = GraphBuilder()
+    _, *made = (b.storage(StorageKind.ACTIVATION, 64, planned=i > 0) for i in range(6))
+    for one in made[:4]:
+        b.op(Phase.BACKWARD, (), (one,))
+    for one in made[:4]:
+        b.op(Phase.BACKWARD, (one,), (b.storage(StorageKind.ACTIVATION, 64, planned=True),))
+    graph = b.graph()
+    workload = replace(workload_of(graph), budget=192)
+    taken = [measure(workload, policy(workload)).seconds for policy in (ahead, dtr)]
+    assert taken[0] < taken[1]
+    assert next(index for kind, index in ahead(workload) if kind is Kind.DROP) == graph.values[made[2]].storage
 
 
 def test_what_is_dropped_for_its_own_maker_is_made_by_that() -> None:

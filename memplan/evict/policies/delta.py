@@ -64,10 +64,7 @@ class _Delta:
     def __init__(self, workload: Workload, choose: Filter, director: Director) -> None:
         self._filter, self._director = choose, director
         self._around = Neighbourhoods(workload)
-        clock = [0.0]
-        for seconds in workload.seconds:
-            clock.append(clock[-1] + seconds)
-        self._clock = clock
+        self._clock = workload.clock
         self._away: set[int] = set()
         self._copied: set[int] = set(workload.host_resident)
         self._busy = 0.0  # the time until which the link to the host is in use

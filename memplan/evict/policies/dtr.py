@@ -23,7 +23,8 @@ class Candidate:
     """The properties of a storage that a heuristic may use.
 
     `size` is in bytes, `seconds` is the time to compute it, `around` that of the dropped storages around it (those that
-    it is computed from, and those computed from it), `staleness` the time since its last touch, all in seconds.
+    it is computed from, and those computed from it), `staleness` the time since its last touch, `ahead` the time until
+    its next use if nothing is recomputed, all in seconds.
     """
 
     storage: int
@@ -31,6 +32,7 @@ class Candidate:
     seconds: float
     around: float
     staleness: float
+    ahead: float
 
 
 Heuristic = Callable[[Candidate], float]  # the storage with the smallest value is dropped
@@ -134,6 +136,7 @@ def candidate(device: DeviceState, around: Neighbourhoods, storage: int) -> Cand
         seconds=device.seconds(storage),
         around=around.seconds(device, storage),
         staleness=device.clock - device.touched[storage],
+        ahead=device.workload.clock[device.next_use(storage)] - device.workload.clock[device.position],
     )
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from memplan.errors import BudgetInfeasible
 from memplan.evict.events import Events, Kind
-from memplan.evict.judge.arrays import to_arrays
+from memplan.evict.judge.arrays import measure
+from memplan.evict.policies.ahead import on_demand
 from memplan.evict.policies.capuchin import guided
 from memplan.evict.policies.checkpoint import checkpoint
 from memplan.evict.policies.dtr import dtr
@@ -24,23 +26,22 @@ _WORK = 4_000_000  # ops measured for Capuchin's decisions: enough for all of th
 
 
 def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[tuple[Events, ...], tuple[Decisions, ...]]:
-    """Return (events of DTR and of checkpoints, as far as they keep the budget; start states, which may exceed it).
+    """Return (events of `on_demand` and of checkpoints that keep the budget; start states, which may exceed it).
+
+    The start states are DTR's and Capuchin's decisions, and those of checkpoints.
 
     `quick`: leave out Capuchin's decisions, which take longer than DTR's.
     """
     workload = search.workload
     checkpointed = any(op.checkpoint for op in workload.graph.ops)
     states: list[Decisions] = []
-    kept: list[Events] = []
+    kept = list(on_demand(workload))
     for policy in (dtr, checkpoint) if checkpointed else (dtr,):
-        try:
+        with suppress(BudgetInfeasible):
             events = policy(workload)
-        except BudgetInfeasible:
-            continue
-        states.append(decisions_of(search, events))
-        figures = search.arrays.measure(*to_arrays(events))
-        if figures is not None and figures.peak <= workload.budget:
-            kept.append(events)
+            states.append(decisions_of(search, events))
+            if policy is checkpoint and measure(workload, events).peak <= workload.budget:
+                kept.append(events)
     if not quick:
         state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
         again = decisions_of(search, search.events(state))  # recomputes each time what runs repeatedly

@@ -211,7 +211,7 @@ class CompiledModule(nn.Module, MeasuredStep):
         if limit is not None and need > limit:
             raise StaleActivationsError(
                 f"gradients of the last step are still set, and take {format_bytes(gradients.nbytes)} of the arena; "
-                f"moved out of it, they would need {format_bytes(need)} in all, and the budget is {format_bytes(limit)}",
+                f"moved out of it, the step would need {format_bytes(need)}, and the budget is {format_bytes(limit)}",
                 hint='call zero_grad() before each call, or compile with gradients="added", which adds to gradients '
                 "outside of the arena, within the budget",
                 see="gradient-kept",
