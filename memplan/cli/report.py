@@ -86,8 +86,8 @@ def report(
     ] = "follow",
     gradients: Annotated[
         str,
-        typer.Option("--gradients", metavar="WHERE", help="safe: the caller's; arena: planned, until the next step."),
-    ] = "safe",
+        typer.Option("--gradients", metavar="WHERE", help="auto, arena: planned; added, safe, owned: outside."),
+    ] = "auto",
     costs: Annotated[
         str | None,
         typer.Option("--costs", metavar="DEVICE|FILE", help="The cost model: a100, h100, h200, cpu, a file."),

@@ -64,9 +64,7 @@ def max_batch(
         costs: the cost model for evictions, its name ("a100", "h100", "h200", "cpu") or a .json file; None: the one
             nearest to the model's device.
         solver: the solver that places the buffers, or its name.
-        gradients: "safe", "owned" or "arena", as in `memplan.compile`. "arena" plans parameters' gradients in the
-            arena, in bytes that activations no longer need: larger batches fit. Nothing is evicted then, and `policy`
-            has to be "auto" or None.
+        gradients: where the gradients of parameters are, as in `memplan.compile`.
 
     Returns:
         The batch size.

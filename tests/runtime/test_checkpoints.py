@@ -155,13 +155,13 @@ def test_random_numbers_are_drawn_again_with_eagers_bits(draws: str, tmp_path: A
 def test_random_numbers_under_budgets_from_all_to_the_least(draws: str, sanitize: Any) -> None:
     model = Net(_PLAIN, draws=draws)
     expected, saves = _step(model), 0
-    for budget in ("min", 0.05, 0.5, 1.0):
+    for budget in ("min", 0.05, 0.5, 0.8, 1.0):
         try:
             compiled = memplan.compile(
                 model, _x().requires_grad_(), budget=budget, policy="recompute", sanitize=sanitize
             )
         except BudgetInfeasible:
-            assert budget == 0.05
+            assert budget in (0.05, 0.5)
             continue
         assert all(map(torch.equal, _step(compiled), expected))
         saves += _saves(compiled.plan)

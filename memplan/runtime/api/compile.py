@@ -84,12 +84,14 @@ def compile(
         layout: As in `memplan.plan`.
         time_limit: The time limit of the solver, in seconds.
         in_place: Let a result take the bytes of an input that has its last use there, if the kernel allows it.
-        gradients: Where the gradients of parameters are. "safe" returns them to autograd. "owned": the backward
+        gradients: Where the gradients of parameters are. "auto" leaves them in the arena until the next call, which
+            takes the least memory, except with `device`, `cuda_graph` and `dynamic_shapes`. If one is still in use then,
+            they are moved out, and the model is compiled once more with "added". "added": outside the arena; each is
+            added to its `.grad` as soon as it is made, so that accumulation needs one set of them. "arena" as "auto",
+            but a `.grad` that is still set is moved out, every time, and a view, an array or another name that still
+            refers to one raises `StaleActivationsError`. "safe" returns all at once to autograd. "owned": the backward
             assigns `.grad` itself, which is faster; hooks on parameters and DistributedDataParallel raise
-            `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters. "arena"
-            leaves them in the arena until the next call, which takes the least memory: a `.grad` that is still set then
-            is moved out of the arena, and a view, an array or another name that still refers to one raises
-            `StaleActivationsError`; it cannot be combined with budgets, `device`, `cuda_graph` or `dynamic_shapes`.
+            `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters.
         sanitize: Check every step, slowly: "poison" fills buffers with NaN before their first write and after their
             last use; "redzone" checks bytes on both sides of every buffer.
         on_mismatch: What happens at a call that differs from the example, or after the model has changed: "error"
