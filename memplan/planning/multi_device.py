@@ -64,9 +64,16 @@ def plan_several(
     units = units_of(whole.graph, len(devices))
     wanted = budgets
     for _ in range(_TRIES):
-        assignment = assign(
-            whole.graph, units, costs.to_device, alignment=alignment, count=len(devices), budgets=wanted
-        )
+        try:
+            assignment = assign(
+                whole.graph, units, costs.to_device, alignment=alignment, count=len(devices), budgets=wanted
+            )
+        except BudgetInfeasible as error:
+            if totals is None:
+                error.where = "arena_budget"
+                raise
+            extra = max(functional_transient(graph) if transient is None else transient, default=0) + scheduled.reserve
+            raise _with_more(error, extra) from error
         divided = _divided(whole, units, assignment, devices)
         require_equivalent(graph, divided.graph, divided.sources)
         order = make_schedule(divided.graph, tuple(range(len(divided.graph.ops))), scheduled.schedule.policy)
@@ -184,6 +191,13 @@ def _stricter(arenas: Sequence[int] | None, totals: Sequence[int] | None, beside
     """Return the most bytes of each device's arena, where `beside` are the other bytes on each device."""
     within = [] if totals is None else [max(total - b, 0) for total, b in zip(totals, beside, strict=True)]
     return [min(limits) for limits in zip(*filter(None, (arenas, within)), strict=True)]
+
+
+def _with_more(error: BudgetInfeasible, extra: int) -> BudgetInfeasible:
+    """Return the error of arenas that are too small as one of totals, which are `extra` bytes larger."""
+    least = error.smallest + extra
+    hint = f"give each device at least {least} bytes, or more devices"
+    return BudgetInfeasible(error.what, op=error.op, smallest=least, where="budget", hint=hint)
 
 
 def _without_holes(

@@ -220,3 +220,75 @@ def test_a_saved_plan_keeps_what_was_asked(tmp_path: Any) -> None:
     for other in others:
         with pytest.raises(MemplanError, match="beside a plan"):
             memplan.compile(model, x, plan=loaded, **other)
+
+
+def test_each_graph_of_torch_compile_keeps_the_total() -> None:
+    model, x = _model("mlp")
+    backend = memplan.Backend(budget=0.8, policy=QUICK_RECOMPUTE)
+    torch.compile(model, backend=backend)(x).backward()
+    (plan,) = (plan for graph in backend.graphs for plan in graph.plans)
+    assert plan.eviction is not None
+    assert plan.eviction.budget is not None
+    assert plan.temporaries is not None
+    assert plan.evictions
+    assert plan.total <= plan.eviction.budget
+
+
+def test_what_is_on_a_device_of_its_own_is_limited() -> None:
+    model, x = _model("mlp")
+    free = memplan.plan(model, x, device="cpu").on_device
+    budget = int(free * 0.8)
+    plan = memplan.compile(model, x, device="cpu", budget=budget, policy="flow", costs=FAST_LINK).plan
+    assert plan.on_device <= budget < free
+    with pytest.raises(BudgetInfeasible) as caught:
+        memplan.plan(model, x, device="cpu", budget=4096, policy="flow", costs=FAST_LINK)
+    assert caught.value.where == "budget"
+    least = caught.value.smallest
+    assert memplan.plan(model, x, device="cpu", budget=least, policy="flow", costs=FAST_LINK).on_device <= least
+
+
+def test_the_total_of_each_of_several_devices_is_limited() -> None:
+    model, x = _model("mlp")
+    devices = ["cpu:0", "cpu:1"]
+    free = memplan.plan(model, x, device=devices, reserve=1024)
+    limit = max(free.on_section(section) for section in free.devices)
+    assert limit == free.on_device == max(section.size for section in free.devices) + max(free.transient) + 1024
+    with pytest.raises(BudgetInfeasible) as caught:
+        memplan.plan(model, x, device=devices, budget=limit // 8, reserve=1024)
+    assert caught.value.where == "budget"
+    least = caught.value.smallest
+    plan = memplan.plan(model, x, device=devices, budget=least, reserve=1024)
+    assert all(section.budget == least for section in plan.devices)
+    assert all(plan.on_section(section) <= least for section in plan.devices)
+
+
+@pytest.mark.parametrize("budget", [0.8, "bytes"])
+def test_programs_of_other_modes_keep_the_total(budget: Any) -> None:
+    model, x = _model("mlp")
+    total = int(memplan.plan(model, x).total * 0.8)
+    compiled = memplan.compile(model, x, budget=total if budget == "bytes" else budget, policy=QUICK_RECOMPUTE)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+    (other,) = compiled._selector._runners.values()
+    assert other.arena.memory.data_ptr() == compiled._arena.memory.data_ptr()
+    kept = other.plan.eviction
+    assert kept is not None
+    assert kept.budget is not None
+    assert other.plan.total + other.arena.nbytes - other.plan.arena_size <= kept.budget
+    if budget == "bytes":
+        assert kept.budget == total
+
+
+def test_both_programs_of_accumulated_gradients_keep_the_total_in_one_arena() -> None:
+    model, x = _model("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    free = memplan.compile_step(model, optimizer, lambda loss: loss, x, accumulate=2)
+    budget = int(free.plan.total * 0.8)
+    step = memplan.compile_step(
+        model, optimizer, lambda loss: loss, x, accumulate=2, budget=budget, policy=QUICK_RECOMPUTE
+    )
+    runners = [step._adding, step._updating]
+    for runner in runners:
+        assert runner is not None
+        assert runner.arena.nbytes == max(r.plan.arena_size for r in runners if r is not None)
+        assert runner.plan.total + runner.arena.nbytes - runner.plan.arena_size <= budget

@@ -65,7 +65,8 @@ class StepBuilder:
             planned[:] = [self._planned(step, given, one) for step, one in zip(steps, known, strict=True)]
             if given is None:
                 planned[:] = self._in_one_arena(planned, known)
-            room = max(arena_room(plan, policy) for _, plan, policy in planned)
+            wanted = max(arena_room(plan, policy) for _, plan, policy in planned)
+            room = min([wanted, *_limits_of_totals([plan for _, plan, _ in planned])])
             arena = arena_for_all([plan for _, plan, _ in planned], device, room)
             made = [Built(traced=t, runner=runner_of(arena, t, plan)) for t, plan, _ in planned]
             if options.budget == "min":
@@ -95,7 +96,7 @@ class StepBuilder:
         self, planned: Sequence[tuple[TracedGraph, Plan, RecordingPolicy | None]], known: Sequence[Measured | None]
     ) -> list[tuple[TracedGraph, Plan, RecordingPolicy | None]]:
         """Return the plans, each with an arena that leaves every other program the room that its budget needs."""
-        limits = [plan.arena_limit for _, plan, _ in planned if plan.arena_limit is not None and not plan.devices]
+        limits = _limits_of_totals([plan for _, plan, _ in planned])
         found = []
         for (traced, plan, policy), one in zip(planned, known, strict=True):
             if plan.eviction is not None and limits and plan.arena_size > min(limits):
@@ -118,3 +119,9 @@ class StepBuilder:
             in_place=self._options.in_place,
             device=self._options.device,
         )
+
+
+def _limits_of_totals(plans: Sequence[Plan]) -> list[int]:
+    """Return the most bytes that the arena of each plan with a budget of its total may have, on one device."""
+    limited = [plan for plan in plans if plan.eviction is not None and plan.eviction.budget is not None]
+    return [plan.arena_limit for plan in limited if plan.arena_limit is not None and not plan.devices]
