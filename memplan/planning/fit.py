@@ -19,7 +19,7 @@ from memplan.evict.workload import Policy, Workload, host_resident_storages, in_
 from memplan.evict.workload_limits import floor
 
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
-_BELOW = 4  # the share (1 / _BELOW) of the way to the floor at which what on-demand eviction has found is tried to beat
+_BELOW = 4  # the search goes on where it beats on-demand eviction by 1 / _BELOW of the bytes above the floor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,10 @@ def smallest(workload: Workload, policy: Policy) -> int:
     if policy is not recompute or workload.host_resident:
         return _bisected(workload, quick, least - 1, peak, least)
     found = _bisected(workload, ahead, least - 1, peak, least)  # the last resort of `recompute`, and the quickest part
-    return _bisected(workload, quick, least - 1, found, found - max((found - least) // _BELOW, 1))
+    below = found - (found - least) // _BELOW
+    if below == found:
+        return found
+    return _bisected(workload, quick, least - 1, below, least) if _keeps(workload, quick, below) else found
 
 
 def _bisected(workload: Workload, policy: Policy, low: int, high: int, tried: int) -> int:
@@ -109,14 +112,18 @@ def _bisected(workload: Workload, policy: Policy, low: int, high: int, tried: in
     `high` is known to be kept.
     """
     while high - low > max(_CLOSE * high, workload.alignment):
-        try:
-            at = workload.within(tried)
-            kept = measure(at, policy(at)).peak <= tried
-        except BudgetInfeasible:
-            kept = False
-        low, high = (low, tried) if kept else (tried, high)
+        low, high = (low, tried) if _keeps(workload, policy, tried) else (tried, high)
         tried = (low + high) // 2
     return high
+
+
+def _keeps(workload: Workload, policy: Policy, budget: int) -> bool:
+    """Return whether `policy` finds a solution for a budget."""
+    try:
+        at = workload.within(budget)
+        return measure(at, policy(at)).peak <= budget
+    except BudgetInfeasible:
+        return False
 
 
 def _infeasible(workload: Workload, policy: Policy, what: str, index: int) -> BudgetInfeasible:

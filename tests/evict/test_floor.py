@@ -64,7 +64,7 @@ def _llama() -> zoo.Example:
 
     config = LlamaConfig(
         num_hidden_layers=_LAYERS, hidden_size=_WIDTH, intermediate_size=4 * _WIDTH, num_attention_heads=2,
-        num_key_value_heads=1, vocab_size=_VOCAB, max_position_embeddings=_LENGTH, use_cache=False,
+        num_key_value_heads=2, vocab_size=_VOCAB, max_position_embeddings=_LENGTH, use_cache=False,
     )  # fmt: skip
     return zoo.NextToken(LlamaForCausalLM(config)), (_tokens(),)
 

@@ -24,17 +24,21 @@ _WORK = 4_000_000  # ops measured for Capuchin's decisions: enough for all of th
 
 
 def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[Events | None, tuple[Decisions, ...]]:
-    """Return (the fastest events of `on_demand`, None if none keep the budget; start states, which may exceed it).
+    """Return (the fastest events on demand that keep the budget, None if none do; start states, which may exceed it).
 
-    The start states are DTR's and Capuchin's decisions.
+    Events on demand are DTR's, and those of `on_demand`; the start states are DTR's and Capuchin's decisions.
 
-    `quick`: leave out Capuchin's decisions, which take longer than DTR's.
+    `quick`: leave out `on_demand`, and Capuchin's decisions, which take longer than DTR's.
     """
     workload = search.workload
-    states = []
+    states: list[Decisions] = []
+    ways = [] if quick else list(on_demand(workload))
     with suppress(BudgetInfeasible):
-        states.append(decisions_of(search, dtr(workload)))
-    events = min(on_demand(workload), key=lambda events: measure(workload, events).seconds, default=None)
+        ways.append(dtr(workload))
+        states.append(decisions_of(search, ways[-1]))
+    figures = [measure(workload, events) for events in ways]
+    kept = [k for k, one in enumerate(figures) if one.peak <= workload.budget]
+    events = ways[min(kept, key=lambda k: figures[k].seconds)] if kept else None
     if not quick:
         state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
         again = decisions_of(search, search.events(state))  # recomputes each time what runs repeatedly
