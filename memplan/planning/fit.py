@@ -24,7 +24,7 @@ from memplan.evict.workload_limits import floor
 
 _KEEP_RANDOM: tuple[Policy, ...] = (flow, genoa, dtr, dtr_addresses, delta)  # they copy, or free after the last use
 _CLOSE = 0.005  # share of the smallest budget found: the precision of the bisection
-_BELOW = 4  # the share (1 / _BELOW) of the way to the floor at which what on-demand eviction has found is tried to beat
+_BELOW = 4  # the search goes on where it beats on-demand eviction by 1 / _BELOW of the bytes above the floor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,10 @@ def smallest(workload: Workload, policy: Policy) -> int:
     if policy is not recompute or workload.host_resident:
         return _bisected(states, quick, least - 1, peak, least)
     found = _bisected(without_states(workload), ahead, least - 1, peak, least)  # what `recompute` falls back to
-    return _bisected(states, quick, least - 1, found, found - max((found - least) // _BELOW, 1))
+    below = found - (found - least) // _BELOW
+    if below == found:
+        return found
+    return _bisected(states, quick, least - 1, below, least) if _keeps(states, quick, below) else found
 
 
 def _bisected(states: SavedStates, policy: Policy, low: int, high: int, tried: int) -> int:
@@ -111,15 +114,18 @@ def _bisected(states: SavedStates, policy: Policy, low: int, high: int, tried: i
 
     `high` is known to be kept.
     """
-    alignment = states.plain.alignment
-    while high - low > max(_CLOSE * high, alignment):
-        try:
-            kept = measure(*decide(states.within(tried), policy)).area == 0
-        except BudgetInfeasible:
-            kept = False
-        low, high = (low, tried) if kept else (tried, high)
+    while high - low > max(_CLOSE * high, states.plain.alignment):
+        low, high = (low, tried) if _keeps(states, policy, tried) else (tried, high)
         tried = (low + high) // 2
     return high
+
+
+def _keeps(states: SavedStates, policy: Policy, budget: int) -> bool:
+    """Return whether `policy` finds a solution for a budget."""
+    try:
+        return measure(*decide(states.within(budget), policy)).area == 0
+    except BudgetInfeasible:
+        return False
 
 
 def quick_of(policy: Policy) -> Policy:

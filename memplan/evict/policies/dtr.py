@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from memplan.evict.events import Events
 from memplan.evict.simulator.device_state import DeviceState, EvictionKind, Location
-from memplan.evict.simulator.eviction_simulator import EvictionSimulator
+from memplan.evict.simulator.eviction_simulator import MOST_RUNS, EvictionSimulator
 from memplan.evict.simulator.memory import AddressSpace, ByteCounter, SimulatedMemory
 from memplan.evict.workload import Workload
 
@@ -58,18 +58,20 @@ def h_size(candidate: Candidate) -> float:
     return -candidate.size
 
 
-def dtr(workload: Workload, *, heuristic: Heuristic = h_dtr) -> Events:
-    """Return events that keep the budget. Raises `BudgetInfeasible` when an op's operands do not fit."""
-    return _run(workload, heuristic, ByteCounter(workload.budget))
+def dtr(workload: Workload, *, heuristic: Heuristic = h_dtr, most_runs: int = MOST_RUNS) -> Events:
+    """Return events that keep the budget. Raises `BudgetInfeasible` when an op's operands do not fit, or when the ops
+    would run more than `most_runs` times on average.
+    """
+    return _run(workload, heuristic, ByteCounter(workload.budget), most_runs)
 
 
 def dtr_addresses(workload: Workload, *, heuristic: Heuristic = h_dtr) -> Events:
     """Return the events of `dtr` in memory with addresses: it drops storages until a hole is large enough."""
-    return _run(workload, heuristic, AddressSpace(workload.budget))
+    return _run(workload, heuristic, AddressSpace(workload.budget), MOST_RUNS)
 
 
-def _run(workload: Workload, heuristic: Heuristic, memory: SimulatedMemory) -> Events:
-    return EvictionSimulator(workload, memory, _Dropper(workload, heuristic)).simulate()
+def _run(workload: Workload, heuristic: Heuristic, memory: SimulatedMemory, most_runs: int) -> Events:
+    return EvictionSimulator(workload, memory, _Dropper(workload, heuristic), most_runs=most_runs).simulate()
 
 
 class _Dropper:

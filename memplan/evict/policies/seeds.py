@@ -30,18 +30,17 @@ def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[tuple[Events
 
     The start states are DTR's and Capuchin's decisions, and those of checkpoints.
 
-    `quick`: leave out Capuchin's decisions, which take longer than DTR's.
+    `quick`: leave out `on_demand`, and Capuchin's decisions, which take longer than DTR's.
     """
     workload = search.workload
     checkpointed = any(op.checkpoint for op in workload.graph.ops)
     states: list[Decisions] = []
-    kept = list(on_demand(workload))
+    ways = [] if quick else list(on_demand(workload))
     for policy in (dtr, checkpoint) if checkpointed else (dtr,):
         with suppress(BudgetInfeasible):
-            events = policy(workload)
-            states.append(decisions_of(search, events))
-            if policy is checkpoint and measure(workload, events).peak <= workload.budget:
-                kept.append(events)
+            ways.append(policy(workload))
+            states.append(decisions_of(search, ways[-1]))
+    kept = [events for events in ways if measure(workload, events).peak <= workload.budget]
     if not quick:
         state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
         again = decisions_of(search, search.events(state))  # recomputes each time what runs repeatedly

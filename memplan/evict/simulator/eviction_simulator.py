@@ -14,14 +14,17 @@ from memplan.evict.simulator.device_state import DeviceState, Evictor, Location
 from memplan.evict.simulator.memory import SimulatedMemory
 from memplan.evict.workload import Workload
 
-_MAX_RUNS_PER_OP = 40  # on average; a policy that exceeds it is taken to recompute without end
+MOST_RUNS = 40  # of each op on average; a policy that exceeds it is taken to recompute without end
 
 
 class EvictionSimulator:
     """A simulated run of a workload on a device; `simulate()` runs the step once."""
 
-    def __init__(self, workload: Workload, memory: SimulatedMemory, evictor: Evictor) -> None:
+    def __init__(
+        self, workload: Workload, memory: SimulatedMemory, evictor: Evictor, *, most_runs: int = MOST_RUNS
+    ) -> None:
         self.workload = workload
+        self._most_runs = most_runs
         self.device = DeviceState(workload, memory, evictor)
         self._runs = 0
 
@@ -108,8 +111,8 @@ class EvictionSimulator:
         d.hold(new)
         d.emit(Kind.RUN, i)
         self._runs += 1
-        if self._runs > _MAX_RUNS_PER_OP * len(w.graph.ops) + 1000:
-            raise d.infeasible(f"it recomputes without end: over {_MAX_RUNS_PER_OP} runs for each op of the step")
+        if self._runs > self._most_runs * len(w.graph.ops) + 1000:
+            raise d.infeasible(f"it recomputes without end: over {self._most_runs} runs for each op of the step")
         d.clock += w.seconds[i]
         if result >= 0:
             d.hand_over(host, result)
