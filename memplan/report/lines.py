@@ -9,6 +9,9 @@ from memplan.report.summary import Peak, Report
 Line = tuple[str, int | None, str]
 
 
+_IDLE = "while the optimizer runs; the rest holds gradients"
+
+
 def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
     """Return groups of (label, bytes or None if not measured, remark); the last line of a group is its sum."""
     out = report.outside
@@ -16,6 +19,7 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
         ("peak (max live)", report.max_live, f"at step {report.peak.step}" if report.peak else "nothing is planned"),
         ("  of it padding", report.padding, "alignment and red zones"),
         (f"fragmentation {format_share(report.fragmentation)}", report.arena_size - report.max_live, "of the arena"),
+        *((("  idle after the step", report.arena_size - report.gradients, _IDLE),) if report.gradients else ()),
         ("arena", report.arena_size, "one allocation"),
     )
     step = (

@@ -109,6 +109,8 @@ class Kept:
 class Report:
     """The figures of a plan. Sizes are bytes, steps are positions in the schedule.
 
+    `gradients` are bytes of the arena that hold gradients after the step, until the next one.
+
     `status` is the quality of the layout (see `problem.Status`), `bound` the lower bound of any arena in this order. It
     is proven unless `layout_claimed`: then it is read from a plan file and was not proven when that was loaded, and
     `status` is "claimed" instead of "optimal".
@@ -131,6 +133,7 @@ class Report:
     steps: int
     buffers: int
     arena_size: int
+    gradients: int
     max_live: int
     fragmentation: float
     padding: int
@@ -174,6 +177,7 @@ def make_report(plan: Plan) -> Report:
         steps=len(plan.schedule.order),
         buffers=len(plan.problem.buffers),
         arena_size=plan.arena_size,
+        gradients=sum(plan.graph.storages[s].nbytes for s in _gradients(plan)),
         max_live=plan.max_live,
         fragmentation=plan.fragmentation,
         padding=plan.padding,
@@ -234,6 +238,12 @@ def _kept(plan: Plan) -> Kept | None:
         sections=plan.devices,
         sent=sum(plan.graph.values[op.reads[0]].shape[0] for op in plan.graph.ops if op.target == SEND),
     )
+
+
+def _gradients(plan: Plan) -> set[int]:
+    """Return the storages of the gradients that stay in the arena after the step."""
+    storages = {plan.graph.values[v].storage for v in plan.graph.gradients}
+    return {s for s in storages if plan.graph.storages[s].planned}
 
 
 def _outside(plan: Plan) -> Outside:
