@@ -17,6 +17,7 @@ from memplan.trace.traced import TracedGraph
 
 _TRIES = 4
 _PRECISION = 1000  # the prediction of eager's peak is exact to about one part in so many
+_MOST_OVERHEAD = 0.1  # the predicted share of time that needing no more than eager may cost
 _log = logging.getLogger("memplan")
 
 
@@ -97,13 +98,17 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     if plan.total <= limit or plan.redzone:
         return None
     policy = "recompute" if built.traced.device.type == "cpu" else "auto"  # the CPU's host copies are in its own memory
-    within = replace(options, budget=limit, policy=policy)
+    within = replace(options, budget=limit, policy=policy, divide=None)
     late = late_gradients(plan) if plan.eviction is None and options.gradients == "auto" else frozenset()
     for traced in [built.traced.with_outside(late), built.traced] if late else [built.traced]:
         try:
-            return within.settle(traced, None, transient=known.transient)
+            settled, found = within.settle(traced, None, transient=known.transient)
         except BudgetInfeasible:
             continue
+        if found.eviction is None:
+            return settled, found
+        if found.eviction.overhead <= _MOST_OVERHEAD:  # nobody asked for this budget
+            return settled, replace(found, eviction=replace(found.eviction, budget=None, arena_budget=found.arena_size))
     _log.info("%s: needs %s, and eager %s", plan.model, format_bytes(plan.total), format_bytes(limit))
     return None
 

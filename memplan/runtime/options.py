@@ -108,7 +108,7 @@ class RunOptions(PlanOptions):
     def keeping(self, given: Plan) -> Self:
         """Return the options with the budgets of a plan, and with what it counts in them."""
         kept = given.eviction
-        if kept is None:
+        if kept is None or kept.policy == "checkpoint":  # then the arena is what following the checkpoints needs
             return replace(self, reserve=given.reserve)
         several = bool(kept.sections)
         return replace(

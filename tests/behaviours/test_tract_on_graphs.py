@@ -5,12 +5,13 @@ from __future__ import annotations
 from benchmarks.zoo import ZOO
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
+from memplan.planning.options import PlanOptions
 from memplan.solvers.baselines.partition import partitions
 from memplan.trace import plan
 
 
 def _plan() -> Plan:
-    return plan(*ZOO["gpt2"]("nano"))
+    return plan(*ZOO["gpt2"]("nano"), options=PlanOptions(gradients="safe"))
 
 
 def test_C2_a_lifetime_ends_after_the_last_use_and_outputs_are_not_planned() -> None:  # noqa: N802

@@ -183,7 +183,7 @@ def test_a_state_that_is_saved_before_another_random_op_is_refused() -> None:
 
 
 def _record(applied: Applied) -> EvictionPlan:
-    figures = {"budget": 1, "seconds": 1.0, "base_seconds": 1.0, "stall": 0.0}
+    figures = {"arena_budget": 1, "seconds": 1.0, "base_seconds": 1.0, "stall": 0.0}
     host = cast(Solution, None)  # that nothing is copied to
     lists = {"sources": applied.sources, "instances": applied.instances}
     return EvictionPlan(policy="test", costs="a100", host=host, **figures, **lists)  # type: ignore[arg-type]

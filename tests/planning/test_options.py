@@ -45,7 +45,6 @@ VARYING = {"x": {0: "batch"}}
         ({"budget": {"a": 1}}, InvalidSize, "is not a budget"),
         ({"budget": b"1MiB"}, InvalidSize, "is not a budget"),
         ({"budget": [1, 2]}, InvalidSize, "there is one device"),
-        ({"gradients": "arena", "budget": 0.5}, UnsupportedCall, "budget=0.5"),
         ({"gradients": "arena", "device": "cpu"}, UnsupportedCall, "device='cpu'"),
         ({"gradients": "arena", "dynamic_shapes": VARYING}, UnsupportedCall, "dynamic_shapes="),
         ({"dynamic_shapes": VARYING, "device": "cpu"}, InvalidShapes, "device with dynamic_shapes"),

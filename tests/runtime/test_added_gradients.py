@@ -350,3 +350,111 @@ def test_a_plan_says_what_it_is_for() -> None:
     added, safe = (memplan.plan(net, x, gradients=how) for how in ("added", "safe"))
     assert added.outside["gradients"] == safe.outside["gradients"] == _bytes(net)
     assert added.arena_size <= safe.arena_size + 2 * 16 * 16 * 4
+
+
+class _Product(nn.Module):
+    """A model whose parameter `b` is read by the backward, and whose gradients have the shape of its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a * x).tanh() * self.b
+
+
+@pytest.mark.parametrize("gradients", WAYS)
+def test_a_gradient_that_comes_in_again(gradients: Any) -> None:
+    """A `.grad` that is the gradient of the output, too, is read before it is added to."""
+    torch.manual_seed(0)
+    ours, x = _Product(), torch.randn(4, 4)
+    eager = copy.deepcopy(ours)
+    for net, call in ((ours, compile(ours, x, gradients=gradients)), (eager, eager)):
+        for _ in range(2):
+            call(x).sum().backward()
+        call(x).backward(net.b.grad)
+    for p, q in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_a_parameter_that_was_frozen_gets_nothing() -> None:
+    """A parameter that no longer wants a gradient when the backward runs keeps its `.grad`, as in eager."""
+    net, x = _net(), torch.randn(8, 16)
+    compiled = compile(net, x, gradients="added")
+    compiled(x).sum().backward()
+    loss, weight = compiled(x).sum(), next(net.parameters())
+    assert weight.grad is not None
+    before = weight.grad.clone()
+    weight.requires_grad_(False)
+    loss.backward()
+    assert torch.equal(weight.grad, before)
+
+
+def test_hooks_see_every_step_that_adds() -> None:
+    """Events of the backward come for an accumulating step, too; module hooks run once per call."""
+    net, x = _net(), torch.randn(8, 16)
+    compiled = compile(net, x)
+    events: list[int] = []
+    calls: list[int] = []
+    handle = compiled.register_forward_pre_hook(lambda module, args: calls.append(1))
+    for _ in range(3):
+        compiled(x).sum().backward()
+    handle.remove()
+    assert len(calls) == 3
+    counts = []
+    with compiled.hooks.add(lambda event: events.append(event.step)):
+        for _ in range(2):
+            compiled(x).sum().backward()
+            counts.append(len(events))
+    assert counts[1] == 2 * counts[0]
+    assert max(events) == len(compiled.plan.schedule.order) - 1
+
+
+def test_gradients_from_elsewhere_are_in_use_too() -> None:
+    """A `.grad` outside the arena, set before the first call, means accumulation as well."""
+    pair = Pair("auto")
+    for net in (pair.ours, pair.eager):
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+    pair.both(_zeros)
+    assert pair.compiled.plan.outside["gradients"] == _bytes(pair.ours)
+
+
+def test_an_evaluation_under_a_budget_keeps_it() -> None:
+    """Gradients that an evaluation would move beside the arena raise where the budget has no room for both."""
+    net, x = _net(), torch.randn(64, 16)
+    compiled = compile(net, x, budget=memplan.plan(net, x, budget="min").total + 512)
+    compiled(x).sum().backward()
+    with torch.no_grad(), pytest.raises(StaleActivationsError, match="are still set"):
+        compiled(x)
+    net.zero_grad()
+    with torch.no_grad():
+        assert torch.equal(compiled(x), net(x))
+
+
+def test_a_change_that_fails_is_made_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt while the model is compiled anew leaves a module that compiles at its next call."""
+    from memplan.runtime.api.builder import Builder
+
+    pair = Pair("auto")
+    pair.both(_step)
+    with monkeypatch.context() as patched:
+        patched.setattr(Builder, "build", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pair.compiled(pair.x)
+    pair.both(_step)
+    assert pair.compiled.plan.outside["gradients"] == _bytes(pair.ours)
+
+
+def test_a_freed_arena_refuses_steps() -> None:
+    """A program that was chosen before the change, by another thread, does not run in freed memory."""
+    net, x = _net(), torch.randn(8, 16)
+    compiled = compile(net, x)
+    old = compiled._selector.main
+    compiled(x).sum().backward()
+    compiled(x).sum().backward()
+    net.zero_grad()
+    with pytest.raises(StaleActivationsError, match="compiled anew"):
+        old(old.input_guards.flatten((x,), {}), training=True)

@@ -184,6 +184,7 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
         expected = outcome_of(model, compiled, x)
     assert compiled._guide.ready
     main = compiled._selector.main
+    model.zero_grad()
     loss = main(main.input_guards.flatten((x,), {}), training=True)  # as if the guide had not been asked
     with pytest.raises(StaleActivationsError):
         compiled(x)

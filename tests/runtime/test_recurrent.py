@@ -60,7 +60,7 @@ def test_training_gives_the_bits_of_eager(options: dict[str, Any], mode: str) ->
     torch.manual_seed(0)
     model, x = Reads(**options).train(mode == "training"), torch.randn(3, 5, 6)
     eager = copy.deepcopy(model)
-    compiled = memplan_compile(model, x.clone().requires_grad_(), train=True, sanitize="poison")
+    compiled = memplan_compile(model, x.clone().requires_grad_(), train=True, budget="1GiB", sanitize="poison")
     targets = [op.target for op in compiled.plan.graph.ops]
     runs = options["num_layers"] * (1 + options.get("bidirectional", False))
     assert [targets.count(kernel) for kernel in _KERNELS] == [runs, runs]

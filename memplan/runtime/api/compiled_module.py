@@ -70,6 +70,7 @@ class CompiledModule(nn.Module, MeasuredStep):
     passive: OnDemandOffload | None
     _builder: Builder
     _warned: set[str]
+    _example: tuple[tuple[tuple[Any, ...], dict[str, Any]], bool, list[bool]] | None
 
     def __init__(
         self,
@@ -89,7 +90,9 @@ class CompiledModule(nn.Module, MeasuredStep):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]
         # without nn.Module.__setattr__: the model may have a submodule of any name
-        self.__dict__.update(hooks=Hooks(), passive=None, symbolic=None, _requested=options, _given=given, _guide=None)
+        self.__dict__.update(
+            hooks=Hooks(), passive=None, symbolic=None, _requested=options, _given=given, _guide=None, _example=None
+        )
         self.__dict__.update(
             _builder=Builder(model, options, self.hooks), _measurements=[], _train=train, _warned=set()
         )
@@ -147,6 +150,17 @@ class CompiledModule(nn.Module, MeasuredStep):
             if self._requested.on_mismatch == "eager":
                 return self._original(*args, **kwargs)
             raise refused
+        if self._example is not None:
+            self._compile_again()
+        try:
+            return self._call(args, kwargs)
+        except GradientsInUse as error:
+            in_use = error.gradients
+        self._put_gradients_outside(in_use)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step. Raises `GradientsInUse` if gradients of the last one are in bytes that it needs."""
         try:
             runner, leaves = self._selector.select(args, kwargs)
             current = runner.current()
@@ -167,13 +181,7 @@ class CompiledModule(nn.Module, MeasuredStep):
         if self._guide is not None and runner is self._selector.main and self._guide.ready:
             runner = self._advance(self._guide)
             current = runner.current()
-        try:
-            return runner(leaves, current, training=runner.traced.training)
-        except GradientsInUse as error:
-            in_use = error.gradients
-        del runner, leaves, current  # they keep the old arena
-        self._put_gradients_outside(in_use)
-        return self(*args, **kwargs)
+        return runner(leaves, current, training=runner.traced.training)
 
     def _put_gradients_outside(self, gradients: ArenaGradients) -> None:
         """Compile for gradients outside the arena, because those of the last step are still in use at the next call.
@@ -183,39 +191,35 @@ class CompiledModule(nn.Module, MeasuredStep):
         base = self._requested if self._given is None else self._builder.options  # a given plan's budgets are there
         options = replace(base, gradients="added")
         main, modes = self._selector.main, self._selector.main_modes
-        example, train = example_of(main), main.traced.training
+        again = (example_of(main), main.traced.training, modes)
+        del main
         builder = Builder(self._original, options, self.hooks)
         if options.has_budget:
-            self._require_room(gradients)
+            if gradients.lacks_room:
+                raise _no_room(gradients)
             with in_modes(self._original, modes):
-                builder.require_plan(*example, train)
-        gradients.move_out()
-        if gradients.holder():
-            gradients.move_names_out()
-        if name := gradients.holder():
-            if options.has_budget:
-                raise referred(name, 'or compile with gradients="added"')
-            _log.warning(_KEPT, self.plan.model, name, format_bytes(gradients.arena.nbytes))
-        else:
-            _log.info(_STILL_SET, self.plan.model)
-            gradients.arena.release()
-        del main
-        self.__dict__.update(_requested=options, _builder=builder, _given=None, _guide=None, _selector=None)
-        with in_modes(self._original, modes):
-            self._compile(*example, train)
+                builder.require_plan(*again[0], again[1])
+        with gradients.arena.ownership:  # no other thread may begin a step in between
+            gradients.move_out()
+            if gradients.holder():
+                gradients.move_names_out()
+            if name := gradients.holder():
+                if options.has_budget:
+                    raise referred(name, 'or compile with gradients="added"')
+                _log.warning(_KEPT, self.plan.model, name, format_bytes(gradients.arena.nbytes))
+            else:
+                _log.info(_STILL_SET, self.plan.model)
+                gradients.arena.release()
+        self.__dict__.update(_requested=options, _builder=builder, _given=None, _guide=None, _example=again)
+        self._compile_again()
 
-    def _require_room(self, gradients: ArenaGradients) -> None:
-        """Raise `StaleActivationsError` if gradients beside the arena that they leave would break the budget."""
-        limit = None if self.plan.eviction is None else self.plan.eviction.budget
-        need = self.plan.total + gradients.nbytes
-        if limit is not None and need > limit:
-            raise StaleActivationsError(
-                f"gradients of the last step are still set, and take {format_bytes(gradients.nbytes)} of the arena; "
-                f"moved out of it, the step would need {format_bytes(need)}, and the budget is {format_bytes(limit)}",
-                hint='call zero_grad() before each call, or compile with gradients="added", which adds to gradients '
-                "outside of the arena, within the budget",
-                see="gradient-kept",
-            )
+    def _compile_again(self) -> None:
+        """Compile from the example of the first time, which is kept until that has succeeded."""
+        assert self._example is not None
+        (args, kwargs), train, modes = self._example
+        with in_modes(self._original, modes):
+            self._compile(args, kwargs, train)
+        self.__dict__["_example"] = None
 
     def _replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any], list[torch.Tensor]]:
         """Return a program for a call that differs from the example, or for a model that has changed."""
@@ -356,6 +360,20 @@ class CompiledModule(nn.Module, MeasuredStep):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_original"], name)
+
+
+def _no_room(gradients: ArenaGradients) -> StaleActivationsError:
+    """Return the error for gradients that, moved out of the arena, would break the budget together with it."""
+    plan = gradients.plan
+    assert plan.eviction is not None
+    need, limit = format_bytes(plan.total + gradients.nbytes), format_bytes(plan.eviction.budget or 0)
+    return StaleActivationsError(
+        f"gradients of the last step are still set, and take {format_bytes(gradients.nbytes)} of the arena; moved out, "
+        f"the step would need {need}, and the budget is {limit}",
+        hint='call zero_grad() before each call, or compile with gradients="added", which adds to gradients outside of '
+        "the arena, within the budget",
+        see="gradient-kept",
+    )
 
 
 def _in_this_thread() -> bool:

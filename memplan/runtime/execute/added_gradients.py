@@ -24,7 +24,7 @@ from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.memory.arena import dtype_of
 
-_grad = attrgetter("grad")
+_grad, _wants = attrgetter("grad"), attrgetter("requires_grad")
 _COPY = "aten.copy_.default"
 
 
@@ -40,13 +40,20 @@ class AddedGradients:
         self.backward: Callable[..., Any] = program.backward_into(values, adding(program, values))
         self._without_hooks: tuple[int, list[int]] = (-1, [])  # the hooks ever set, and the parameters, when seen last
 
-    def targets(self, parameters: Sequence[torch.Tensor], nodes: Sequence[Any]) -> list[torch.Tensor] | None:
+    def targets(
+        self, parameters: Sequence[torch.Tensor], nodes: Sequence[Any], read: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor] | None:
         """Return the `.grad` of each parameter to add to; None if autograd has to do it.
 
-        `nodes` are the nodes of autograd that take the parameters' gradients.
+        `nodes` are the nodes of autograd that take the parameters' gradients; `read` are the tensors outside the arena
+        that the backward reads, which must not change while it runs.
         """
         grads = list(map(_grad, parameters))
-        if not all(map(_can_take, grads, self._values)) or self._have_hooks(parameters):
+        if not all(map(_can_take, grads, self._values)) or not all(map(_wants, parameters)):
+            return None
+        if torch.is_anomaly_enabled() or self._have_hooks(parameters):
+            return None
+        if not {t.untyped_storage().data_ptr() for t in read}.isdisjoint(g.untyped_storage().data_ptr() for g in grads):
             return None
         if not _counts_references() or not all(map(_is_only_user, nodes)):
             return None

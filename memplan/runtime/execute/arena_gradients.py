@@ -1,8 +1,8 @@
-"""`gradients="arena"`: keeps the gradients of parameters in the arena until the next step needs the bytes.
+"""`gradients="auto"` and `"arena"`: keep the gradients of parameters in the arena until the next step needs the bytes.
 
 They use the bytes of freed activations, so that a step takes no more than its own peak; outside the arena, they would
-add to it. A `.grad` that is still set when the next program begins is moved out of the arena. With `gradients="auto"`,
-gradients stay outside from then on: a step with a backward raises `GradientsInUse`, and is compiled anew.
+add to it. A `.grad` that is still set when the next program begins is moved out of the arena. With "auto", gradients
+stay outside from then on: a step with a backward raises `GradientsInUse`, and is compiled anew.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ArenaGradients:
     ) -> None:
         self._held = held
         tensors = [program.namespace.names[f"v{value}"] for value in values]
-        self._namespace, self.arena = program.namespace, program.arena
+        self._namespace, self.arena, self.plan = program.namespace, program.arena, program.plan
         self._temporary = temporary
         self._slots = [slot for slot, t in zip(slots, tensors, strict=True) if t.numel()]
         self._storages = [t.untyped_storage() for t in tensors if t.numel()]
@@ -66,23 +66,37 @@ class ArenaGradients:
         """Return for each storage the number of tensors that use it, and of references to its Python object."""
         return [*map(torch._C._storage_Use_Count, self._addresses), *map(sys.getrefcount, self._storages)]
 
-    def vacate(self, training: bool) -> None:
-        """Move each `.grad` that is in the arena out of it, before a step that is `training` or not uses the bytes.
+    def require_unset(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise `GradientsInUse` if a parameter has a `.grad`, to which the step would add a second set of gradients.
 
-        Raises `GradientsInUse` instead if gradients are to stay outside from now on, and `StaleActivationsError` if
-        anything else refers to a gradient, which would be overwritten.
+        Where gradients are in the arena for good, nothing is raised.
+        """
+        free = self.arena.ownership.pending is None  # otherwise the step cannot begin, for another reason
+        if self._temporary and free and any(p.grad is not None for p in parameters):
+            raise GradientsInUse(self)
+
+    def vacate(self, has_backward: bool) -> None:
+        """Move each `.grad` that is in the arena out of it, before a step with a backward or without uses the bytes.
+
+        Raises `GradientsInUse` instead if gradients are to stay outside from now on: before a step with a backward, if
+        anything else refers to a gradient, and if a budget has no room for both. Where they are in the arena for good,
+        raises `StaleActivationsError` if anything else refers to a gradient, which would be overwritten.
         """
         if self._references() == self._unreferenced:
             return
-        if self._temporary and training:
+        if self._temporary and (has_backward or self.lacks_room):
             raise GradientsInUse(self)
         self.move_out()
-        name = self.holder()
-        if name and self._temporary:
-            self.move_names_out()
-            name = self.holder()
-        if name:
+        if name := self.holder():
+            if self._temporary:
+                raise GradientsInUse(self)
             raise referred(name, 'or compile with gradients="safe"')
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether the gradients, moved out of the arena, would exceed the plan's budget together with it."""
+        budget = None if self.plan.eviction is None else self.plan.eviction.budget
+        return budget is not None and self.plan.total + self.nbytes > budget
 
     def move_out(self) -> None:
         """Move each `.grad` that is in the arena to memory of its own."""

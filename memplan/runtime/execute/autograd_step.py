@@ -72,8 +72,9 @@ class PlannedStep(torch.autograd.Function):
             if list(map(_version, watched)) != ctx.versions:
                 raise _changed(watched, ctx.versions, step)
             tangents, missing = runner.tangents_from(grads)
-            if ctx.adds is not None and not missing:
-                targets = runner.added.targets(ctx.adds, [node for node, _ in ctx.next_functions[: len(ctx.adds)]])
+            if ctx.adds is not None and not missing and not runner.is_observed:
+                nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]
+                targets = runner.added.targets(ctx.adds, nodes, [*watched, *saved, *tangents])
                 if targets is not None:
                     gradients = runner.added.backward(*saved, *tangents, *targets)
                     torch.autograd.graph.increment_version(targets)

@@ -116,6 +116,11 @@ class Runner:
         """Call `op_timer` right around each op, inside sanitizers and hooks; `NO_SANITIZERS` stops it."""
         self._watch(self._emit, op_timer)
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether hooks or timers are called around the ops of a step."""
+        return self._emit is not None or self._op_timer is not NO_SANITIZERS
+
     def _watch(self, emit: Hook | None, op_timer: Sanitizers) -> None:
         self._emit, self._op_timer = emit, op_timer
         if emit is None and op_timer is NO_SANITIZERS:
@@ -188,6 +193,8 @@ class Runner:
             self.input_guards.check_apart(leaves, self._written)
         inputs = self.input_guards.tensors(leaves)
         if training:
+            if self.arena_gradients is not None:
+                self.arena_gradients.require_unset(self.wanted(current))
             wanted = [leaves[i] for i in self._wanted_inputs] if self._wanted_inputs else ()
             if self.owned is None:
                 fresh = run_planned(self, inputs, current, *self.wanted(current), *wanted, *self._anchors)

@@ -65,6 +65,7 @@ class Arena(Memory):
 
     def release(self) -> None:
         """Free its memory, although programs that nobody will run again may still refer to it."""
+        self.ownership.released = True
         self.memory.untyped_storage().resize_(0)
         self.nbytes = 0
 

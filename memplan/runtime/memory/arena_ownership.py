@@ -27,8 +27,8 @@ class ArenaOwnership:
     """Tracks which step owns an arena; programs that share the arena share this object.
 
     `drain()` returns when no copy into or out of the arena is running; it is called if a step ends early.
-    `vacate(training)`, if set, moves gradients that a backward left in the arena out of it before the bytes are used
-    again, by a step with a backward (`training`) or without.
+    `vacate(has_backward)`, if set, moves gradients that a backward left in the arena out of it before the bytes are
+    used again, by a step with a backward or without.
     `order_streams()` makes the work launched from now on wait for the steps before, if they ran on other streams.
     """
 
@@ -37,6 +37,7 @@ class ArenaOwnership:
         self.order_streams = order_streams
         self._lock = threading.Lock()
         self.steps = 0
+        self.released = False
         self._current: Callable[[], InFlight | None] = lambda: None
         self.vacate: Callable[[bool], None] | None = None
 
@@ -60,16 +61,17 @@ class ArenaOwnership:
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step, or raise `StaleActivationsError` if one is in flight; `keep`: a backward will follow."""
         self.steps += 1
-        self.require_free(f"forward {self.steps}", training=keep)
+        self.require_free(f"forward {self.steps}", has_backward=keep)
         step = InFlight(self.steps)
         self._current = weakref.ref(step) if keep else lambda: None
         return step
 
-    def require_free(self, who: str, *, training: bool = False) -> None:
+    def require_free(self, who: str, *, has_backward: bool = False) -> None:
         """Raise `StaleActivationsError` if a step is in flight; otherwise wait for all copies and earlier steps.
 
-        `training`: a step with a backward will use the arena.
+        `has_backward`: a step with a backward will use the arena.
         """
+        self._require_memory()
         if self.pending is not None:
             raise StaleActivationsError(
                 f"{who} would overwrite the activations of forward {self.pending.number}, whose backward has not run",
@@ -78,10 +80,19 @@ class ArenaOwnership:
                 see="activations",
             )
         if self.vacate is not None:
-            self.vacate(training)
+            self.vacate(has_backward)
             self.vacate = None
         self.drain()  # copies of a forward whose backward will not run
         self.order_streams()
+
+    def _require_memory(self) -> None:
+        """Raise `StaleActivationsError` if the arena was freed, because the model was compiled anew."""
+        if self.released:
+            raise StaleActivationsError(
+                "the model was compiled anew, and the arena of this call was freed",
+                hint="let one thread at a time call a compiled module, or compile one for each thread",
+                see="threads",
+            )
 
     @property
     def pending(self) -> InFlight | None:
@@ -103,5 +114,6 @@ class ArenaOwnership:
                 hint="call backward before the next forward",
                 see="backward-twice",
             )
+        self._require_memory()
         step.done = True
         self.order_streams()

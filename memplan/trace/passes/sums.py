@@ -72,7 +72,8 @@ def _maker(term: fx.Node) -> fx.Node | None:
         if base is None:
             return node
         if base.op != "call_function" or isinstance(base.meta["val"], (tuple, list)):
-            return base if base.op == "call_function" else None
+            new = base.op == "call_function" and key not in keys_of(base.all_input_nodes)
+            return base if new else None
         if value(base).numel() != value(term).numel():
             return None
         node = base
