@@ -158,7 +158,7 @@ class _Step:
 
 def _made(model: nn.Module, inputs: tuple[Any, ...], share: int, policy: str, costs: Any) -> CompiledModule | None:
     try:
-        return memplan.compile(model, inputs, arena_budget=share / 100, policy=policy, costs=costs)
+        return memplan.compile(model, inputs, gradients="safe", arena_budget=share / 100, policy=policy, costs=costs)
     except BudgetInfeasible:
         return None
 

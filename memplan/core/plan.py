@@ -199,7 +199,17 @@ class Plan:
         return self.arena_size + max(self.transient, default=0) + self.reserve
 
     def on_section(self, section: DeviceArena) -> int:
-        """Return the bytes on one of several devices at the peak: its arena, its kernels' allocations, `reserve`."""
+        """Return the bytes on one of several devices at the peak: its arena, its kernels' allocations, `reserve`.
+
+        Args:
+            section: one of `devices`.
+
+        Returns:
+            The bytes.
+
+        Example:
+            >>> [plan.on_section(section) for section in plan.devices]
+        """
         return section.size + transient_on(self.graph, self.transient, section.device) + self.reserve
 
     @property

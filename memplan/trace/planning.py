@@ -141,7 +141,11 @@ def _plan_with_transfers(
         return plan_several(scheduled, options, costs, devices=traced.runs_on, transient=transient)
     from memplan.planning.budget import plan_within  # imports the search and its compiler
 
-    return plan_within(scheduled, options, costs, room=room, device="".join(traced.runs_on), transient=transient)
+    found = plan_within(scheduled, options, costs, room=room, device="".join(traced.runs_on), transient=transient)
+    if "min" in (options.budget, options.arena_budget) and has_checkpoints(traced.graph) and not traced.runs_on:
+        followed = plan_checkpointed(scheduled, options, costs)  # it orders the step anew, with what it computes again
+        return min(found, followed, key=lambda plan: plan.arena_size)
+    return found
 
 
 def _plan_with_grouped_updates(traced: TracedGraph, scheduled: ScheduledGraph, options: PlanOptions) -> Plan:

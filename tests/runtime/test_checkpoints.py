@@ -270,7 +270,7 @@ def test_a_plan_with_checkpoints_is_saved_and_loaded(tmp_path: Any) -> None:
 
 def test_a_budget_goes_below_what_the_checkpoints_need() -> None:
     model = Net()
-    followed = plan(model, _x())
+    followed = plan(model, _x().requires_grad_())
     compiled = memplan.compile(model, _x().requires_grad_(), arena_budget="min", policy="recompute")
     assert compiled.plan.arena_size <= followed.arena_size
     assert all(map(torch.equal, _step(compiled), _step(model)))
@@ -400,5 +400,6 @@ def test_a_whole_step_and_a_graph_of_torch_compile() -> None:
     assert all(map(torch.equal, model.parameters(), eager.parameters()))
     assert _saves(step.plan) == _BLOCKS
     backend = memplan.Backend()
+    torch._dynamo.reset()  # otherwise it takes dropout's rate, which differs between tests, for a number that varies
     assert all(map(torch.equal, _step(cast(nn.Module, torch.compile(model, backend=backend))), _step(model)))
     assert _saves(backend.graphs[0].plans[0]) == _BLOCKS

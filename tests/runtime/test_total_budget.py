@@ -214,6 +214,7 @@ def test_a_saved_plan_keeps_what_was_asked(tmp_path: Any) -> None:
     assert _measured(again, x) + 4096 <= total
     options = again._builder.options
     assert (options.budget, options.reserve) == (total, 4096), "programs of other modes keep the same budget"
+    model.zero_grad()
     with torch.no_grad():
         assert torch.equal(again(x), model(x))
     others: tuple[dict[str, Any], ...] = ({"budget": total}, {"arena_budget": 1}, {"host_budget": 1}, {"reserve": 1})
