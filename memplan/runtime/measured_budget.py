@@ -31,8 +31,8 @@ class Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The results of a trial run: `transient` are the bytes that each op of `traced` allocates outside the arena while it,
-    or an op that computes it again, runs; `plan` is the plan that was tried."""
+    """The results of a trial run: `transient` are the bytes that each op of `traced` allocates outside the arena while
+    it, or an op that computes it again, runs; `plan` is the plan that was tried."""
 
     traced: TracedGraph
     plan: Plan
