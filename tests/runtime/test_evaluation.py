@@ -79,6 +79,7 @@ def test_a_shape_planned_anew_while_results_are_alive() -> None:
     assert one.grad_fn is not None
     assert two.grad_fn is not None
     (one.sum() + two.sum()).backward()
+    model.zero_grad()
     x = torch.randn(7, 6)
     assert torch.equal(compiled(x), model(x))
     assert len(compiled._selector._runners) == 2, "and has a program of its own afterwards"
