@@ -56,11 +56,11 @@ def results(
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "bert", "vit", "resnet", "unet"])
 def test_random_legal_orders_give_the_same_bits(name: str) -> None:
     model, args = ZOO[name]("nano")
-    expected, _, _ = results(model, args, "traced")
+    expected, plain, whole = results(model, args, "traced")
     for seed in range(2 if name == "mlp" else 1):
         found, order, graph = results(model, args, shuffled(seed))
         require_legal(graph, order)
-        assert order != traced(graph).order
+        assert [graph.ops[i].name for i in order] != [whole.ops[i].name for i in plain]
         assert found.keys() == expected.keys()
         for key, tensor in expected.items():
             assert torch.equal(found[key], tensor), key
