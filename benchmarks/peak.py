@@ -54,7 +54,7 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What every measurement of a table shares. `seconds` limits each process."""
+    """The settings that every measurement of a table shares. `seconds` limits each process."""
 
     size: str
     mode: str

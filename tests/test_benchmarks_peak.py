@@ -1,4 +1,4 @@
-"""What `benchmarks.peak` measures is what was allocated, and it says which promises a row breaks."""
+"""`benchmarks.peak` measures what was allocated, and says which promises a row breaks."""
 
 from __future__ import annotations
 

@@ -152,6 +152,12 @@ class Graph:
         """Return the indices of the storages that `op` writes, each once."""
         return tuple(dict.fromkeys(self.values[v].storage for v in op.writes))
 
+    @cached_property
+    def gradients_in_arena(self) -> frozenset[int]:
+        """The storages of gradients that stay in the arena to the end of the step."""
+        returned = {self.values[v].storage for v in self.gradients}
+        return frozenset(s for s in returned if self.storages[s].planned)
+
     def saved_state(self, op: Op) -> int | None:
         """Return the value of the generator state with which `op` draws random numbers again; None: it does not.
 

@@ -21,7 +21,7 @@ from memplan.core.graph import Graph, StorageKind
 from memplan.core.in_place_reuse import placed
 from memplan.core.problem import Problem, Solution
 from memplan.core.schedule import Schedule, is_proven_again
-from memplan.core.totals import functional_transient, outside_bytes, outside_profile, transient_on
+from memplan.core.totals import beside_results, functional_transient, outside_bytes, outside_profile, transient_on
 
 if TYPE_CHECKING:
     from memplan.analysis.forecast import Forecast
@@ -160,8 +160,6 @@ class Plan:
         allocate while they run (0 until `compile` has measured them).
         """
         g = self.graph
-        fallbacks = [g.functional_bytes(op) for op in g.ops]
-        extra = [max(t - f, 0) for t, f in zip(self.transient, fallbacks, strict=True)]
         return MappingProxyType(
             {
                 "parameters": g.bytes_of(StorageKind.PARAMETER),
@@ -172,8 +170,8 @@ class Plan:
                 "outputs": g.bytes_of(StorageKind.OUTPUT),
                 "gradients": g.bytes_of(StorageKind.GRADIENT),
                 **({"reserve": self.reserve} if self.reserve else {}),
-                "fallbacks": max(fallbacks, default=0),
-                "temporaries": max(extra, default=0),
+                "fallbacks": max(functional_transient(g), default=0),
+                "temporaries": max(beside_results(g, self.transient), default=0),
             }
         )
 

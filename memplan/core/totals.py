@@ -48,6 +48,11 @@ def functional_transient(graph: Graph) -> tuple[int, ...]:
     return tuple(graph.functional_bytes(op) for op in graph.ops)
 
 
+def beside_results(graph: Graph, transient: Sequence[int]) -> tuple[int, ...]:
+    """Return the transient bytes of each op beside its fresh results: what its kernel allocates for itself."""
+    return tuple(max(t - r, 0) for t, r in zip(transient, functional_transient(graph), strict=True))
+
+
 def transient_on(graph: Graph, transient: Sequence[int], device: str) -> int:
     """Return the most transient bytes of an op that runs on `device`, one of several."""
     on = (t for op, t in zip(graph.ops, transient, strict=True) if _runs_on(graph, op, device))

@@ -199,11 +199,10 @@ class Workload:
         planned = frozenset(i for i, s in enumerate(self.graph.storages) if s.planned)
         return (planned - self.gradients) | self.host_resident
 
-    @cached_property
+    @property
     def gradients(self) -> frozenset[int]:
         """The planned storages of gradients that are returned: they stay in the arena to the end of the step."""
-        g = self.graph
-        return frozenset(s for v in g.gradients if g.storages[s := g.values[v].storage].planned)
+        return self.graph.gradients_in_arena
 
     @cached_property
     def begins(self) -> tuple[tuple[int, ...], ...]:

@@ -14,8 +14,7 @@ def late_gradients(plan: Plan) -> frozenset[int]:
     """
     graph, order = plan.graph, plan.schedule.order
     born = {s: live.start for s, live in storage_intervals(graph, order).items()}
-    gradients = {graph.values[v].storage for v in graph.gradients}
-    candidates = sorted((s for s in gradients if graph.storages[s].planned and s in born), key=lambda s: -born[s])
+    candidates = sorted(graph.gradients_in_arena & born.keys(), key=lambda s: (-born[s], s))
     sizes = {buffer.id: buffer.size for buffer in plan.problem.buffers}
     inside, outside = [0] * len(order), list(plan.outside_profile)
     for buffer in plan.problem.buffers:

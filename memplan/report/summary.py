@@ -177,7 +177,7 @@ def make_report(plan: Plan) -> Report:
         steps=len(plan.schedule.order),
         buffers=len(plan.problem.buffers),
         arena_size=plan.arena_size,
-        gradients=sum(plan.graph.storages[s].nbytes for s in _gradients(plan)),
+        gradients=sum(plan.graph.storages[s].nbytes for s in plan.graph.gradients_in_arena),
         max_live=plan.max_live,
         fragmentation=plan.fragmentation,
         padding=plan.padding,
@@ -238,12 +238,6 @@ def _kept(plan: Plan) -> Kept | None:
         sections=plan.devices,
         sent=sum(plan.graph.values[op.reads[0]].shape[0] for op in plan.graph.ops if op.target == SEND),
     )
-
-
-def _gradients(plan: Plan) -> set[int]:
-    """Return the storages of the gradients that stay in the arena after the step."""
-    storages = {plan.graph.values[v].storage for v in plan.graph.gradients}
-    return {s for s in storages if plan.graph.storages[s].planned}
 
 
 def _outside(plan: Plan) -> Outside:

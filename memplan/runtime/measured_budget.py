@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from memplan.core.plan import Plan
+from memplan.core.totals import beside_results
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.planning.eager_total import eager_total
@@ -91,9 +92,7 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     """
     known = _measured(built, None)
     graph, plan = built.traced.graph, built.runner.plan
-    results = map(graph.functional_bytes, graph.ops)
-    beside = [max(t - r, 0) for t, r in zip(known.transient, results, strict=True)]
-    eager = eager_total(graph, beside)
+    eager = eager_total(graph, beside_results(graph, known.transient))
     limit = eager - eager // _PRECISION + plan.padding + options.reserved
     if plan.total <= limit or plan.redzone:
         return None

@@ -103,7 +103,7 @@ def test_nodes_are_asked_for_hooks_only_when_someone_set_one(monkeypatch: pytest
         asked.append(parameter)
         return hooks_of_node(parameter)
 
-    monkeypatch.setattr("memplan.runtime.execute.owned_gradients.hooks_of_node", asking)
+    monkeypatch.setattr("memplan.runtime.guards.hook_counts.hooks_of_node", asking)
 
     def steps() -> int:
         asked.clear()

@@ -35,12 +35,13 @@ def seeded(search: DecisionSearch, *, quick: bool = False) -> tuple[tuple[Events
     workload = search.workload
     checkpointed = any(op.checkpoint for op in workload.graph.ops)
     states: list[Decisions] = []
-    ways = [] if quick else list(on_demand(workload))
+    kept = [] if quick else list(on_demand(workload))
     for policy in (dtr, checkpoint) if checkpointed else (dtr,):
         with suppress(BudgetInfeasible):
-            ways.append(policy(workload))
-            states.append(decisions_of(search, ways[-1]))
-    kept = [events for events in ways if measure(workload, events).peak <= workload.budget]
+            events = policy(workload)
+            states.append(decisions_of(search, events))
+            if measure(workload, events).peak <= workload.budget:
+                kept.append(events)
     if not quick:
         state = guided(search, evaluations=_WORK // (len(workload.graph.ops) + 1))
         again = decisions_of(search, search.events(state))  # recomputes each time what runs repeatedly

@@ -31,7 +31,6 @@ from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedStep, capture_call
-from memplan.trace.graph.remap_to_plan import has_gradients
 from memplan.trace.traced import TracedGraph
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class Builder:
                 runner = self.assemble(*smaller)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = self.options.keeping(given)
-        if given is not None and self.options.gradients == "auto" and not has_gradients(given):
+        if given is not None and self.options.gradients == "auto" and not given.graph.gradients_in_arena:
             self.options = replace(self.options, gradients="safe")  # other programs have them where the plan has them
         return runner
 

@@ -20,7 +20,7 @@ import torch
 
 from memplan.core.graph import Value
 from memplan.runtime.execute.program import Program
-from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
+from memplan.runtime.guards.hook_counts import HookSearch
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.memory.arena import dtype_of
 
@@ -38,7 +38,7 @@ class AddedGradients:
         graph = program.traced.graph
         self._values = [graph.values[v] for v in values]
         self.backward: Callable[..., Any] = program.backward_into(values, adding(program, values))
-        self._without_hooks: tuple[int, list[int]] = (-1, [])  # the hooks ever set, and the parameters, when seen last
+        self._hooks = HookSearch()
 
     def targets(
         self, parameters: Sequence[torch.Tensor], nodes: Sequence[Any], read: Sequence[torch.Tensor]
@@ -51,22 +51,13 @@ class AddedGradients:
         grads = list(map(_grad, parameters))
         if not all(map(_can_take, grads, self._values)) or not all(map(_wants, parameters)):
             return None
-        if torch.is_anomaly_enabled() or self._have_hooks(parameters):
+        if torch.is_anomaly_enabled() or self._hooks.first(parameters) is not None:
             return None
         if not {t.untyped_storage().data_ptr() for t in read}.isdisjoint(g.untyped_storage().data_ptr() for g in grads):
             return None
         if not _counts_references() or not all(map(_is_only_user, nodes)):
             return None
         return grads
-
-    def _have_hooks(self, parameters: Sequence[torch.Tensor]) -> bool:
-        now = (hooks_ever_set(), list(map(id, parameters)))
-        known = now == self._without_hooks
-        for p in parameters:
-            if p._backward_hooks or p._post_accumulate_grad_hooks or (not known and hooks_of_node(p)):
-                return True
-        self._without_hooks = now
-        return False
 
 
 def adding(program: Program, values: Sequence[int]) -> tuple[BoundOp, ...]:

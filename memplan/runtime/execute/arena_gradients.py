@@ -100,7 +100,7 @@ class ArenaGradients:
 
     def move_out(self) -> None:
         """Move each `.grad` that is in the arena to memory of its own."""
-        here = self._places()
+        here = set(self._addresses)
         with torch.inference_mode(False), torch.no_grad():
             for parameter in self._held.tensors():
                 _move(parameter, here)
@@ -134,14 +134,11 @@ class ArenaGradients:
         slot = next((slot for slot, one, two in zip(both, now, free, strict=True) if one != two), None)
         return None if slot is None else self._held.names[slot]
 
-    def _places(self) -> set[int]:
-        return {storage.data_ptr() for storage in self._storages}
-
 
 def _move(parameter: torch.Tensor, here: set[int]) -> None:
     """Move `.grad` out of the arena; it stays the same tensor object, unless it is a view."""
     gradient = parameter.grad
-    if gradient is None or gradient.untyped_storage().data_ptr() not in here:
+    if gradient is None or gradient.untyped_storage()._cdata not in here:
         return
     if gradient._is_view():
         parameter.grad = gradient.clone()

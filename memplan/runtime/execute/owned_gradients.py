@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from memplan.errors import UnsupportedCall
-from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
+from memplan.runtime.guards.hook_counts import HookSearch
 from memplan.runtime.guards.ranks import in_ddp
 
 _HINT = 'compile with gradients="safe"'
@@ -27,10 +27,7 @@ class OwnedGradients:
         self.anchor = torch.zeros((), requires_grad=True)
         self._names = names
         self._same_strides = same_strides
-        self._checked: tuple[int, list[int]] = (
-            -1,
-            [],
-        )  # the hooks ever set, and the parameters, when no hook was found
+        self._hooks = HookSearch()
 
     def require_no_reducer(self) -> None:
         """Raise `UnsupportedCall` inside the forward of DistributedDataParallel, whose hooks would not be called."""
@@ -43,19 +40,14 @@ class OwnedGradients:
 
     def require_no_hooks(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise `UnsupportedCall` if one of the parameters has a hook, which would not be called."""
-        now = (
-            hooks_ever_set(),
-            list(map(id, parameters)),
-        )  # if an id is reused by another tensor, its hook was set later
-        for i, p in enumerate(parameters):
-            if p._backward_hooks or p._post_accumulate_grad_hooks or (now != self._checked and hooks_of_node(p)):
-                raise UnsupportedCall(
-                    'has a hook, which gradients="owned" would not call',
-                    where=self._names[i],
-                    hint=_HINT,
-                    see="gradients-owned",
-                )
-        self._checked = now
+        found = self._hooks.first(parameters)
+        if found is not None:
+            raise UnsupportedCall(
+                'has a hook, which gradients="owned" would not call',
+                where=self._names[found],
+                hint=_HINT,
+                see="gradients-owned",
+            )
 
     def assign(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Set the `.grad` of each parameter, or add the gradient to an existing one."""

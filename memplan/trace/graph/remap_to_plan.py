@@ -27,17 +27,11 @@ def require_planned(traced: TracedGraph, plan: Plan) -> None:
         require_equivalent(traced.graph, plan.graph, plan.eviction.sources)
 
 
-def has_gradients(plan: Plan) -> bool:
-    """Return whether the arena of a plan holds gradients to the end of the step."""
-    graph = plan.graph
-    return any(graph.storages[graph.values[v].storage].planned for v in graph.gradients)
-
-
 def gradients_as_in(traced: TracedGraph, plan: Plan) -> TracedGraph:
     """Return a step that was traced with its gradients in the arena, with those outside that `plan` has outside."""
     planned = {s.name for s in plan.graph.storages if s.planned}
-    gradients = {traced.graph.values[v].storage for v in traced.graph.gradients}
-    return traced.with_outside({s for s in gradients if traced.graph.storages[s].name not in planned})
+    graph = traced.graph
+    return traced.with_outside({s for s in graph.gradients_in_arena if graph.storages[s].name not in planned})
 
 
 def _without(plan: Plan, traced: Graph) -> Graph:
