@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -62,7 +62,7 @@ class Origin:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """The bytes of one alias class. With `planned` they are in the arena; otherwise the model, the caller or autograd
-    owns them."""
+    owns them, or the step allocates them (`Graph.released`)."""
 
     name: str
     nbytes: int
@@ -157,6 +157,29 @@ class Graph:
         """The storages of gradients that stay in the arena to the end of the step."""
         returned = {self.values[v].storage for v in self.gradients}
         return frozenset(s for s in returned if self.storages[s].planned)
+
+    @cached_property
+    def released(self) -> frozenset[int]:
+        """The storages of intermediate results outside the arena, which take bytes from the first use to the last."""
+        returned = {self.values[v].storage for v in (*self.outputs, *self.gradients)}
+        kinds = (StorageKind.ACTIVATION, StorageKind.GRADIENT)
+        found = (i for i, s in enumerate(self.storages) if not s.planned and s.kind in kinds)
+        return frozenset(found) - returned
+
+    def with_outside(self, storages: Collection[int]) -> Graph:
+        """Return the graph with these planned storages (by index) outside the arena.
+
+        A result in the arena cannot take the bytes of an input outside in place, nor the other way round.
+        """
+        moved = tuple(replace(s, planned=False) if i in storages else s for i, s in enumerate(self.storages))
+
+        def is_planned(value: int) -> bool:
+            return moved[self.values[value].storage].planned
+
+        def kept(op: Op) -> tuple[tuple[int, int], ...]:
+            return tuple(pair for pair in op.inplace_candidates if is_planned(pair[0]) == is_planned(pair[1]))
+
+        return replace(self, storages=moved, ops=tuple(replace(op, inplace_candidates=kept(op)) for op in self.ops))
 
     def saved_state(self, op: Op) -> int | None:
         """Return the value of the generator state with which `op` draws random numbers again; None: it does not.
@@ -278,8 +301,8 @@ def check_graph(graph: Graph) -> None:
 def _check_inplace_candidates(graph: Graph) -> None:
     """Raise `InvalidPlan` for the first pair of `unrelated` or `inplace_candidates` that its op cannot have.
 
-    For an in-place candidate, both storages must be planned, equal in size and device and not returned to the caller;
-    the op must be the first to write the one and must read the other.
+    For an in-place candidate, both storages must be in the arena, or both outside, equal in size and device and not
+    returned to the caller; the op must be the first to write the one and must read the other.
     """
     kept = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
     made: dict[int, int] = {}
@@ -298,7 +321,7 @@ def _check_inplace_candidates(graph: Graph) -> None:
             one, two = graph.storages[born], graph.storages[donor]
             if born in kept or donor in kept or donor in graph.written(op) or made[born] != i:
                 raise InvalidPlan("cannot be: the bytes are not free, or the result is not new", where=where)
-            if not one.planned or not two.planned or (one.nbytes, one.device) != (two.nbytes, two.device):
+            if one.planned != two.planned or (one.nbytes, one.device) != (two.nbytes, two.device):
                 raise InvalidPlan("is between storages that do not fit each other", where=where)
 
 

@@ -21,7 +21,14 @@ from memplan.core.graph import Graph, StorageKind
 from memplan.core.in_place_reuse import placed
 from memplan.core.problem import Problem, Solution
 from memplan.core.schedule import Schedule, is_proven_again
-from memplan.core.totals import beside_results, functional_transient, outside_bytes, outside_profile, transient_on
+from memplan.core.totals import (
+    beside_results,
+    functional_transient,
+    outside_bytes,
+    outside_profile,
+    released_bytes,
+    transient_on,
+)
 
 if TYPE_CHECKING:
     from memplan.analysis.forecast import Forecast
@@ -149,17 +156,19 @@ class Plan:
 
     @cached_property
     def outside_profile(self) -> tuple[int, ...]:
-        """Bytes allocated outside the arena at each step: the caller's results so far, and the op's transient bytes."""
+        """Bytes allocated outside the arena at each step: the caller's results so far, intermediate results that
+        are not in the arena, and the op's transient bytes."""
         return outside_profile(self.graph, self.schedule.order, self.transient)
 
     @cached_property
     def outside(self) -> Mapping[str, int]:
-        """Bytes outside the arena, by kind; "fallbacks" and "temporaries" are the most at any one step.
+        """Bytes outside the arena, by kind; "intermediate", "fallbacks" and "temporaries" are the most at any one step.
 
         "fallbacks" are results of kernels without a true `out=` variant; "temporaries" are other bytes that kernels
         allocate while they run (0 until `compile` has measured them).
         """
         g = self.graph
+        intermediate = released_bytes(g, self.schedule.order)
         return MappingProxyType(
             {
                 "parameters": g.bytes_of(StorageKind.PARAMETER),
@@ -168,8 +177,10 @@ class Plan:
                 "tangents": g.bytes_of(StorageKind.TANGENT),
                 "constants": g.bytes_of(StorageKind.CONSTANT),
                 "outputs": g.bytes_of(StorageKind.OUTPUT),
-                "gradients": g.bytes_of(StorageKind.GRADIENT),
+                "gradients": g.bytes_of(StorageKind.GRADIENT)
+                - sum(g.storages[s].nbytes for s in g.released if g.storages[s].kind is StorageKind.GRADIENT),
                 **({"reserve": self.reserve} if self.reserve else {}),
+                **({"intermediate": intermediate} if intermediate else {}),
                 "fallbacks": max(functional_transient(g), default=0),
                 "temporaries": max(beside_results(g, self.transient), default=0),
             }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from memplan.core.graph import Graph, Op, StorageKind
-from memplan.core.schedule import storage_intervals
+from memplan.core.schedule import live_bytes, storage_intervals
 
 MODEL_KINDS = (
     StorageKind.PARAMETER,
@@ -17,7 +18,8 @@ MODEL_KINDS = (
 
 
 def outside_profile(graph: Graph, order: tuple[int, ...], transient: Sequence[int]) -> tuple[int, ...]:
-    """Return the bytes allocated outside the arena at each step: the caller's results so far, and transient bytes.
+    """Return the bytes allocated outside the arena at each step: the caller's results so far, intermediate results
+    that are not in the arena, and transient bytes.
 
     `transient` are the bytes that each op (by index) allocates outside the arena only while it runs.
     """
@@ -26,6 +28,7 @@ def outside_profile(graph: Graph, order: tuple[int, ...], transient: Sequence[in
         storage = graph.storages[index]
         if not storage.planned and storage.kind not in (*MODEL_KINDS, StorageKind.HOST):
             change[live.start] += storage.nbytes
+            change[live.end] -= storage.nbytes  # what the caller keeps is alive to the end
     kept, profile = 0, []
     for step, op in enumerate(order):
         kept += change[step]
@@ -41,6 +44,12 @@ def outside_bytes(graph: Graph, order: tuple[int, ...], transient: Sequence[int]
     if away:
         return max(transient, default=0)
     return graph.bytes_of(*MODEL_KINDS) + max(outside_profile(graph, order, transient), default=0)
+
+
+def released_bytes(graph: Graph, order: tuple[int, ...]) -> int:
+    """Return the most bytes that intermediate results outside the arena take at one step."""
+    kept = tuple(replace(s, planned=i in graph.released) for i, s in enumerate(graph.storages))
+    return max(live_bytes(replace(graph, storages=kept), order), default=0)
 
 
 def functional_transient(graph: Graph) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from memplan.report.summary import Peak, Report
 Line = tuple[str, int | None, str]
 
 
+_RELEASED = "freed after their last use, the most at one step"
 _IDLE = "while the optimizer runs; the rest holds gradients"
 
 
@@ -25,6 +26,7 @@ def memory_lines(report: Report) -> tuple[tuple[Line, ...], ...]:
     step = (
         ("outputs", out.outputs, "the caller's"),
         ("gradients", out.gradients, "the caller's"),
+        *((("intermediate", out.intermediate, _RELEASED),) if out.intermediate else ()),
         ("fallbacks", out.fallbacks, "results of kernels without out=, the most at one step"),
         ("kernels' temporaries", out.temporaries, "the most at one step" if out.temporaries is not None else ""),
         ("allocated by the step", out.during, "the most of these together at one step"),

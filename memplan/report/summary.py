@@ -23,14 +23,16 @@ LARGEST = 10
 class Outside:
     """Bytes outside the arena, by kind; a kind that is None has not been measured.
 
-    `outputs` and `gradients` belong to the caller, and are written directly by the last kernel. `fallbacks` are results
-    of ops without an `out=` kernel, `temporaries` what kernels allocate internally: each the most at any one step.
-    `during` is the most that these four hold together at one step, which is less than their sum if their peaks are at
-    different steps. `inputs`, `parameters` and `constants` exist before the step; `reserve` is what the user reserved.
+    `outputs` and `gradients` belong to the caller, and are written directly by the last kernel. `intermediate` are
+    results that need less here than in the arena, `fallbacks` results of ops without an `out=` kernel, `temporaries`
+    what kernels allocate internally: each the most at any one step. `during` is the most that these five hold together
+    at one step, which is less than their sum if their peaks are at different steps. `inputs`, `parameters` and
+    `constants` exist before the step; `reserve` is what the user reserved.
     """
 
     outputs: int
     gradients: int
+    intermediate: int
     fallbacks: int
     temporaries: int | None
     during: int
@@ -244,6 +246,7 @@ def _outside(plan: Plan) -> Outside:
     return Outside(
         outputs=plan.outside["outputs"],
         gradients=plan.outside["gradients"],
+        intermediate=plan.outside.get("intermediate", 0),
         fallbacks=plan.outside["fallbacks"],
         temporaries=None if plan.temporaries is None else plan.outside["temporaries"],
         during=max(plan.outside_profile, default=0),

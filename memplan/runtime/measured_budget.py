@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +12,10 @@ from memplan.core.totals import beside_results
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.planning.eager_total import eager_total
-from memplan.planning.late_gradients import late_gradients
+from memplan.planning.outside_arena import plan_partly_outside
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.options import RunOptions
+from memplan.trace.graph.remap_to_plan import outside_as_in
 from memplan.trace.traced import TracedGraph
 
 _TRIES = 4
@@ -96,20 +98,23 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     limit = eager - eager // _PRECISION + plan.padding + options.reserved
     if plan.total <= limit or plan.redzone:
         return None
+    found = None
+    if plan.eviction is None:
+        beside = beside_results(graph, known.transient)
+        found = plan_partly_outside(plan, beside, limit, options, gradients=options.gradients == "auto")
+    if found is not None and found.total <= limit:
+        return outside_as_in(built.traced, found, gradients=True), found
     policy = "recompute" if built.traced.device.type == "cpu" else "auto"  # the CPU's host copies are in its own memory
     within = replace(options, budget=limit, policy=policy, divide=None)
-    late = late_gradients(plan) if plan.eviction is None and options.gradients == "auto" else frozenset()
-    for traced in [built.traced.with_outside(late), built.traced] if late else [built.traced]:
-        try:
-            settled, found = within.settle(traced, None, transient=known.transient)
-        except BudgetInfeasible:
-            continue
-        if found.eviction is None:
-            return settled, found
-        if found.eviction.overhead <= _MOST_OVERHEAD:  # nobody asked for this budget
-            return settled, replace(found, eviction=replace(found.eviction, budget=None, arena_budget=found.arena_size))
-    _log.info("%s: needs %s, and eager %s", plan.model, format_bytes(plan.total), format_bytes(limit))
-    return None
+    with contextlib.suppress(BudgetInfeasible):
+        settled, cheaper = within.settle(built.traced, None, transient=known.transient)
+        kept = cheaper.eviction
+        if kept is None:
+            return settled, cheaper
+        if kept.overhead <= _MOST_OVERHEAD:  # nobody asked for this budget
+            return settled, replace(cheaper, eviction=replace(kept, budget=None, arena_budget=cheaper.arena_size))
+    _log.info("%s: needs %s, and eager %s", plan.model, format_bytes((found or plan).total), format_bytes(limit))
+    return None if found is None else (outside_as_in(built.traced, found, gradients=True), found)
 
 
 def adopt_need(runner: Runner) -> None:

@@ -28,7 +28,7 @@ from memplan.planning.options import PlanKeywords, PlanOptions, refuse_beside_gr
 from memplan.planning.planfile import load
 from memplan.runtime.debug.sanitizers import redzone_of
 from memplan.trace import Retracer, alignment_of, plan_step
-from memplan.trace.graph.remap_to_plan import gradients_as_in, require_planned
+from memplan.trace.graph.remap_to_plan import outside_as_in, require_planned
 from memplan.trace.retracer import retraced
 from memplan.trace.traced import TracedGraph
 
@@ -96,8 +96,7 @@ class RunOptions(PlanOptions):
         """
         if given is not None:
             variant = retraced(traced, retracer, given.division, given.compress)
-            if self.gradients == "auto":
-                variant = gradients_as_in(variant, given)
+            variant = outside_as_in(variant, given, gradients=self.gradients == "auto")
             return variant, self.require_fit(variant, given)
         return plan_step(traced, retracer, self, redzone=self.redzone(traced.device), room=room, transient=transient)
 

@@ -192,9 +192,8 @@ class TracedGraph:
         return tuple(b for b in self.bindings if b.source is source)
 
     def with_outside(self, storages: Collection[int]) -> TracedGraph:
-        """Return the step with these storages, results that it returns, outside the arena."""
-        changed = tuple(replace(s, planned=False) if i in storages else s for i, s in enumerate(self.graph.storages))
-        return replace(self, graph=replace(self.graph, storages=changed))
+        """Return the step with these storages outside the arena."""
+        return replace(self, graph=self.graph.with_outside(storages))
 
     @property
     def opaque_count(self) -> int:

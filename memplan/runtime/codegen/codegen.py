@@ -8,9 +8,10 @@ locals, and so are views of them. A run of ops that torch's TorchScript interpre
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -151,18 +152,38 @@ class FunctionWriter:
         written = [source for view in self.views for source in self._python(view)]
         last_use = {value: i for i, line in enumerate(self.lines) for value in line.uses}
         last_use |= dict.fromkeys(returned, len(self.lines))
-        native = False
-        end = 0
-        for fit, group in groupby(zip(fitting, self.lines, strict=True), key=itemgetter(0)):
-            run = [line for _, line in group]
+        dead = self._last_lines()
+        apart = [i in dead for i in range(-1, len(self.lines) - 1)]  # a run ends where memory is released
+        runs = zip(fitting, accumulate(apart), self.lines, strict=True)
+        native, names, end = False, set[int](), 0
+        for (fit, _), group in groupby(runs, key=itemgetter(0, 1)):
+            run = [line for *_, line in group]
             end += len(run)
             if fit and sum(isinstance(line, Call) for line in run) >= _MIN_CALLS:
                 native = True
                 results = [v for line in run for v in line.makes if last_use.get(v, -1) >= end]
                 written.append(self._interpreted(run, results))
             else:
+                results = [v for line in run for v in line.makes]
                 written += [source for line in run for source in self._python(line)]
+            names.update(results)
+            gone = sorted(v for v in names if self.layout.graph.values[v].storage in dead.get(end - 1, ()))
+            if gone:
+                written.append(f"del {', '.join(f'v{v}' for v in gone)}")
+                names.difference_update(gone)
         return written, native
+
+    def _last_lines(self) -> dict[int, set[int]]:
+        """Return the storages to release, by the line (index) after which nothing uses them."""
+        found: dict[int, int] = {}
+        for i, line in enumerate(self.lines):
+            for value in (*line.makes, *line.uses):
+                if (storage := self.layout.graph.values[value].storage) in self.layout.released:
+                    found[storage] = i
+        lines = defaultdict[int, set[int]](set)
+        for storage, i in found.items():
+            lines[i].add(storage)
+        return lines
 
     def _fitting(self) -> list[bool]:
         """Return for each line whether torch's interpreter can run it, in a group that is large enough to gain time."""

@@ -16,8 +16,9 @@ class Layout:
     """Says which values are static (globals), and the base (value index) of every dynamic storage (by index).
 
     `placed`: the static values whose address never changes, in the arena and its host memory, and that have dimensions
-    (torch's interpreter may turn zero-dimensional constants into numbers). `fresh_storages`: the storages that the
-    caller will own. `native`: torch's interpreter may execute runs of ops.
+    (torch's interpreter may turn zero-dimensional constants into numbers). `fresh_storages`: the storages that ops
+    allocate; the caller will own them, but for those in `released`, activations outside the arena, which are released
+    after their last use. `native`: torch's interpreter may execute runs of ops.
     """
 
     graph: Graph
@@ -25,6 +26,7 @@ class Layout:
     placed: frozenset[int]
     base_of: Mapping[int, int]
     fresh_storages: frozenset[int]
+    released: frozenset[int]
     autocast: bool
     native: bool
 

@@ -231,6 +231,7 @@ def _layout(traced: TracedGraph) -> Layout:
         placed=frozenset(i for i, v in enumerate(graph.values) if v.storage in ours and v.shape),
         base_of=base_of,
         fresh_storages=frozenset(base_of) - bound_storages,
+        released=graph.released,
         autocast=traced.autocast is not None,
         native=AVAILABLE and traced.device.type == "cpu",
     )

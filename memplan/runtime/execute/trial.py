@@ -83,12 +83,13 @@ def _measure(
     graph = traced.graph
     order = [i for i in plan.schedule.order if leaves_users_alone(traced, layout, i)]
     thunks: list[Callable[[], None]] = [partial(run_bound, bound[i], env) for i in order]
-    found = [0] * len(graph.ops)
+    found, seen = [0] * len(graph.ops), set[int]()
     for index, peak in zip(order, peak_bytes(thunks, traced.device), strict=True):
-        adopted = 0
-        if bound[index].form is CallForm.FUNCTIONAL:
-            written = graph.written(graph.ops[index])
-            adopted = sum(graph.storages[s].nbytes for s in written if s in layout.fresh_storages)
+        adopted, op = 0, graph.ops[index]
+        if bound[index].form is CallForm.FUNCTIONAL:  # what it writes to later is copied there
+            new = layout.fresh_storages.intersection(graph.written(op)) - seen
+            adopted = sum(graph.storages[s].nbytes for s in new)
+        seen.update(graph.touched(op))
         found[index] = max(peak - adopted, 0)
     return tuple(found)
 

@@ -27,11 +27,12 @@ def require_planned(traced: TracedGraph, plan: Plan) -> None:
         require_equivalent(traced.graph, plan.graph, plan.eviction.sources)
 
 
-def gradients_as_in(traced: TracedGraph, plan: Plan) -> TracedGraph:
-    """Return a step that was traced with its gradients in the arena, with those outside that `plan` has outside."""
+def outside_as_in(traced: TracedGraph, plan: Plan, *, gradients: bool) -> TracedGraph:
+    """Return a step with those activations outside the arena that `plan` has outside; with `gradients`, those too."""
     planned = {s.name for s in plan.graph.storages if s.planned}
-    graph = traced.graph
-    return traced.with_outside({s for s in graph.gradients_in_arena if graph.storages[s].name not in planned})
+    graph, kept = traced.graph, frozenset() if gradients else traced.graph.gradients_in_arena
+    outside = {i for i, s in enumerate(graph.storages) if s.planned and i not in kept and s.name not in planned}
+    return traced.with_outside(outside) if outside else traced
 
 
 def _without(plan: Plan, traced: Graph) -> Graph:

@@ -1,0 +1,166 @@
+"""Chooses storages to leave outside the arena, where the peak beside the arena comes at another time than its own.
+
+An arena takes its bytes for the whole step. A storage outside takes bytes only while it is alive, so it costs nothing
+where what is outside is below its own peak: before and after a convolution that needs much memory for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memplan.core.graph import Value
+from memplan.core.plan import Plan
+from memplan.core.problem import Interval
+from memplan.core.schedule import make_schedule, storage_intervals
+from memplan.planning.make_plan import ScheduledGraph, make_plan
+from memplan.planning.options import PlanOptions
+
+_TRIES = 3  # fragmentation makes an arena larger than what is alive at once; each try leaves more outside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """Storages that take the same bytes in place: `size` bytes in the arena, `nbytes` outside.
+
+    `saved`: the bytes of a copy that the first op needs only where its result, which it returns in fresh memory, has a
+    place in the arena.
+    """
+
+    storages: frozenset[int]
+    size: int
+    nbytes: int
+    live: Interval
+    saved: int
+
+
+class _Profile:
+    """The bytes in the arena and outside at each step, while storages leave and enter."""
+
+    def __init__(self, plan: Plan) -> None:
+        steps = len(plan.schedule.order)
+        self.inside, self.outside = np.zeros(steps, np.int64), np.array(plan.outside_profile, np.int64)
+        for buffer in plan.problem.buffers:
+            self.inside[buffer.live.start : buffer.live.end] += buffer.size
+        self._rest = plan.total - plan.arena_size - int(self.outside.max(initial=0))
+
+    @property
+    def total(self) -> int:
+        """The bytes of the whole step, with an arena that is not fragmented."""
+        return int(self.inside.max(initial=0)) + int(self.outside.max(initial=0)) + self._rest
+
+    def raised(self, candidate: _Candidate) -> int:
+        """Return the peak of what is outside, with a candidate that is in the arena now."""
+        here = self.outside[candidate.live.start : candidate.live.end]
+        return max(int(here.max()) + candidate.nbytes, int(self.outside.max()))
+
+    def move(self, candidate: _Candidate, *, out: bool) -> None:
+        """Move a candidate out of the arena, or back."""
+        sign, live = (1 if out else -1), candidate.live
+        self.inside[live.start : live.end] -= sign * candidate.size
+        self.outside[live.start : live.end] += sign * candidate.nbytes
+        self.outside[live.start] -= sign * candidate.saved
+
+
+def plan_partly_outside(
+    plan: Plan, beside: Sequence[int], limit: int, options: PlanOptions, *, gradients: bool
+) -> Plan | None:
+    """Return a plan in the same order with some storages outside, whose total is at most `limit`, or else the smallest
+    that is found; None if none is smaller than `plan`.
+
+    Its `temporaries` are those that are expected where results in fresh memory are no longer copied.
+
+    Args:
+        plan: A plan without evictions, with measured temporaries.
+        beside: The bytes that each op allocates while it runs, beside its results.
+        limit: The largest total, in bytes.
+        options: Those of the solver matter.
+        gradients: Gradients of parameters may leave the arena; the caller keeps them to the end of the step.
+    """
+    best, aim = plan, limit
+    for _ in range(_TRIES):
+        made = _without(plan, _chosen(plan, beside, aim, gradients=gradients), options)
+        best = min(best, made, key=lambda p: p.total)
+        if made.total <= limit:
+            break
+        aim -= made.total - limit
+    return None if best is plan else best
+
+
+def _without(plan: Plan, chosen: Sequence[_Candidate], options: PlanOptions) -> Plan:
+    """Return the plan of the same order with the chosen storages outside."""
+    order, temporaries = plan.schedule.order, list(plan.transient)
+    for c in chosen:
+        temporaries[order[c.live.start]] -= c.saved
+    graph = plan.graph.with_outside(frozenset().union(*(c.storages for c in chosen)))
+    schedule = make_schedule(graph, order, plan.schedule.policy)
+    made = make_plan(replace(ScheduledGraph.of(plan), graph=graph, schedule=schedule), options)
+    return replace(made, division=plan.division, compress=plan.compress, temporaries=tuple(temporaries))
+
+
+def _chosen(plan: Plan, beside: Sequence[int], limit: int, *, gradients: bool) -> list[_Candidate]:
+    """Return what leaves the arena for a total of at most `limit`, or else for the smallest total on the way there.
+
+    Storages leave one after another: of those alive where the arena is fullest, the one that raises the peak of what is
+    outside the least, then the largest. Those that need not have left return, the largest first.
+    """
+    profile, chosen = _Profile(plan), list[_Candidate]()
+    left = list(_candidates(plan, beside, gradients=gradients))
+    least, needed = profile.total, 0
+    while least > limit and left:
+        fullest = int(profile.inside.argmax())
+        here = [c for c in left if c.live.is_alive_at_step(fullest)]
+        if not here:
+            break
+        best = min(here, key=lambda c: (profile.raised(c), -c.size, c.live.start))
+        left.remove(best)
+        chosen.append(best)
+        profile.move(best, out=True)
+        if profile.total < least:
+            least, needed = profile.total, len(chosen)
+    for candidate in chosen[needed:]:
+        profile.move(candidate, out=False)
+    kept = chosen[:needed]
+    for candidate in sorted(kept, key=lambda c: (-c.size, c.live.start)):
+        profile.move(candidate, out=False)
+        if profile.total <= max(limit, least):
+            kept.remove(candidate)
+        else:
+            profile.move(candidate, out=True)
+    return kept
+
+
+def _candidates(plan: Plan, beside: Sequence[int], *, gradients: bool) -> Iterator[_Candidate]:
+    """Yield what may leave the arena: intermediate results that live within one phase, and gradients of parameters."""
+    graph, order = plan.graph, plan.schedule.order
+    members, values = defaultdict[int, set[int]](set), defaultdict[int, list[Value]](list)
+    for value, where in zip(graph.values, plan.placed.values, strict=True):
+        members[where.storage].add(value.storage)
+        values[where.storage].append(value)
+    returned = {graph.values[v].storage for v in (*graph.outputs, *graph.gradients)}
+    sizes = {buffer.id: buffer.size for buffer in plan.problem.buffers}
+    for storage, live in storage_intervals(graph, order).items():
+        name, nbytes = graph.storages[storage].name, graph.storages[storage].nbytes
+        if name not in sizes or not _is_spanned(values[storage]):
+            continue
+        within = live.end <= graph.forward_ops or live.start >= graph.forward_ops
+        inner = members[storage].isdisjoint(returned)
+        if (inner and within) or (gradients and storage in graph.gradients_in_arena):
+            first = order[live.start]
+            copied = 0 if graph.ops[first].direct else min(nbytes, plan.transient[first] - beside[first])
+            yield _Candidate(
+                storages=frozenset(members[storage]), size=sizes[name], nbytes=nbytes, live=live, saved=copied
+            )
+
+
+def _is_spanned(values: Sequence[Value]) -> bool:
+    """Return whether the first of the values over the same bytes covers all of them, so that one tensor can hold it."""
+    whole, *rest = values
+    if whole.offset or not whole.dense:
+        return False
+    ends = (v.offset + sum((n - 1) * stride for n, stride in zip(v.shape, v.strides, strict=True)) for v in rest)
+    return all(v.dtype == whole.dtype for v in rest) and max(ends, default=0) < math.prod(whole.shape)

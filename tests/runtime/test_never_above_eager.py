@@ -1,0 +1,133 @@
+"""The default never needs more than eager: what is dead when kernels need most is outside the arena by then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memplan
+from benchmarks.zoo import ZOO
+from memplan.runtime.memory.measure import peak_bytes
+
+CPU = torch.device("cpu")
+
+
+class Peaks(nn.Module):
+    """A large result first; then a convolution that needs much for itself, when little else is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Conv2d(64, 512, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.avg_pool2d(torch.tanh(x), 16)
+        result: torch.Tensor = self.last(x).mean((2, 3))
+        return result
+
+
+class Through(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Passes every op on: ops are then called from Python."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _measured(call: Callable[[], Any], model: nn.Module | None = None) -> int:
+    call()
+    if model is not None:
+        model.zero_grad()
+    peak: int = peak_bytes([call], CPU)[0]
+    return peak
+
+
+def _inference(model: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Any]:
+    def call() -> Any:
+        with torch.no_grad():
+            return model(*inputs)
+
+    return call
+
+
+def _training(model: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Any]:
+    def call() -> None:
+        model(*inputs).backward()
+
+    return call
+
+
+def _peaks() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Peaks().eval(), torch.randn(2, 64, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [("vit", False), ("resnet", False), ("lstm", False), ("llama", True), ("vit", True), ("resnet", True)],
+)
+def test_the_peak_of_a_model_is_at_most_eagers(name: str, train: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = ZOO[name]("nano")
+    model.train(train)
+    reference = copy.deepcopy(model)
+    step = _training if train else _inference
+    eager = _measured(step(reference, inputs), reference)
+    compiled = memplan.compile(model, inputs, train=train)
+    call = step(compiled, inputs)
+    measured = _measured(call, model) + compiled.plan.arena_size
+    assert measured <= eager + compiled.plan.padding
+    if not train:
+        assert torch.equal(step(reference, inputs)(), call())
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (p.grad is q.grad is None) or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_what_is_outside_is_freed_after_its_last_use() -> None:
+    model, x = _peaks()
+    compiled = memplan.compile(model, (x,), train=False)
+    plan = compiled.plan
+    assert plan.outside["intermediate"] > plan.arena_size
+    call = _inference(compiled, (x,))
+    assert _measured(call) <= max(plan.outside_profile) < _measured(_inference(model, (x,)))
+    assert torch.equal(call(), _inference(model, (x,))())
+
+
+@pytest.mark.parametrize("option", [{}, {"sanitize": "poison"}, {"sanitize": "redzone"}])
+def test_bits_are_eagers_however_it_runs(option: dict[str, Any]) -> None:
+    model, x = _peaks()
+    expected = _inference(model, (x,))()
+    compiled = memplan.compile(model, (x,), train=False, **option)
+    call = _inference(compiled, (x,))
+    assert torch.equal(call(), expected)
+    seen: list[Any] = []
+    with compiled.hooks.add(seen.append):
+        assert torch.equal(call(), expected)
+    assert seen
+
+    with Through():  # type: ignore[no-untyped-call]
+        assert torch.equal(call(), expected)
+
+
+def test_a_plan_with_storages_outside_is_saved_and_runs_again(tmp_path: Path) -> None:
+    model, x = _peaks()
+    plan = memplan.compile(model, (x,), train=False).plan
+    plan.save(tmp_path / "plan.json")
+    again = memplan.compile(model, (x,), train=False, plan=memplan.load(tmp_path / "plan.json"))
+    assert again.plan.outside["intermediate"] == plan.outside["intermediate"] > 0
+    call = _inference(again, (x,))
+    assert torch.equal(call(), _inference(model, (x,))())
+    assert _measured(call) + again.plan.arena_size <= _measured(_inference(model, (x,)))
+
+
+def test_the_report_says_what_is_outside() -> None:
+    model, x = _peaks()
+    plan = memplan.compile(model, (x,), train=False).plan
+    report = plan.report()
+    assert report.outside.intermediate == plan.outside["intermediate"] > 0
+    assert "intermediate" in str(report)
