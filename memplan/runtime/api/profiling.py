@@ -24,7 +24,7 @@ from memplan.planning.options import PlanOptions
 from memplan.runtime.api.builder import require_real
 from memplan.runtime.execute.program import Program
 from memplan.runtime.execute.runner import Runner
-from memplan.runtime.execute.trial import fill_dynamic, leaves_users_alone, run_bound, without_autocast
+from memplan.runtime.execute.trial import TrialMemory, fill_inputs, leaves_users_alone, run_bound, without_autocast
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import arena_for
 from memplan.trace import device_costs, plan_traced, trace
@@ -101,7 +101,10 @@ def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
     tensors = {
         i: traced.example_inputs[b.index].detach() for i, b in enumerate(traced.bindings) if b.source is Source.INPUT
     }
-    fill_dynamic(env, traced, layout, tensors)
+    fill_inputs(env, traced, tensors)
+    memory = TrialMemory(env, traced.graph, layout, order)
+    for index in order:
+        memory.before(index)
     timed = _device_seconds if traced.device.type == "cuda" else _seconds
     found: dict[int, list[float]] = {i: [] for i in order if leaves_users_alone(traced, layout, i)}
     devices = [traced.device] if traced.device.type == "cuda" else []

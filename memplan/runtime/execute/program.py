@@ -142,12 +142,14 @@ def build_program(
     """
     layout = _layout(traced)
     graph, order = traced.graph, plan.schedule.order
-    static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **_on_host(graph, plan, host)}, tensors, layout)
+    kept = _on_host(graph, plan, host)
     transfers, copies = bind_transfers(graph, traced.kernels, order, arena.copies, host.memory)
     if bound is not None:
         bound = tuple(transfers.get(i, b) for i, b in enumerate(bound))  # each program has copies of its own
     else:
-        plan, bound = run_trial(traced, plan, layout, static, tensors, transfers=transfers)
+        given = _static_tensors(traced, kept, tensors, layout)
+        plan, bound = run_trial(traced, plan, layout, given, tensors, transfers=transfers)
+    static = _static_tensors(traced, {**_in_arena(graph, plan, arena), **kept}, tensors, layout)  # allocates the arena
     namespace = Namespace({f"v{index}": tensor for index, tensor in static.items()})
     split = sum(graph.ops[i].phase is Phase.FORWARD for i in order)
     inputs = tuple(i for i, b in enumerate(traced.bindings) if b.source is Source.INPUT)

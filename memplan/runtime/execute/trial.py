@@ -1,23 +1,25 @@
 """The trial run: runs the step once, op by op, on the example inputs, before code is generated.
 
-It chooses and verifies the callable of each op on real data, and measures what the kernels allocate by themselves. It
-changes no tensor of the user: ops that write to parameters, buffers or inputs are not run, and the state of random
+It chooses and verifies the callable of each op, and measures what the kernels allocate by themselves. It changes no
+tensor of the user: ops that write to parameters, buffers or inputs are not run, and the state of random
 generators is restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from memplan.core.graph import StorageKind, Value
+from memplan.core.graph import Graph, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.codegen.step_ir import Layout
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, materialise
+from memplan.runtime.kernels.stand_ins import select_on_stand_ins
 from memplan.runtime.memory.arena import dtype_of, offset_within, view_of
 from memplan.runtime.memory.measure import peak_bytes
 from memplan.trace.traced import KernelCall, Source, TracedGraph
@@ -39,16 +41,20 @@ def run_trial(
 ) -> tuple[Plan, tuple[BoundOp, ...]]:
     """Return the plan with measured kernels and temporaries, and the bound ops (indexed like those of the graph).
 
-    `transfers` and saved generator states are bound already; in the trial run, transfers copy immediately.
+    `transfers` and saved generator states are bound already; in the trial run, transfers copy immediately. The arena is
+    not needed yet: kernels are chosen on stand-ins where that is possible, and each result has memory of its own.
     """
     env = [*(static.get(index) for index in range(len(traced.graph.values))), *[None] * traced.opaque_count]
-    fill_dynamic(env, traced, layout, tensors)
+    fill_inputs(env, traced, tensors)
+    memory = TrialMemory(env, traced.graph, layout, plan.schedule.order)
     devices = [traced.device] if traced.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast(traced.device):
-        bound = _select_kernels(traced, plan, layout, env, transfers)
+        known = {index: t for index, t in enumerate(env[: len(traced.graph.values)]) if t is not None}
+        selector = select_on_stand_ins(traced, plan.schedule.order, known)
+        bound = _select_kernels(traced, plan, layout, env, memory=memory, selector=selector, transfers=transfers)
         temporaries = None
         if not torch.autograd.profiler._is_profiler_enabled:  # it would end a session of the user
-            temporaries = _measure(traced, plan, layout, bound, env)
+            temporaries = _measure(traced, plan, layout, bound, env, memory=memory)
     ops = zip(plan.graph.ops, bound, strict=True)
     measured = tuple(replace(op, direct=b.form is not CallForm.FUNCTIONAL) for op, b in ops)
     return replace(plan, graph=replace(plan.graph, ops=measured), temporaries=temporaries), bound
@@ -59,16 +65,21 @@ def _select_kernels(
     plan: Plan,
     layout: Layout,
     env: list[torch.Tensor | None],
+    *,
+    memory: TrialMemory,
+    selector: KernelSelector,
     transfers: Mapping[int, BoundOp],
 ) -> tuple[BoundOp, ...]:
-    selector = KernelSelector(traced.graph)
     bound = dict(transfers)
     for index in plan.schedule.order:
         kernel = traced.kernels[index]
         if isinstance(kernel, KernelCall):
             bound[index] = selector.select(kernel, env)
+        memory.before(index, bound[index])
         if leaves_users_alone(traced, layout, index):
-            run_bound(bound[index], env)
+            run_bound(bound[index], env, memory.adopt)
+        memory.after(index)
+    memory.clear()
     return tuple(bound[index] for index in range(len(bound)))
 
 
@@ -78,13 +89,20 @@ def _measure(
     layout: Layout,
     bound: Sequence[BoundOp],
     env: list[torch.Tensor | None],
+    *,
+    memory: TrialMemory,
 ) -> tuple[int, ...]:
     """Return for each op the most bytes outside the arena while it runs, without those that the caller will own."""
     graph = traced.graph
-    order = [i for i in plan.schedule.order if leaves_users_alone(traced, layout, i)]
-    thunks: list[Callable[[], None]] = [partial(run_bound, bound[i], env) for i in order]
+    tried = {i for i in plan.schedule.order if leaves_users_alone(traced, layout, i)}
+    thunks: list[Callable[[], None]] = []
+    for i in plan.schedule.order:
+        run = partial(run_bound, bound[i], env, memory.adopt) if i in tried else _nothing
+        thunks += [partial(memory.before, i, bound[i]), run, partial(memory.after, i)]
+    peaks = peak_bytes(thunks, traced.device)[1::3]
+    memory.clear()
     found, seen = [0] * len(graph.ops), set[int]()
-    for index, peak in zip(order, peak_bytes(thunks, traced.device), strict=True):
+    for index, peak in zip(plan.schedule.order, peaks, strict=True):
         adopted, op = 0, graph.ops[index]
         if bound[index].form is CallForm.FUNCTIONAL:  # what it writes to later is copied there
             new = layout.fresh_storages.intersection(graph.written(op)) - seen
@@ -92,6 +110,10 @@ def _measure(
         seen.update(graph.touched(op))
         found[index] = max(peak - adopted, 0)
     return tuple(found)
+
+
+def _nothing() -> None:
+    """Does nothing: it stands for an op that cannot be tried."""
 
 
 def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int) -> bool:
@@ -104,13 +126,8 @@ def leaves_users_alone(traced: TracedGraph, layout: Layout, index: int) -> bool:
     return all(s in ours or s in layout.fresh_storages for s in written)
 
 
-def fill_dynamic(
-    env: list[torch.Tensor | None], traced: TracedGraph, layout: Layout, tensors: Mapping[int, torch.Tensor]
-) -> None:
-    """Fill `env` with stand-ins for dynamic values.
-
-    They are the example inputs, ones for tangents, and new memory for results that the caller will own.
-    """
+def fill_inputs(env: list[torch.Tensor | None], traced: TracedGraph, tensors: Mapping[int, torch.Tensor]) -> None:
+    """Fill `env` with stand-ins for what the caller passes: the example inputs, and ones for tangents."""
     graph = traced.graph
     owner: dict[int, torch.UntypedStorage] = {}
     base: dict[int, tuple[Value, int]] = {}
@@ -123,9 +140,6 @@ def fill_dynamic(
             device = torch.device(graph.storages[value.storage].device)
             ones = torch.empty_strided(value.shape, value.strides, dtype=dtype_of(value), device=device)
             owner[value.storage] = ones.fill_(1).untyped_storage()
-    for storage in layout.fresh_storages:
-        s = graph.storages[storage]
-        owner[storage] = torch.empty(s.nbytes, dtype=torch.uint8, device=s.device).untyped_storage()
     for index, value in enumerate(graph.values):
         if env[index] is None and value.storage in owner:
             within = base.get(value.storage)
@@ -133,8 +147,72 @@ def fill_dynamic(
             env[index] = view_of(owner[value.storage], value, offset)
 
 
-def run_bound(bound: BoundOp, env: list[torch.Tensor | None]) -> None:
-    """Run one op on real tensors, outside generated code."""
+class TrialMemory:
+    """Memory for the results of ops, in `env`, each on its own from the first op that touches it to the last.
+
+    So a trial needs what is alive at once, and no arena. What the caller keeps stays until `clear`.
+    """
+
+    def __init__(self, env: list[torch.Tensor | None], graph: Graph, layout: Layout, order: Sequence[int]) -> None:
+        self._env, self._graph = env, graph
+        planned = {i for i, s in enumerate(graph.storages) if s.planned}
+        self._values = defaultdict[int, list[int]](list)
+        for index, value in enumerate(graph.values):
+            if value.storage in planned or value.storage in layout.fresh_storages:
+                self._values[value.storage].append(index)
+        self._touched = {op: self._values.keys() & set(graph.touched(graph.ops[op])) for op in order}
+        last = {storage: op for op in order for storage in self._touched[op]}
+        freed = planned | layout.released
+        self._ends = {op: {s for s in self._touched[op] & freed if last[s] == op} for op in order}
+
+    def before(self, op: int, bound: BoundOp | None = None) -> None:
+        """Allocate what `op` is the first to touch, but for what `bound` returns in new memory."""
+        new = bound.outs if bound is not None and bound.form is CallForm.FUNCTIONAL else ()
+        returned = {self._graph.values[out].storage for out in new if out is not None}
+        for storage in self._touched[op] - returned:
+            if self._env[self._values[storage][0]] is None:
+                self._allocate(storage)
+
+    def adopt(self, value: int, result: torch.Tensor) -> None:
+        """Use a new result as a value if it has the value's layout; otherwise copy it to memory that has."""
+        v = self._graph.values[value]
+        _require_shape(v.name, result, v.shape)
+        nbytes = self._graph.storages[v.storage].nbytes
+        whole = result.storage_offset() == v.offset and result.untyped_storage().nbytes() == nbytes
+        if whole and result.stride() == v.strides:
+            self._hold(v.storage, result.untyped_storage())
+            return
+        self._allocate(v.storage)
+        destination = self._env[value]
+        assert destination is not None
+        destination.copy_(result)
+
+    def after(self, op: int) -> None:
+        """Free what `op` is the last to touch, and nobody keeps."""
+        self._free(self._ends[op])
+
+    def clear(self) -> None:
+        """Free all."""
+        self._free(self._values)
+
+    def _allocate(self, storage: int) -> None:
+        s = self._graph.storages[storage]
+        self._hold(storage, torch.empty(s.nbytes, dtype=torch.uint8, device=s.device).untyped_storage())
+
+    def _hold(self, storage: int, memory: torch.UntypedStorage) -> None:
+        for index in self._values[storage]:
+            self._env[index] = view_of(memory, self._graph.values[index])
+
+    def _free(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            for index in self._values[storage]:
+                self._env[index] = None
+
+
+def run_bound(
+    bound: BoundOp, env: list[torch.Tensor | None], adopt: Callable[[int, torch.Tensor], None] | None = None
+) -> None:
+    """Run one op on real tensors, outside generated code. `adopt(value, result)` takes new results without a place."""
     args, kwargs = materialise((bound.args, bound.kwargs), env)
     if bound.form is CallForm.START:
         destination, source = args
@@ -149,9 +227,17 @@ def run_bound(bound: BoundOp, env: list[torch.Tensor | None]) -> None:
         for out, result in zip(bound.outs, results if bound.returns_sequence else (results,), strict=True):
             if out is not None:
                 destination = env[out]
-                assert destination is not None
-                if result.shape != destination.shape:  # otherwise the copy may broadcast it
-                    reason = f"its result is {tuple(result.shape)}, and was traced as {tuple(destination.shape)}"
-                    hint = "call the model once before compiling it, if it takes sizes from its first call"
-                    raise UnsupportedGraph(str(bound.overload), reason, hint, see="other-result")
+                if destination is None:
+                    assert adopt is not None
+                    adopt(out, result)
+                    continue
+                _require_shape(str(bound.overload), result, destination.shape)
                 destination.copy_(result)
+
+
+def _require_shape(name: str, result: torch.Tensor, traced: Sequence[int]) -> None:
+    """Raise `UnsupportedGraph` for a result of another shape than its trace, which a copy might broadcast."""
+    if tuple(result.shape) != tuple(traced):
+        reason = f"its result is {tuple(result.shape)}, and was traced as {tuple(traced)}"
+        hint = "call the model once before compiling it, if it takes sizes from its first call"
+        raise UnsupportedGraph(name, reason, hint, see="other-result")

@@ -105,6 +105,10 @@ class KernelSelector:
         bound = self._select(kernel, tensors)
         return bound if kernel.state is None else _drawing_again(bound, kernel.state)
 
+    def knows(self, kernel: KernelCall) -> bool:
+        """Return whether an equal call was tried already."""
+        return self._signature(kernel) in self.known
+
     def _select(self, kernel: KernelCall, tensors: Sequence[torch.Tensor | None]) -> BoundOp:
         if not kernel.outs:
             function = adds_rows(kernel, self.graph) or in_place_function(kernel)

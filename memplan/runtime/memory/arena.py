@@ -27,13 +27,22 @@ from memplan.runtime.memory.stream_ordering import make_stream_ordering
 class Memory:
     """A block of `nbytes` bytes on `device` that never moves; `pinned`: page-locked host memory, for GPU copies.
 
-    Tensors made from it do not keep it alive: their owner must also keep a reference to the memory.
+    It is allocated when it is first used. Tensors made from it do not keep it alive: their owner must also keep a
+    reference to the memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.nbytes = nbytes
-        self.device = self.memory.device
+        self.device = torch.empty(0, device=device).device  # with an index
+        self._pinned = pinned
+        self._allocated: torch.Tensor | None = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Its bytes."""
+        if self._allocated is None:
+            self._allocated = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
+        return self._allocated
 
     def bytes_at(self, low: int, high: int) -> torch.Tensor:
         """Return the bytes [low, high) as a tensor."""
@@ -66,7 +75,8 @@ class Arena(Memory):
     def release(self) -> None:
         """Free its memory, although programs that nobody will run again may still refer to it."""
         self.ownership.released = True
-        self.memory.untyped_storage().resize_(0)
+        if self._allocated is not None:
+            self._allocated.untyped_storage().resize_(0)
         self.nbytes = 0
 
     def view_for(self, plan: Plan) -> Arena | None:

@@ -1,0 +1,103 @@
+"""Compiling needs no more than the plan's total: kernels are tried before the arena is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from benchmarks.zoo import ZOO
+from memplan.core.graph import Graph
+from memplan.runtime.kernels import stand_ins
+from memplan.runtime.memory.arena import Arena, Memory
+from memplan.runtime.memory.measure import quiet_kineto
+
+_TRACING = 8192  # bytes: small tensors that dynamo and AOTAutograd make
+
+
+def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What a call returns, and the most bytes that were allocated while it ran; kernels are not measured then."""
+    with quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        result = call()
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return result, peak
+
+
+def _one_op(graph: Graph) -> int:
+    """The most bytes of one op's operands and two of its results."""
+    operands = [sum(graph.storages[s].nbytes for s in graph.touched(op)) for op in graph.ops]
+    results = [sum(graph.storages[s].nbytes for s in graph.written(op)) for op in graph.ops]
+    return max(map(sum, zip(operands, results, strict=True)))
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": "min", "policy": "recompute"}, {"gradients": "safe"}])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "mlp"])
+def test_compiling_needs_no_more_than_the_step(name: str, options: dict[str, Any]) -> None:
+    model, inputs = ZOO[name]("nano")
+    plan = memplan.compile(model, inputs, **options).plan  # its total has the kernels' temporaries
+    torch._dynamo.reset()
+    _, peak = _peak(lambda: memplan.compile(model, inputs, **options))
+    before = plan.outside["parameters"] + plan.outside["inputs"]
+    limit = max(plan.total, before + _one_op(plan.graph))
+    assert peak + before <= limit + _TRACING
+
+
+def test_kernels_are_chosen_without_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a transformer all can be, those that take class indices included."""
+    allocated: list[int] = []
+    found = stand_ins.select_on_stand_ins
+    calls: list[int] = []
+
+    def selecting(*args: Any) -> Any:
+        assert not allocated
+        selector = found(*args)
+        calls.append(len(selector.known))
+        return selector
+
+    real: Any = vars(Memory)["memory"].fget
+
+    def memory(self: Arena) -> torch.Tensor:
+        if isinstance(self, Arena) and self.nbytes:
+            allocated.append(self.nbytes)
+        made: torch.Tensor = real(self)
+        return made
+
+    monkeypatch.setattr("memplan.runtime.execute.trial.select_on_stand_ins", selecting)
+    monkeypatch.setattr(Arena, "memory", property(memory))
+    model, inputs = ZOO["gpt2"]("nano")
+    memplan.compile(model, inputs)
+    assert allocated
+    assert calls[0] > 20
+
+
+class Indexes(nn.Module):
+    """Reads integers that it computes: they are tried on real data, where zeros would not do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = x.argsort(dim=1)
+        return torch.gather(x, 1, order).cumsum(1) + torch.take_along_dim(x, order.flip(1), 1)
+
+
+def test_integers_that_are_computed_are_tried_on_real_data() -> None:
+    x = torch.randn(3, 17, requires_grad=True)
+    compiled = memplan.compile(Indexes(), (x,))
+    y = torch.randn(3, 17, requires_grad=True)
+    ours, theirs = compiled(y), Indexes()(y)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(*(torch.autograd.grad(r.square().sum(), y)[0] for r in (ours, theirs)))
+
+
+def test_the_random_state_is_left_alone() -> None:
+    model, inputs = ZOO["mlp"]("nano")
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    memplan.compile(model, inputs)
+    assert torch.equal(torch.get_rng_state(), before)
