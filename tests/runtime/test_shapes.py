@@ -140,7 +140,7 @@ def test_out_of_range_follows_on_mismatch(policy: str) -> None:
 
 
 def test_calls_that_differ_otherwise_are_refused_by_name() -> None:
-    _, compiled = _compiled(example=(*_inputs(3, 8), 0.5))
+    _, compiled = _compiled(example=(*_inputs(3, 8), 0.5), on_mismatch="error")
     x, mask = _inputs(4, 9)
     wrong: list[tuple[tuple[Any, ...], str]] = [
         ((x.double(), mask, 0.5), "input 0: is torch.float64"),
@@ -262,7 +262,7 @@ def test_keywords_and_dims_of_arguments_in_containers() -> None:
         return {"all": [torch.randn(size, 4), torch.randn(size, 4)]}, torch.randn(4)
 
     parts, scale = call(5)
-    compiled = memplan.compile(model, (parts,), {"scale": scale}, dynamic_shapes=shapes)
+    compiled = memplan.compile(model, (parts,), {"scale": scale}, dynamic_shapes=shapes, on_mismatch="error")
     for size in (5, 2, 99, 100):
         parts, scale = call(size)
         assert torch.equal(compiled(parts, scale=scale), reference(parts, scale=scale))

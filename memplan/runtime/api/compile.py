@@ -44,7 +44,7 @@ def compile(
     in_place: bool = True,
     gradients: Gradients = "auto",
     sanitize: Sanitize | None = None,
-    on_mismatch: OnMismatch = "error",
+    on_mismatch: OnMismatch = "replan",
     cuda_graph: bool = False,
     device: Device | None = None,
     dynamic_shapes: DynamicShapes | None = None,

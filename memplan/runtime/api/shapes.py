@@ -111,9 +111,9 @@ class ShapedSelector(Selector):
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs, training=grad)
 
-    def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
+    def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: InputMismatch) -> tuple[Runner, list[Any]]:
         """Return what `Selector.replan` returns, with the program in the shared arena."""
-        runner, leaves = super().replan(args, kwargs)
+        runner, leaves = super().replan(args, kwargs, reason)
         self._leave_other_arenas(runner)
         return runner, leaves
 

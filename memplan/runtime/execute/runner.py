@@ -52,6 +52,8 @@ class Runner:
         `gradients`: the option of that name. `recorder`: record and replay CUDA graphs; `whole`: one graph for the
         whole step. `bound`: as in `build_program`. `hooks`: the hooks that observe the steps.
         """
+        self._module_guards, self._before_plan = module_guards, traced
+        self._options: dict[str, Any] = {"sanitize": sanitize, "gradients": gradients, "whole": whole, "hooks": hooks}
         traced = remap_to_plan(traced, plan)  # values now have the places of the plan
         self.traced = traced
         self.device_type = traced.device.type
@@ -99,6 +101,23 @@ class Runner:
         self.arena_gradients = self._find_arena_gradients(temporary=gradients == "auto")
         if hooks is not None:
             hooks.attach(self)
+
+    def remade(
+        self,
+        plan: Plan,
+        arena: Arena,
+        *,
+        module_guards: ModuleGuards | None = None,
+        recorder: Recorder | None = None,
+    ) -> Runner:
+        """Return the same program at the offsets of `plan` in another arena; nothing is tried again.
+
+        `module_guards`: another module of the same graph, whose parameters it uses. `recorder`: as in `__init__`.
+        """
+        guards = self._module_guards if module_guards is None else module_guards
+        return Runner(
+            guards, self._before_plan, plan, arena, bound=self.program.bound, recorder=recorder, **self._options
+        )
 
     def require_observable(self) -> None:
         """Raise `UnsupportedCall` if hooks cannot be called."""
