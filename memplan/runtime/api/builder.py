@@ -14,6 +14,7 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch
 from memplan.evict.feedback import RecordingPolicy
+from memplan.planning.consistency import require_budget
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.cuda_graphs import Recorder, make_recorder
 from memplan.runtime.execute.runner import Runner
@@ -28,6 +29,7 @@ from memplan.runtime.measured_budget import (
 )
 from memplan.runtime.memory.arena import Arena, arena_for, grown
 from memplan.runtime.memory.host import prepare_host
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedStep, capture_call
@@ -44,11 +46,14 @@ class Builder:
 
     `options` are those of the next program: the budget of a given plan and measured costs are written into them.
     `arena` is the arena that all programs share, one at a time; the first program allocates it. If a later one needs
-    more, a larger arena replaces it, and `again` makes the earlier programs anew there.
+    more, a larger arena replaces it, and `again` makes the earlier programs anew there. With a `coordinator`, which
+    places programs in its own arena, each program begins in an arena of its own.
     """
 
-    def __init__(self, model: nn.Module, options: CompileOptions, hooks: Hooks) -> None:
-        self.model, self.hooks = model, hooks
+    def __init__(
+        self, model: nn.Module, options: CompileOptions, hooks: Hooks, coordinator: ArenaCoordinator | None = None
+    ) -> None:
+        self.model, self.hooks, self.coordinator = model, hooks, coordinator
         self.module_guards = ModuleGuards(model)
         self.measures = options.measures
         self.options = replace(options, costs=None) if self.measures else options
@@ -192,6 +197,9 @@ class Builder:
 
         Raises `ArenaInUse` if a step is in flight. With dynamic shapes, that step then keeps the smaller arena.
         """
+        if self.coordinator is not None:
+            require_budget(plan)
+            return part_of(Arena(plan.arena_size, device), ObservedOwnership(self.coordinator))
         arena = self.arena
         varies = self.options.dynamic_shapes is not None
         if arena is None:

@@ -13,8 +13,9 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError, StaleActivationsError
 from memplan.runtime.api.builder import Builder
-from memplan.runtime.api.gradients_outside import leave_arena, require_room
+from memplan.runtime.api.gradients_outside import leave_arena, require_room_outside
 from memplan.runtime.api.mismatch import UnplannedCalls, shapes_of
+from memplan.runtime.api.pending_calls import PendingCalls, require_room, several_can_wait
 from memplan.runtime.api.pickling import detached, example_of, in_modes, rebuild, recipe
 from memplan.runtime.api.select import RunsEagerly, Selector, TooManyPrograms, difference
 from memplan.runtime.debug.hooks import Hooks
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
 
 _log = logging.getLogger("memplan")
+_SEVERAL = (
+    "%s: a call begins while another one waits for its backward; from now on each has a program of its own, and "
+    "gradients are outside of the arena"
+)
 _MAX_REBUILDS = 8  # times that all programs are made again because the model has changed
 
 
@@ -91,7 +96,7 @@ class CompiledModule(nn.Module, MeasuredStep):
         self.__dict__.update(
             _builder=Builder(model, options, self.hooks), _measurements=[], _train=train, _warned=set()
         )
-        self.__dict__.update(_unplanned=UnplannedCalls(model), _rebuilt=0, _varies=None)
+        self.__dict__.update(_unplanned=UnplannedCalls(model), _rebuilt=0, _varies=None, _pending=None)
         self._compile(args, kwargs, model.training if train is None else train)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
@@ -148,12 +153,22 @@ class CompiledModule(nn.Module, MeasuredStep):
             raise refused
         if self._example is not None:
             self._compile_again()
-        try:
+        if self._pending is None:
+            try:
+                return self._call(args, kwargs)
+            except GradientsInUse as error:
+                in_use: ArenaGradients | None = error.gradients
+            except ArenaInUse:
+                if not several_can_wait(self._requested):
+                    raise
+                in_use = None
+            if in_use is not None:
+                self._put_gradients_outside(in_use)
+                return self._call(args, kwargs)
+            self._let_calls_wait()
+        assert self._pending is not None
+        with self._pending:
             return self._call(args, kwargs)
-        except GradientsInUse as error:
-            in_use = error.gradients
-        self._put_gradients_outside(in_use)
-        return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step. Raises `GradientsInUse` if gradients of the last one are in bytes that it needs."""
@@ -168,7 +183,7 @@ class CompiledModule(nn.Module, MeasuredStep):
             runner, current = self._measured(self._guide, runner, current)
         return self._run(runner, leaves, current, args, kwargs)
 
-    def _run(  # noqa: PLR0917
+    def _run(
         self,
         runner: Runner,
         leaves: list[Any],
@@ -177,6 +192,11 @@ class CompiledModule(nn.Module, MeasuredStep):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a program with the leaves of a call and the current parameters."""
+        if self._pending is not None:
+            instance = self._pending.program(runner, self._selector.programs_of_calls)
+            if instance is None:
+                return self._original(*args, **kwargs)
+            runner, current = instance, instance.current()
         try:
             return runner(leaves, current, training=runner.traced.training)
         except InputMismatch as shared:  # an input is a tensor that the step changes, which no plan is for
@@ -232,12 +252,28 @@ class CompiledModule(nn.Module, MeasuredStep):
         del main
         builder = Builder(self._original, options, self.hooks)
         if options.has_budget:
-            require_room(gradients)
+            require_room_outside(gradients)
             with in_modes(self._original, modes):
                 builder.require_plan(*again[0], again[1])
         leave_arena(gradients, has_budget=options.has_budget)
         self.__dict__.update(_requested=options, _builder=builder, _given=None, _guide=None, _example=again)
         self._compile_again()
+
+    def _let_calls_wait(self) -> None:
+        """Compile for several calls in flight, because one begins while another waits for its backward."""
+        options, main = self._base_options, self._selector.main
+        if options.measures:
+            options = replace(options, costs=self._builder.options.costs)
+        if options.gradients == "auto":
+            options = replace(options, gradients="added")
+        require_room(options, main.plan, main.arena.nbytes)
+        again = (example_of(main), main.traced.training, self._selector.main_modes)
+        pending = PendingCalls(options, self._arena)
+        builder = Builder(self._original, options, self.hooks, pending.coordinator)
+        _log.info(_SEVERAL, self.plan.model)
+        self.__dict__.update(_requested=options, _builder=builder, _given=None, _guide=None, _example=again)
+        self._compile_again()
+        self.__dict__["_pending"] = pending
 
     def _compile_again(self) -> None:
         """Compile from the example of the first time, which is kept until that has succeeded."""
@@ -279,7 +315,8 @@ class CompiledModule(nn.Module, MeasuredStep):
         _log.info(what, self.plan.model, self._rebuilt, _MAX_REBUILDS, difference(changed))
         train, options = self._selector.main.traced.training, self._base_options
         self._free_arena()
-        self.__dict__.update(_builder=Builder(self._original, options, self.hooks), _given=None, _guide=None)
+        builder = Builder(self._original, options, self.hooks, self._builder.coordinator)
+        self.__dict__.update(_builder=builder, _given=None, _guide=None)
         self._compile(args, kwargs, train)
         runner, leaves = self._selector.select(args, kwargs)
         return runner, leaves, runner.current()
@@ -300,7 +337,7 @@ class CompiledModule(nn.Module, MeasuredStep):
         try:
             options = replace(self._base_options, dynamic_shapes=shapes)
             self._free_arena()
-            builder = Builder(self._original, options, self.hooks)
+            builder = Builder(self._original, options, self.hooks, self._builder.coordinator)
             self.__dict__.update(_requested=options, _builder=builder, _given=None, _guide=None)
             with in_modes(self._original, modes):
                 self._compile(*pytree.tree_unflatten([detached(x) for x in example], spec), main.traced.training)
@@ -363,8 +400,8 @@ class CompiledModule(nn.Module, MeasuredStep):
     @property
     def _arena(self) -> Arena:
         """The arena that its programs share."""
-        arena = self._builder.arena
-        assert arena is not None
+        shared = None if self._pending is None else self._pending.coordinator.shared
+        arena: Arena = self._builder.arena or shared or self._selector.main.arena
         return arena
 
     # -- being the model ---------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def leave_arena(gradients: ArenaGradients, *, has_budget: bool) -> None:
             gradients.arena.release()
 
 
-def require_room(gradients: ArenaGradients) -> None:
+def require_room_outside(gradients: ArenaGradients) -> None:
     """Raise `StaleActivationsError` if the gradients, outside of the arena, would break the budget together with it."""
     if not gradients.lacks_room:
         return

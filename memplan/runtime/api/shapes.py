@@ -117,6 +117,10 @@ class ShapedSelector(Selector):
         self._leave_other_arenas(runner)
         return runner, leaves
 
+    @property
+    def programs_of_calls(self) -> tuple[Runner, ...]:
+        return (*super().programs_of_calls, *self.programs.values())
+
     # -- the programs that are kept ----------------------------------------------------------------------
 
     def _keep(self, key: tuple[CallState, Any], runner: Runner) -> None:
@@ -130,6 +134,8 @@ class ShapedSelector(Selector):
 
     def _leave_other_arenas(self, runner: Runner) -> None:
         """Drop all programs that are not in the arena of `runner`, which replaces smaller arenas."""
+        if self._builder.coordinator is not None:  # it moves programs by itself
+            return
         for programs in (self.programs, self._runners):
             for key in [k for k, other in programs.items() if other.arena is not runner.arena]:
                 del programs[key]

@@ -104,6 +104,11 @@ class ArenaOwnership:
         step = self._current()
         return None if step is None or step.done else step
 
+    @property
+    def may_begin(self) -> bool:
+        """Whether a step can begin now without overwriting activations."""
+        return self.pending is None and not self.released
+
     def end(self, step: InFlight) -> None:
         """Start the backward of `step`; raise `StaleActivationsError` unless the arena still holds its activations."""
         if step.done:
