@@ -27,8 +27,7 @@ def test_planning_anew_between_forward_and_backward_leaves_the_activations_alone
     eager, x = copy.deepcopy(model), torch.randn(64, 4)
     compiled = memplan.compile(model, x, on_mismatch="replan")
     y = compiled(x)
-    with pytest.raises(StaleActivationsError, match="the trial run of another program"):
-        compiled(torch.randn(48, 4))  # which fits in the same arena
+    compiled(torch.randn(48, 4))  # which would fit in the same arena
     y.square().sum().backward()
     eager(x).square().sum().backward()
     assert all(torch.equal(_grad(p), _grad(q)) for p, q in zip(model.parameters(), eager.parameters(), strict=True))

@@ -264,7 +264,7 @@ class CompiledModule(nn.Module, MeasuredStep):
         options, main = self._base_options, self._selector.main
         if options.measures:
             options = replace(options, costs=self._builder.options.costs)
-        if options.gradients == "auto":
+        if options.gradients == "auto" and options.gradients_in_arena:
             options = replace(options, gradients="added")
         require_room(options, main.plan, main.arena.nbytes)
         again = (example_of(main), main.traced.training, self._selector.main_modes)
@@ -335,12 +335,16 @@ class CompiledModule(nn.Module, MeasuredStep):
         shapes, example = found
         before = self._requested, self._builder, self._given, self._guide
         try:
-            options = replace(self._base_options, dynamic_shapes=shapes)
+            base = self._base_options
+            options = replace(
+                base, dynamic_shapes=shapes, gradients="safe" if base.gradients == "added" else base.gradients
+            )
             self._free_arena()
             builder = Builder(self._original, options, self.hooks, self._builder.coordinator)
             self.__dict__.update(_requested=options, _builder=builder, _given=None, _guide=None)
             with in_modes(self._original, modes):
-                self._compile(*pytree.tree_unflatten([detached(x) for x in example], spec), main.traced.training)
+                example_args, example_kwargs = pytree.tree_unflatten([detached(x) for x in example], spec)
+                self._compile(example_args, example_kwargs, main.traced.training)
         except ArenaInUse:
             self.__dict__["_varies"] = None
             raise

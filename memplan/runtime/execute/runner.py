@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.core.choices import Gradients, Sanitize
+from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedCall
 from memplan.runtime.debug.hooks import Hook, Hooks
@@ -20,6 +22,7 @@ from memplan.runtime.execute.autograd_step import run_owning, run_planned
 from memplan.runtime.execute.cuda_graphs import CudaGraphProgram, Recorder
 from memplan.runtime.execute.owned_gradients import OwnedGradients
 from memplan.runtime.execute.program import Functions, build_program
+from memplan.runtime.execute.repeated_step import reason_against
 from memplan.runtime.guards.input_guards import InputGuards, items_getter
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.guards.parameter_guards import ParameterGuards
@@ -119,6 +122,11 @@ class Runner:
             guards, self._before_plan, plan, arena, bound=self.program.bound, recorder=recorder, **self._options
         )
 
+    @cached_property
+    def never_repeats(self) -> str | None:
+        """Why the forward of a step cannot run again for another backward; None if it can."""
+        return reason_against(self.traced, self.plan.schedule.order, recorded=self.cuda_graphs is not None)
+
     def require_observable(self) -> None:
         """Raise `UnsupportedCall` if hooks cannot be called."""
         if self.cuda_graphs is not None:
@@ -163,6 +171,11 @@ class Runner:
         # pick, of the current parameters and buffers, those that get gradients and those that the backward reads
         self.wanted = items_getter(self._wanted_parameters)
         self.watched = items_getter([slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of])
+        self.unchanged = items_getter(  # parameters and buffers that the step does not change
+            [j for j, i in enumerate(self.parameter_guards.bindings) if not t.bindings[i].written]
+        )
+        self.written = items_getter(self._written_parameters)
+        self.draws = any(op.random and op.phase is Phase.FORWARD for op in t.graph.ops)
         self._in_order = items_getter(ordered)
         self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
         self.tangents = t.results.tangents

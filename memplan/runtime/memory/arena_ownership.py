@@ -104,6 +104,10 @@ class ArenaOwnership:
         step = self._current()
         return None if step is None or step.done else step
 
+    def repeat(self) -> None:
+        """Start the forward and the backward of an earlier step again, in one; raise as `begin`."""
+        self.begin(keep=False)
+
     @property
     def may_begin(self) -> bool:
         """Whether a step can begin now without overwriting activations."""

@@ -108,6 +108,11 @@ class ObservedOwnership(ArenaOwnership):
             place.copy_(saved)
         self._aside = []
 
+    def repeat(self) -> None:
+        """Start an earlier step again, and report its forward and its backward."""
+        super().repeat()
+        self._report(backward=True)
+
     @property
     def may_begin(self) -> bool:
         """Whether a step can begin now without overwriting activations."""
