@@ -45,9 +45,9 @@ class CompiledModule(nn.Module, MeasuredStep):
 
     It is called, trained and saved like the original, whose parameters, buffers and submodules it shares under the same
     names: optimizers, `state_dict`, `.train()`, `.eval()` and hooks on parameters work on both. Calls under
-    `torch.no_grad()` and in `eval()` mode run programs with plans of their own, which are made at the first such call
-    and share the arena. Python attributes that `forward` reads (constants, dropout rates) are constants of a plan; each
-    call compares them.
+    `torch.no_grad()`, in `eval()` mode, and those that differ from the example otherwise, run programs with plans of
+    their own, which are made at the first such call and share the arena. Several calls may wait for their backward.
+    Python attributes that `forward` reads (constants, dropout rates) are constants of a plan; each call compares them.
 
     Attributes:
         plan: The plan of training calls (of every call if compiled with `train=False`). With `dynamic_shapes`, the plan
@@ -128,16 +128,18 @@ class CompiledModule(nn.Module, MeasuredStep):
         """Run a step, with the arguments of the original.
 
         Args:
-            args: The positional arguments: tensors with the shapes, dtypes and devices of the example.
+            args: The positional arguments. `on_mismatch` says what happens if they differ from the example.
             kwargs: The keyword arguments.
 
         Returns:
             What the original returns.
 
         Raises:
-            InputMismatch: The call, or the model, differs from what was compiled (see `on_mismatch`).
+            InputMismatch: With `on_mismatch="error"`, the call, or the model, differs from what was compiled.
+            BudgetInfeasible: No plan for this call, or for another call in flight, keeps the budget.
             UnsupportedCall: The call needs what a planned step does not have, such as `torch.func` transforms.
-            StaleActivationsError: The arena still holds the activations of a forward whose backward has not run.
+            StaleActivationsError: Another thread runs a step, or the arena holds the activations of another call where
+                only one may be in flight (`gradients="arena"`, `cuda_graph`, `device`).
 
         Example:
             ```python
