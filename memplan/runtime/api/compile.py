@@ -97,8 +97,8 @@ def compile(
         on_mismatch: What happens at a call that differs from the example, or after the model has changed: "replan"
             makes a plan for such calls, up to 8 programs; beyond them one plan for all sizes, if sizes are all that
             changes, or else the original model runs, with a warning. "error" raises, "eager" runs the original model,
-            and "passive" runs the original model and offloads saved activations on demand to keep the budget (also if the
-            plan of another mode would exceed it).
+            and "passive" runs the original model and offloads saved activations on demand to keep the budget (also if
+            the plan of another mode would exceed it).
         cuda_graph: Record forward and backward as two CUDA graphs at the first call, and replay them. Inputs are
             copied in and results copied out; `CompiledModule.pool_bytes` are the bytes outside the arena.
         device: Run on this device ("cuda", "cuda:1") while the model, its inputs and its results stay on the CPU. Every

@@ -71,19 +71,18 @@ class PlannedStep(torch.autograd.Function):
             )
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         with runner.arena.ownership as ownership:
-            repeatable = ctx.repeatable
-            if step.done and repeatable is not None and repeatable.kept:
-                saved, watched = repeatable.repeat(runner, ownership, step), ctx.watched
-            else:
+            repeatable, watched = ctx.repeatable, ctx.watched
+            repeats = step.done and repeatable is not None and repeatable.kept
+            if not repeats:
                 ownership.end(step)
-                saved, watched = ctx.saved, ctx.watched
+            if list(map(_version, watched)) != ctx.versions:
+                raise _changed(watched, ctx.versions, step)
+            saved = repeatable.repeat(runner, ownership, step) if repeats else ctx.saved
             ctx.saved = None
             if keeps:
                 repeatable.keep()
             else:
                 ctx.watched, ctx.repeatable = None, None
-            if list(map(_version, watched)) != ctx.versions:
-                raise _changed(watched, ctx.versions, step)
             tangents, missing = runner.tangents_from(grads)
             if ctx.adds is not None and not missing and not runner.is_observed:
                 nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]

@@ -37,9 +37,9 @@ class Repeatable:
         self._kept: list[torch.Tensor | None] | None = None
 
     def ran(self, runner: Runner, inputs: Sequence[torch.Tensor], current: Sequence[torch.Tensor]) -> None:
-        """Store the versions of inputs and parameters, after the forward."""
-        self._current = runner.unchanged(current)
-        self._versions = [*map(_version_of, inputs), *map(_version_of, self._current)]
+        """Store the versions of inputs, and of parameters that the backward does not read, after the forward."""
+        self._current = runner.unwatched(current)
+        self._versions = _versions((*inputs, *self._current))
 
     @property
     def kept(self) -> bool:
@@ -58,7 +58,7 @@ class Repeatable:
         inputs = [x for x in self._kept or () if x is not None]
         if reason is None and len(inputs) < len(self._inputs):
             reason = "an input is gone, which was no longer needed"
-        if reason is None and [*map(_version_of, inputs), *map(_version_of, self._current)] != self._versions:
+        if reason is None and (self._versions is None or _versions((*inputs, *self._current)) != self._versions):
             reason = "an input or a parameter was changed in place since"
         current, unmoved = runner.parameter_guards.look()
         if reason is None and not unmoved:
@@ -116,8 +116,12 @@ def _running_statistics(kernel: KernelCall) -> set[int]:
     return {x.value for name in _RUNNING if isinstance(x := given.get(name), Ref)}
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else int(_version(tensor))
+def _versions(tensors: Sequence[torch.Tensor]) -> int | None:
+    """Return the sum of the versions of tensors, which only grow; None if one of them, of inference mode, has none."""
+    try:
+        return sum(map(_version, tensors))
+    except RuntimeError:
+        return None
 
 
 def _states(device: torch.device) -> list[Any]:

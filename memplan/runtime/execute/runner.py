@@ -171,8 +171,9 @@ class Runner:
         # pick, of the current parameters and buffers, those that get gradients and those that the backward reads
         self.wanted = items_getter(self._wanted_parameters)
         self.watched = items_getter([slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of])
-        self.unchanged = items_getter(  # parameters and buffers that the step does not change
-            [j for j, i in enumerate(self.parameter_guards.bindings) if not t.bindings[i].written]
+        late = self.program.used_in_backward
+        self.unwatched = items_getter(  # parameters and buffers that the forward alone reads
+            [j for j, i in enumerate(self.parameter_guards.bindings) if not t.bindings[i].written and i not in late]
         )
         self.written = items_getter(self._written_parameters)
         self.draws = any(op.random and op.phase is Phase.FORWARD for op in t.graph.ops)
