@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -124,13 +124,16 @@ def _versions(tensors: Sequence[torch.Tensor]) -> int | None:
         return None
 
 
-def _states(device: torch.device) -> list[Any]:
-    """Return the states of the generators that a step on `device` draws from."""
+def _states(device: torch.device) -> list[bytes]:
+    """Return the states of the generators that a step on `device` draws from, as bytes of the host."""
     found = [torch.get_rng_state()]
-    return found if device.type != "cuda" else [*found, torch.cuda.get_rng_state(device)]
+    if device.type == "cuda":
+        found.append(torch.cuda.get_rng_state(device))
+    return [state.numpy().tobytes() for state in found]
 
 
-def _set_states(states: Sequence[Any], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
+def _set_states(states: Sequence[bytes], device: torch.device) -> None:
+    first, *rest = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states)
+    torch.set_rng_state(first)
+    for state in rest:
         torch.cuda.set_rng_state(state, device)
