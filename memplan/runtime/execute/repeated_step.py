@@ -119,7 +119,7 @@ def _running_statistics(kernel: KernelCall) -> set[int]:
 def _versions(tensors: Sequence[torch.Tensor]) -> int | None:
     """Return the sum of the versions of tensors, which only grow; None if one of them, of inference mode, has none."""
     try:
-        return sum(map(_version, tensors))
+        return int(sum(map(_version, tensors)))
     except RuntimeError:
         return None
 
