@@ -146,7 +146,7 @@ class RunOptions(PlanOptions):
 class CompileOptions(RunOptions):
     """All options of `memplan.compile`, apart from the model, its example inputs, its mode and a plan."""
 
-    on_mismatch: OnMismatch = "error"
+    on_mismatch: OnMismatch = "replan"
     cuda_graph: bool = False
     bucketing: Mapping[str, int] | None = None
     measurable: ClassVar[bool] = True

@@ -195,9 +195,9 @@ def test_backward_hooks_are_refused_and_seen_later() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     handle = model[0].register_full_backward_hook(lambda *_: None)
     with pytest.raises(UnsupportedGraph, match="backward hooks"):
-        memplan_compile(model, _x())
+        memplan_compile(model, _x(), on_mismatch="error")
     handle.remove()
-    compiled = memplan_compile(model, _x())
+    compiled = memplan_compile(model, _x(), on_mismatch="error")
     model[0].register_forward_hook(lambda m, a, out: out * 2)
     with pytest.raises(InputMismatch, match="hooks"):
         compiled(_x())
@@ -205,12 +205,12 @@ def test_backward_hooks_are_refused_and_seen_later() -> None:
 
 def test_a_replaced_submodule_of_another_type_raises() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    compiled = memplan_compile(model, _x())
+    compiled = memplan_compile(model, _x(), on_mismatch="error")
     model[1] = nn.Tanh()
     with pytest.raises(InputMismatch, match=r"ReLU.*Tanh"):
         compiled(_x())
     model = nn.Sequential(nn.Linear(4, 4))
-    compiled = memplan_compile(model, _x())
+    compiled = memplan_compile(model, _x(), on_mismatch="error")
     model[0].bias = None
     with pytest.raises(InputMismatch, match="None"):
         compiled(_x())
@@ -219,7 +219,7 @@ def test_a_replaced_submodule_of_another_type_raises() -> None:
 @pytest.mark.parametrize("change", [lambda t: t.t(), lambda t: t[:1], lambda t: t.double()])
 def test_a_parameter_laid_out_anew_raises(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model = Fn(lambda s, x: x @ s.w)
-    compiled = memplan_compile(model, _x())
+    compiled = memplan_compile(model, _x(), on_mismatch="error")
     model.w.data = change(model.w.data)
     with pytest.raises(InputMismatch) as caught:
         compiled(_x())
@@ -231,7 +231,7 @@ def test_flat_parameters_that_swap_places_raise() -> None:
     flat = torch.randn(32)
     for i in (0, 1):
         model[i].weight.data = flat[16 * i : 16 * i + 16].view(4, 4)
-    compiled = memplan_compile(model, _x())
+    compiled = memplan_compile(model, _x(), on_mismatch="error")
     assert torch.equal(compiled(_x()), copy.deepcopy(model)(_x()))
     for i in (0, 1):
         model[i].weight.data = flat[16 - 16 * i : 32 - 16 * i].view(4, 4)
@@ -246,19 +246,19 @@ def _write_both(s: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 def test_inputs_that_share_memory() -> None:
     x = _x()
-    difference = memplan_compile(Fn(lambda s, x, y: (x - y) * s.w), (x, x))
+    difference = memplan_compile(Fn(lambda s, x, y: (x - y) * s.w), (x, x), on_mismatch="error")
     with pytest.raises(InputMismatch, match="share memory"):
         difference(_x(), _x(seed=2))
     reads = Fn(lambda s, x, y: (x + y) * s.w)
-    assert torch.equal(memplan_compile(reads, (_x(), _x()))(x, x), copy.deepcopy(reads)(x, x))
-    writes = memplan_compile(Fn(_write_both), (_x(), _x()))
+    assert torch.equal(memplan_compile(reads, (_x(), _x()), on_mismatch="error")(x, x), copy.deepcopy(reads)(x, x))
+    writes = memplan_compile(Fn(_write_both), (_x(), _x()), on_mismatch="error")
     with pytest.raises(InputMismatch, match="share memory"):
         writes(x, x)
     with pytest.raises(InputMismatch, match="strides"):
         writes(x, _x(4, 8)[:, ::2])
     counts = Fn(lambda s, x: (s.n.add_(1), x * s.w)[1])
     with pytest.raises(InputMismatch, match="buffer 'n'"):
-        memplan_compile(counts, torch.ones(4))(counts.n)
+        memplan_compile(counts, torch.ones(4), on_mismatch="error")(counts.n)
 
 
 def test_other_strides_in_the_first_call_without_gradients() -> None:
@@ -297,11 +297,11 @@ def test_eval_mode_with_gradients_has_gradients() -> None:
 
 def test_autocast_is_part_of_the_call() -> None:
     model = nn.Linear(4, 4)
-    plain = memplan_compile(model, _x())
+    plain = memplan_compile(model, _x(), on_mismatch="error")
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(InputMismatch, match="autocast"):
             plain(_x())
-        cast = memplan_compile(model, _x())
+        cast = memplan_compile(model, _x(), on_mismatch="error")
         out = cast(_x())
         assert out.dtype is torch.bfloat16
         assert torch.equal(out, model(_x()))

@@ -27,8 +27,7 @@ def test_planning_anew_between_forward_and_backward_leaves_the_activations_alone
     eager, x = copy.deepcopy(model), torch.randn(64, 4)
     compiled = memplan.compile(model, x, on_mismatch="replan")
     y = compiled(x)
-    with pytest.raises(StaleActivationsError, match="the trial run of another program"):
-        compiled(torch.randn(48, 4))  # which fits in the same arena
+    compiled(torch.randn(48, 4))  # which would fit in the same arena
     y.square().sum().backward()
     eager(x).square().sum().backward()
     assert all(torch.equal(_grad(p), _grad(q)) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
@@ -45,7 +44,7 @@ class Writes(nn.Module):
 @pytest.mark.parametrize("transposed", [False, True], ids=["alike", "laid out anew"])
 def test_inputs_that_became_one_memory_raise(*, transposed: bool) -> None:
     torch.manual_seed(0)
-    compiled = memplan.compile(Writes(), (torch.randn(3, 3), torch.randn(3, 3)), train=False)
+    compiled = memplan.compile(Writes(), (torch.randn(3, 3), torch.randn(3, 3)), train=False, on_mismatch="error")
     x = torch.randn(3, 3)
     before = x.clone()
     with pytest.raises(InputMismatch, match="do not share memory as those"):
@@ -61,7 +60,7 @@ def test_inputs_that_were_one_memory_and_are_two_raise() -> None:
             return x + y
 
     x = torch.randn(3, 3)
-    compiled = memplan.compile(Adds(), (x, x.detach()), train=False)
+    compiled = memplan.compile(Adds(), (x, x.detach()), train=False, on_mismatch="error")
     assert torch.equal(compiled(x, x.detach()), x + x)
     with pytest.raises(InputMismatch, match="do not share memory as those"):
         compiled(x, x.clone())
@@ -103,7 +102,7 @@ def test_untied_parameters_raise() -> None:
             return x @ self.a @ self.b
 
     net = Shares()
-    compiled = memplan.compile(net, torch.randn(2, 4))
+    compiled = memplan.compile(net, torch.randn(2, 4), on_mismatch="error")
     net.b.data = torch.randn(4, 4)
     with pytest.raises(InputMismatch, match="do not share memory as they did"):
         compiled(torch.randn(2, 4))
@@ -263,7 +262,7 @@ def test_autograd_knows_of_buffers_that_a_call_without_gradients_has_changed() -
 
 def test_an_input_in_the_memory_of_a_buffer_that_has_moved_raises() -> None:
     model = Counts()
-    compiled = memplan.compile(model, torch.ones(4), train=False)
+    compiled = memplan.compile(model, torch.ones(4), train=False, on_mismatch="error")
     model.total = torch.zeros(4)
     compiled(torch.ones(4))
     with pytest.raises(InputMismatch, match=r"input 0: shares its memory with the buffer 'total'"):

@@ -140,7 +140,7 @@ def test_a_compiled_part_of_a_compiled_model_is_traced_through() -> None:
 
 
 def test_moving_to_another_type_raises_and_moving_back_works() -> None:
-    compiled = compile(_net(), _x())
+    compiled = compile(_net(), _x(), on_mismatch="error")
     before = _gradients(compiled, _x(1))
     compiled.to(torch.float64)
     with pytest.raises(InputMismatch, match="float64"):

@@ -75,11 +75,13 @@ def test_no_two_gradients_share_bytes() -> None:
     assert model.b.grad.tolist() == [1, 1, 1]
 
 
-def test_two_forwards_before_a_backward_raise(compiled: CompiledModule, x: torch.Tensor) -> None:
+def test_gradients_that_must_be_in_the_arena_let_no_second_forward_begin(model: TwoLayers, x: torch.Tensor) -> None:
+    compiled = memplan_compile(model, (x,), sanitize="poison", gradients="arena")
     first = compiled(x)
     with pytest.raises(StaleActivationsError, match=r"forward 2 .* forward 1"):
         compiled(x)
     first.sum().backward()  # the step in flight is unharmed
+    assert _grads(model)[0].abs().sum() > 0
     compiled(x).sum().backward()
 
 
@@ -98,15 +100,16 @@ def test_the_in_flight_state_does_not_leak(compiled: CompiledModule, x: torch.Te
     gc.disable()
     try:
         for _ in range(3):
-            out = compiled(x)  # would raise if the earlier output's graph were kept alive by a cycle
+            out = compiled(x)  # would need another program if a cycle kept the earlier output's graph alive
             del out
+        assert compiled._pending is None
     finally:
         gc.enable()
 
 
 def test_backward_twice_raises(compiled: CompiledModule, x: torch.Tensor) -> None:
     loss = compiled(x).sum()
-    loss.backward(retain_graph=True)
+    loss.backward()
     with pytest.raises(StaleActivationsError, match="backward ran twice"):
         loss.backward()
 
@@ -129,7 +132,8 @@ def test_parameters_may_move(model: TwoLayers, compiled: CompiledModule, x: torc
             assert torch.allclose(one, two, rtol=1e-6)
 
 
-def test_parameters_that_change_their_kind_raise(model: TwoLayers, compiled: CompiledModule, x: torch.Tensor) -> None:
+def test_parameters_that_change_their_kind_raise(model: TwoLayers, x: torch.Tensor) -> None:
+    compiled = memplan_compile(model, (x,), on_mismatch="error")
     model.one.weight.requires_grad_(False)
     with pytest.raises(InputMismatch, match=r"one\.weight"):
         compiled(x)

@@ -128,14 +128,14 @@ _named = pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for cha
 @_named
 def test_a_change_of_the_model_raises_until_it_is_undone_or_compiled(change: Callable[[Any], None]) -> None:
     model, x = ReadsPython(), torch.randn(5, 4)
-    compiled = memplan.compile(model, x)
+    compiled = memplan.compile(model, x, on_mismatch="error")
     compiled(x).sum().backward()
     change(model)
     for _ in range(2):  # as a cell of a notebook that is run again
         with pytest.raises(InputMismatch) as caught:
             compiled(x)
         assert caught.value.where == CHANGES[change]
-    memplan.compile(model, x)(x)
+    memplan.compile(model, x, on_mismatch="error")(x)
 
 
 @_named
@@ -165,7 +165,7 @@ def test_a_change_of_the_model_is_followed_where_that_was_asked(how: OnMismatch,
 def test_a_change_is_seen_by_the_program_of_another_shape(change: Callable[[Any], None]) -> None:
     model, x = ReadsPython(), torch.randn(6, 4)
     change(model)
-    compiled = memplan.compile(model, x, dynamic_shapes={"x": {0: Dim("batch", min=2, max=64)}})
+    compiled = memplan.compile(model, x, dynamic_shapes={"x": {0: Dim("batch", min=2, max=64)}}, on_mismatch="error")
     compiled(x).sum().backward()
     change(model)
     with pytest.raises(InputMismatch, match=CHANGES[change]):
@@ -185,7 +185,7 @@ def test_what_was_traced_twice_is_still_a_constant() -> None:
     model, x = ReadsPython().eval(), torch.randn(5, 4)
     for temperature in (1.0, 0.9, 0.8):  # dynamo takes what it has seen change for a variable
         model.temperature = temperature
-        compiled = memplan.compile(model, x)
+        compiled = memplan.compile(model, x, on_mismatch="error")
         assert torch.equal(compiled(x), model(x))
         model.temperature = 3.0
         with pytest.raises(InputMismatch, match=r"temperature: is 3\.0"):
@@ -308,7 +308,7 @@ def test_what_else_forward_reads(
 ) -> None:
     monkeypatch.setitem(TABLE, "scale", 2.0)
     made, x = model(), torch.randn(3, 4)
-    compiled = memplan.compile(made, x)
+    compiled = memplan.compile(made, x, on_mismatch="error")
     assert torch.equal(compiled(x), made(x))
     change(made)
     with pytest.raises(InputMismatch, match=word):
@@ -444,7 +444,7 @@ def test_what_a_configuration_settles_and_what_forward_logs() -> None:
             return y
 
     model, x = Classifier(), torch.randn(5, 4)
-    compiled = memplan.compile(model, x)
+    compiled = memplan.compile(model, x, on_mismatch="error")
     assert model.config.kind == "single label"
     assert torch.equal(compiled(x), model(x))
     model.config.kind = None
@@ -473,7 +473,7 @@ def test_options_of_layers_are_compared_where_dynamo_cannot_read() -> None:
             return y
 
     model, x = Recurrent(), torch.randn(3, 2, 4)
-    compiled = memplan.compile(model, x)
+    compiled = memplan.compile(model, x, on_mismatch="error")
     compiled(x).sum().backward()
     model.drop.p = 0.1
     with pytest.raises(InputMismatch, match=r"drop\.p: is 0\.1, the plan was made for 0\.5"):
@@ -488,7 +488,7 @@ def test_tensors_with_ways_of_their_own_are_refused() -> None:
             return result * 2 if getattr(function, "__name__", "") == "linear" else result
 
     model, x = nn.Linear(4, 3), torch.randn(5, 4)
-    compiled = memplan.compile(model, x)
+    compiled = memplan.compile(model, x, on_mismatch="error")
     compiled(nn.Parameter(x, requires_grad=False))
     with pytest.raises(InputMismatch, match="Doubling, which defines its own operations"):
         compiled(x.as_subclass(Doubling))

@@ -15,7 +15,7 @@ from torch import nn
 
 import memplan
 from memplan.core.graph import StorageKind
-from memplan.errors import InputMismatch, MemplanError, StaleActivationsError, UnsupportedCall
+from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
 from memplan.evict.events import Events
 from memplan.evict.workload import Workload
 from memplan.runtime import CompiledModule, CompiledStep
@@ -121,7 +121,7 @@ def test_measured_costs_are_saved_and_used_again(tmp_path: Path) -> None:
 
 def test_steps_that_end_early_are_not_measured() -> None:
     model, x = _net()
-    compiled = _compiled(model, x)
+    compiled = _compiled(model, x, on_mismatch="error")
     timer = compiled._guide._op_timer
     compiled(x)  # no backward
     assert timer.samples == 0
@@ -186,8 +186,7 @@ def test_a_switch_waits_for_the_step_in_flight() -> None:
     main = compiled._selector.main
     model.zero_grad()
     loss = main(main.input_guards.flatten((x,), {}), training=True)  # as if the guide had not been asked
-    with pytest.raises(StaleActivationsError):
-        compiled(x)
+    assert not compiled._guide.ready
     assert compiled.plan is safe
     model.zero_grad()
     loss.backward()
@@ -203,7 +202,7 @@ def test_a_program_is_not_tried_in_an_arena_that_holds_a_step() -> None:
     expected = outcome_of(model, compiled, x)
     model.zero_grad()
     loss = compiled(x)
-    with torch.no_grad(), pytest.raises(StaleActivationsError):
+    with torch.no_grad():
         compiled(x + 1)
     loss.backward()
     assert outcome_after(model, loss).same_as(expected)
@@ -231,8 +230,8 @@ def test_hooks_and_the_tracker_see_measured_steps_and_those_after_a_switch() -> 
 
 def test_parameters_that_move_meanwhile_are_followed() -> None:
     model, x = _net()
-    compiled = _compiled(model, x)
-    free = memplan.compile(model, x)
+    compiled = _compiled(model, x, on_mismatch="error")
+    free = memplan.compile(model, x, on_mismatch="error")
     for _ in range(2 * STEPS):
         for p in model.parameters():
             p.data = p.data + 0.01

@@ -1,4 +1,4 @@
-"""Builds the programs of a model: traces, plans and assembles them, all in one arena if they fit."""
+"""Builds the programs of a model: traces, plans and assembles them, all in one arena, which grows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import nn
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch
 from memplan.evict.feedback import RecordingPolicy
+from memplan.planning.consistency import require_budget
 from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.execute.cuda_graphs import make_recorder
+from memplan.runtime.execute.cuda_graphs import Recorder, make_recorder
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.measured_budget import (
@@ -26,8 +27,9 @@ from memplan.runtime.measured_budget import (
     plan_as_small_as_eager,
     replan,
 )
-from memplan.runtime.memory.arena import Arena, arena_for
+from memplan.runtime.memory.arena import Arena, arena_for, grown
 from memplan.runtime.memory.host import prepare_host
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
 from memplan.trace import CapturedStep, capture_call
@@ -43,11 +45,15 @@ class Builder:
     """Builds the programs of one model. Refusals are raised before an arena is allocated.
 
     `options` are those of the next program: the budget of a given plan and measured costs are written into them.
-    `arena` is the arena that all programs share, one at a time; the first program allocates it.
+    `arena` is the arena that all programs share, one at a time; the first program allocates it. If a later one needs
+    more, a larger arena replaces it, and `again` makes the earlier programs anew there. With a `coordinator`, which
+    places programs in its own arena, each program begins in an arena of its own.
     """
 
-    def __init__(self, model: nn.Module, options: CompileOptions, hooks: Hooks) -> None:
-        self.model, self.hooks = model, hooks
+    def __init__(
+        self, model: nn.Module, options: CompileOptions, hooks: Hooks, coordinator: ArenaCoordinator | None = None
+    ) -> None:
+        self.model, self.hooks, self.coordinator = model, hooks, coordinator
         self.module_guards = ModuleGuards(model)
         self.measures = options.measures
         self.options = replace(options, costs=None) if self.measures else options
@@ -58,12 +64,13 @@ class Builder:
         """Return a program for calls like this one, with the `given` plan or a new one."""
         with torch.inference_mode(False):
             traced, captured = self._trace(args, kwargs, train)
-            before = self.arena
-            room = 0 if before is None else before.nbytes
+            first = self.arena is None
+            room = 0 if self.arena is None else self.arena.nbytes
 
             def build(known: Sequence[Measured | None]) -> Sequence[Built]:
                 """Return the program, planned with what is measured of it; the first one makes the arena."""
-                self.arena = before
+                if first:
+                    self.arena = None
                 if known[0] is None:
                     settled, plan = self.options.settle(traced, captured, given, room=room)
                 else:
@@ -74,7 +81,7 @@ class Builder:
                 return (Built(traced=settled, runner=runner),)
 
             built = build_measured(build, 1, again=given is None)[0]
-            unlimited = given is None and before is None and not self.options.has_budget
+            unlimited = given is None and first and not self.options.has_budget
             smaller = plan_as_small_as_eager(self.options, built) if unlimited and not traced.runs_on else None
             runner = built.runner
             if smaller is not None:
@@ -150,10 +157,19 @@ class Builder:
                 self._arena_for(plan, traced.device, room),
                 sanitize=options.sanitize,
                 gradients=options.gradients,
-                recorder=make_recorder(traced.device, options.sanitize) if options.cuda_graph else None,
+                recorder=self._recorder(traced.device),
                 bound=bound,
                 hooks=self.hooks,
             )
+
+    def again(self, runner: Runner) -> Runner:
+        """Return a program whose arena was freed, in the arena that replaced it."""
+        with torch.inference_mode(False):
+            arena = self._arena_for(runner.plan, runner.traced.device, 0)
+            return runner.remade(runner.plan, arena, recorder=self._recorder(runner.traced.device))
+
+    def _recorder(self, device: torch.device) -> Recorder | None:
+        return make_recorder(device, self.options.sanitize) if self.options.cuda_graph else None
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> tuple[TracedGraph, CapturedStep]:
         """Return the step of a call as it is traced first, and what traces its other variants."""
@@ -177,14 +193,26 @@ class Builder:
         return traced, captured
 
     def _arena_for(self, plan: Plan, device: torch.device, room: int) -> Arena:
-        """Return the shared arena if the plan fits in it, else a new arena for this plan alone.
+        """Return the shared arena; a larger one replaces it, and its bytes are freed, if the plan does not fit.
 
-        With dynamic shapes, a larger arena replaces the shared one instead.
+        Raises `ArenaInUse` if a step is in flight. With dynamic shapes, that step then keeps the smaller arena.
         """
+        if self.coordinator is not None:
+            require_budget(plan)
+            return part_of(Arena(plan.arena_size, device), ObservedOwnership(self.coordinator))
         arena = self.arena
-        if arena is None or (self.options.dynamic_shapes is not None and max(plan.arena_size, room) > arena.nbytes):
+        varies = self.options.dynamic_shapes is not None
+        if arena is None:
             arena = self.arena = arena_for(plan, device, room)
-        return arena.view_for(plan) or arena_for(plan, device)
+        elif arena.view_for(plan) is None or (varies and room > arena.nbytes):
+            with arena.ownership as ownership:
+                in_flight = varies and ownership.pending is not None
+                if not in_flight:
+                    ownership.require_free("a program that needs a larger arena")
+            arena = self.arena = grown(arena, plan, device, room, keep=in_flight)
+        found = arena.view_for(plan)
+        assert found is not None
+        return found
 
 
 def require_real(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

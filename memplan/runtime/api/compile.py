@@ -44,7 +44,7 @@ def compile(
     in_place: bool = True,
     gradients: Gradients = "auto",
     sanitize: Sanitize | None = None,
-    on_mismatch: OnMismatch = "error",
+    on_mismatch: OnMismatch = "replan",
     cuda_graph: bool = False,
     device: Device | None = None,
     dynamic_shapes: DynamicShapes | None = None,
@@ -59,7 +59,7 @@ def compile(
     Args:
         model: The module to compile. The result shares its parameters, buffers and submodules.
         example_inputs: A tuple of positional arguments, a dict of keywords (without `example_kwargs`), or the only
-            argument: real tensors with the shapes, dtypes and devices of every later call.
+            argument: real tensors with the usual shapes, dtypes and devices of later calls.
         example_kwargs: The keyword arguments.
         train: True plans forward and backward. False plans the forward alone; results then have no gradients. None
             follows `model.training`; in eval mode, a call that eager would record then gets a program with a backward,
@@ -94,10 +94,11 @@ def compile(
             `UnsupportedCall`, and `torch.autograd.grad` and `backward(inputs=...)` do not find parameters.
         sanitize: Check every step, slowly: "poison" fills buffers with NaN before their first write and after their
             last use; "redzone" checks bytes on both sides of every buffer.
-        on_mismatch: What happens at a call that differs from the example, or after the model has changed: "error"
-            raises, "eager" runs the original model, "replan" makes a plan for such calls, and "passive" runs the
-            original model and offloads saved activations on demand to keep the budget (also if the plan of another
-            mode would exceed it).
+        on_mismatch: What happens at a call that differs from the example, or after the model has changed: "replan"
+            makes a plan for such calls, up to 8 programs; beyond them one plan for all sizes, if sizes are all that
+            changes, or else the original model runs, with a warning. "error" raises, "eager" runs the original model,
+            and "passive" runs the original model and offloads saved activations on demand to keep the budget (also if
+            the plan of another mode would exceed it).
         cuda_graph: Record forward and backward as two CUDA graphs at the first call, and replay them. Inputs are
             copied in and results copied out; `CompiledModule.pool_bytes` are the bytes outside the arena.
         device: Run on this device ("cuda", "cuda:1") while the model, its inputs and its results stay on the CPU. Every

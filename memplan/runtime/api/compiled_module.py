@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
-from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError, StaleActivationsError
 from memplan.runtime.api.builder import Builder
-from memplan.runtime.api.pickling import example_of, in_modes, rebuild, recipe
-from memplan.runtime.api.select import RunsEagerly, Selector
+from memplan.runtime.api.gradients_outside import leave_arena, require_room_outside
+from memplan.runtime.api.mismatch import UnplannedCalls, shapes_of
+from memplan.runtime.api.pending_calls import PendingCalls, require_room, several_can_wait
+from memplan.runtime.api.pickling import detached, example_of, in_modes, rebuild, recipe
+from memplan.runtime.api.select import RunsEagerly, Selector, TooManyPrograms, difference
 from memplan.runtime.debug.hooks import Hooks
-from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse, referred
+from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for
+from memplan.runtime.memory.arena_ownership import ArenaInUse
+from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for, run_within
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
 from memplan.trace.capture.refusals import require_traceable
@@ -30,14 +33,11 @@ if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
 
 _log = logging.getLogger("memplan")
-_STILL_SET = (
-    "%s: gradients of the last step are still set at the next call, so they are outside the arena from now on, and are "
-    'added to; gradients="added" does that from the first step on, and zero_grad() before each call avoids it'
+_SEVERAL = (
+    "%s: a call begins while another one waits for its backward; from now on each has a program of its own, and "
+    "gradients are outside of the arena"
 )
-_KEPT = (
-    "%s: something else than its parameter's .grad still refers to the gradient of %r, and keeps an arena of %s; from "
-    'now on gradients are outside the arena, as with gradients="added"'
-)
+_MAX_REBUILDS = 8  # times that all programs are made again because the model has changed
 
 
 class CompiledModule(nn.Module, MeasuredStep):
@@ -45,9 +45,9 @@ class CompiledModule(nn.Module, MeasuredStep):
 
     It is called, trained and saved like the original, whose parameters, buffers and submodules it shares under the same
     names: optimizers, `state_dict`, `.train()`, `.eval()` and hooks on parameters work on both. Calls under
-    `torch.no_grad()` and in `eval()` mode run programs with plans of their own, which are made at the first such call
-    and share the arena. Python attributes that `forward` reads (constants, dropout rates) are constants of a plan; each
-    call compares them.
+    `torch.no_grad()`, in `eval()` mode, and those that differ from the example otherwise, run programs with plans of
+    their own, which are made at the first such call and share the arena. Several calls may wait for their backward.
+    Python attributes that `forward` reads (constants, dropout rates) are constants of a plan; each call compares them.
 
     Attributes:
         plan: The plan of training calls (of every call if compiled with `train=False`). With `dynamic_shapes`, the plan
@@ -96,6 +96,7 @@ class CompiledModule(nn.Module, MeasuredStep):
         self.__dict__.update(
             _builder=Builder(model, options, self.hooks), _measurements=[], _train=train, _warned=set()
         )
+        self.__dict__.update(_unplanned=UnplannedCalls(model), _rebuilt=0, _varies=None, _pending=None)
         self._compile(args, kwargs, model.training if train is None else train)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
@@ -127,16 +128,18 @@ class CompiledModule(nn.Module, MeasuredStep):
         """Run a step, with the arguments of the original.
 
         Args:
-            args: The positional arguments: tensors with the shapes, dtypes and devices of the example.
+            args: The positional arguments. `on_mismatch` says what happens if they differ from the example.
             kwargs: The keyword arguments.
 
         Returns:
             What the original returns.
 
         Raises:
-            InputMismatch: The call, or the model, differs from what was compiled (see `on_mismatch`).
+            InputMismatch: With `on_mismatch="error"`, the call, or the model, differs from what was compiled.
+            BudgetInfeasible: No plan for this call, or for another call in flight, keeps the budget.
             UnsupportedCall: The call needs what a planned step does not have, such as `torch.func` transforms.
-            StaleActivationsError: The arena still holds the activations of a forward whose backward has not run.
+            StaleActivationsError: Another thread runs a step, or the arena holds the activations of another call where
+                only one may be in flight (`gradients="arena"`, `cuda_graph`, `device`).
 
         Example:
             ```python
@@ -152,12 +155,22 @@ class CompiledModule(nn.Module, MeasuredStep):
             raise refused
         if self._example is not None:
             self._compile_again()
-        try:
+        if self._pending is None:
+            try:
+                return self._call(args, kwargs)
+            except GradientsInUse as error:
+                in_use: ArenaGradients | None = error.gradients
+            except ArenaInUse:
+                if not several_can_wait(self._requested):
+                    raise
+                in_use = None
+            if in_use is not None:
+                self._put_gradients_outside(in_use)
+                return self._call(args, kwargs)
+            self._let_calls_wait()
+        assert self._pending is not None
+        with self._pending:
             return self._call(args, kwargs)
-        except GradientsInUse as error:
-            in_use = error.gradients
-        self._put_gradients_outside(in_use)
-        return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step. Raises `GradientsInUse` if gradients of the last one are in bytes that it needs."""
@@ -165,53 +178,104 @@ class CompiledModule(nn.Module, MeasuredStep):
             runner, leaves = self._selector.select(args, kwargs)
             current = runner.current()
         except (InputMismatch, BudgetInfeasible) as error:
-            how = self._requested.on_mismatch
-            if how == "passive":
-                return self._run_on_demand(error, args, kwargs)
-            if how == "error" or isinstance(error, BudgetInfeasible):
-                raise
-            if how == "eager":
-                return self._original(*args, **kwargs)
-            try:
-                runner, leaves, current = self._replan(args, kwargs)
-            except RunsEagerly as why:
-                return self._run_eagerly(why, args, kwargs)
+            return self._call_that_differs(error, args, kwargs)
         except RunsEagerly as why:
             return self._run_eagerly(why, args, kwargs)
-        if self._guide is not None and runner is self._selector.main and self._guide.ready:
-            runner = self._advance(self._guide)
-            current = runner.current()
-        return runner(leaves, current, training=runner.traced.training)
+        if self._guide is not None and runner is self._selector.main:
+            runner, current = self._measured(self._guide, runner, current)
+        return self._run(runner, leaves, current, args, kwargs)
+
+    def _run(
+        self,
+        runner: Runner,
+        leaves: list[Any],
+        current: list[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a program with the leaves of a call and the current parameters."""
+        if self._pending is not None:
+            instance = self._pending.program(runner, self._selector.programs_of_calls)
+            if instance is None:
+                return self._original(*args, **kwargs)
+            runner, current = instance, instance.current()
+        try:
+            return runner(leaves, current, training=runner.traced.training)
+        except InputMismatch as shared:  # an input is a tensor that the step changes, which no plan is for
+            return self._run_without_plan(shared, shared, args, kwargs)
+
+    def _call_that_differs(
+        self, differs: InputMismatch | BudgetInfeasible, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what `on_mismatch` says with a call for which there is no program yet."""
+        if self._requested.on_mismatch != "replan" or isinstance(differs, BudgetInfeasible):
+            return self._run_without_plan(differs, None, args, kwargs)
+        try:
+            runner, leaves, current = self._replan(args, kwargs, differs)
+        except RunsEagerly as why:
+            return self._run_eagerly(why, args, kwargs)
+        except TooManyPrograms:
+            if self._plan_all_sizes(args, kwargs):
+                return self._call(args, kwargs)
+            return self._run_without_plan(differs, None, args, kwargs)
+        except (BudgetInfeasible, StaleActivationsError):
+            raise
+        except MemplanError as refused:
+            return self._run_without_plan(differs, refused, args, kwargs)
+        return self._run(runner, leaves, current, args, kwargs)
+
+    def _run_without_plan(
+        self, differs: MemplanError, refused: MemplanError | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the original for a call that no program is for, or raise `differs`, as `on_mismatch` says.
+
+        `refused`: why there is no program; None if there are too many.
+        """
+        how, device = self._requested.on_mismatch, self._selector.main.traced.device
+        if how == "passive":
+            passive = offload_for(differs, self.plan, device)
+            self.__dict__["passive"] = passive
+            return run_within(passive, self._original, args, kwargs)
+        if how == "error" or isinstance(differs, BudgetInfeasible) or differs.see == "no-numbers":
+            raise differs
+        if how == "eager":
+            return self._original(*args, **kwargs)
+        unplanned: UnplannedCalls = self._unplanned
+        return unplanned.run(differs, refused, self.plan, device, args, kwargs)
 
     def _put_gradients_outside(self, gradients: ArenaGradients) -> None:
         """Compile for gradients outside the arena, because those of the last step are still in use at the next call.
 
         They are moved out of the arena, which is then freed, unless something else than Python names refers to one.
         """
-        base = self._requested if self._given is None else self._builder.options  # a given plan's budgets are there
-        options = replace(base, gradients="added")
+        options = replace(self._base_options, gradients="added")
         main, modes = self._selector.main, self._selector.main_modes
         again = (example_of(main), main.traced.training, modes)
         del main
         builder = Builder(self._original, options, self.hooks)
         if options.has_budget:
-            if gradients.lacks_room:
-                raise _no_room(gradients)
+            require_room_outside(gradients)
             with in_modes(self._original, modes):
                 builder.require_plan(*again[0], again[1])
-        with gradients.arena.ownership:  # no other thread may begin a step in between
-            gradients.move_out()
-            if gradients.holder():
-                gradients.move_names_out()
-            if name := gradients.holder():
-                if options.has_budget:
-                    raise referred(name, 'or compile with gradients="added"')
-                _log.warning(_KEPT, self.plan.model, name, format_bytes(gradients.arena.nbytes))
-            else:
-                _log.info(_STILL_SET, self.plan.model)
-                gradients.arena.release()
+        leave_arena(gradients, has_budget=options.has_budget)
         self.__dict__.update(_requested=options, _builder=builder, _given=None, _guide=None, _example=again)
         self._compile_again()
+
+    def _let_calls_wait(self) -> None:
+        """Compile for several calls in flight, because one begins while another waits for its backward."""
+        options, main = self._base_options, self._selector.main
+        if options.measures:
+            options = replace(options, costs=self._builder.options.costs)
+        if options.gradients == "auto" and options.gradients_in_arena:
+            options = replace(options, gradients="added")
+        require_room(options, main.plan, main.arena.nbytes)
+        again = (example_of(main), main.traced.training, self._selector.main_modes)
+        pending = PendingCalls(options, self._arena)
+        builder = Builder(self._original, options, self.hooks, pending.coordinator)
+        _log.info(_SEVERAL, self.plan.model)
+        self.__dict__.update(_requested=options, _builder=builder, _given=None, _guide=None, _example=again)
+        self._compile_again()
+        self.__dict__["_pending"] = pending
 
     def _compile_again(self) -> None:
         """Compile from the example of the first time, which is kept until that has succeeded."""
@@ -221,19 +285,87 @@ class CompiledModule(nn.Module, MeasuredStep):
             self._compile(args, kwargs, train)
         self.__dict__["_example"] = None
 
-    def _replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any], list[torch.Tensor]]:
-        """Return a program for a call that differs from the example, or for a model that has changed."""
+    @property
+    def _base_options(self) -> CompileOptions:
+        """The options of further programs, with the budgets of a given plan."""
+        options: CompileOptions = self._requested if self._given is None else self._builder.options
+        return options
+
+    def _replan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: InputMismatch
+    ) -> tuple[Runner, list[Any], list[torch.Tensor]]:
+        """Return a program for a call that differs from the example, or for a model that has changed.
+
+        Raises `TooManyPrograms` if the limit of programs, or of changes, is reached.
+        """
         try:
-            runner, leaves = self._selector.replan(args, kwargs)
-            return runner, leaves, runner.current()
-        except InputMismatch:  # the new program is of another model too: build all programs again
-            train = self._selector.main.traced.training
-            self.__dict__.update(
-                _builder=Builder(self._original, self._requested, self.hooks), _given=None, _guide=None
+            runner, leaves = self._selector.replan(args, kwargs, reason)
+        except InputMismatch as refused:
+            if refused.see != "other-model":
+                raise
+            changed = refused
+        else:
+            try:
+                return runner, leaves, runner.current()
+            except InputMismatch as refused:
+                changed = refused
+        # the new program is of another model too: build all programs again
+        if self._rebuilt >= _MAX_REBUILDS:
+            raise TooManyPrograms from None
+        self.__dict__["_rebuilt"] += 1
+        what = "%s: the model has changed; all its programs are made again (change %d of %d): %s"
+        _log.info(what, self.plan.model, self._rebuilt, _MAX_REBUILDS, difference(changed))
+        train, options = self._selector.main.traced.training, self._base_options
+        self._free_arena()
+        builder = Builder(self._original, options, self.hooks, self._builder.coordinator)
+        self.__dict__.update(_builder=builder, _given=None, _guide=None)
+        self._compile(args, kwargs, train)
+        runner, leaves = self._selector.select(args, kwargs)
+        return runner, leaves, runner.current()
+
+    def _plan_all_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Compile for all sizes, if sizes are all in which this call and those with programs differ, and it can be."""
+        main, modes = self._selector.main, self._selector.main_modes
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if self._varies is not None or self.symbolic is not None or spec != main.traced.in_spec:
+            return False
+        programs = [r for r in self._selector.programs_of_calls if r.traced.in_spec == spec]
+        found = shapes_of(self._original.forward, spec, [*(r.traced.example_inputs for r in programs), leaves])
+        self.__dict__["_varies"] = False
+        if found is None:
+            return False
+        shapes, example = found
+        before = self._requested, self._builder, self._given, self._guide
+        try:
+            base = self._base_options
+            options = replace(
+                base, dynamic_shapes=shapes, gradients="safe" if base.gradients == "added" else base.gradients
             )
-            self._compile(args, kwargs, train)
-            runner, leaves = self._selector.select(args, kwargs)
-            return runner, leaves, runner.current()
+            self._free_arena()
+            builder = Builder(self._original, options, self.hooks, self._builder.coordinator)
+            self.__dict__.update(_requested=options, _builder=builder, _given=None, _guide=None)
+            with in_modes(self._original, modes):
+                example_args, example_kwargs = pytree.tree_unflatten([detached(x) for x in example], spec)
+                self._compile(example_args, example_kwargs, main.traced.training)
+        except ArenaInUse:
+            self.__dict__["_varies"] = None
+            raise
+        except MemplanError as error:
+            _log.info("%s: no plan for all sizes: %s", self.plan.model, difference(error))
+            self.__dict__.update(zip(("_requested", "_builder", "_given", "_guide"), before, strict=True))
+            return False
+        _log.info("%s: sizes keep changing; one plan for all of them: %s", self.plan.model, shapes)
+        self.__dict__["_varies"] = True
+        return True
+
+    def _free_arena(self) -> None:
+        """Free the arena of the programs before all of them are made again; what is run of them is made anew then."""
+        arena = self._builder.arena
+        if arena is not None:
+            with arena.ownership as ownership:
+                ownership.require_free("another program")
+                arena.release()
+            self._builder.arena = None
 
     def _run_eagerly(self, why: RunsEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the original, and warn once: the call needs autograd, and the module was compiled in eval mode."""
@@ -243,17 +375,21 @@ class CompiledModule(nn.Module, MeasuredStep):
             _log.warning("%s: compiled in eval mode; a call runs eagerly: %s; %s", self.plan.model, why, how)
         return self._original(*args, **kwargs)
 
-    def _run_on_demand(self, reason: MemplanError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that has no plan eagerly, and offload saved activations on demand."""
-        passive = offload_for(reason, self.plan, self._selector.main.traced.device)
-        self.__dict__["passive"] = passive
-        run = self._original if passive is None else partial(passive.run, self._original)
-        return run(*args, **kwargs)
-
     @property
     def pool_bytes(self) -> int:
         """Bytes outside the arena that the CUDA graphs of all its programs keep in private pools."""
         return int(self._selector.pool_bytes)
+
+    def _measured(
+        self, guide: ProfileGuide, runner: Runner, current: list[torch.Tensor]
+    ) -> tuple[Runner, list[torch.Tensor]]:
+        """Return the program of a measured step, and its parameters: another one if enough was measured."""
+        if guide.runner is not runner:  # it was made anew in a larger arena: what was measured is gone
+            self.__dict__["_guide"] = None
+        elif guide.ready:
+            runner = self._advance(guide)
+            current = runner.current()
+        return runner, current
 
     def _advance(self, guide: ProfileGuide) -> Runner:
         """Return the runner that the guide chooses, and use it from now on."""
@@ -270,8 +406,8 @@ class CompiledModule(nn.Module, MeasuredStep):
     @property
     def _arena(self) -> Arena:
         """The arena that its programs share."""
-        arena = self._builder.arena
-        assert arena is not None
+        shared = None if self._pending is None else self._pending.coordinator.shared
+        arena: Arena = self._builder.arena or shared or self._selector.main.arena
         return arena
 
     # -- being the model ---------------------------------------------------------------------------------
@@ -360,20 +496,6 @@ class CompiledModule(nn.Module, MeasuredStep):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_original"], name)
-
-
-def _no_room(gradients: ArenaGradients) -> StaleActivationsError:
-    """Return the error for gradients that, moved out of the arena, would break the budget together with it."""
-    plan = gradients.plan
-    assert plan.eviction is not None
-    need, limit = format_bytes(plan.total + gradients.nbytes), format_bytes(plan.eviction.budget or 0)
-    return StaleActivationsError(
-        f"gradients of the last step are still set, and take {format_bytes(gradients.nbytes)} of the arena; moved out, "
-        f"the step would need {need}, and the budget is {limit}",
-        hint='call zero_grad() before each call, or compile with gradients="added", which adds to gradients outside of '
-        "the arena, within the budget",
-        see="gradient-kept",
-    )
 
 
 def _in_this_thread() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,7 +16,8 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import Arena
 from memplan.trace.capture.joint_graph import NoBackward, autocast_dtype
 
-_MAX_RUNNERS = 8
+MAX_PROGRAMS = 8  # of a module: the one of the example, and those of other calls
+_log = logging.getLogger("memplan")
 _MAX_REFUSED = 64  # calls of which it is known that they cannot be planned
 
 
@@ -25,6 +27,10 @@ class CallState:
 
     grad: bool
     modes: tuple[bool, ...]
+
+
+class TooManyPrograms(Exception):
+    """Raised for a call that differs from the example if there are programs for as many other calls as are kept."""
 
 
 class RunsEagerly(Exception):
@@ -57,7 +63,7 @@ class Selector:
 
         Raises `InputMismatch` naming the first difference from what the module was compiled for.
         """
-        main = self.main
+        main = self.main = self._in_arena(self.main)
         modes = self._module_guards.modes()
         grad = self._records(args, kwargs)
         require_autocast(main)
@@ -70,8 +76,11 @@ class Selector:
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs, training=grad)
 
-    def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
-        """Return the runner, kept for reuse, for a call that differs from the example; it has a plan of its own."""
+    def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: InputMismatch) -> tuple[Runner, list[Any]]:
+        """Return the runner, kept for reuse, for a call that differs from the example; it has a plan of its own.
+
+        Raises `TooManyPrograms` for a new one if there are `MAX_PROGRAMS`. `reason`: how the call differs, for the log.
+        """
         flat, spec = pytree.tree_flatten((args, kwargs))
         layouts = tuple(
             (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x)
@@ -80,17 +89,35 @@ class Selector:
         grad = self._records(args, kwargs)
         autocast = autocast_dtype(self.main.device_type)
         state = CallState(grad, tuple(self._module_guards.modes()))
-        runner = self._cached((state, autocast, str(spec), layouts), args, kwargs, train=grad)
+        key = (state, autocast, str(spec), layouts)
+        if key not in self._runners:
+            if 1 + len(self._runners) >= MAX_PROGRAMS:
+                raise TooManyPrograms
+            _log.info(
+                "%s: makes program %d of %d, for another call: %s",
+                *(self.main.plan.model, 2 + len(self._runners), MAX_PROGRAMS, difference(reason)),
+            )
+        runner = self._cached(key, args, kwargs, train=grad)
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs)
 
     def _cached(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
-        if key not in self._runners:
+        made = self._runners.get(key)
+        if made is None:
             made = self._built(key, args, kwargs, train=train)
-            if len(self._runners) >= _MAX_RUNNERS:
+            if 1 + len(self._runners) >= MAX_PROGRAMS:
                 del self._runners[next(iter(self._runners))]
-            self._runners[key] = made
-        return self._runners[key]
+        made = self._runners[key] = self._in_arena(made)
+        return made
+
+    def _in_arena(self, runner: Runner) -> Runner:
+        """Return a program in the arena: anew, if a larger one has replaced the arena that it was made for."""
+        return self._builder.again(runner) if runner.arena.ownership.released else runner
+
+    @property
+    def programs_of_calls(self) -> tuple[Runner, ...]:
+        """Its programs, that of the example first."""
+        return (self.main, *self._runners.values())
 
     def _records(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a call goes through autograd."""
@@ -126,6 +153,11 @@ class Selector:
         """Raise `InputMismatch` unless all modes are as compiled, or the whole module is in eval mode."""
         if any(modes):
             self._module_guards.require_modes(self.main_modes)
+
+
+def difference(reason: MemplanError) -> str:
+    """Return how a call differs from the example, as one line."""
+    return f"{reason.where}: {reason.what}" if reason.where else reason.what
 
 
 def require_autocast(runner: Runner) -> None:

@@ -111,11 +111,15 @@ class ShapedSelector(Selector):
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs, training=grad)
 
-    def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Runner, list[Any]]:
+    def replan(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: InputMismatch) -> tuple[Runner, list[Any]]:
         """Return what `Selector.replan` returns, with the program in the shared arena."""
-        runner, leaves = super().replan(args, kwargs)
+        runner, leaves = super().replan(args, kwargs, reason)
         self._leave_other_arenas(runner)
         return runner, leaves
+
+    @property
+    def programs_of_calls(self) -> tuple[Runner, ...]:
+        return (*super().programs_of_calls, *self.programs.values())
 
     # -- the programs that are kept ----------------------------------------------------------------------
 
@@ -130,6 +134,8 @@ class ShapedSelector(Selector):
 
     def _leave_other_arenas(self, runner: Runner) -> None:
         """Drop all programs that are not in the arena of `runner`, which replaces smaller arenas."""
+        if self._builder.coordinator is not None:  # it moves programs by itself
+            return
         for programs in (self.programs, self._runners):
             for key in [k for k, other in programs.items() if other.arena is not runner.arena]:
                 del programs[key]

@@ -17,16 +17,15 @@ from torch import fx
 from torch._dynamo.convert_frame import compile_lock
 
 from memplan.core.plan import Plan
-from memplan.errors import InputMismatch
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
+from memplan.runtime.execute.instances import MAX_IN_FLIGHT, Instance, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.module_guards import ModuleGuards
-from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, replan
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaSlot, ObservedOwnership, part_of
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
 from memplan.runtime.options import RunOptions
 from memplan.trace import trace_graph
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
@@ -35,86 +34,50 @@ from memplan.trace.traced import TracedGraph
 
 _log = logging.getLogger("memplan")
 _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
-_MAX_IN_FLIGHT = 64  # calls of one graph whose backward has not run
 
 
-class GraphInstance:
-    """A graph that is ready to run, with at most one call in flight.
+class GraphInstance(Instance):
+    """A graph that is ready to run, with at most one call in flight, and the `module` that has its parameters."""
 
-    `like`: another instance of the same graph, whose trace, plan and bound ops are reused.
-    """
-
-    def __init__(
-        self,
-        module: GraphModuleWithParams,
-        inputs: Sequence[Any],
-        options: RunOptions,
-        coordinator: ArenaCoordinator,
-        hooks: Hooks,
-        *,
-        like: GraphInstance | None,
-    ) -> None:
+    def __init__(self, module: GraphModuleWithParams, runner: Runner) -> None:
+        super().__init__(runner)
         self.module = module
-        self.ownership = ObservedOwnership(coordinator, self)
-        self.slot: ArenaSlot | None = None
-        self.layouts = 0
-        self._options = options
-        self._hooks = hooks
-        self._module_guards = ModuleGuards(self.module)
-        rest = self.module.set_kept(inputs)
-        self.traced: TracedGraph = _trace(self.module, rest, options) if like is None else like.traced
-        self.plan: Plan
-        self.runner: Runner
-        with torch.inference_mode(False):
-            if like is None:
-                self.runner = build_measured(self._build, 1)[0].runner
-            else:
-                self.runner = self._run_apart(like.plan, like.runner.program.bound)
-        self.plan = self.runner.plan
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its arena."""
-        return self.traced.device
-
-    @property
-    def idle(self) -> bool:
-        """Whether it can run now: it is not in flight, and would not overwrite activations of an instance that is."""
-        return self.ownership.pending is None and not (self.slot and self.slot.overwritten_by(self, backward=False))
-
-    def move(self, plan: Plan, arena: Arena) -> None:
-        """Run from now on at the offsets of `plan` in `arena`. It is called while nothing is in flight."""
-        with torch.inference_mode(False):
-            self.runner = self._run_in(plan, arena, self.runner.program.bound)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         transforms.refuse(inputs, self.module)
         leaves = self.runner.input_guards.flatten(tuple(self.module.set_kept(inputs)), {})
-        return self.runner(leaves, training=self.traced.training)
+        return self.runner(leaves, training=self.runner.traced.training)
 
-    def _build(self, known: Sequence[Measured | None]) -> Sequence[Built]:
+
+def _first_instance(
+    module: GraphModuleWithParams,
+    inputs: Sequence[Any],
+    options: RunOptions,
+    coordinator: ArenaCoordinator,
+    hooks: Hooks,
+) -> GraphInstance:
+    """Return the first instance of a graph: it is traced, planned and tried."""
+    guards = ModuleGuards(module)
+    traced = _trace(module, module.set_kept(inputs), options)
+
+    def build(known: Sequence[Measured | None]) -> Sequence[Built]:
         """Return the program in an arena of its own, planned with what is measured of it."""
-        options, traced = self._options, self.traced
         _, plan = options.settle(traced, None) if known[0] is None else replan(options, known[0])
-        runner = self._run_apart(plan)
+        runner = Runner(
+            guards,
+            traced,
+            plan,
+            part_of(Arena(plan.arena_size, traced.device), ObservedOwnership(coordinator)),
+            sanitize=options.sanitize,
+            gradients=options.gradients,
+            hooks=hooks,
+        )
         if options.budget == "min":
             adopt_need(runner)
         return (Built(traced=traced, runner=runner),)
 
-    def _run_apart(self, plan: Plan, bound: tuple[BoundOp, ...] | None = None) -> Runner:
-        return self._run_in(plan, part_of(Arena(plan.arena_size, self.device), self.ownership), bound)
-
-    def _run_in(self, plan: Plan, arena: Arena, bound: tuple[BoundOp, ...] | None) -> Runner:
-        return Runner(
-            self._module_guards,
-            self.traced,
-            plan,
-            arena,
-            sanitize=self._options.sanitize,
-            gradients=self._options.gradients,
-            bound=bound,
-            hooks=self._hooks,
-        )
+    with torch.inference_mode(False):
+        return GraphInstance(module, build_measured(build, 1)[0].runner)
 
 
 class PlannedGraph:
@@ -138,6 +101,7 @@ class PlannedGraph:
         self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._instances: dict[Any, list[GraphInstance]] = {}
+        self._warned = False
         for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
             _log.warning("%s", warning)
 
@@ -161,7 +125,8 @@ class PlannedGraph:
             if len(self._instances) == _MAX_PLANS:
                 del self._instances[next(iter(self._instances))]
             self._instances[key] = []
-        return self._instance(self._instances[key], coordinator, inputs, numbers)(inputs)
+        instance = self._instance(self._instances[key], coordinator, inputs, numbers)
+        return self._graph(*inputs) if instance is None else instance(inputs)
 
     def _instance(
         self,
@@ -169,21 +134,25 @@ class PlannedGraph:
         coordinator: ArenaCoordinator,
         inputs: Sequence[Any],
         numbers: Mapping[str, float],
-    ) -> GraphInstance:
-        """Return an idle instance, preferably one with the same parameters, or a new one."""
-        idle = [instance for instance in instances if instance.idle]
-        found = next((instance for instance in idle if instance.module.holds(inputs)), None)
-        if found is None and len(instances) >= _MAX_IN_FLIGHT:
-            if not idle:
-                what = f"{len(instances)} calls of this graph wait for their backward"
-                raise InputMismatch(what, where="the call", hint="run the backward, or call under torch.no_grad()")
-            found = idle[0]
-        if found is None:
+    ) -> GraphInstance | None:
+        """Return an idle instance, preferably one with the same parameters, or a new one; None beyond the limit."""
+
+        def make() -> GraphInstance:
+            """Return a new instance; the trace, the plan and the bound ops of the first one are reused."""
             module = named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
-            like = instances[0] if instances else None
             with compile_lock:  # torch can trace in one thread at a time
-                found = GraphInstance(module, inputs, self._options, coordinator, self._hooks, like=like)
-            instances.append(found)
+                if not instances:
+                    return _first_instance(module, inputs, self._options, coordinator, self._hooks)
+                module.set_kept(inputs)
+                return GraphInstance(module, instances[0].another(coordinator, ModuleGuards(module)))
+
+        found = idle_instance(
+            instances, coordinator, make, most=MAX_IN_FLIGHT, first=lambda one: one.module.holds(inputs)
+        )
+        if found is None and not self._warned:
+            self._warned = True
+            what = "%s: %d calls of a graph wait for their backward; further ones run eagerly"
+            _log.warning(what, instances[0].plan.model, len(instances))
         return found
 
 

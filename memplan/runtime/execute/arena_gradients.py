@@ -107,6 +107,11 @@ class ArenaGradients:
         if self._references() != self._unreferenced:
             _end_failed_backward()
 
+    def copies(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return gradients of a backward, with copies of those that are in the arena."""
+        here = set(self._addresses)
+        return tuple(g.clone() if g.untyped_storage()._cdata in here else g for g in gradients)
+
     def move_names_out(self) -> None:
         """Move the gradients to which nothing but names, containers and attributes of Python objects refer.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memplan.errors import StaleActivationsError, UnsupportedCall
+from memplan.runtime.execute.repeated_step import Repeatable
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.ranks import in_ddp
 from memplan.runtime.memory.arena_ownership import InFlight
@@ -32,12 +33,14 @@ class PlannedStep(torch.autograd.Function):
     ) -> Any:
         with runner.arena.ownership as ownership:
             step = ownership.begin(keep=True)
+            ctx.repeatable = Repeatable(runner, inputs)
             try:
                 fresh, saved = runner.forward(*inputs)
             except BaseException:
                 step.done = True  # no backward can follow; a kept exception must not block the arena
                 raise
         runner.count_writes(inputs, current)
+        ctx.repeatable.ran(runner, inputs, current)
         # An output that is saved undetached would keep its own autograd graph alive for ever.
         if True in (outputs := runner.program.saved_outputs):
             saved = [t.detach() if output else t for t, output in zip(saved, outputs, strict=True)]
@@ -66,11 +69,20 @@ class PlannedStep(torch.autograd.Function):
                 hint="run this step on the original model",
                 see="one-gradient",
             )
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         with runner.arena.ownership as ownership:
-            ownership.end(step)
-            saved, watched, ctx.saved, ctx.watched = ctx.saved, ctx.watched, None, None
+            repeatable, watched = ctx.repeatable, ctx.watched
+            repeats = step.done and repeatable is not None and repeatable.kept
+            if not repeats:
+                ownership.end(step)
             if list(map(_version, watched)) != ctx.versions:
                 raise _changed(watched, ctx.versions, step)
+            saved = repeatable.repeat(runner, ownership, step) if repeats else ctx.saved
+            ctx.saved = None
+            if keeps:
+                repeatable.keep()
+            else:
+                ctx.watched, ctx.repeatable = None, None
             tangents, missing = runner.tangents_from(grads)
             if ctx.adds is not None and not missing and not runner.is_observed:
                 nodes = [node for node, _ in ctx.next_functions[: len(ctx.adds)]]
@@ -81,7 +93,9 @@ class PlannedStep(torch.autograd.Function):
                     rest = runner.in_order(gradients, missing)[len(targets) :]
                     return (None, None, None, *[None] * len(targets), *rest)
             gradients = runner.backward(*saved, *tangents)
-            if runner.arena_gradients is not None:
+            if runner.arena_gradients is not None and keeps:
+                gradients = runner.arena_gradients.copies(gradients)  # another backward will use the bytes
+            elif runner.arena_gradients is not None:
                 ownership.vacate = runner.arena_gradients.vacate
         return (None, None, None, *runner.in_order(gradients, missing))
 

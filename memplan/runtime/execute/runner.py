@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.core.choices import Gradients, Sanitize
+from memplan.core.graph import Phase
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedCall
 from memplan.runtime.debug.hooks import Hook, Hooks
@@ -20,6 +22,7 @@ from memplan.runtime.execute.autograd_step import run_owning, run_planned
 from memplan.runtime.execute.cuda_graphs import CudaGraphProgram, Recorder
 from memplan.runtime.execute.owned_gradients import OwnedGradients
 from memplan.runtime.execute.program import Functions, build_program
+from memplan.runtime.execute.repeated_step import reason_against
 from memplan.runtime.guards.input_guards import InputGuards, items_getter
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.guards.parameter_guards import ParameterGuards
@@ -52,6 +55,8 @@ class Runner:
         `gradients`: the option of that name. `recorder`: record and replay CUDA graphs; `whole`: one graph for the
         whole step. `bound`: as in `build_program`. `hooks`: the hooks that observe the steps.
         """
+        self._module_guards, self._before_plan = module_guards, traced
+        self._options: dict[str, Any] = {"sanitize": sanitize, "gradients": gradients, "whole": whole, "hooks": hooks}
         traced = remap_to_plan(traced, plan)  # values now have the places of the plan
         self.traced = traced
         self.device_type = traced.device.type
@@ -100,6 +105,28 @@ class Runner:
         if hooks is not None:
             hooks.attach(self)
 
+    def remade(
+        self,
+        plan: Plan,
+        arena: Arena,
+        *,
+        module_guards: ModuleGuards | None = None,
+        recorder: Recorder | None = None,
+    ) -> Runner:
+        """Return the same program at the offsets of `plan` in another arena; nothing is tried again.
+
+        `module_guards`: another module of the same graph, whose parameters it uses. `recorder`: as in `__init__`.
+        """
+        guards = self._module_guards if module_guards is None else module_guards
+        return Runner(
+            guards, self._before_plan, plan, arena, bound=self.program.bound, recorder=recorder, **self._options
+        )
+
+    @cached_property
+    def never_repeats(self) -> str | None:
+        """Why the forward of a step cannot run again for another backward; None if it can."""
+        return reason_against(self.traced, self.plan.schedule.order, recorded=self.cuda_graphs is not None)
+
     def require_observable(self) -> None:
         """Raise `UnsupportedCall` if hooks cannot be called."""
         if self.cuda_graphs is not None:
@@ -144,6 +171,12 @@ class Runner:
         # pick, of the current parameters and buffers, those that get gradients and those that the backward reads
         self.wanted = items_getter(self._wanted_parameters)
         self.watched = items_getter([slot_of[i] for i in sorted(self.program.used_in_backward) if i in slot_of])
+        late = self.program.used_in_backward
+        self.unwatched = items_getter(  # parameters and buffers that the forward alone reads
+            [j for j, i in enumerate(self.parameter_guards.bindings) if not t.bindings[i].written and i not in late]
+        )
+        self.written = items_getter(self._written_parameters)
+        self.draws = any(op.random and op.phase is Phase.FORWARD for op in t.graph.ops)
         self._in_order = items_getter(ordered)
         self._written_inputs = [j for j, i in enumerate(self.program.inputs) if t.bindings[i].written]
         self.tangents = t.results.tangents

@@ -72,6 +72,11 @@ class Arena(Memory):
             self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
         return self._host
 
+    @property
+    def sections(self) -> tuple[DeviceArena, ...]:
+        """Its parts on several devices; empty on one device."""
+        return ()
+
     def release(self) -> None:
         """Free its memory, although programs that nobody will run again may still refer to it."""
         self.ownership.released = True
@@ -100,6 +105,15 @@ class Arenas(Arena):
         self._owner: Arena | None = (
             None  # of a view: the arena that it was made from, which closes the copies when freed
         )
+
+    @property
+    def sections(self) -> tuple[DeviceArena, ...]:
+        return self._sections
+
+    def release(self) -> None:
+        super().release()
+        for memory in self._memories:
+            memory.memory.untyped_storage().resize_(0)
 
     def bytes_at(self, low: int, high: int) -> torch.Tensor:
         memory, start = self._at(low)
@@ -134,6 +148,19 @@ def arena_for(plan: Plan, device: torch.device, room: int = 0) -> Arena:
     """
     require_budget(plan)
     return Arenas(plan.devices) if plan.devices else Arena(max(plan.arena_size, room), device)
+
+
+def grown(arena: Arena, plan: Plan, device: torch.device, room: int = 0, *, keep: bool = False) -> Arena:
+    """Return a new arena for what fits in `arena` and for `plan`, and free `arena` first unless `keep` is set."""
+    require_budget(plan)
+    sections, nbytes = arena.sections, max(plan.arena_size, room, arena.nbytes)
+    if not keep:
+        arena.release()
+    if not plan.devices:
+        return Arena(nbytes, device)
+    if len(sections) != len(plan.devices):
+        return Arenas(plan.devices)
+    return Arenas([max(of, key=lambda section: section.size) for of in zip(sections, plan.devices, strict=True)])
 
 
 def arena_for_all(plans: Sequence[Plan], device: torch.device, room: int = 0) -> Arena:

@@ -13,6 +13,10 @@ from collections.abc import Callable
 from memplan.errors import StaleActivationsError
 
 
+class ArenaInUse(StaleActivationsError):
+    """A step cannot begin, because the arena holds the activations of another one, whose backward has not run."""
+
+
 class InFlight:
     """The activations of one forward. It exists as long as its autograd graph; `done` is set by its backward."""
 
@@ -59,7 +63,7 @@ class ArenaOwnership:
             self._lock.release()
 
     def begin(self, *, keep: bool) -> InFlight:
-        """Start a step, or raise `StaleActivationsError` if one is in flight; `keep`: a backward will follow."""
+        """Start a step, or raise `ArenaInUse` if one is in flight; `keep`: a backward will follow."""
         self.steps += 1
         self.require_free(f"forward {self.steps}", has_backward=keep)
         step = InFlight(self.steps)
@@ -67,13 +71,13 @@ class ArenaOwnership:
         return step
 
     def require_free(self, who: str, *, has_backward: bool = False) -> None:
-        """Raise `StaleActivationsError` if a step is in flight; otherwise wait for all copies and earlier steps.
+        """Raise `ArenaInUse` if a step is in flight; otherwise wait for all copies and earlier steps.
 
         `has_backward`: a step with a backward will use the arena.
         """
         self._require_memory()
         if self.pending is not None:
-            raise StaleActivationsError(
+            raise ArenaInUse(
                 f"{who} would overwrite the activations of forward {self.pending.number}, whose backward has not run",
                 hint="call backward first, or run forwards that need none under torch.no_grad(), "
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
@@ -99,6 +103,15 @@ class ArenaOwnership:
         """The step whose backward has not run, if its autograd graph is still alive."""
         step = self._current()
         return None if step is None or step.done else step
+
+    def repeat(self) -> None:
+        """Start the forward and the backward of an earlier step again, in one; raise as `begin`."""
+        self.begin(keep=False)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a step can begin now without overwriting activations."""
+        return self.pending is None and not self.released
 
     def end(self, step: InFlight) -> None:
         """Start the backward of `step`; raise `StaleActivationsError` unless the arena still holds its activations."""

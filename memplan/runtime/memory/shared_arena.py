@@ -1,9 +1,13 @@
-"""Places the programs of several graphs in one arena: the graphs into which dynamo divides a model.
+"""Places programs in one arena, of which several calls may wait for their backward.
 
-At first, each graph instance (a program that can have one call in flight) has an arena of its own. A complete step
-shows the order of forwards and backwards. With that order, the buffers of all instances are one problem, and its
-solution is one arena: bytes that one graph releases are used by the next. If a later call comes in another order, it
-gets another instance, or the activations that it overwrites are dropped, and their backward raises.
+They are the graphs into which dynamo divides a model, and the calls of one compiled module that are in flight together.
+At first, each instance (a program that can have one call in flight) has an arena of its own. A complete step shows the
+order of forwards and backwards. With that order, the buffers of all its instances are one problem, and its solution is
+a place for each in the shared arena: bytes that one releases are used by the next. The shared arena grows while nothing
+is in flight, and steps of other orders share its bytes.
+
+If a later call comes in another order, it gets another instance. If backwards come in another order, activations that
+one would overwrite are copied first, and copied back for their own backward.
 """
 
 from __future__ import annotations
@@ -28,19 +32,24 @@ _MAX_EVENTS = 1024  # in one step
 
 
 class ArenaUser(Protocol):
-    """A program that can share an arena. `plan` is its plan alone; `slot` is its place in the shared arena."""
+    """A program that can share an arena.
+
+    `plan` is its plan alone, `placed` its plan where it is now; `slot` is its place in the shared arena, if it has one.
+    """
 
     plan: Plan
     slot: ArenaSlot | None
     layouts: int
-
     ownership: ObservedOwnership
 
     @property
-    def device(self) -> torch.device: ...
+    def placed(self) -> Plan: ...
 
-    def move(self, plan: Plan, arena: Arena) -> None:
-        """Run from now on at the offsets of `plan` in `arena`. It is called while nothing is in flight."""
+    @property
+    def arena(self) -> ArenaPart: ...
+
+    def move(self, plan: Plan, arena: ArenaPart) -> None:
+        """Run from now on at the offsets of `plan` in `arena`. It is called while it is not in flight."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,104 +63,211 @@ class InstanceEvent:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ArenaSlot:
-    """The place of an instance in a shared arena.
+    """The place of an instance in the shared arena, in the layout of one order.
 
-    `leaves_alone`: the instances (by id) whose activations its forward, and its backward, do not overwrite.
+    `leaves_alone`: the instances (by id) whose activations its forward, and its backward, do not overwrite, if they are
+    in the same layout.
     """
 
-    timeline: tuple[tuple[int, bool], ...]
-    members: tuple[weakref.ref[Any], ...]
+    layout: object
     leaves_alone: tuple[frozenset[int], frozenset[int]]
 
-    def overwritten_by(self, instance: ArenaUser, *, backward: bool) -> list[ArenaUser]:
-        """Return the instances in flight whose activations a forward or backward of `instance` would overwrite."""
-        others = [member() for member in self.members]
-        return [
-            other
-            for other in others
-            if other is not None
-            and other is not instance
-            and other.ownership.pending is not None
-            and other.slot is not None
-            and other.slot.timeline is self.timeline  # it has not moved to another arena since
-            and id(other) not in self.leaves_alone[backward]
-        ]
+
+class ArenaPart(Arena):
+    """The memory of an arena, `whole`, with an ownership of its own."""
+
+    whole: Arena
 
 
 class ObservedOwnership(ArenaOwnership):
-    """An `ArenaOwnership` that reports each forward and backward of its instance to a coordinator."""
+    """An `ArenaOwnership` that reports each forward and backward of its instance to a coordinator.
 
-    def __init__(self, coordinator: ArenaCoordinator, instance: ArenaUser) -> None:
+    `instance` is set when the program is built. Steps of all instances of a coordinator exclude each other.
+    """
+
+    instance: weakref.ref[ArenaUser] | None = None
+
+    def __init__(self, coordinator: ArenaCoordinator) -> None:
         super().__init__(_nothing, _nothing)
         self._coordinator = coordinator
-        self._instance = weakref.ref(instance)
+        self._lock = coordinator.running
+        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self, *, keep: bool) -> InFlight:
         """Start a step as `ArenaOwnership.begin` does, and report its forward."""
         step = super().begin(keep=keep)
+        self._aside = []
         self._report(backward=False)
         return step
 
     def end(self, step: InFlight) -> None:
-        """Start a backward as `ArenaOwnership.end` does, and report it: activations that it overwrites are dropped."""
+        """Start a backward as `ArenaOwnership.end` does, and report it; activations that were set aside return."""
         super().end(step)
         self._report(backward=True)
+        for place, saved in self._aside:
+            place.copy_(saved)
+        self._aside = []
+
+    def repeat(self) -> None:
+        """Start an earlier step again, and report its forward and its backward."""
+        super().repeat()
+        self._report(backward=True)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a step can begin now without overwriting activations."""
+        instance = None if self.instance is None else self.instance()
+        return super().may_begin and (
+            instance is None or not self._coordinator.overwritten_by(instance, backward=False)
+        )
 
     def share_with(self, whole: ArenaOwnership) -> None:
         """Drain copies and order streams as the whole arena does, which all its parts share."""
         self.drain, self.order_streams = whole.drain, whole.order_streams
 
-    def drop_activations(self) -> None:
-        """Drop the activations of the step in flight, which are overwritten: its backward will raise."""
-        self._current = lambda: None
+    @property
+    def is_aside(self) -> bool:
+        """Whether copies of the activations in flight were made, because their bytes are used by another step."""
+        return bool(self._aside)
+
+    def set_aside(self, instance: ArenaUser) -> None:
+        """Copy the activations in flight, which another step is about to overwrite."""
+        plan, arena = instance.placed, instance.arena
+        split, offsets = plan.graph.forward_ops, plan.solution.offsets
+        saved = [b for b in plan.problem.buffers if b.size and b.live.start < split < b.live.end]
+        places = [arena.bytes_at(offsets[b.id], offsets[b.id] + b.size) for b in saved]
+        self.drain()
+        self._aside = [(place, place.clone()) for place in places]
 
     def _report(self, *, backward: bool) -> None:
-        instance = self._instance()
+        instance = None if self.instance is None else self.instance()
         if instance is not None:
             self._coordinator.record_event(instance, backward=backward)
 
 
 class ArenaCoordinator:
-    """Records the order in which instances run, and places them in one arena when a step is complete."""
+    """Records the order in which instances run, and places them in one arena when a step is complete.
+
+    `running` is held while a step of any instance runs, and while instances move.
+    """
 
     def __init__(self) -> None:
+        self.running = threading.Lock()
         self._lock = threading.Lock()
         self._events: list[InstanceEvent] = []
+        self._waiting: list[ArenaUser] = []
         self._given_up = False
+        self._conflicts = False
+        self._shared: weakref.ref[Arena] | None = None
+
+    @property
+    def shared(self) -> Arena | None:
+        """The arena that instances share; None until the first step is complete."""
+        return None if self._shared is None else self._shared()
+
+    @property
+    def waiting(self) -> list[ArenaUser]:
+        """The instances that wait for their backward, in the order of their forwards."""
+        self._waiting = [user for user in self._waiting if user.ownership.pending is not None]
+        return self._waiting
+
+    def overwritten_by(self, instance: ArenaUser, *, backward: bool) -> list[ArenaUser]:
+        """Return the instances in flight whose activations a forward or backward of `instance` would overwrite."""
+        slot = instance.slot
+        if slot is None:
+            return []
+        alone = slot.leaves_alone[backward]
+        others = ((other, other.slot) for other in self.waiting if other is not instance)
+        return [
+            other
+            for other, its in others
+            if its is not None
+            and not other.ownership.is_aside
+            and (its.layout is not slot.layout or id(other) not in alone)
+        ]
+
+    def is_idle(self, instance: ArenaUser) -> bool:
+        """Return whether an instance can run: not in flight itself, and without overwriting activations that are."""
+        return instance.ownership.pending is None and not self.overwritten_by(instance, backward=False)
 
     def record_event(self, instance: ArenaUser, *, backward: bool) -> None:
-        """Record that a forward or backward of `instance` begins."""
-        if instance.slot is not None:
-            for other in instance.slot.overwritten_by(instance, backward=backward):
-                other.ownership.drop_activations()
+        """Record that a forward or backward of `instance` begins; what it would overwrite is set aside."""
+        for other in self.overwritten_by(instance, backward=backward):
+            other.ownership.set_aside(other)
+            self._conflicts = True
         with self._lock:
+            if not backward and instance.ownership.pending is not None:
+                self._waiting = [user for user in self._waiting if user is not instance] + [instance]
             if len(self._events) >= _MAX_EVENTS:  # one graph stays in flight for ever, so that no step is ever complete
                 self._given_up, self._events = True, []
             if self._given_up:
                 return
-            in_flight = {
-                id(e.instance)
-                for e in self._events
-                if e.instance is not instance and e.instance.ownership.pending is not None
-            }
+            in_flight = {id(user) for user in self.waiting if user is not instance}
             self._events.append(InstanceEvent(instance, backward, frozenset(in_flight)))
 
     def place_last_step(self) -> None:
-        """Place the instances of the last step in one arena, if nothing is in flight and they are not there already."""
-        with self._lock:
-            events = self._events
-            if not events or any(e.instance.ownership.pending is not None for e in events):
-                return
-            self._events = []
-        events = _completed(events)
-        timeline = tuple((id(e.instance), e.backward) for e in events)
-        slot = events[0].instance.slot
-        if slot is not None and slot.timeline == timeline:
+        """Place the instances of the last step in the shared arena, if nothing is in flight and it helps."""
+        if (not self._events and not self._given_up) or not self.running.acquire(blocking=False):
+            return  # another thread runs a step
+        try:
+            with self._lock:
+                if self.waiting:
+                    return
+                events, self._events, self._given_up = self._events, [], False
+                conflicts, self._conflicts = self._conflicts, False
+            instances = list({id(e.instance): e.instance for e in events}.values())
+            homeless = any(instance.slot is None for instance in instances)
+            again = conflicts and all(instance.layouts < _MAX_LAYOUTS for instance in instances)
+            if (homeless or again) and len({instance.arena.device for instance in instances}) == 1:
+                with torch.inference_mode(False):
+                    self._lay_out(instances, _completed(events))
+        finally:
+            self.running.release()
+
+    def settle(self, instance: ArenaUser) -> None:
+        """Move an instance whose arena was freed, because a larger one has replaced it, to the same place there."""
+        if not instance.arena.whole.ownership.released:
             return
-        instances = list({id(e.instance): e.instance for e in events}.values())
-        repeated = len(set(timeline)) < len(timeline)  # an instance ran twice: this is not the order of one step
-        if len(instances) > 1 and not repeated and all(instance.layouts < _MAX_LAYOUTS for instance in instances):
-            _lay_out(instances, events, timeline)
+        plan, arena = instance.placed, self.shared
+        with torch.inference_mode(False):
+            if instance.slot is None or arena is None or arena.nbytes < plan.arena_size:
+                instance.slot, plan = None, instance.plan
+                arena = Arena(plan.arena_size, instance.arena.device)
+            instance.move(plan, part_of(arena, instance.ownership))
+
+    def _lay_out(self, instances: Sequence[ArenaUser], events: Sequence[InstanceEvent]) -> None:
+        """Place all buffers of all instances in the shared arena, and move the instances there."""
+        alone = len(instances) == 1
+        layout = object()
+        if alone and self.shared is None:  # its own arena becomes the shared one
+            self._shared = weakref.ref(instances[0].arena.whole)
+            instances[0].slot = ArenaSlot(layout, (frozenset(), frozenset()))
+            return
+        plans = [instances[0].plan] if alone else _jointly(instances, events)
+        shared = self._make_room(plans[0].arena_size, instances)
+        in_flight: dict[tuple[int, bool], frozenset[int]] = {}
+        for e in events:
+            key = id(e.instance), e.backward
+            in_flight[key] = in_flight.get(key, frozenset()) | e.in_flight
+        for instance, plan in zip(instances, plans, strict=True):
+            instance.move(plan, part_of(shared, instance.ownership))
+            none: frozenset[int] = frozenset()
+            left = (in_flight.get((id(instance), False), none), in_flight.get((id(instance), True), none))
+            instance.slot = ArenaSlot(layout, left)
+            instance.layouts += 1
+
+    def _make_room(self, nbytes: int, instances: Sequence[ArenaUser]) -> Arena:
+        """Return the shared arena, with at least `nbytes` bytes; arenas that are left or replaced are freed first."""
+        shared = self.shared
+        for instance in instances:
+            if instance.arena.whole is not shared:
+                instance.arena.whole.release()
+        if shared is None or shared.nbytes < nbytes:
+            if shared is not None:
+                shared.release()
+            shared = Arena(nbytes, instances[0].arena.device)
+            self._shared = weakref.ref(shared)
+        return shared
 
 
 def _completed(events: list[InstanceEvent]) -> list[InstanceEvent]:
@@ -171,54 +287,61 @@ def _has_backward(instance: ArenaUser) -> bool:
     return len(instance.plan.graph.ops) > instance.plan.graph.forward_ops
 
 
-def _lay_out(
-    instances: Sequence[ArenaUser], events: Sequence[InstanceEvent], timeline: tuple[tuple[int, bool], ...]
-) -> None:
-    """Place all buffers of all instances in one arena, and move the instances there."""
-    starts, end = {}, 0
+def _jointly(instances: Sequence[ArenaUser], events: Sequence[InstanceEvent]) -> list[Plan]:
+    """Return a plan for each instance, with offsets at which all of them can be in flight as in these events.
+
+    The buffers of an instance that ran several times are alive from the first time to the last.
+    """
+    first: dict[tuple[int, bool], int] = {}
+    last: dict[tuple[int, bool], int] = {}
+    end = 0
     for event in events:
-        starts[id(event.instance), event.backward] = end
+        key = id(event.instance), event.backward
+        first.setdefault(key, end)
+        last[key] = end
         forward = event.instance.plan.graph.forward_ops
         end += len(event.instance.plan.graph.ops) - forward if event.backward else forward
-    buffers = [b for i, instance in enumerate(instances) for b in _shifted(instance, i, starts)]
+    buffers = [b for i, instance in enumerate(instances) for b in _shifted(instance, i, first, last)]
     solution = solve(Problem(buffers=tuple(buffers)))
-    arena = Arena(solution.arena_size, instances[0].device)
-    members = tuple(weakref.ref(instance) for instance in instances)
-    in_flight = {(id(e.instance), e.backward): e.in_flight for e in events}
+    plans = []
     for i, instance in enumerate(instances):
         offsets = {b.id: solution.offsets[_name(i, b)] for b in instance.plan.problem.buffers}
         placed = replace(instance.plan.solution, offsets=offsets, arena_size=solution.arena_size)
-        instance.move(replace(instance.plan, solution=placed), part_of(arena, instance.ownership))
-        alone = tuple(in_flight.get((id(instance), backward), frozenset()) for backward in (False, True))
-        instance.slot = ArenaSlot(timeline, members, (alone[0], alone[1]))
-        instance.layouts += 1
+        plans.append(replace(instance.plan, solution=placed))
+    return plans
 
 
-def _shifted(instance: ArenaUser, number: int, starts: dict[tuple[int, bool], int]) -> list[Buffer]:
+def _shifted(
+    instance: ArenaUser, number: int, first: dict[tuple[int, bool], int], last: dict[tuple[int, bool], int]
+) -> list[Buffer]:
     """Return the buffers of an instance, with live intervals in steps of the whole training step."""
-    split = instance.plan.graph.forward_ops
-    forward, backward = (
-        starts[id(instance), False],
-        starts.get((id(instance), True), 0),
-    )  # without a backward, nothing is alive there
+    split, forward, backward = instance.plan.graph.forward_ops, (id(instance), False), (id(instance), True)
 
-    def at(step: int) -> int:
-        return forward + step if step < split else backward + step - split
+    def at(step: int, starts: dict[tuple[int, bool], int], *, late: bool) -> int:
+        if late:  # without a backward, nothing is alive there
+            return starts.get(backward, 0) + step - split
+        return starts.get(forward, 0) + step
 
-    def until(step: int) -> int:
-        return forward + step if step <= split else backward + step - split
-
-    moved = [(b, Interval(at(b.live.start), until(b.live.end))) for b in instance.plan.problem.buffers]
+    moved = [
+        (
+            b,
+            Interval(
+                at(b.live.start, first, late=b.live.start >= split), at(b.live.end, last, late=b.live.end > split)
+            ),
+        )
+        for b in instance.plan.problem.buffers
+    ]
     return [replace(b, id=_name(number, b), live=live, gaps=()) for b, live in moved if not live.is_empty]
 
 
-def part_of(arena: Arena, ownership: ObservedOwnership) -> Arena:
+def part_of(arena: Arena, ownership: ObservedOwnership) -> ArenaPart:
     """Return the same memory with an ownership of its own."""
     ownership.share_with(arena.ownership)
-    part = copy.copy(arena)
+    part: Any = copy.copy(arena)
+    part.__class__ = ArenaPart
     part.ownership = ownership
-    part.whole = arena  # type: ignore[attr-defined]  # keeps the whole arena alive
-    return part
+    part.whole = arena  # keeps the whole arena alive
+    return part  # type: ignore[no-any-return]
 
 
 def _nothing() -> None:

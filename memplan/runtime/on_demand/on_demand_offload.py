@@ -36,12 +36,25 @@ def offload_for(reason: MemplanError, plan: Plan, device: torch.device) -> OnDem
 
     It logs a warning.
     """
-    eviction = plan.eviction  # the budget of another device does not apply to the host, where the model is
-    budget = None if eviction is None or eviction.device else plan.arena_limit
-    how = "eagerly" if budget is None else f"eagerly within {format_bytes(budget)}"
+    offload = offload_within(plan, device)
+    how = "eagerly" if offload is None else f"eagerly within {format_bytes(offload.budget)}"
     where = f"{reason.where}: " if reason.where else ""
     _log.warning("%s: a call runs %s, without a plan: %s%s", plan.model, how, where, reason.what)
+    return offload
+
+
+def offload_within(plan: Plan, device: torch.device) -> OnDemandOffload | None:
+    """Return what runs a call within the budget of `plan`; None without a budget."""
+    eviction = plan.eviction  # the budget of another device does not apply to the host, where the model is
+    budget = None if eviction is None or eviction.device else plan.arena_limit
     return None if budget is None else OnDemandOffload(budget, device)
+
+
+def run_within(
+    offload: OnDemandOffload | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return `function(*args, **kwargs)`, run within the budget of `offload`; None: without a budget."""
+    return function(*args, **kwargs) if offload is None else offload.run(function, *args, **kwargs)
 
 
 class OnDemandOffload:

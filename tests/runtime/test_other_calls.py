@@ -1,0 +1,194 @@
+"""Calls that differ from the example, with no option: plans of their own, then one for all sizes, then eager."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.errors import InputMismatch
+from memplan.runtime import CompiledModule, compile
+
+
+class Classifier(nn.Module):
+    """Returns logits, or a loss where it gets labels, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layer = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None, scale: float = 1.0) -> Any:
+        logits = self.head(self.drop(self.layer(self.embed(tokens)).relu()).mean(1)) * scale
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def _batch(rows: int = 6, length: int = 7, seed: int = 0) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {
+        "tokens": torch.randint(0, 11, (rows, length), generator=made),
+        "labels": torch.randint(0, 3, (rows,), generator=made),
+    }
+
+
+def _pair(**options: Any) -> tuple[Classifier, CompiledModule]:
+    eager = Classifier()
+    compiled = compile(copy.deepcopy(eager), _batch(), **{"sanitize": "poison", **options})
+    return eager, compiled
+
+
+def _require_step_as_eager(eager: nn.Module, compiled: CompiledModule, batch: dict[str, Any], seed: int = 0) -> None:
+    losses = []
+    for call in (eager, compiled):
+        torch.manual_seed(seed)
+        call.zero_grad()
+        losses.append(call(**batch)["loss"])
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+    eager.zero_grad()
+    compiled.zero_grad()
+
+
+def test_epochs_with_a_last_batch_and_an_evaluation(caplog: pytest.LogCaptureFixture) -> None:
+    eager, compiled = _pair()
+    with caplog.at_level(logging.INFO, logger="memplan"):
+        for epoch in range(3):
+            for n, rows in enumerate((6, 6, 4)):
+                _require_step_as_eager(eager, compiled, _batch(rows, seed=n), epoch)
+            eager.eval()
+            compiled.eval()
+            with torch.no_grad():
+                batch = _batch(9)
+                assert torch.equal(compiled(**batch)["loss"], eager(**batch)["loss"])
+                del batch["labels"]
+                assert torch.equal(compiled(**batch)["logits"], eager(**batch)["logits"])
+            eager.train()
+            compiled.train()
+    messages = [r.message for r in caplog.records if "makes program" in r.message]
+    assert len(messages) == 3, "the last batch, the evaluation, the evaluation without labels"
+    assert "program 2 of 8, for another call: input 0: is torch.int64 (4, 7)" in messages[0]
+    assert "keywords tokens" in messages[2]
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    arenas = {id(r.arena.memory) for r in compiled._selector.programs_of_calls if not r.arena.ownership.released}
+    assert arenas == {id(compiled._arena.memory)}
+
+
+def test_the_arena_grows_and_the_old_bytes_are_freed() -> None:
+    eager, compiled = _pair()
+    first = compiled._arena
+    _require_step_as_eager(eager, compiled, _batch())
+    _require_step_as_eager(eager, compiled, _batch(60))
+    larger = compiled._arena
+    assert larger.nbytes > first.memory.untyped_storage().nbytes() == 0
+    _require_step_as_eager(eager, compiled, _batch())
+    _require_step_as_eager(eager, compiled, _batch(60))
+    assert compiled._arena is larger
+    assert {id(r.arena.memory) for r in compiled._selector.programs_of_calls} == {id(larger.memory)}
+
+
+def test_gradients_survive_a_larger_arena() -> None:
+    """Accumulation over a small and a large batch: what the small one left in the arena moves before it is freed."""
+    eager, compiled = _pair()
+    for call in (eager, compiled):
+        for rows in (6, 60, 6):
+            torch.manual_seed(rows)
+            call(**_batch(rows))["loss"].backward()
+    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_sizes_that_keep_changing_get_one_plan(caplog: pytest.LogCaptureFixture) -> None:
+    eager, compiled = _pair(sanitize=None)
+    with caplog.at_level(logging.INFO, logger="memplan"):
+        for length in range(4, 24):
+            _require_step_as_eager(eager, compiled, _batch(length=length), length)
+    assert compiled.symbolic is not None
+    assert [s.name for s in compiled.symbolic.symbols] == ["size0"]
+    assert sum("one plan for all of them" in r.message for r in caplog.records) == 1
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    with torch.no_grad():
+        torch.manual_seed(0)
+        wanted = eager(**_batch(length=31))["logits"]
+        torch.manual_seed(0)
+        assert torch.equal(compiled(**_batch(length=31))["logits"], wanted)
+
+
+@pytest.mark.parametrize("budget", [None, 10**6])
+def test_beyond_the_limit_the_original_runs_with_one_warning(
+    budget: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    eager, compiled = _pair(arena_budget=budget)
+    for n in range(12):
+        _require_step_as_eager(eager, compiled, {**_batch(), "scale": 1.0 + n})
+    (warning,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    within = "" if budget is None else " within 976.6 KiB"
+    assert f"a call runs eagerly{within}, without a plan: arguments: the call has" in warning
+    assert "there are 8 programs for other calls; name the dimensions that vary in dynamic_shapes=" in warning
+    assert len(compiled._selector.programs_of_calls) == 8
+
+
+def test_what_no_plan_can_be_made_for_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    class Nonzero(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, pick: bool = False) -> torch.Tensor:
+            y: torch.Tensor = self.layer(x)
+            return y[y > 0].sum() if pick else y.sum()
+
+    model, x = Nonzero(), torch.randn(3, 4)
+    compiled = compile(model, x)
+    assert torch.equal(compiled(x, True), model(x, True))
+    assert sum("it gets no program: " in r.message for r in caplog.records) == 1
+
+
+def test_a_model_that_keeps_changing_runs_eagerly_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.temperature = nn.Linear(4, 4), 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x) * self.temperature
+            return out
+
+    model, x = Counts(), torch.randn(3, 4)
+    compiled = compile(model, x)
+    with caplog.at_level(logging.INFO, logger="memplan"):
+        for n in range(20):
+            model.temperature = float(n)
+            assert torch.equal(compiled(x), model(x))
+    assert sum("all its programs are made again" in r.message for r in caplog.records) == 8
+    assert sum("a call runs eagerly" in r.message for r in caplog.records) == 1
+
+
+def test_a_given_plan_runs_its_own_shapes_and_its_budget_holds_for_others() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 4)), torch.randn(32, 8)
+    plan = memplan.plan(model, x, arena_budget="20KiB", policy="recompute")
+    compiled = compile(model, x, plan=plan)
+    for rows in (20, 32):
+        other = torch.randn(rows, 8)
+        assert torch.equal(compiled(other), model(other))
+    assert compiled.plan.solution.offsets == plan.solution.offsets
+    assert compiled._selector.main.plan.arena_size == plan.arena_size
+    assert plan.eviction is not None
+    (more,) = compiled._selector.programs_of_calls[1:]
+    assert more.plan.eviction is not None
+    assert more.plan.eviction.arena_budget == plan.eviction.arena_budget
+    with pytest.raises(InputMismatch):
+        compile(model, x, plan=plan, on_mismatch="error")(torch.randn(20, 8))

@@ -1,0 +1,137 @@
+"""`backward(retain_graph=True)`: the next backward of a step runs its forward again, with eager's bits, or raises."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memplan.errors import StaleActivationsError
+from memplan.runtime import compile
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.4), nn.Linear(16, 4))
+    return nn.Sequential(*layers)
+
+
+def _twice(call: Any, x: torch.Tensor) -> None:
+    loss = call(x.flatten(1)).square().sum()  # nothing else refers to the input
+    loss.backward(retain_graph=True)
+    torch.randn(3)
+    (2 * loss).backward(retain_graph=True)
+    loss.backward()
+
+
+def _two_losses(call: Any, x: torch.Tensor) -> None:
+    out = call(x)
+    out.square().sum().backward(retain_graph=True)
+    out.sin().sum().backward()
+
+
+def _gradients_first(call: Any, x: torch.Tensor) -> None:
+    out = call(x)
+    found = torch.autograd.grad(out.sum(), list(call.parameters()), retain_graph=True)
+    kept = [g.clone() for g in found]
+    (out.square().sum() + sum(g.sum() for g in found)).backward()
+    assert all(map(torch.equal, found, kept))
+
+
+def _beside_another(call: Any, x: torch.Tensor) -> None:
+    one, two = call(x).sin().sum(), call(x + 1).square().sum()
+    two.backward(retain_graph=True)
+    one.backward()
+    two.backward()
+
+
+@pytest.mark.parametrize("gradients", ["auto", "arena", "added", "safe", "owned"])
+@pytest.mark.parametrize("step", [_twice, _two_losses, _gradients_first, _beside_another])
+def test_as_eager(step: Callable[[Any, torch.Tensor], None], gradients: Any) -> None:
+    if gradients == "arena" and step is _beside_another:
+        return  # such gradients allow one call in flight
+    if gradients == "owned" and step is _gradients_first:
+        return  # torch.autograd.grad finds no parameters
+    eager = _net()
+    net = copy.deepcopy(eager)
+    compiled = compile(net, torch.randn(6, 8), gradients=gradients, sanitize="poison")
+    for n in range(3):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(n))
+        for call in (eager, compiled):
+            torch.manual_seed(n)
+            step(call, x)
+        drawn = torch.randn(3)
+        torch.manual_seed(n)
+        step(copy.deepcopy(eager), x)
+        assert torch.equal(drawn, torch.randn(3)), "the generator goes on as after one forward"
+        for p, q in zip(eager.parameters(), net.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert torch.equal(p.grad, q.grad)
+        for b, c in zip(eager.buffers(), net.buffers(), strict=True):
+            assert torch.equal(b, c), "statistics count the forward once"
+        eager.zero_grad()
+        net.zero_grad()
+
+
+class Decays(nn.Module):
+    """Computes with a buffer that it changes."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(0.5)
+        out: torch.Tensor = self.layer(x) * self.scale
+        return out.tanh()
+
+
+def _changed_parameter(net: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        next(iter(net.parameters())).add_(1)
+
+
+def _changed_input(net: nn.Module, x: torch.Tensor) -> None:
+    x.zero_()
+
+
+def _replaced(net: nn.Module, x: torch.Tensor) -> None:
+    layer = next(net.children())
+    assert isinstance(layer, nn.Linear)
+    layer.bias.data = layer.bias.data.clone()
+
+
+@pytest.mark.parametrize(
+    ("net", "change", "why"),
+    [
+        (_net, _changed_parameter, "changed in place"),
+        (_net, _changed_input, "changed in place"),
+        (_net, _replaced, "a parameter or buffer was replaced"),
+        (Decays, lambda net, x: None, "depend on the values that a buffer had"),
+    ],
+)
+def test_what_cannot_run_again_says_why(net: Any, change: Callable[..., None], why: str) -> None:
+    model = net()
+    x = torch.randn(6, 8) if net is _net else torch.randn(6, 4)
+    loss = compile(model, x)(x).sum()
+    loss.backward(retain_graph=True)
+    change(model, x)
+    with pytest.raises(StaleActivationsError, match=why):
+        loss.backward()
+
+
+def test_a_backward_that_keeps_nothing_is_the_last() -> None:
+    model, x = _net(), torch.randn(6, 8)
+    loss = compile(model, x)(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(StaleActivationsError, match="backward ran twice for forward 1"):
+        loss.backward()
