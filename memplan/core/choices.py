@@ -12,7 +12,7 @@ Gradients = Literal["auto", "arena", "added", "safe", "owned"]
 Layout = Literal["auto", "tstack"]
 Sanitize = Literal["poison", "redzone"]
 OnMismatch = Literal["error", "eager", "replan", "passive"]  # of a compiled module
-StepOnMismatch = Literal["error", "passive"]  # of a compiled step
+StepOnMismatch = Literal["replan", "error", "eager", "passive"]  # of a compiled step
 
 CHECKPOINTS: tuple[Checkpoint, ...] = get_args(Checkpoint)
 GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)

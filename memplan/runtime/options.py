@@ -181,7 +181,7 @@ class StepOptions(RunOptions):
 
     clip_grad_norm: float | None = None
     accumulate: int = 1
-    on_mismatch: StepOnMismatch = "error"
+    on_mismatch: StepOnMismatch = "replan"
     cuda_graph: bool = False
     allow_unsynchronized: bool = False
     measurable: ClassVar[bool] = True

@@ -26,7 +26,6 @@ from memplan.runtime.on_demand.eager_step import eager_step
 from memplan.runtime.options import StepOptions, device_for, given_plan
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
-from memplan.trace.optimizer.updates import Accumulate
 
 
 def compile_step(
@@ -55,7 +54,7 @@ def compile_step(
     time_limit: float | None = None,
     in_place: bool = True,
     sanitize: Sanitize | None = None,
-    on_mismatch: StepOnMismatch = "error",
+    on_mismatch: StepOnMismatch = "replan",
     cuda_graph: bool = False,
     device: Device | None = None,
     allow_unsynchronized: bool = False,
@@ -151,11 +150,9 @@ def compile_step(
     _require_no_gradients((batch, kwargs))
     if not allow_unsynchronized:
         require_no_reducer(model)
-    kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
-    module_guards, runners, guides = StepBuilder(loss, optimizer, options).build(batch, kwargs, kinds, given)
-    passive = partial(eager_step, clip_grad_norm=clip_grad_norm) if on_mismatch == "passive" else None
-    adding = runners[0] if accumulate > 1 else None
-    return CompiledStep(module_guards, adding, runners[-1], accumulate=accumulate, guides=guides, passive=passive)
+    builder = StepBuilder(loss, optimizer, options)
+    main = builder.build(batch, kwargs, given)
+    return CompiledStep(builder, main, eager=partial(eager_step, clip_grad_norm=clip_grad_norm))
 
 
 def _require_no_gradients(batch: Any) -> None:

@@ -31,16 +31,19 @@ _log = logging.getLogger("memplan")
 _VIEWS = ("TBackward", "ViewBackward", "TransposeBackward", "PermuteBackward", "ReshapeAliasBackward", "UnsafeView")
 
 
-def offload_for(reason: MemplanError, plan: Plan, device: torch.device) -> OnDemandOffload | None:
+def offload_for(
+    reason: MemplanError, plan: Plan, device: torch.device, *, quiet: bool = False
+) -> OnDemandOffload | None:
     """Return what runs a call that has no plan because of `reason`: within the budget of `plan`; None without a budget.
 
-    It logs a warning.
+    It logs a warning unless `quiet`.
     """
     eviction = plan.eviction  # the budget of another device does not apply to the host, where the model is
     budget = None if eviction is None or eviction.device else plan.arena_limit
     how = "eagerly" if budget is None else f"eagerly within {format_bytes(budget)}"
     where = f"{reason.where}: " if reason.where else ""
-    _log.warning("%s: a call runs %s, without a plan: %s%s", plan.model, how, where, reason.what)
+    if not quiet:
+        _log.warning("%s: a call runs %s, without a plan: %s%s", plan.model, how, where, reason.what)
     return None if budget is None else OnDemandOffload(budget, device)
 
 
