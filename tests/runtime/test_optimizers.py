@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -49,7 +51,7 @@ class Counting(Optimizer):
         super().__init__(params, {"lr": lr, "calls": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["calls"] += 1
             for p in group["params"]:
@@ -72,7 +74,7 @@ class Peeking(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -107,7 +109,7 @@ def _makers() -> dict[str, Make]:
             if foreach is None and kind in (O.Adam, O.AdamW, O.SGD):
                 options = {**options, "fused": True if "dampening" not in options else None}  # noqa: PLW2901
             given = {"lr": 0.05, **options, "foreach": foreach}
-            found[f"{name}-{foreach}"] = lambda groups, kind=kind, given=given: kind(groups, **given)
+            found[f"{name}-{foreach}"] = partial(kind, **given)
     found["lion"] = Lion
     found["counting"] = Counting
     found["tensor-lr"] = lambda groups: O.Adam([{**g, "lr": torch.tensor(0.05)} for g in groups], foreach=False)
@@ -173,3 +175,217 @@ def test_six_steps_are_bitwise_eagers(name: str) -> None:
         _require_same(*nets)
         _require_same_state(ours, theirs)
     assert all(p.grad is None for p in nets[0].parameters())
+
+
+@pytest.mark.parametrize("name", ["adam-False", "sgd-False", "radam-True", "lion", "counting", "asgd-None"])
+def test_a_run_is_resumed_from_state_dicts(name: str) -> None:
+    nets = _net(), _net()
+    ours, theirs = (MAKERS[name](_groups(net)) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch())
+    for seed in range(3):
+        step(*_batch(seed))
+        _eager(nets[1], theirs, _batch(seed))
+    resumed = _net()
+    resumed.load_state_dict(nets[0].state_dict())
+    again = MAKERS[name](_groups(resumed))
+    again.load_state_dict(copy.deepcopy(ours.state_dict()))
+    next_step = compile_step(resumed, again, F.mse_loss, _batch())
+    for seed in range(3, 7):
+        assert torch.equal(next_step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed)))
+    _require_same(resumed, nets[1])
+    _require_same_state(again, theirs)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # into the step that runs
+    nets[0].load_state_dict(nets[1].state_dict())
+    for seed in range(7, 9):
+        assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed)))
+    _require_same_state(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["adamw-None", "adamw-False", "rmsprop-True", "lion"])
+def test_groups_that_change_are_planned_anew(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As in fine-tuning: a layer is unfrozen and added, options change, a layer is frozen again."""
+    caplog.set_level(logging.INFO, "memplan")
+    nets = _net(), _net()
+    for net in nets:
+        net[0].requires_grad_(False)
+    ours, theirs = (MAKERS[name]([{"params": list(net[2].parameters())}]) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch())
+
+    def both(steps: int) -> None:
+        for seed in range(steps):
+            assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed)))
+        _require_same(*nets)
+        _require_same_state(ours, theirs)
+
+    both(2)
+    for net, optimizer in zip(nets, (ours, theirs), strict=True):
+        net[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.3})
+    both(3)
+    assert "planned anew" in caplog.text
+    for optimizer in (ours, theirs):
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.param_groups[1]["weight_decay"] = 0.5
+    both(2)
+    for net in nets:
+        net[2].requires_grad_(False)
+    both(2)
+
+
+@pytest.mark.parametrize("name", ["adamw-None", "adam-False", "sgd-True"])
+def test_batches_of_other_sizes_get_plans_in_one_arena(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "memplan")
+    nets = _net(), _net()
+    ours, theirs = (MAKERS[name](_groups(net)) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch(), clip_grad_norm=0.1, sanitize="redzone")
+    for seed, rows in enumerate((5, 2, 5, 2, 64, 5, 64, 2)):
+        batch = _batch(seed, rows)
+        assert torch.equal(step(*batch), _eager(nets[1], theirs, batch, clip=0.1)), rows
+    _require_same(*nets)
+    _require_same_state(ours, theirs)
+    assert len(step._builder.plans) == 3
+    assert len({id(p.runner.arena.ownership) for plan in step._builder.plans for p in plan.programs}) == 1
+    assert "the arena grows" in caplog.text
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_beyond_the_limit_steps_run_eagerly_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    nets = _net(), _net()
+    ours, theirs = (MAKERS["adam-False"](_groups(net)) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch(rows=1), clip_grad_norm=0.5)
+    for rows in (*range(1, 12), 3, 11, 1):
+        batch = _batch(rows, rows)
+        assert torch.equal(step(*batch), _eager(nets[1], theirs, batch, clip=0.5)), rows
+    _require_same(*nets)
+    _require_same_state(ours, theirs)
+    assert len(step._builder.plans) == 8
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "(9, 6)" in warning
+    assert "drop_last" in warning
+
+
+@pytest.mark.parametrize("mode", ["replan", "eager", "passive"])
+def test_evaluation_mode_and_autocast_are_other_calls(mode: Any) -> None:
+    nets = [nn.Sequential(_net(), nn.Dropout(0.5)) for _ in range(2)]
+    ours, theirs = (MAKERS["adam-False"](net.parameters()) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch(), on_mismatch=mode)
+    for seed in range(4):
+        for net in nets:
+            net.train(seed % 2 == 0)
+        torch.manual_seed(seed)
+        with torch.autocast("cpu", torch.bfloat16, enabled=seed == 3):
+            one = step(*_batch(seed))
+        torch.manual_seed(seed)
+        theirs.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=seed == 3):
+            two = F.mse_loss(nets[1](_batch(seed)[0]), _batch(seed)[1])
+        two.backward()  # type: ignore[no-untyped-call]
+        theirs.step()
+        assert torch.equal(one, two.detach())
+    _require_same(*nets)
+
+
+@pytest.mark.parametrize("name", ["adam-False", "sgd-None", "lion", "peeking"])
+def test_accumulation(name: str) -> None:
+    make: Make = Peeking if name == "peeking" else MAKERS[name]
+    nets = _net(), _net()
+    ours, theirs = (make(_groups(net)) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch(), accumulate=2, clip_grad_norm=0.1)
+    for seed in range(8):
+        loss = F.mse_loss(nets[1](_batch(seed)[0]), _batch(seed)[1])
+        (loss / 2).backward()  # type: ignore[no-untyped-call]
+        if seed % 2:
+            torch.nn.utils.clip_grad_norm_(list(nets[1].parameters()), 0.1)
+            theirs.step()
+            theirs.zero_grad()
+        assert torch.equal(step(*_batch(seed)), loss.detach())
+    _require_same_state(ours, theirs)
+    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_complex_parameters_are_updated() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.weight).abs()
+
+    nets = Scaled(), Scaled()
+    ours, theirs = (torch.optim.Adam(net.parameters(), lr=0.1, foreach=False) for net in nets)
+    batch = torch.ones(3, 2), torch.zeros(3, 2)
+    step = compile_step(nets[0], ours, F.mse_loss, batch)
+    for _ in range(3):
+        assert torch.equal(step(*batch), _eager(nets[1], theirs, batch))
+    _require_same(*nets)
+
+
+def test_an_update_that_cannot_be_traced_runs_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    nets = _net(), _net()
+    ours, theirs = (Peeking(_groups(net)) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch())
+    for seed in range(4):
+        assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed)))
+    _require_same(*nets)
+    assert all(p.grad is None for p in nets[0].parameters())
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "Peeking: its step() runs by itself" in warning
+
+
+class Sam(Optimizer):
+    """Two steps, between which the loss is computed again."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def first_step(self) -> None:
+        raise NotImplementedError
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "Sam requires closure"
+
+
+def test_optimizers_with_a_closure_are_refused() -> None:
+    for make in (torch.optim.LBFGS, Sam):
+        net = _net()
+        with pytest.raises(UnsupportedGraph, match="closure") as caught:
+            compile_step(net, make(net.parameters()), F.mse_loss, _batch())
+        assert "memplan.compile" in str(caught.value.hint)
+
+
+def test_averages_of_weights_beside_the_step() -> None:
+    average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
+    nets = _net(), _net()
+    averages = [torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=average) for net in nets]
+    ours, theirs = (MAKERS["nadam-False"](_groups(net)) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch())
+    for seed in range(4):
+        step(*_batch(seed))
+        _eager(nets[1], theirs, _batch(seed))
+        for net, averaged in zip(nets, averages, strict=True):
+            averaged.update_parameters(net)
+    _require_same(averages[0], averages[1])
+    assert not torch.equal(averages[0].get_parameter("module.0.weight"), nets[0].get_parameter("0.weight"))
+
+
+def test_the_total_counts_state_before_it_exists() -> None:
+    net = _net()
+    step = compile_step(net, MAKERS["sgd-False"](_groups(net)), F.mse_loss, _batch())
+    nbytes = sum(p.numel() * 4 for p in net.parameters())
+    assert not step._module_guards.optimizer.state
+    assert step.plan.outside["optimizer state"] == nbytes
+    for seed in range(2):
+        step(*_batch(seed))
+    assert step.plan.outside["optimizer state"] == nbytes
+
+
+def test_the_optimizer_is_not_touched_by_tracing() -> None:
+    net = _net()
+    optimizer = MAKERS["adam-False"](_groups(net))
+    before, groups = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+    compile_step(net, optimizer, F.mse_loss, _batch())
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert optimizer.state_dict() == groups
+    assert not hasattr(sys.modules["torch.optim.adam"], "max")

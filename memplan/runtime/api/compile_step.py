@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.arguments import arguments_of
 from memplan.core.choices import Checkpoint, Layout, Sanitize, StepOnMismatch
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
-from memplan.errors import MemplanError, UnsupportedCall
+from memplan.errors import MemplanError
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device
 from memplan.runtime.api.compiled_step import CompiledStep
@@ -147,18 +146,8 @@ def compile_step(
     loss = LossModule(model, loss_fn)
     batch, kwargs = arguments_of(example_batch, example_kwargs)
     loss.require_parts(batch)
-    _require_no_gradients((batch, kwargs))
     if not allow_unsynchronized:
         require_no_reducer(model)
     builder = StepBuilder(loss, optimizer, options)
     main = builder.build(batch, kwargs, given)
     return CompiledStep(builder, main, eager=partial(eager_step, clip_grad_norm=clip_grad_norm))
-
-
-def _require_no_gradients(batch: Any) -> None:
-    """Raise `UnsupportedCall` for an input that requires a gradient: a compiled step computes none for inputs."""
-    for i, leaf in enumerate(pytree.tree_leaves(batch)):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            what = "requires a gradient, which a compiled step does not compute"
-            hint = "pass it detached; make what computes it a part of the model, or use memplan.compile"
-            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint, see="batch-gradient")

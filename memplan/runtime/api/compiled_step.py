@@ -16,7 +16,7 @@ from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
 from memplan.runtime.api.select import require_autocast
 from memplan.runtime.api.step_builder import StepBuilder
-from memplan.runtime.api.step_plans import StepPlan, UpdateProgram, step_alone
+from memplan.runtime.api.step_plans import Assembled, StepPlan, UpdateProgram, step_alone
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.recorded_state import UpdateRun
@@ -86,7 +86,7 @@ class CompiledStep(MeasuredStep):
         self._refused: set[Any] = set()  # kinds of calls that cannot be planned
         self._warned = False
         self._guides = tuple(builder.guides)
-        updating = self._updating(main)
+        updating = _updating_of(main).runner
         self._measurements = next((g.measurements for g in self._guides if g.runner is updating), [])
         self._attached: list[Runner] = []
         self._attach()
@@ -145,31 +145,32 @@ class CompiledStep(MeasuredStep):
         return loss
 
     def _ready(self, plan: StepPlan, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> _Ready:
-        """Return what runs a call by a plan, after all checks. Raises `InputMismatch` if the plan is not for the call."""
+        """Return what runs a call by a plan, after all checks. Raises `InputMismatch` if it is not for the call."""
         guards = self._module_guards
         guards.require_modes(plan.modes)
-        first = self._updating(plan) if plan.adding is None else plan.adding.runner
-        require_autocast(first)
-        leaves = first.input_guards.flatten(batch, kwargs, training=True)
-        guards.synchronize()
-        run, alone = None, False
-        runner = first
+        program, run, alone = plan.adding or _updating_of(plan), None, False
+        require_autocast(program.runner)
+        leaves = program.runner.input_guards.flatten(batch, kwargs, training=True)
         if update:
-            again = plan is self._last
-            run, program = plan.update(guards, partial(self._build_update, plan), begins=again)
-            runner, alone = program.program.runner, program.alone
-            if plan is self._main and runner.plan is not self.plan:
-                self.plan = runner.plan
-        try:
-            current = runner.checked(leaves)
-        finally:
-            self._last = plan
+            run, found = plan.update(guards, partial(self._build_update, plan), begins=plan is self._last)
+            program, alone = found.program, found.alone
+            if plan is self._main:
+                self.plan = program.runner.plan
+        self._last = plan
+        runner = program.runner
+        current = runner.checked(leaves)
+        guards.synchronize(program.counted)
         return _Ready(runner, run, leaves, current, alone)
 
-    def _updating(self, plan: StepPlan) -> Runner:
-        """Return the program of a plan that updates the parameters."""
-        program = plan.fused if plan.fused is not None else plan.recorded[-1][1]
-        return program.program.runner
+    @property
+    def _updating(self) -> Runner:
+        """The program of the example batch that updates the parameters."""
+        return _updating_of(self._main).runner
+
+    @property
+    def _adding(self) -> Runner | None:
+        """The program of the example batch that only adds to the sums of gradients."""
+        return None if self._main.adding is None else self._main.adding.runner
 
     def _build_update(self, plan: StepPlan, run: UpdateRun | None) -> UpdateProgram:
         made = self._builder.update(plan, run)
@@ -218,6 +219,8 @@ class CompiledStep(MeasuredStep):
         except UnsupportedCall:
             raise
         except MemplanError as error:
+            if error.see == "optimizer-state":  # eager would fail too, in the middle of its update
+                raise
             self._refused.add(kind)
             self._warn(reason, f"it cannot be planned ({error.what})")
             return self._run_eagerly(reason, batch, kwargs, update=update, quiet=True)
@@ -250,9 +253,7 @@ class CompiledStep(MeasuredStep):
         """Run a step that has no plan eagerly, and offload saved activations on demand if there is a budget."""
         run = _call
         if self._on_mismatch != "eager":
-            passive = self.passive = offload_for(
-                reason, self.plan, self._updating(self._main).traced.device, quiet=quiet
-            )
+            passive = self.passive = offload_for(reason, self.plan, self._updating.traced.device, quiet=quiet)
             run = _call if passive is None else passive.run
         loss = self._eager(self._module_guards, run, batch, kwargs, accumulate=self.accumulate, update=update)
         self.pending = (self.pending + 1) % self.accumulate
@@ -296,7 +297,7 @@ class CompiledStep(MeasuredStep):
     @property
     def pool_bytes(self) -> int:
         """Bytes outside the arena that its CUDA graph keeps in a private pool."""
-        return self._updating(self._main).pool_bytes
+        return self._updating.pool_bytes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedCall(
@@ -304,6 +305,12 @@ class CompiledStep(MeasuredStep):
             hint="save their state_dicts, or copy both together, and compile a step for the copies",
             see="bound-step",
         )
+
+
+def _updating_of(plan: StepPlan) -> Assembled:
+    """Return the program of a plan that updates the parameters."""
+    found = plan.fused if plan.fused is not None else plan.recorded[-1][1]
+    return found.program
 
 
 def _kind(guards: StepGuards, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

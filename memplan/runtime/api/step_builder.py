@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.core.totals import functional_transient
 from memplan.core.units import format_bytes
-from memplan.errors import UnsupportedGraph
+from memplan.errors import UnsupportedCall, UnsupportedGraph
 from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.api.builder import require_real
 from memplan.runtime.api.step_plans import Assembled, StepPlan, UpdateProgram, recorded_run
@@ -65,6 +66,7 @@ class StepBuilder:
 
         That program has the `given` plan or a new one.
         """
+        _require_no_gradients((batch, kwargs))
         require_real(self._loss, batch, kwargs)
         first = not self.plans
         loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=self.options.device)
@@ -216,6 +218,15 @@ class StepBuilder:
                 traced, plan, policy = self._planned((traced, None), None, step)  # noqa: PLW2901
             found.append((traced, plan, policy))
         return found
+
+
+def _require_no_gradients(batch: Any) -> None:
+    """Raise `UnsupportedCall` for an input that requires a gradient: a compiled step computes none for inputs."""
+    for i, leaf in enumerate(pytree.tree_leaves(batch)):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            what = "requires a gradient, which a compiled step does not compute"
+            hint = "pass it detached; make what computes it a part of the model, or use memplan.compile"
+            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint, see="batch-gradient")
 
 
 def _limits_of_totals(plans: Sequence[Plan]) -> list[int]:

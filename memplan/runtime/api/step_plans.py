@@ -11,7 +11,7 @@ import torch
 from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.recorded_state import UpdateRun
 from memplan.runtime.execute.runner import Runner
-from memplan.trace.optimizer.updates import ACCUMULATED
+from memplan.trace.optimizer.updates import ACCUMULATED, COUNTERS
 from memplan.trace.traced import Source, TracedGraph
 from memplan.trace.whole_step import CapturedLoss
 
@@ -21,10 +21,17 @@ _MOST_RECORDED = 64  # recordings of updates that one plan keeps
 
 @dataclass(slots=True)
 class Assembled:
-    """A program with the trace that it was assembled from, so that it can be assembled again in a larger arena."""
+    """A program with the trace that it was assembled from, so that it can be assembled again in a larger arena.
+
+    `counted`: the parameters whose step counters it has in one tensor.
+    """
 
     traced: TracedGraph
     runner: Runner
+    counted: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counted = next((b.names for b in self.traced.bound(Source.STATE) if b.key == COUNTERS), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

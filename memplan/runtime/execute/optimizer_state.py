@@ -31,7 +31,7 @@ class StepGuards(ModuleGuards):
         self.pending: dict[str, dict[str, Any]] = {}  # state that the next step makes, by parameter
         self._accumulated: dict[str, dict[str, Any]] = {}
         self._rates: dict[str, dict[str, Any]] = {}
-        self._counters: Counters | None = None
+        self._counters: dict[tuple[str, ...], Counters] = {}
         self._options = list(map(_deciding, optimizer.param_groups))
         self._last_rates = [group.get("lr") for group in optimizer.param_groups]
         super().__init__(model)
@@ -139,10 +139,11 @@ class StepGuards(ModuleGuards):
             return self._accumulated[binding.name], binding.key
         if binding.key == COUNTERS:
             parameters = [self.model.get_parameter(name) for name in binding.names]
-            if self._counters is None or not _same(parameters, self._counters.parameters):
-                self._counters = Counters(parameters)
-            self._counters.set_holders([self._state_of(name, STEP) for name in binding.names])
-            return self._counters.slot, binding.key
+            counters = self._counters.get(binding.names)
+            if counters is None or not _same(parameters, counters.parameters):
+                counters = self._counters[binding.names] = Counters(parameters)
+            counters.set_holders([self._state_of(name, STEP) for name in binding.names])
+            return counters.slot, binding.key
         return self._state_of(binding.name, binding.key), binding.key
 
     def _state_of(self, name: str, key: str) -> dict[str, Any]:
@@ -163,10 +164,14 @@ class StepGuards(ModuleGuards):
         group = self.optimizer.param_groups[int(name.rpartition(" ")[2])]
         return {LEARNING_RATE: torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)}
 
-    def synchronize(self) -> None:
-        """Update the counters, and the learning rates that a CUDA graph reads from memory, from the optimizer."""
-        if self._counters is not None:
-            self._counters.synchronize()
+    def synchronize(self, counted: tuple[str, ...] = ()) -> None:
+        """Update the counters of a program, and the rates that a CUDA graph reads from memory, from the optimizer.
+
+        `counted`: the parameters whose counters the program has in one tensor. Call it right before the program runs:
+        programs for other parameters have other tensors, and the optimizer has the counters of the last one.
+        """
+        if counted:
+            self._counters[counted].synchronize()
         if not self._rates:
             return
         now = [group["lr"] for group in self.optimizer.param_groups]

@@ -223,12 +223,15 @@ class Runner:
         self.input_guards.check_apart(leaves, self._written)
         return current
 
-    def whole_step(self, leaves: list[Any], tangent: torch.Tensor, current: list[torch.Tensor]) -> torch.Tensor:
+    def whole_step(
+        self, leaves: list[Any], tangent: torch.Tensor, current: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Run forward and backward of a step whose backward updates the parameters; return the loss.
 
         `tangent` is the gradient of the minimised objective with respect to the loss; `current` are the tensors that
-        `checked` returned.
+        `checked` returned (None: it is called).
         """
+        current = self.checked(leaves) if current is None else current
         inputs = self.input_guards.tensors(leaves)
         assert self.backward is not None
         with self.arena.ownership as ownership, torch.no_grad():

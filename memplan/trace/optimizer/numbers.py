@@ -212,13 +212,13 @@ class _Arithmetic:
 class Real(_Arithmetic, torch.SymFloat):
     """A float of an update that is being recorded. `isinstance(x, float)` holds."""
 
-    __class__ = property(lambda self: float)  # type: ignore[assignment]
+    __class__ = property(lambda self: float)
 
 
 class Whole(_Arithmetic, torch.SymInt):
     """An integer of an update that is being recorded. `isinstance(x, int)` holds."""
 
-    __class__ = property(lambda self: int)  # type: ignore[assignment]
+    __class__ = property(lambda self: int)
 
 
 Number = Real | Whole

@@ -2,8 +2,8 @@
 
 The optimizer itself, its parameters and its state are not touched: a copy of it has fake parameters, gradients and
 state, and recorded numbers (`numbers.py`) for its options. What the recording depends on (the structure of the state,
-options that are no numbers, answers of comparisons) is stored, and `runtime/execute/update_state.py` compares it before
-each step.
+options that are no numbers, answers of comparisons) is stored, and `runtime/execute/recorded_state.py` compares it
+before each step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ _AS_TENSOR = {
 }
 _OWN = {"param_groups", "state", "defaults", "step", "_opt_called"}
 _PLAIN = (bool, int, float, str, type(None))
-_SLOW_FOREACH = torch._C.DispatchKey.CompositeExplicitAutograd  # type: ignore[attr-defined]
+_SLOW_FOREACH = torch._C.DispatchKey.CompositeExplicitAutograd
 _globals_lock = threading.Lock()
 
 
@@ -99,7 +99,7 @@ class RecordedUpdate:
     depends on no gradient. `created`: (parameter, key) of the state that `ops` make. `replaced`: (value, new value) of
     state to overwrite at the end. `numbers` and `settings`: Python numbers of the state and options to set after the
     step. `keys`: the entries of each parameter's state after the step, in order, None for tensors. `read_from`: the
-    value from which a number is read. `known_ops`: the ops, with the number of reads before each, that are computed
+    value from which a number is read. `known_steps`: the ops and reads on small state alone, in order, which are computed
     before the step where conditions depend on them. `structure`: what each parameter's state must have. `signature` is
     equal for updates with the same ops.
     """
@@ -168,6 +168,18 @@ def _option(value: Any) -> Any:
     return type(value)
 
 
+@dataclass(slots=True)
+class _After:
+    """What has become of the state when the copy has run; as in `RecordedUpdate`."""
+
+    initial: dict[tuple[str, str], UpdateOp] = field(default_factory=dict)
+    created: dict[tuple[str, str], int] = field(default_factory=dict)
+    replaced: list[tuple[int, int]] = field(default_factory=list)
+    numbers: list[tuple[str, str, Expression]] = field(default_factory=list)
+    keys: dict[str, tuple[tuple[str, Any], ...]] = field(default_factory=dict)
+    structure: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
 class _Recording:
     """The copy of an optimizer that runs on fake tensors, and what its ops are."""
 
@@ -210,7 +222,7 @@ class _Recording:
                 _Functions(self),
                 _Ops(self),
             ):
-                type(made).step(made)  # type: ignore[call-arg]
+                type(made).step(made)
         except (Untraceable, UnsupportedGraph):
             raise
         except Exception as error:
@@ -426,93 +438,84 @@ class _Recording:
         before: Mapping[int, Mapping[str, Any]],
         groups: list[dict[str, Any]],
     ) -> RecordedUpdate:
-        initial: dict[tuple[str, str], UpdateOp] = {}
-        created: dict[tuple[str, str], int] = {}
-        replaced: list[tuple[int, int]] = []
-        numbers: list[tuple[str, str, Expression]] = []
-        keys: dict[str, tuple[tuple[str, Any], ...]] = {}
-        structure: dict[str, tuple[Any, ...]] = {}
+        """Return the recording, after checking what has become of the copy's state and options."""
+        after = _After()
         for p in self._all():
             name, old, new = self.names.get(id(p)), before[id(p)], made.state.get(fakes[id(p)], {})
-            if name not in self.with_gradient:
-                if list(old.items()) != list(new.items()):
-                    raise Untraceable("it changes the state of a parameter without a gradient")
-                continue
-            assert name is not None
-            if not old.keys() <= new.keys():
-                raise Untraceable("it removes entries of its state")
-            structure[name] = structure_of(self.optimizer.state.get(p, {}))
-            keys[name] = tuple((k, None if isinstance(v, torch.Tensor) or is_number(v) else v) for k, v in new.items())
-            for key, value in new.items():
-                if isinstance(value, torch.Tensor):
-                    self._tensor_of_state(name, key, value, old.get(key), initial, created, replaced)
-                elif is_number(value) and expression_of(value) != Kept(name, key):
-                    numbers.append((name, key, expression_of(value)))
-                elif not is_number(value) and (key not in old or old[key] is not value):
-                    if not isinstance(value, _PLAIN):
-                        raise Untraceable(f"its state has a {type(value).__name__} ({key!r})")
-                    numbers.append((name, key, Constant(repr(value))))
-        if len({*created.values()}) < len(created):
+            if name in self.with_gradient and name is not None:
+                after.structure[name] = structure_of(self.optimizer.state.get(p, {}))
+                self._look_at_state(name, old, new, after)
+            elif list(old.items()) != list(new.items()):
+                raise Untraceable("it changes the state of a parameter without a gradient")
+        if len({*after.created.values()}) < len(after.created):
             raise Untraceable("two entries of its state are one tensor")
         settings = self._settings_written(made, groups)
-        for expression in [one for *_, one in (*numbers, *settings)]:
-            for item in items_of(expression):
-                if item not in self.known_steps:
-                    raise Untraceable("a Python number of its state depends on gradients")
-        ops, read_from = self._with_snapshots(initial)
+        for expression in [one for *_, one in (*after.numbers, *settings)]:
+            if not all(item in self.known_steps for item in items_of(expression)):
+                raise Untraceable("a Python number of its state depends on gradients")
+        ops, read_from = self._with_snapshots(after.initial)
         inputs = dict(self.inputs)
-        for (name, key), op in initial.items():
+        for (name, key), op in after.initial.items():
             inputs[op.results[0]] = UpdateInput(kind="state", name=name, key=key)
         return RecordedUpdate(
-            names=tuple(structure),
+            names=tuple(after.structure),
             inputs=inputs,
-            layouts={i: t.to("meta") for i, t in enumerate(self.tensors)},
+            layouts={i: _layout(t) for i, t in enumerate(self.tensors)},
             devices={i: t.device for i, t in enumerate(self.tensors)},
             ops=ops,
-            initial=initial,
-            created=created,
-            replaced=tuple(replaced),
-            numbers=tuple(numbers),
+            initial=after.initial,
+            created=after.created,
+            replaced=tuple(after.replaced),
+            numbers=tuple(after.numbers),
             settings=tuple(settings),
-            keys=keys,
+            keys=after.keys,
             read_from=read_from,
             conditions=dict(self.conditions.found),
             known_steps=tuple(self.known_steps),
-            structure=structure,
+            structure=after.structure,
             options=options_of(self.optimizer),
             attributes=attributes_of(self.optimizer),
-            signature=_signature(inputs, ops, read_from, created, replaced),
+            signature=_signature(inputs, ops, read_from, after.created, after.replaced),
         )
 
-    def _tensor_of_state(
-        self,
-        name: str,
-        key: str,
-        value: torch.Tensor,
-        old: Any,
-        initial: dict[tuple[str, str], UpdateOp],
-        created: dict[tuple[str, str], int],
-        replaced: list[tuple[int, int]],
-    ) -> None:
-        """Note what becomes of a tensor of the state: unchanged, overwritten, or made by the step."""
+    def _look_at_state(self, name: str, old: Mapping[str, Any], new: Mapping[str, Any], after: _After) -> None:
+        """Note what has become of the state of a parameter."""
+        if not old.keys() <= new.keys():
+            raise Untraceable("it removes entries of its state")
+        after.keys[name] = tuple(
+            (k, None if isinstance(v, torch.Tensor) or is_number(v) else v) for k, v in new.items()
+        )
+        for key, value in new.items():
+            if isinstance(value, torch.Tensor):
+                self._look_at_tensor(name, key, value, old.get(key), after)
+            elif is_number(value):
+                if expression_of(value) != Kept(name, key):
+                    after.numbers.append((name, key, expression_of(value)))
+            elif key not in old or old[key] is not value:
+                if not isinstance(value, _PLAIN):
+                    raise Untraceable(f"its state has a {type(value).__name__} ({key!r})")
+                after.numbers.append((name, key, Constant(repr(value))))
+
+    def _look_at_tensor(self, name: str, key: str, value: torch.Tensor, old: Any, after: _After) -> None:
+        """Note what has become of a tensor of the state: unchanged, overwritten, or made by the step."""
         if id(value) not in self.value_of:
             raise Untraceable("its state has a tensor that no op made")
         index = self.value_of[id(value)]
         if isinstance(old, torch.Tensor) and self.value_of[id(old)] == index:
             return
         lasting = {storage_key(self.tensors[i]) for i, source in self.inputs.items() if source.kind != "gradient"}
-        if storage_key(value) in lasting:
-            raise Untraceable(f"its state {key!r} becomes a part of another tensor that stays")
         if isinstance(old, torch.Tensor):
             if (old.shape, old.dtype, old.device) != (value.shape, value.dtype, value.device):
                 raise Untraceable(f"its state {key!r} changes its shape or type")
-            replaced.append((self.value_of[id(old)], index))
+            after.replaced.append((self.value_of[id(old)], index))
             return
+        if storage_key(value) in lasting:
+            raise Untraceable(f"its state {key!r} becomes a part of another tensor that stays")
         maker = next((op for op in self.ops if op.results == (index,)), None)
         if maker is not None and maker.target in _MAKES and self._from_parameters(maker):
-            initial[name, key] = maker
+            after.initial[name, key] = maker
         else:
-            created[name, key] = index
+            after.created[name, key] = index
 
     def _from_parameters(self, op: UpdateOp) -> bool:
         """Return whether an op takes the layout of parameters or gradients alone, and known numbers."""
@@ -589,11 +592,11 @@ def _signature(
     return repr((lines, ends, [(label[one], label[two]) for one, two in replaced]))
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sends every op to a recording."""
 
     def __init__(self, recording: _Recording) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -695,6 +698,11 @@ def _own_copy(key: str, value: Any) -> Any:
             raise Untraceable(f"its attribute {key!r} has tensors")
         return copy.copy(value) if key.startswith("_optimizer_") else copy.deepcopy(value)
     return value
+
+
+def _layout(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor on the device "meta" with the layout of `tensor`."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _comparable(made: torch.optim.Optimizer) -> dict[str, Any]:

@@ -9,23 +9,21 @@ that schedulers and checkpoints work as usual.
 from __future__ import annotations
 
 import enum
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTInput
 
 from memplan.errors import UnsupportedGraph
-from memplan.trace.optimizer.numbers import Numeral, function_of, items_of, source_of
 from memplan.trace.optimizer.optimizers import STEP, ensure_state, keys_of
-from memplan.trace.optimizer.record import At, RecordedUpdate, UpdateOp
+from memplan.trace.optimizer.record import RecordedUpdate
+from memplan.trace.optimizer.recorded_ops import RecordedOps, functions_of
 from memplan.trace.passes.aliasing import has_effects
 from memplan.trace.passes.own_outputs import after_last, returned_by, touching
-from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, storage_key, value
+from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
 from memplan.trace.traced import Live
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -192,73 +190,22 @@ class _Updates:
         gradients: Mapping[str, fx.Node],
     ) -> None:
         """Add the ops of a recorded update at the end; the schedule brings each forward to where it may run."""
-        nodes: dict[int, fx.Node] = {}
-        changed = {index for op in recorded.ops for index in op.results} & recorded.inputs.keys()
-        last = list(gradients.values())[-1]
-        rw = _InBackward(self.graph, self.mode, last, before=self.output)
+        rw = _InBackward(self.graph, self.mode, list(gradients.values())[-1], before=self.output)
+
+        def state(name: str, key: str, index: int) -> fx.Node:
+            return self._state(name, key, recorded.layouts[index], device=recorded.devices[index])
+
+        ops = RecordedOps(rw, recorded, state, functions_of(self.optimizer, model))
         for index, source in recorded.inputs.items():
             if source.kind == "parameter":
-                nodes[index] = parameters[source.name]
+                ops.nodes[index] = parameters[source.name]
             elif source.kind == "gradient":
-                written = index in changed and source.name not in self.accumulated
-                nodes[index] = self._laid_out(rw, gradients[source.name], parameters[source.name], always=written)
+                always = ops.changes(index) and source.name not in self.accumulated
+                ops.nodes[index] = _laid_out(rw, gradients[source.name], parameters[source.name], always=always)
             else:
-                name = f"{GROUP}{source.name}" if source.kind == "setting" else source.name
-                nodes[index] = self._recorded_state(name, source.key, recorded, index)
-
-        def kept(name: str, key: str) -> Any:
-            return self.optimizer.state[model.get_parameter(name)][key]
-
-        functions: dict[str, Any] = {}
-        for op in recorded.ops:
-            leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
-            numbers = {}
-            for position, leaf in enumerate(leaves):
-                if isinstance(leaf, At):
-                    leaves[position] = nodes[leaf.value]
-                elif isinstance(leaf, Numeral):
-                    read = list(dict.fromkeys(recorded.read_from[i.number] for i in items_of(leaf.expression)))
-                    at = {value: f"a{i}.item()" for i, value in enumerate(read)}
-                    text = source_of(leaf.expression, lambda item, at=at: at[recorded.read_from[item.number]])
-                    if text not in functions:
-                        functions[text] = function_of(
-                            text, ", ".join(f"a{i}" for i in range(len(read))), self.optimizer, kept
-                        )
-                    numbers[position] = text, functions[text], [nodes[value] for value in read], leaf.example
-                    leaves[position] = leaf.example
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
-            made = rw.call(op.target, *args, **kwargs)
-            if numbers:
-                made.meta["numbers"] = numbers
-            self._name_results(rw, nodes, op, made)
-        for (name, key), index in recorded.created.items():
-            rw.call(aten.copy_.default, self._recorded_state(name, key, recorded, index), nodes[index])
-        inputs = {nodes[index] for index in recorded.inputs}
-        new = [nodes[source] for _, source in recorded.replaced]
-        if any(storage_key(value(n)) in {storage_key(value(i)) for i in inputs} for n in new):
-            new = [rw.call(aten.clone.default, n) for n in new]  # two entries of the state may change places
-        for (target, _), source in zip(recorded.replaced, new, strict=True):
-            rw.call(aten.copy_.default, nodes[target], source)
-
-    def _laid_out(self, rw: Rewriter, gradient: fx.Node, parameter: fx.Node, *, always: bool) -> fx.Node:
-        """Return a gradient with the strides of its parameter, which `.grad` has in eager; `always`: a copy of it."""
-        if not always and value(gradient).stride() == value(parameter).stride():
-            return gradient
-        laid_out = rw.scratch(value(parameter))
-        rw.call(aten.copy_.default, laid_out, gradient)
-        return laid_out
-
-    def _recorded_state(self, name: str, key: str, recorded: RecordedUpdate, index: int) -> fx.Node:
-        layout = recorded.layouts[index]
-        return self._state(name, key, layout, device=recorded.devices[index])
-
-    @staticmethod
-    def _name_results(rw: Rewriter, nodes: dict[int, fx.Node], op: UpdateOp, made: fx.Node) -> None:
-        """Store the nodes of the results of a recorded op; an argument that it changed keeps its node."""
-        several = isinstance(made.meta["val"], (list, tuple))
-        for position, index in enumerate(op.results):
-            if index not in nodes:
-                nodes[index] = rw.call(operator.getitem, made, position) if several else made
+                holder = f"{GROUP}{source.name}" if source.kind == "setting" else source.name
+                ops.nodes[index] = state(holder, source.key, index)
+        ops.add()
 
     def start_from_zero(self, accumulated: Iterable[fx.Node]) -> None:
         """Set the accumulated gradients to zero.
@@ -378,6 +325,15 @@ class _Updates:
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device or device or tensor.device
             )
         return node
+
+
+def _laid_out(rw: Rewriter, gradient: fx.Node, parameter: fx.Node, *, always: bool) -> fx.Node:
+    """Return a gradient with the strides of its parameter, which `.grad` has in eager; `always`: a copy of it."""
+    if not always and value(gradient).stride() == value(parameter).stride():
+        return gradient
+    laid_out = rw.scratch(value(parameter))
+    rw.call(aten.copy_.default, laid_out, gradient)
+    return laid_out
 
 
 def _is_parameter(node: fx.Node) -> bool:
