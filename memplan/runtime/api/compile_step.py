@@ -67,7 +67,10 @@ def compile_step(
 
     Args:
         model: The module to train. Its parameters are changed in place.
-        optimizer: An SGD, Adam or AdamW optimizer. It keeps its state and its hyperparameters, which every step reads.
+        optimizer: Any optimizer that needs no closure. It keeps its state and its hyperparameters, which every step
+            reads. SGD, Adam and AdamW are updated by torch's fused kernels unless their options ask for others; for
+            all others, the ops of `optimizer.step()` become part of the program. Where they cannot be traced,
+            `optimizer.step()` runs by itself after the planned forward and backward, with a warning.
         loss_fn: The loss. If it takes one argument, the step computes `loss_fn(model(*batch))`; otherwise the batch is
             `(inputs, targets)` and the step computes `loss_fn(model(inputs), targets)`, with tuples unpacked.
         example_batch: A tuple of the batch's parts, a dict of the model's keywords (without `example_kwargs`), or the
@@ -79,8 +82,10 @@ def compile_step(
             does after k times `(loss_fn(...) / k).backward()`; each call returns its loss undivided. The sums of
             gradients persist between calls; they are outside the arena and count as optimizer state.
         plan: A saved plan, or its path, of this very step, to run instead of making one; without `accumulate`.
-        on_mismatch: What happens if a batch differs from the example: "error" raises, "passive" runs the step eagerly
-            and offloads saved activations on demand to keep the budget.
+        on_mismatch: What happens if a batch, the model's mode or the optimizer's groups differ from what was planned:
+            "replan" makes another plan (up to 8, in one arena; calls beyond run eagerly, with a warning), "error"
+            raises, "eager" runs the step eagerly, and "passive" also offloads saved activations on demand to keep
+            the budget.
         cuda_graph: Record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
             read from memory (float32) and may change at every step; if another hyperparameter changes, the step is
             recorded again.
@@ -94,7 +99,7 @@ def compile_step(
         The compiled step: `step(*batch, **kwargs)` returns the loss, detached.
 
     Raises:
-        UnsupportedGraph: The step cannot be traced as one graph, or the optimizer's update is not supported.
+        UnsupportedGraph: The step cannot be traced as one graph, or the optimizer needs a closure.
         UnsupportedCall: There are hooks on parameters or on the optimizer's step, which a compiled step would not call,
             or inputs that require gradients, which it would not compute. A call raises for hooks that are added later.
         BudgetInfeasible: No plan keeps the budget; the error names the smallest one that can be kept.

@@ -14,7 +14,7 @@ import inspect
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ from memplan.trace.optimizer.numbers import (
     number_of,
     source_of,
 )
+from memplan.trace.passes.randomness import draws
 from memplan.trace.passes.rewrite import aten, storage_key
 
 _MAKES = {
@@ -99,9 +100,9 @@ class RecordedUpdate:
     depends on no gradient. `created`: (parameter, key) of the state that `ops` make. `replaced`: (value, new value) of
     state to overwrite at the end. `numbers` and `settings`: Python numbers of the state and options to set after the
     step. `keys`: the entries of each parameter's state after the step, in order, None for tensors. `read_from`: the
-    value from which a number is read. `known_steps`: the ops and reads on small state alone, in order, which are computed
-    before the step where conditions depend on them. `structure`: what each parameter's state must have. `signature` is
-    equal for updates with the same ops.
+    value from which a number is read. `known_steps`: the ops and reads on small state alone, in order, which are
+    computed before the step where conditions depend on them. `structure`: what each parameter's state must have.
+    `signature` is equal for updates with the same ops.
     """
 
     names: tuple[str, ...]
@@ -453,7 +454,7 @@ class _Recording:
         for expression in [one for *_, one in (*after.numbers, *settings)]:
             if not all(item in self.known_steps for item in items_of(expression)):
                 raise Untraceable("a Python number of its state depends on gradients")
-        ops, read_from = self._with_snapshots(after.initial)
+        ops, read_from = self._with_snapshots(after)
         inputs = dict(self.inputs)
         for (name, key), op in after.initial.items():
             inputs[op.results[0]] = UpdateInput(kind="state", name=name, key=key)
@@ -540,13 +541,13 @@ class _Recording:
                 found.append((i, key, expression_of(value)))
         return found
 
-    def _with_snapshots(
-        self, initial: Mapping[tuple[str, str], UpdateOp]
-    ) -> tuple[tuple[UpdateOp, ...], dict[int, int]]:
-        """Return the ops without those that make initial state, and with copies of tensors that change after a number
-        was read from them and before it is used; and the value that each number is read from.
+    def _with_snapshots(self, after: _After) -> tuple[tuple[UpdateOp, ...], dict[int, int]]:
+        """Return the ops of the program, and the value that each number is read from.
+
+        Those that make initial state, or results that nothing uses, are left out. Tensors that change after a number
+        was read from them and before it is used are copied.
         """
-        made_before = {id(op) for op in initial.values()}
+        made_before = {id(op) for op in after.initial.values()}
         ops: list[UpdateOp] = []
         read_from = {}
         numbered = sorted((position, number) for number, (position, *_) in enumerate(self.reads))
@@ -562,7 +563,21 @@ class _Recording:
                 read_from[number] = value
             if position < len(self.ops) and id(self.ops[position]) not in made_before:
                 ops.append(self.ops[position])
-        return tuple(ops), read_from
+        return _without_dead(ops, read_from, {*after.created.values(), *(new for _, new in after.replaced)}), read_from
+
+
+def _without_dead(ops: Sequence[UpdateOp], read_from: Mapping[int, int], used: set[int]) -> tuple[UpdateOp, ...]:
+    """Return the ops whose results are used, and those that change something or draw random numbers."""
+    kept = []
+    for op in reversed(ops):
+        if op.target._schema.is_mutable or draws(op.target, op.args, op.kwargs) or not used.isdisjoint(op.results):
+            kept.append(op)
+            for leaf in pytree.tree_leaves((op.args, op.kwargs)):
+                if isinstance(leaf, At):
+                    used.add(leaf.value)
+                elif isinstance(leaf, Numeral):
+                    used |= {read_from[item.number] for item in items_of(leaf.expression)}
+    return tuple(reversed(kept))
 
 
 def _signature(
