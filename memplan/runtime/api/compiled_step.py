@@ -201,6 +201,7 @@ class CompiledStep(MeasuredStep):
             guards.modes()
         except InputMismatch:
             guards.refresh()
+        guards.require_known()
         key = guards.update_key
         for plan in self._builder.plans:
             if plan.update_key == key:
