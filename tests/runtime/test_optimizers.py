@@ -67,6 +67,21 @@ class Counting(Optimizer):
                 state["old"].copy_(p.grad)
 
 
+class Clipped(Optimizer):
+    """An update with an op of two results."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    largest, _ = p.grad.abs().max(dim=-1, keepdim=True)
+                    p.addcdiv_(p.grad, largest + 1, value=-group["lr"])
+
+
 class Peeking(Optimizer):
     """An update that no program can follow: a gradient's value decides what is computed."""
 
@@ -112,6 +127,7 @@ def _makers() -> dict[str, Make]:
             found[f"{name}-{foreach}"] = partial(kind, **given)
     found["lion"] = Lion
     found["counting"] = Counting
+    found["clipped"] = Clipped
     found["tensor-lr"] = lambda groups: O.Adam([{**g, "lr": torch.tensor(0.05)} for g in groups], foreach=False)
     found["tensor-betas-none"] = lambda groups: O.AdamW(groups, fused=False, foreach=False)
     return found

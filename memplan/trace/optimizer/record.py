@@ -620,11 +620,25 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func._schema.name.startswith("aten::_foreach_"):
             tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            if any(x.device.type != "cpu" for x in tensors if x.dim()):
-                raise Untraceable("its foreach kernels run on an accelerator")
+            if any(x.device.type != "cpu" for x in tensors):
+                return self._one_by_one(func, args, kwargs)
             with self:  # on the CPU, a foreach kernel is the loop over its lists
                 return func._op_dk(_SLOW_FOREACH, *args, **kwargs)
         return self.recording.op(func, args, kwargs)
+
+    def _one_by_one(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record a foreach kernel as one call for each element of its lists, so that each can run early."""
+        given = [*args, *kwargs.values()]
+        count = next(len(x) for x in given if isinstance(x, (list, tuple)) and isinstance(x[0], torch.Tensor))
+
+        def at(i: int, x: Any) -> Any:
+            return [x[i]] if isinstance(x, (list, tuple)) and len(x) == count else x
+
+        made = [
+            self.recording.op(func, tuple(at(i, x) for x in args), {k: at(i, x) for k, x in kwargs.items()})
+            for i in range(count)
+        ]
+        return None if made[0] is None else [one for several in made for one in several]
 
 
 class _Functions(TorchFunctionMode):

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from memplan.trace.optimizer.numbers import Item, Numeral, function_of, items_of, source_of
 from memplan.trace.optimizer.record import At, RecordedUpdate, UpdateOp
-from memplan.trace.passes.rewrite import Rewriter, aten, storage_key, value
+from memplan.trace.passes.rewrite import INHERITED, Rewriter, aten, storage_key, value
 
 Functions = Callable[[str, str], Callable[..., Any]]
 _FILLED = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.new_zeros.default: 0, aten.new_ones.default: 1}
@@ -96,7 +96,16 @@ class RecordedOps:
         several = isinstance(made.meta["val"], (list, tuple))
         for position, index in enumerate(op.results):
             if index not in self.nodes:  # an argument that the op changed keeps its node
-                self.nodes[index] = rw.call(operator.getitem, made, position) if several else made
+                self.nodes[index] = self._item(made, position) if several else made
+
+    def _item(self, made: fx.Node, position: int) -> fx.Node:
+        """Return a node for one of several results of an op."""
+        rw = self._rewriter
+        with rw.graph.inserting_before(rw.before):
+            node = rw.graph.call_function(operator.getitem, (made, position))
+        node.meta.update({key: made.meta[key] for key in INHERITED if key in made.meta})
+        node.meta["val"] = made.meta["val"][position]
+        return node
 
     def _copy(self, node: fx.Node) -> fx.Node:
         with self._rewriter.mode:
