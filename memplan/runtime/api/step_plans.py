@@ -44,7 +44,7 @@ class UpdateProgram:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """What runs calls of one kind: batches of one layout, in one state of the model.
+    """The programs for calls of one kind: batches of one layout, in one state of the model.
 
     `loss`: its forward and backward. `modes` and `update_key`: the training flags of all submodules, and what
     `StepGuards.update_key` was. `adding`: the program of calls that only add to the sums of gradients. `fused`: the

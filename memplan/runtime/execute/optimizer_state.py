@@ -61,7 +61,7 @@ class StepGuards(ModuleGuards):
 
     @property
     def update_key(self) -> Any:
-        """What a fused update depends on: the parameters of each group, and the options that decide."""
+        """The facts that a fused update depends on: the parameters of each group, and the options that decide."""
         return [[id(p) for p in group] for group in self._groups], self._options
 
     def _store(self) -> None:

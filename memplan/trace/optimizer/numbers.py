@@ -30,7 +30,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StateNumber:
     """A Python number that the optimizer's state keeps for parameter `name`."""
 
     name: str
@@ -60,7 +60,7 @@ class Operation:
     operands: tuple[Expression, ...]
 
 
-Expression = Setting | Kept | Item | Constant | Operation
+Expression = Setting | StateNumber | Item | Constant | Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ def source_of(expression: Expression, item: Callable[[Item], str]) -> str:
     if isinstance(expression, Setting):
         position = "" if expression.item is None else f"[{expression.item}]"
         return f"optimizer.param_groups[{expression.group}][{expression.key!r}]{position}"
-    if isinstance(expression, Kept):
+    if isinstance(expression, StateNumber):
         return f"kept({expression.name!r}, {expression.key!r})"
     return expression.text.format(*(source_of(one, item) for one in expression.operands))
 

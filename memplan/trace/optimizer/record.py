@@ -32,7 +32,7 @@ from memplan.trace.optimizer.numbers import (
     Constant,
     Expression,
     Item,
-    Kept,
+    StateNumber,
     Node,
     Numeral,
     Setting,
@@ -93,7 +93,7 @@ class UpdateInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedUpdate:
-    """What one call of `optimizer.step()` does, and when it does just that.
+    """The ops of one call of `optimizer.step()`, and the conditions under which it runs just these.
 
     `inputs` and `layouts` are by value: where a tensor comes from, and an empty tensor on the device "meta" with its
     layout (`devices` has its device). `initial`: the op that makes a tensor of the state before the first step, which
@@ -318,7 +318,7 @@ class _Recording:
                 self._shadow(made, value)
             return made
         if type(value) in (int, float):
-            return self._number(Kept(str(name), key), value) if updated else value
+            return self._number(StateNumber(str(name), key), value) if updated else value
         if isinstance(value, _PLAIN):
             return value
         raise Untraceable(f"its state has a {type(value).__name__} ({key!r})")
@@ -490,7 +490,7 @@ class _Recording:
             if isinstance(value, torch.Tensor):
                 self._look_at_tensor(name, key, value, old.get(key), after)
             elif is_number(value):
-                if expression_of(value) != Kept(name, key):
+                if expression_of(value) != StateNumber(name, key):
                     after.numbers.append((name, key, expression_of(value)))
             elif key not in old or old[key] is not value:
                 if not isinstance(value, _PLAIN):
