@@ -32,10 +32,10 @@ from memplan.trace.optimizer.numbers import (
     Constant,
     Expression,
     Item,
-    StateNumber,
     Node,
     Numeral,
     Setting,
+    StateNumber,
     Untraceable,
     expression_of,
     is_number,
@@ -171,7 +171,7 @@ def _option(value: Any) -> Any:
 
 @dataclass(slots=True)
 class _After:
-    """What has become of the state when the copy has run; as in `RecordedUpdate`."""
+    """The state of the copy after it has run; the fields are as in `RecordedUpdate`."""
 
     initial: dict[tuple[str, str], UpdateOp] = field(default_factory=dict)
     created: dict[tuple[str, str], int] = field(default_factory=dict)
