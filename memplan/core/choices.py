@@ -11,15 +11,13 @@ Checkpoint = Literal["follow", "plan"]
 Gradients = Literal["auto", "arena", "added", "safe", "owned"]
 Layout = Literal["auto", "tstack"]
 Sanitize = Literal["poison", "redzone"]
-OnMismatch = Literal["replan", "error", "eager", "passive"]  # of a compiled module
-StepOnMismatch = Literal["error", "passive"]  # of a compiled step
+OnMismatch = Literal["replan", "error", "eager", "passive"]
 
 CHECKPOINTS: tuple[Checkpoint, ...] = get_args(Checkpoint)
 GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 SANITIZERS: tuple[Sanitize, ...] = get_args(Sanitize)
 ON_MISMATCH: tuple[OnMismatch, ...] = get_args(OnMismatch)
-STEP_ON_MISMATCH: tuple[StepOnMismatch, ...] = get_args(StepOnMismatch)
 
 
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:

@@ -15,10 +15,8 @@ import torch
 from memplan.core.choices import (
     ON_MISMATCH,
     SANITIZERS,
-    STEP_ON_MISMATCH,
     OnMismatch,
     Sanitize,
-    StepOnMismatch,
     require_choice,
 )
 from memplan.core.legal_orders import require_legal
@@ -180,7 +178,7 @@ class StepOptions(RunOptions):
 
     clip_grad_norm: float | None = None
     accumulate: int = 1
-    on_mismatch: StepOnMismatch = "error"
+    on_mismatch: OnMismatch = "replan"
     cuda_graph: bool = False
     allow_unsynchronized: bool = False
     measurable: ClassVar[bool] = True
@@ -194,7 +192,7 @@ class StepOptions(RunOptions):
             hint = "pass the maximal norm, a number of at least 0, or None"
             raise MemplanError(f"clip_grad_norm={norm!r}", hint=hint)
         RunOptions.__post_init__(self)
-        require_choice("on_mismatch", self.on_mismatch, STEP_ON_MISMATCH)
+        require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
         if self.measures:
             require_measurable(cuda_graph=self.cuda_graph)
         if self.cuda_graph:

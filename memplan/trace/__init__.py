@@ -21,15 +21,18 @@ from memplan.trace.planning import (
 )
 from memplan.trace.retracer import Retracer
 from memplan.trace.traced import TracedGraph
-from memplan.trace.tracing import CapturedStep, capture_call, capture_step, trace, trace_captured, trace_graph
+from memplan.trace.tracing import CapturedStep, capture_call, trace, trace_captured, trace_graph
+from memplan.trace.whole_step import CapturedLoss, capture_loss, capture_step
 
 __all__ = [
     "Captured",
+    "CapturedLoss",
     "CapturedStep",
     "Retracer",
     "TracedGraph",
     "alignment_of",
     "capture_call",
+    "capture_loss",
     "capture_step",
     "device_costs",
     "plan",

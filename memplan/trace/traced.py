@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,19 @@ class Live:
         """Return its current value."""
         found = self.optimizer.param_groups[self.group][self.key]
         return found if self.item is None else found[self.item]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A kernel argument: a number that `function` computes at every call, from the tensors of `refs`.
+
+    `example` is its value when the step was traced. Two of them with the same `text` compute the same number.
+    """
+
+    text: str
+    function: Callable[..., Any] = field(repr=False)
+    refs: tuple[Ref, ...]
+    example: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

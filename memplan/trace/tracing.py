@@ -1,25 +1,22 @@
 """Trace a model into a `TracedGraph`: capture its graph, run the passes one after another, and read the result.
 
-`capture_call` (of a model) and `capture_step` (of a whole training step) return a `CapturedStep`, which planning can
-trace in several variants. `trace` does both at once for a model.
+`capture_call` (of a model) and `capture_step` of `whole_step.py` (of a training step) return a `CapturedStep`, which
+planning can trace in several variants. `trace` does both at once for a model.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx, nn
 
 from memplan.core.arguments import arguments_of
 from memplan.core.division import Division, compression_of
 from memplan.core.in_place import with_inplace_candidates
-from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.joint_graph import Captured, capture
 from memplan.trace.chunking.chunk import divide
 from memplan.trace.compression.pack import pack_masks
@@ -27,12 +24,10 @@ from memplan.trace.compression.quantize import quantize
 from memplan.trace.graph.build import build
 from memplan.trace.graph.offload_target import Target, require_on_cpu, target_of, with_host_residents
 from memplan.trace.lowering.rules import lower
-from memplan.trace.optimizer.optimizers import require_supported
-from memplan.trace.optimizer.updates import Accumulate, append_updates
 from memplan.trace.passes.checkpoints import mark_checkpoints
 from memplan.trace.passes.fold import fold
 from memplan.trace.passes.own_outputs import own_outputs, tangents_needed, write_back_mutations
-from memplan.trace.passes.rewrite import copy_of, value
+from memplan.trace.passes.rewrite import copy_of
 from memplan.trace.passes.simplify import simplify
 from memplan.trace.passes.sums import accumulate_in_place
 from memplan.trace.traced import TracedGraph
@@ -97,7 +92,7 @@ def capture_call(
     """Return one step of `model`, captured. The arguments and errors are those of `trace`."""
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if train is None else train
-    captured, target = _captured_for(device, model, args, kwargs, train=train)
+    captured, target = captured_for(device, model, args, kwargs, train=train)
     return CapturedStep(
         captured=captured,
         model=type(model).__name__,
@@ -108,7 +103,7 @@ def capture_call(
     )
 
 
-def _captured_for(
+def captured_for(
     device: Device | None, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
 ) -> tuple[Captured, Target | None]:
     """Return the graph captured for `device` (None: for where the model is), and the target that stands for it."""
@@ -160,70 +155,6 @@ def _finished(traced: TracedGraph, target: Target | None, *, in_place: bool) -> 
     """
     traced = traced if target is None else with_host_residents(traced, target)
     return replace(traced, graph=with_inplace_candidates(traced.graph)) if in_place else traced
-
-
-def capture_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    example_inputs: tuple[Any, ...],
-    example_kwargs: dict[str, Any] | None = None,
-    *,
-    clip_grad_norm: float | None = None,
-    accumulate: Accumulate | None = None,
-    rates_in_memory: bool = False,
-    in_place: bool = True,
-    device: Device | None = None,
-) -> CapturedStep:
-    """Return forward, backward and the optimizer's update of a model that returns its loss, captured.
-
-    The optimizer's state is created where it does not exist yet.
-
-    Args:
-        model: a module whose result is the loss, one number.
-        optimizer: its update becomes part of the step.
-        example_inputs: positional arguments.
-        example_kwargs: keyword arguments.
-        clip_grad_norm: the largest global 2-norm of the gradients; None: they are not clipped.
-        accumulate: what the step does with its gradients when several steps make one update.
-        rates_in_memory: read learning rates from tensors (see `append_updates`).
-        in_place: as in `trace`.
-        device: as in `trace`.
-
-    Raises:
-        UnsupportedGraph: the model or the optimizer's update cannot be traced.
-    """
-    require_supported(optimizer)
-    captured, target = _captured_for(device, model, *arguments_of(example_inputs, example_kwargs), train=True)
-    _require_one_number(captured)
-
-    def update(graph: fx.Graph) -> None:
-        """Append the optimizer's update to the graph."""
-        append_updates(
-            graph,
-            model,
-            optimizer,
-            clip_grad_norm=clip_grad_norm,
-            accumulate=accumulate,
-            rates_in_memory=rates_in_memory,
-            device=None if target is None else target.device,
-        )
-
-    return CapturedStep(captured=captured, model=type(model).__name__, finish=update, target=target, in_place=in_place)
-
-
-def _require_one_number(captured: Captured) -> None:
-    """Raise `UnsupportedGraph` unless the loss is one number: `backward()` has no initial gradient for another loss."""
-    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-    shapes = [tuple(value(n).shape) for n in nodes if n.meta["desc"].is_tangent()]
-    leaves = captured.out_spec.num_leaves
-    if leaves != 1 or math.prod(shapes[0]) != 1:
-        what = f"returns {leaves} values" if leaves != 1 else f"returns a tensor of shape {shapes[0]}"
-        raise UnsupportedGraph(
-            "loss_fn",
-            f"{what}, but a training step minimises one number",
-            "return the mean or the sum alone",
-            see="loss-number",
-        )
 
 
 def trace_graph(module: nn.Module, inputs: tuple[Any, ...], *, train: bool, in_place: bool = True) -> TracedGraph:

@@ -137,11 +137,11 @@ def test_P3_whole_steps(accumulate: int) -> None:  # noqa: N802
 def test_P3_it_has_to_be_asked_for() -> None:  # noqa: N802
     model, x = _net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = memplan.compile_step(model, optimizer, lambda loss: loss, x)
+    step = memplan.compile_step(model, optimizer, lambda loss: loss, x, on_mismatch="error")
     with pytest.raises(InputMismatch):
         step(x[:3])
     with pytest.raises(MemplanError, match="on_mismatch"):
-        memplan.compile_step(model, optimizer, lambda loss: loss, x, on_mismatch="eager")  # type: ignore[arg-type]
+        memplan.compile_step(model, optimizer, lambda loss: loss, x, on_mismatch="ignore")  # type: ignore[arg-type]
 
 
 # -- evicting on demand ----------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_what_cannot_be_copied_says_so() -> None:
 def test_copies_of_a_model_and_its_optimizer_get_a_step_of_their_own() -> None:
     net = _net()
     adamw = torch.optim.AdamW(net.parameters(), fused=True)
-    step = compile_step(net, adamw, lambda out: out.square().sum(), _x())
+    step = compile_step(net, adamw, lambda out: out.square().sum(), _x(), on_mismatch="error")
     step(_x(1))
     twin, other = copy.deepcopy((net, adamw))
     of_twin = compile_step(twin, other, lambda out: out.square().sum(), _x())

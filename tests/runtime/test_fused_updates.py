@@ -144,7 +144,7 @@ def test_counters_are_the_optimizers() -> None:
 def test_state_that_is_gone_is_refused() -> None:
     net = _net()
     optimizer = _adamw(net)
-    step = compile_step(net, optimizer, F.mse_loss, _batch())
+    step = compile_step(net, optimizer, F.mse_loss, _batch(), on_mismatch="error")
     optimizer.state.clear()
     with pytest.raises(InputMismatch, match="state"):
         step(*_batch())
@@ -153,7 +153,7 @@ def test_state_that_is_gone_is_refused() -> None:
 def test_counters_that_trade_places_keep_their_numbers() -> None:
     net = _net()
     optimizer = _adamw(net)
-    step = compile_step(net, optimizer, F.mse_loss, _batch())
+    step = compile_step(net, optimizer, F.mse_loss, _batch(), on_mismatch="error")
     states = list(optimizer.state.values())
     for number, state in enumerate(states):
         state["step"] = torch.tensor(float(number))
@@ -169,7 +169,7 @@ def test_counters_that_trade_places_keep_their_numbers() -> None:
 def test_a_counter_that_is_no_tensor_is_refused(value: int | None) -> None:
     net = _net()
     optimizer = _adamw(net)
-    step = compile_step(net, optimizer, F.mse_loss, _batch())
+    step = compile_step(net, optimizer, F.mse_loss, _batch(), on_mismatch="error")
     state = next(iter(optimizer.state.values()))
     if value is None:
         del state["step"]

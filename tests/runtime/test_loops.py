@@ -208,7 +208,9 @@ def test_attributes_are_set_where_forward_reads_them() -> None:
 def test_a_step_notices_what_its_loss_closes_over() -> None:
     model, x, weight = nn.Linear(4, 1), torch.randn(5, 4), {"mse": 1.0}
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = memplan.compile_step(model, optimizer, lambda out: out.square().mean() * weight["mse"], x)
+    step = memplan.compile_step(
+        model, optimizer, lambda out: out.square().mean() * weight["mse"], x, on_mismatch="error"
+    )
     step(x)
     weight["mse"] = 0.5
     with pytest.raises(InputMismatch, match=r"loss_fn.*'mse'.*is 0\.5, the plan was made for 1\.0"):
@@ -321,7 +323,11 @@ def test_a_teacher_in_a_loss_is_a_constant() -> None:
     for change in (teacher.eval, lambda: setattr(teacher[0], "weight", nn.Parameter(torch.ones(3, 4)))):
         model = nn.Linear(4, 3)
         step = memplan.compile_step(
-            model, torch.optim.SGD(model.parameters()), lambda y: (y - teacher(x)).square().mean(), x
+            model,
+            torch.optim.SGD(model.parameters()),
+            lambda y: (y - teacher(x)).square().mean(),
+            x,
+            on_mismatch="error",
         )
         step(x)
         change()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim
 
 import memplan
-from memplan.core.choices import Gradients, OnMismatch, StepOnMismatch
+from memplan.core.choices import Gradients, OnMismatch
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.trace.passes.overlapping_strides import may_overlap
 
@@ -78,7 +78,7 @@ def test_an_overlapping_call_after_a_dense_example() -> None:
 
 @pytest.mark.parametrize("how", ["error", "passive"])
 @pytest.mark.parametrize("example", _WINDOWS)
-def test_a_dense_batch_after_an_overlapping_one(example: str, how: StepOnMismatch) -> None:
+def test_a_dense_batch_after_an_overlapping_one(example: str, how: OnMismatch) -> None:
     torch.manual_seed(0)
     model, x, dense = Scaled(3), _WINDOWS[example](), torch.randn(14, 3)
     eager = copy.deepcopy(model)

@@ -176,7 +176,7 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
 def test_misuse_raises() -> None:
     net = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5))
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    step = compile_step(net, sgd, F.mse_loss, _batch())
+    step = compile_step(net, sgd, F.mse_loss, _batch(), on_mismatch="error")
     with pytest.raises(InputMismatch, match=r"\(4, 8\)"):
         step(torch.randn(4, 8), torch.randn(4, 4))
     net.eval()
@@ -186,14 +186,9 @@ def test_misuse_raises() -> None:
     sgd.add_param_group({"params": nn.Parameter(torch.zeros(3))})
     with pytest.raises(InputMismatch, match="optimizer"):
         step(*_batch())
-    for optimizer in (
-        torch.optim.Adagrad(net.parameters()),
-        torch.optim.AdamW(net.parameters(), capturable=True),
-        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
-    ):
-        with pytest.raises(UnsupportedGraph, match=r"Adagrad|capturable|dampening|not know how") as caught:
-            compile_step(net, optimizer, F.mse_loss, _batch())
-        assert caught.value.hint
+    with pytest.raises(UnsupportedGraph, match="differentiable=True") as caught:
+        compile_step(net, torch.optim.Adagrad(net.parameters(), differentiable=True), F.mse_loss, _batch())
+    assert caught.value.hint
     with pytest.raises(UnsupportedGraph, match="loss_fn"):
         compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), F.mse_loss, torch.randn(5, 8))
     for norm in (-1.0, float("nan"), "1", True):
@@ -216,7 +211,7 @@ def test_misuse_raises() -> None:
 def test_options_that_decide_the_update_may_not_change(kind: str, options: dict[str, Any]) -> None:
     net = WithLoss(_net())
     optimizer = OPTIMIZERS[kind](net.parameters())
-    step = compile_step(net, optimizer, _itself, _batch())
+    step = compile_step(net, optimizer, _itself, _batch(), on_mismatch="error")
     step(*_batch())
     before, kept = copy.deepcopy(net.state_dict()), dict(optimizer.param_groups[0])
     optimizer.param_groups[0].update(options)
@@ -233,7 +228,7 @@ def test_parameters_may_not_move_to_another_group() -> None:
     weights = [p for p in net.parameters() if p.ndim > 1]
     groups: list[dict[str, Any]] = [{"params": weights}, {"params": [net.get_parameter("net.0.bias")], "lr": 1e-3}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    step = compile_step(net, optimizer, _itself, _batch())
+    step = compile_step(net, optimizer, _itself, _batch(), on_mismatch="error")
     first, second = optimizer.param_groups
     second["params"].insert(0, first["params"].pop())
     with pytest.raises(InputMismatch, match="groups do not have the parameters"):
@@ -243,11 +238,11 @@ def test_parameters_may_not_move_to_another_group() -> None:
 def test_autocast_is_part_of_the_step() -> None:
     nets = [WithLoss(_net()), WithLoss(_net())]
     optimizers = [OPTIMIZERS["adamw"](net.parameters()) for net in nets]
-    step = compile_step(nets[0], optimizers[0], _itself, _batch())
+    step = compile_step(nets[0], optimizers[0], _itself, _batch(), on_mismatch="error")
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(InputMismatch, match=r"under autocast to torch\.bfloat16"):
             step(*_batch())
-        step = compile_step(nets[0], optimizers[0], _itself, _batch())
+        step = compile_step(nets[0], optimizers[0], _itself, _batch(), on_mismatch="error")
     for seed in range(3):
         with torch.autocast("cpu", torch.bfloat16):  # one for each step: it keeps what it has cast until its end
             ours, theirs = step(*_batch(seed)), nets[1](*_batch(seed))
@@ -268,15 +263,18 @@ def test_inputs_that_want_gradients_are_refused() -> None:
     with pytest.raises(UnsupportedCall, match="input 0 of the example batch: requires a gradient") as caught:
         compile_step(net, optimizer, _itself, (x.requires_grad_(), y))
     assert caught.value.hint
-    step = compile_step(net, optimizer, _itself, (x.detach(), y))
+    step = compile_step(net, optimizer, _itself, (x.detach(), y), on_mismatch="error")
     with pytest.raises(InputMismatch, match="input 0: requires a gradient"):
+        step(x * 2, y)
+    step = compile_step(net, optimizer, _itself, (x.detach(), y))
+    with pytest.raises(UnsupportedCall, match="input 0 of the example batch: requires a gradient"):
         step(x * 2, y)
 
 
 def test_options_come_with_a_checkpoint() -> None:
     net = WithLoss(_net())
     step_of = OPTIMIZERS["adamw"](net.parameters())
-    step = compile_step(net, step_of, _itself, _batch())
+    step = compile_step(net, step_of, _itself, _batch(), on_mismatch="error")
     other = WithLoss(_net())
     checkpoint = OPTIMIZERS["amsgrad"](other.parameters())
     _eager(other, checkpoint, *_batch())
@@ -362,7 +360,7 @@ def test_a_batch_by_keywords() -> None:
     ours, theirs = (OPTIMIZERS["adamw"](m.parameters()) for m in (model, other))
     ids = torch.arange(16).reshape(2, 8)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    step = compile_step(model, ours, lambda out: out.loss, example_kwargs=batch)
+    step = compile_step(model, ours, lambda out: out.loss, example_kwargs=batch, on_mismatch="error")
     for seed in range(3):
         torch.manual_seed(seed)
         loss = step(**dict(reversed(batch.items())))  # their order says nothing
@@ -392,11 +390,10 @@ class Takes(nn.Module):
 
 def test_parameters_that_fused_kernels_cannot_update_are_refused() -> None:
     x = torch.randn(3, 4)
-    for weight, words in ((torch.randn(4, dtype=torch.cfloat), "complex64"), (torch.randn(4, 2)[:, 0], "gaps")):
-        model = Takes(weight)
-        with pytest.raises(UnsupportedGraph, match=words) as caught:
-            compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), _itself, x)
-        assert caught.value.hint
+    model = Takes(torch.randn(4, 2)[:, 0])
+    with pytest.raises(UnsupportedGraph, match="gaps") as caught:
+        compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), _itself, x)
+    assert caught.value.hint
 
 
 def test_state_lies_as_its_parameter() -> None:
@@ -573,7 +570,7 @@ def test_a_model_with_hooks_of_its_own_is_asked_once(monkeypatch: pytest.MonkeyP
 
 def test_a_forward_that_is_replaced_later_is_noticed() -> None:
     net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), torch.randn(3, 4)
-    step = compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda out: out.sum(), x)
+    step = compile_step(net, torch.optim.SGD(net.parameters(), lr=0.1), lambda out: out.sum(), x, on_mismatch="error")
     step(x)
     was = net[0].forward
     net[0].forward = lambda given: was(given) / 2

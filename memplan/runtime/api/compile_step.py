@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.arguments import arguments_of
-from memplan.core.choices import Checkpoint, Layout, Sanitize, StepOnMismatch
+from memplan.core.choices import Checkpoint, Layout, OnMismatch, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
-from memplan.errors import MemplanError, UnsupportedCall
+from memplan.errors import MemplanError
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device
 from memplan.runtime.api.compiled_step import CompiledStep
@@ -26,7 +25,6 @@ from memplan.runtime.on_demand.eager_step import eager_step
 from memplan.runtime.options import StepOptions, device_for, given_plan
 from memplan.schedule import Policy as SchedulePolicy
 from memplan.solvers import Solver
-from memplan.trace.optimizer.updates import Accumulate
 
 
 def compile_step(
@@ -55,7 +53,7 @@ def compile_step(
     time_limit: float | None = None,
     in_place: bool = True,
     sanitize: Sanitize | None = None,
-    on_mismatch: StepOnMismatch = "error",
+    on_mismatch: OnMismatch = "replan",
     cuda_graph: bool = False,
     device: Device | None = None,
     allow_unsynchronized: bool = False,
@@ -69,7 +67,10 @@ def compile_step(
 
     Args:
         model: The module to train. Its parameters are changed in place.
-        optimizer: An SGD, Adam or AdamW optimizer. It keeps its state and its hyperparameters, which every step reads.
+        optimizer: Any optimizer that needs no closure. It keeps its state and its hyperparameters, which every step
+            reads. SGD, Adam and AdamW are updated by torch's fused kernels unless their options ask for others; for
+            all others, the ops of `optimizer.step()` become part of the program. Where they cannot be traced,
+            `optimizer.step()` runs by itself after the planned forward and backward, with a warning.
         loss_fn: The loss. If it takes one argument, the step computes `loss_fn(model(*batch))`; otherwise the batch is
             `(inputs, targets)` and the step computes `loss_fn(model(inputs), targets)`, with tuples unpacked.
         example_batch: A tuple of the batch's parts, a dict of the model's keywords (without `example_kwargs`), or the
@@ -81,8 +82,10 @@ def compile_step(
             does after k times `(loss_fn(...) / k).backward()`; each call returns its loss undivided. The sums of
             gradients persist between calls; they are outside the arena and count as optimizer state.
         plan: A saved plan, or its path, of this very step, to run instead of making one; without `accumulate`.
-        on_mismatch: What happens if a batch differs from the example: "error" raises, "passive" runs the step eagerly
-            and offloads saved activations on demand to keep the budget.
+        on_mismatch: What happens if a batch, the model's mode or the optimizer's groups differ from what was planned:
+            "replan" makes another plan (up to 8, in one arena; calls beyond run eagerly, with a warning), "error"
+            raises, "eager" runs the step eagerly, and "passive" also offloads saved activations on demand to keep
+            the budget.
         cuda_graph: Record the whole step as one CUDA graph at the first call, and replay it. Learning rates are then
             read from memory (float32) and may change at every step; if another hyperparameter changes, the step is
             recorded again.
@@ -96,7 +99,7 @@ def compile_step(
         The compiled step: `step(*batch, **kwargs)` returns the loss, detached.
 
     Raises:
-        UnsupportedGraph: The step cannot be traced as one graph, or the optimizer's update is not supported.
+        UnsupportedGraph: The step cannot be traced as one graph, or the optimizer needs a closure.
         UnsupportedCall: There are hooks on parameters or on the optimizer's step, which a compiled step would not call,
             or inputs that require gradients, which it would not compute. A call raises for hooks that are added later.
         BudgetInfeasible: No plan keeps the budget; the error names the smallest one that can be kept.
@@ -148,20 +151,8 @@ def compile_step(
     loss = LossModule(model, loss_fn)
     batch, kwargs = arguments_of(example_batch, example_kwargs)
     loss.require_parts(batch)
-    _require_no_gradients((batch, kwargs))
     if not allow_unsynchronized:
         require_no_reducer(model)
-    kinds = (Accumulate.ADD, Accumulate.UPDATE) if accumulate > 1 else (None,)
-    module_guards, runners, guides = StepBuilder(loss, optimizer, options).build(batch, kwargs, kinds, given)
-    passive = partial(eager_step, clip_grad_norm=clip_grad_norm) if on_mismatch == "passive" else None
-    adding = runners[0] if accumulate > 1 else None
-    return CompiledStep(module_guards, adding, runners[-1], accumulate=accumulate, guides=guides, passive=passive)
-
-
-def _require_no_gradients(batch: Any) -> None:
-    """Raise `UnsupportedCall` for an input that requires a gradient: a compiled step computes none for inputs."""
-    for i, leaf in enumerate(pytree.tree_leaves(batch)):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            what = "requires a gradient, which a compiled step does not compute"
-            hint = "pass it detached; make what computes it a part of the model, or use memplan.compile"
-            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint, see="batch-gradient")
+    builder = StepBuilder(loss, optimizer, options)
+    main = builder.build(batch, kwargs, given)
+    return CompiledStep(builder, main, eager=partial(eager_step, clip_grad_norm=clip_grad_norm))

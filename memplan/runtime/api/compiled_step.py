@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
-from memplan.errors import InputMismatch, UnsupportedCall
+from memplan.errors import InputMismatch, MemplanError, UnsupportedCall
 from memplan.runtime.api.select import require_autocast
+from memplan.runtime.api.step_builder import StepBuilder
+from memplan.runtime.api.step_plans import Assembled, StepPlan, UpdateProgram, step_alone
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.optimizer_state import StepGuards
+from memplan.runtime.execute.recorded_state import UpdateRun
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.memory.arena import dtype_of
-from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for
-from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
+from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for, offload_within
+from memplan.runtime.profiling.profile_guided import MeasuredStep
+from memplan.trace.capture.joint_graph import autocast_dtype
+
+MOST_PLANS = 8  # kinds of calls that get a plan
+_log = logging.getLogger("memplan")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A checked call: its program, the recording of its update, its leaves, and the current parameters and state."""
+
+    runner: Runner
+    run: UpdateRun | None
+    leaves: list[Any]
+    current: list[torch.Tensor]
+    alone: bool
 
 
 class CompiledStep(MeasuredStep):
@@ -47,48 +69,44 @@ class CompiledStep(MeasuredStep):
 
     def __init__(
         self,
-        module_guards: StepGuards,
-        adding: Runner | None,
-        updating: Runner,
+        builder: StepBuilder,
+        main: StepPlan,
         *,
-        accumulate: int,
-        guides: Sequence[ProfileGuide] = (),
-        passive: Callable[..., torch.Tensor] | None = None,
+        eager: Callable[..., torch.Tensor],
     ) -> None:
-        """Make a step of its runners: `adding` (None without `accumulate`) and `updating`.
-
-        `guides`: the guides that measure the runners and replace them. `passive`: runs a step that has no plan.
-        """
+        """Make a step of the plan of its example batch. `builder` makes others; `eager` runs a step without a plan."""
         self.passive: OnDemandOffload | None = None
-        self._passive = passive
-        self.plan = updating.plan
-        self._guides = tuple(guides)
-        self._measurements = next((g.measurements for g in guides if g.runner is updating), [])
-        self.hooks = Hooks()
-        for runner in (updating, *(() if adding is None else (adding,))):
-            self.hooks.attach(runner)
-        self.accumulate = accumulate
+        self.accumulate = builder.options.accumulate
         self.pending = 0
-        self._module_guards = module_guards
-        self._adding = adding
-        self._updating = updating
-        self._modes = module_guards.modes()
-        loss = updating.traced.graph.values[updating.traced.results.fresh[0]]
-        home = torch.device(updating.traced.graph.storages[loss.storage].device)
-        self._tangent = torch.full(loss.shape, 1 / accumulate, dtype=dtype_of(loss), device=home)
+        self.hooks = Hooks()
+        self._builder, self._module_guards = builder, builder.guards
+        self._on_mismatch = builder.options.on_mismatch
+        self._eager = eager
+        self._main = self._last = main
+        self._refused: set[Any] = set()  # kinds of calls that cannot be planned
+        self._warned = False
+        self._guides = tuple(builder.guides)
+        updating = _updating_of(main).runner
+        self._measurements = next((g.measurements for g in self._guides if g.runner is updating), [])
+        self._attached: list[Runner] = []
+        self._attach()
+        self.plan = updating.plan
+        self._tangents: dict[Any, torch.Tensor] = {}
 
     def __call__(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
-        """Run a step on a batch like the example batch.
+        """Run a step on a batch.
 
         Args:
-            batch: The parts of the batch: tensors with the shapes, dtypes and devices of the example.
+            batch: The parts of the batch: tensors with the shapes, dtypes and devices of the example. Others are
+                planned anew (`on_mismatch="replan"`).
             kwargs: Keyword arguments of the model.
 
         Returns:
             The loss, detached.
 
         Raises:
-            InputMismatch: The batch, the model or the optimizer differs from what was compiled.
+            InputMismatch: With `on_mismatch="error"`: the batch, the model or the optimizer differs from what was
+                compiled.
             UnsupportedCall: A hook was added that a compiled step would not call, or a transform is active.
             StaleActivationsError: Another thread is running a step in this arena.
 
@@ -98,53 +116,186 @@ class CompiledStep(MeasuredStep):
             ```
         """
         transforms.refuse((batch, kwargs), self._module_guards.model)
-        runner = self._updating
-        if self._adding is not None and self.pending + 1 < self.accumulate:
-            runner = self._adding
+        update = self.pending + 1 >= self.accumulate
         try:
-            self._module_guards.require_modes(self._modes)
-            require_autocast(runner)
-            leaves = runner.input_guards.flatten(batch, kwargs, training=True)
+            ready = self._ready(self._last, batch, kwargs, update=update)
         except InputMismatch as error:
-            if self._passive is None:
-                raise
-            return self._run_on_demand(error, batch, kwargs, update=runner is self._updating)
-        self._module_guards.synchronize()
+            found = self._otherwise(error, batch, kwargs, update=update)
+            if isinstance(found, torch.Tensor):
+                return found
+            ready = found
         if self._guides:
-            runner = self._advance(runner)
-        loss = runner.whole_step(leaves, self._tangent)
-        if runner is self._updating:
-            self._module_guards.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning rate schedulers check it
+            ready = self._advanced(ready)
+        loss = self._run(ready, update=update)
         self.pending = (self.pending + 1) % self.accumulate
         return loss
 
-    def _run_on_demand(
+    def _run(self, ready: _Ready, *, update: bool) -> torch.Tensor:
+        """Run a step that was checked."""
+        runner, run = ready.runner, ready.run
+        numbers = () if run is None else run.begin(self._module_guards.pending)
+        loss = runner.whole_step(ready.leaves, self._tangent(runner), ready.current)
+        if not update:
+            return loss
+        if ready.alone:
+            step_alone(self._module_guards, runner, self._builder.options.clip_grad_norm, sums=self.accumulate > 1)
+        if run is not None and run.finish(self._module_guards.pending, numbers):
+            self._module_guards.expect({})
+        self._module_guards.optimizer._opt_called = True  # type: ignore[attr-defined]  # learning rate schedulers check it
+        return loss
+
+    def _ready(self, plan: StepPlan, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool) -> _Ready:
+        """Return what runs a call by a plan, after all checks. Raises `InputMismatch` if it is not for the call."""
+        guards = self._module_guards
+        guards.require_modes(plan.modes)
+        program, run, alone = plan.adding or _updating_of(plan), None, False
+        require_autocast(program.runner)
+        leaves = program.runner.input_guards.flatten(batch, kwargs, training=True)
+        if update:
+            run, found = plan.update(guards, partial(self._build_update, plan), begins=plan is self._last)
+            program, alone = found.program, found.alone
+            if plan is self._main:
+                self.plan = program.runner.plan
+        self._last = plan
+        runner = program.runner
+        current = runner.checked(leaves)
+        guards.synchronize(program.counted)
+        return _Ready(runner, run, leaves, current, alone)
+
+    @property
+    def _updating(self) -> Runner:
+        """The program of the example batch that updates the parameters."""
+        return _updating_of(self._main).runner
+
+    @property
+    def _adding(self) -> Runner | None:
+        """The program of the example batch that only adds to the sums of gradients."""
+        return None if self._main.adding is None else self._main.adding.runner
+
+    def _build_update(self, plan: StepPlan, run: UpdateRun | None) -> UpdateProgram:
+        made = self._builder.update(plan, run)
+        self._attach()
+        return made
+
+    def _attach(self) -> None:
+        """Let the hooks observe programs that are new."""
+        runners = [one.runner for plan in (*self._builder.plans, self._main) for one in plan.programs]
+        for runner in runners:
+            if not any(runner is known for known in self._attached):
+                self.hooks.attach(runner)
+        self._attached = runners
+        self._guides = tuple(g for g in self._builder.guides if not g.done)
+
+    # -- calls that differ -------------------------------------------------------------------------------
+
+    def _otherwise(
         self, reason: InputMismatch, batch: tuple[Any, ...], kwargs: dict[str, Any], *, update: bool
+    ) -> _Ready | torch.Tensor:
+        """Return what runs a call that differs from the last plan, or its loss if it ran eagerly."""
+        if self._on_mismatch == "error":
+            raise reason
+        if self._on_mismatch != "replan":
+            return self._run_eagerly(reason, batch, kwargs, update=update)
+        guards = self._module_guards
+        try:
+            guards.modes()
+        except InputMismatch:
+            guards.refresh()
+        guards.require_known()
+        key = guards.update_key
+        for plan in self._builder.plans:
+            if plan.update_key == key:
+                try:
+                    return self._ready(plan, batch, kwargs, update=update)
+                except InputMismatch:
+                    continue
+        kind = _kind(guards, batch, kwargs)
+        if len(self._builder.plans) >= MOST_PLANS or kind in self._refused:
+            self._warn(reason, f"{len(self._builder.plans)} plans exist already")
+            return self._run_eagerly(reason, batch, kwargs, update=update, quiet=True)
+        where = f"{reason.where}: " if reason.where else ""
+        _log.info("%s: planned anew: %s%s", self.plan.model, where, reason.what)
+        try:
+            plan = self._builder.build(batch, kwargs)
+        except UnsupportedCall:
+            raise
+        except MemplanError as error:
+            if error.see == "optimizer-state":  # eager would fail too, in the middle of its update
+                raise
+            self._refused.add(kind)
+            self._warn(reason, f"it cannot be planned ({error.what})")
+            return self._run_eagerly(reason, batch, kwargs, update=update, quiet=True)
+        self._attach()
+        return self._ready(plan, batch, kwargs, update=update)
+
+    def _warn(self, reason: InputMismatch, why: str) -> None:
+        """Log once that calls run eagerly, and why."""
+        if self._warned:
+            return
+        self._warned = True
+        what = f"{reason.where}: {reason.what}" if reason.where else reason.what
+        _log.warning(
+            "%s: a call runs eagerly, because %s. It differs from the last plan: %s. Pad or bucket batches to a few "
+            "shapes, drop the last batch (drop_last=True), or compile another step for it. This is said once.",
+            self.plan.model,
+            why,
+            what,
+        )
+
+    def _run_eagerly(
+        self,
+        reason: InputMismatch,
+        batch: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        update: bool,
+        quiet: bool = False,
     ) -> torch.Tensor:
-        """Run a step that has no plan eagerly, and offload saved activations on demand."""
-        passive = self.passive = offload_for(reason, self.plan, self._updating.traced.device)
-        run = _call if passive is None else passive.run
-        assert self._passive is not None
-        loss = self._passive(self._module_guards, run, batch, kwargs, accumulate=self.accumulate, update=update)
+        """Run a step that has no plan eagerly, and offload saved activations on demand if there is a budget."""
+        run = _call
+        if self._on_mismatch != "eager":
+            device = self._updating.traced.device
+            passive = offload_within(self.plan, device) if quiet else offload_for(reason, self.plan, device)
+            self.passive = passive
+            run = _call if passive is None else passive.run
+        loss = self._eager(self._module_guards, run, batch, kwargs, accumulate=self.accumulate, update=update)
         self.pending = (self.pending + 1) % self.accumulate
         return loss
 
-    def _advance(self, runner: Runner) -> Runner:
-        """Return the runner that replaces `runner` from now on, if its guide has chosen one, else `runner`."""
+    # -- measured steps ----------------------------------------------------------------------------------
+
+    def _advanced(self, ready: _Ready) -> _Ready:
+        """Return the call with the runner that replaces its runner from now on, if its guide has chosen one."""
+        runner = ready.runner
         guide = next((g for g in self._guides if g.runner is runner), None)
         if guide is None or not guide.ready:
-            return runner
+            return ready
         try:
             new = guide.next_runner()
         finally:
             self._guides = tuple(g for g in self._guides if not g.done)
-        if new is not runner:
-            self.hooks.attach(new)
-        if runner is self._updating:
-            self._updating, self.plan = new, new.plan
-        else:
-            self._adding = new
-        return new
+        if new is runner:
+            return ready
+        for plan in self._builder.plans:
+            for one in plan.programs:
+                if one.runner is runner:
+                    one.runner = new
+        self.hooks.attach(new)
+        self._attached.append(new)
+        if self.plan is runner.plan:
+            self.plan = new.plan
+        return replace(ready, runner=new, current=new.checked(ready.leaves))
+
+    def _tangent(self, runner: Runner) -> torch.Tensor:
+        """Return the gradient of the minimised objective with respect to the loss of a program."""
+        loss = runner.traced.graph.values[runner.traced.results.fresh[0]]
+        home = runner.traced.graph.storages[loss.storage].device
+        key = tuple(loss.shape), loss.dtype, home
+        if key not in self._tangents:
+            self._tangents[key] = torch.full(
+                loss.shape, 1 / self.accumulate, dtype=dtype_of(loss), device=torch.device(home)
+            )
+        return self._tangents[key]
 
     @property
     def pool_bytes(self) -> int:
@@ -157,6 +308,22 @@ class CompiledStep(MeasuredStep):
             hint="save their state_dicts, or copy both together, and compile a step for the copies",
             see="bound-step",
         )
+
+
+def _updating_of(plan: StepPlan) -> Assembled:
+    """Return the program of a plan that updates the parameters."""
+    found = plan.fused if plan.fused is not None else plan.recorded[-1][1]
+    return found.program
+
+
+def _kind(guards: StepGuards, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what decides whether a call can be planned: the layout of its batch and the state of the model."""
+    leaves, spec = pytree.tree_flatten((batch, kwargs))
+    layouts = tuple(
+        (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else repr(x) for x in leaves
+    )
+    device = next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
+    return str(spec), layouts, tuple(guards.modes()), autocast_dtype(device)
 
 
 def _call(model: nn.Module, /, *batch: Any, **kwargs: Any) -> Any:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.core.totals import functional_transient
+from memplan.core.units import format_bytes
+from memplan.errors import UnsupportedCall, UnsupportedGraph
 from memplan.evict.feedback import RecordingPolicy
 from memplan.runtime.api.builder import require_real
+from memplan.runtime.api.step_plans import Assembled, StepPlan, UpdateProgram, recorded_run
 from memplan.runtime.execute.cuda_graphs import make_recorder
 from memplan.runtime.execute.optimizer_state import StepGuards
+from memplan.runtime.execute.recorded_state import UpdateRun
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.ranks import require_collective
 from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, replan
@@ -23,78 +29,184 @@ from memplan.runtime.memory.arena import Arena, arena_for_all
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import StepOptions
 from memplan.runtime.profiling.profile_guided import ProfileGuide, arena_room, guide_of, safe_plan
-from memplan.trace import CapturedStep, capture_step
+from memplan.trace import CapturedStep, capture_loss
+from memplan.trace.optimizer.optimizers import is_fused
 from memplan.trace.optimizer.updates import Accumulate
 from memplan.trace.traced import TracedGraph
 
+_log = logging.getLogger("memplan")
+_Planned = tuple[TracedGraph, Plan, RecordingPolicy | None]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Made:
+    """New programs, and the guides that measure them."""
+
+    programs: list[Assembled]
+    guides: list[ProfileGuide]
+
 
 class StepBuilder:
-    """Builds the programs of a `CompiledStep`; `loss` is the model with its loss."""
+    """Builds the programs of a `CompiledStep`; `loss` is the model with its loss.
+
+    All programs share one arena. One that needs more gets a larger arena, in which the others are assembled again.
+    `plans` are those that were built; `guides` measure their programs, if steps are measured and something is evicted.
+    """
 
     def __init__(self, loss: nn.Module, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
-        self._loss, self._optimizer, self._options = loss, optimizer, options
+        self._loss, self._optimizer, self.options = loss, optimizer, options
+        self.plans: list[StepPlan] = []
+        self.guides: list[ProfileGuide] = []
+        self._arena: Arena | None = None
+        self._recorder: Any = None
+        self.guards: StepGuards
 
-    def build(
-        self, batch: tuple[Any, ...], kwargs: dict[str, Any], kinds: Sequence[Accumulate | None], given: Plan | None
-    ) -> tuple[StepGuards, list[Runner], list[ProfileGuide]]:
-        """Return the module_guards that the programs act on, a program for each of `kinds`, and the guides.
+    def build(self, batch: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None = None) -> StepPlan:
+        """Return the plan of calls like this one, with the program of the optimizer's next update.
 
-        Each program has the `given` plan or a new one. There are guides only if steps are measured and something is
-        evicted.
+        That program has the `given` plan or a new one.
         """
+        _require_no_gradients((batch, kwargs))
         require_real(self._loss, batch, kwargs)
-        options = self._options
-        captured = [self._capture(batch, kwargs, kind) for kind in kinds]
-        captured[0].warn()
-        traced = [c.retrace() for c in captured]
+        first = not self.plans
+        loss = capture_loss(self._loss, self._optimizer, batch, kwargs, device=self.options.device)
+        fused = is_fused(self._optimizer)
+        if not fused:
+            self._require_plain()
+        if first:
+            loss.step(Accumulate.KEEP, None, clip_grad_norm=None).warn()
+        run = None if fused else recorded_run(loss)
+        alone = not fused and run is None
+        adding = self.options.accumulate > 1
+        kinds = [*([Accumulate.ADD] if adding else []), *self._kinds(alone=alone)]
+        steps = [self._step(loss, kind, run) for kind in kinds]
+        traced = [step.retrace() for step in steps]
+        if first:
+            self.guards = StepGuards(self._loss, self._optimizer)
+        plan = StepPlan(loss=loss, modes=self.guards.modes(), update_key=self.guards.update_key)
+        self.guards.expect({} if run is None else run.pending())
+        made = self._assemble(list(zip(traced, steps, strict=True)), given)
+        plan.adding = made.programs[0] if adding else None
+        update = UpdateProgram(program=made.programs[-1], alone=alone)
+        if fused:
+            plan.fused = update
+        else:
+            plan.recorded.append((run, update))
+            plan.current = plan.recorded[0]
+        self.plans.append(plan)
+        self.guides += made.guides
+        return plan
+
+    def update(self, plan: StepPlan, run: UpdateRun | None) -> UpdateProgram:
+        """Return a new program of a plan, for another update; None stands for one that keeps the gradients."""
+        _log.info("%s: %s's next update is planned anew", type(self._loss).__name__, type(self._optimizer).__name__)
+        kinds = self._kinds(alone=run is None)
+        if not kinds:
+            assert plan.adding is not None
+            return UpdateProgram(program=plan.adding, alone=True)
+        step = self._step(plan.loss, kinds[0], run)
+        made = self._assemble([(step.retrace(), step)], None)
+        self.guides += made.guides
+        return UpdateProgram(program=made.programs[0], alone=run is None)
+
+    def _kinds(self, *, alone: bool) -> list[Accumulate | None]:
+        """Return the kind of program that calls with an update need, if the program of other calls does not serve."""
+        if self.options.accumulate > 1:
+            return [] if alone else [Accumulate.UPDATE]
+        return [Accumulate.KEEP if alone else None]
+
+    def _step(self, loss: Any, kind: Accumulate | None, run: UpdateRun | None) -> CapturedStep:
+        made: CapturedStep = loss.step(
+            kind,
+            None if run is None else run.recorded,
+            clip_grad_norm=self.options.clip_grad_norm,
+            rates_in_memory=self.options.cuda_graph,
+            in_place=self.options.in_place,
+        )
+        return made
+
+    def _require_plain(self) -> None:
+        """Raise `UnsupportedGraph` for options with which torch's fused updates alone can be planned."""
+        option = "cuda_graph=True" if self.options.cuda_graph else f"device={self.options.device!r}"
+        if self.options.cuda_graph or self.options.device is not None:
+            raise UnsupportedGraph(
+                type(self._optimizer).__name__,
+                f"only fused updates of SGD, Adam and AdamW can run with {option}",
+                f"use one of these with fused=True, leave out {option.partition('=')[0]}, or use memplan.compile",
+                see="optimizer",
+            )
+
+    def _assemble(self, steps: Sequence[tuple[TracedGraph, CapturedStep]], given: Plan | None) -> _Made:
+        """Return a program for each step, in the arena or in a larger one that replaces it."""
+        options, traced = self.options, [t for t, _ in steps]
         if not options.allow_unsynchronized:
             require_collective(traced)
         prepare_host(self._loss, traced[0], self._optimizer)
         device = traced[0].device
-        recorder = make_recorder(device, options.sanitize) if options.cuda_graph else None
-        module_guards = StepGuards(self._loss, self._optimizer)
-        steps = list(zip(traced, captured, strict=True))
-        planned: list[tuple[TracedGraph, Plan, RecordingPolicy | None]] = []
-
-        def runner_of(arena: Arena, t: TracedGraph, plan: Plan) -> Runner:
-            view = arena.view_for(plan) or arena
-            return Runner(module_guards, t, plan, view, sanitize=options.sanitize, recorder=recorder, whole=True)
+        if options.cuda_graph and self._recorder is None:
+            self._recorder = make_recorder(device, options.sanitize)
+        planned: list[_Planned] = []
+        others = [one.runner.plan for plan in self.plans for one in plan.programs]
 
         def build(known: Sequence[Measured | None]) -> Sequence[Built]:
-            """Return the programs, planned with what is measured of each, in a new arena."""
+            """Return the programs, planned with what is measured of each, in an arena in which all programs fit."""
             planned[:] = [self._planned(step, given, one) for step, one in zip(steps, known, strict=True)]
             if given is None:
                 planned[:] = self._in_one_arena(planned, known)
+            plans = [plan for _, plan, _ in planned]
             wanted = max(arena_room(plan, policy) for _, plan, policy in planned)
-            room = min([wanted, *_limits_of_totals([plan for _, plan, _ in planned])])
-            arena = arena_for_all([plan for _, plan, _ in planned], device, room)
-            made = [Built(traced=t, runner=runner_of(arena, t, plan)) for t, plan, _ in planned]
+            arena = self._arena
+            if arena is None or not all(arena.view_for(plan) for plan in plans):
+                arena = arena_for_all([*plans, *others], device, min([wanted, *_limits_of_totals(plans)]))
+            made = [Built(traced=t, runner=self._runner(arena, t, plan)) for t, plan, _ in planned]
             if options.budget == "min":
                 for one in made:
                     adopt_need(one.runner)
             return made
 
         made = build_measured(build, len(steps), again=given is None)
-        runners = [one.runner for one in made]
         guides = [
-            guide_of(options, t, runner, policy, partial(runner_of, runner.arena, t))
-            for (t, _, policy), runner in zip(planned, runners, strict=True)
+            guide_of(options, t, one.runner, policy, partial(self._runner, one.runner.arena, t))
+            for (t, _, policy), one in zip(planned, made, strict=True)
             if policy is not None and policy.events is not None
         ]
-        return module_guards, runners, guides
+        self._move_to(made[0].runner.arena)
+        return _Made(
+            programs=[Assembled(t, one.runner) for (t, _, _), one in zip(planned, made, strict=True)], guides=guides
+        )
+
+    def _runner(self, arena: Arena, traced: TracedGraph, plan: Plan, bound: Any = None) -> Runner:
+        view = arena.view_for(plan) or arena
+        sanitize = self.options.sanitize
+        return Runner(
+            self.guards, traced, plan, view, sanitize=sanitize, recorder=self._recorder, whole=True, bound=bound
+        )
+
+    def _move_to(self, arena: Arena) -> None:
+        """Assemble all programs of earlier plans in a larger arena, and free the old one."""
+        old, self._arena = self._arena, self._arena or arena
+        if old is None or arena is old or arena.ownership is old.ownership:
+            return
+        self._arena = arena
+        _log.info("%s: the arena grows to %s", type(self._loss).__name__, format_bytes(arena.nbytes))
+        for plan in self.plans:
+            for one in plan.programs:
+                one.runner = self._runner(arena, one.traced, one.runner.plan, one.runner.program.bound)
+        self.guides = []
+        old.release()
 
     def _planned(
         self, step: tuple[TracedGraph, CapturedStep | None], given: Plan | None, known: Measured | None
-    ) -> tuple[TracedGraph, Plan, RecordingPolicy | None]:
+    ) -> _Planned:
         """Return the variant of a step that is planned, its plan, and the policy to measure if steps are measured."""
-        options = self._options
+        options, room = self.options, 0 if self._arena is None else self._arena.nbytes
         if options.measures:
             return safe_plan(options, *step, known=known)
-        return *(options.settle(*step, given) if known is None else replan(options, known)), None
+        if known is not None:
+            return *replan(options, known, room=room), None
+        return *options.settle(*step, given, room=room), None
 
-    def _in_one_arena(
-        self, planned: Sequence[tuple[TracedGraph, Plan, RecordingPolicy | None]], known: Sequence[Measured | None]
-    ) -> list[tuple[TracedGraph, Plan, RecordingPolicy | None]]:
+    def _in_one_arena(self, planned: Sequence[_Planned], known: Sequence[Measured | None]) -> list[_Planned]:
         """Return the plans, each with an arena that leaves every other program the room that its budget needs."""
         limits = _limits_of_totals([plan for _, plan, _ in planned])
         found = []
@@ -107,18 +219,14 @@ class StepBuilder:
             found.append((traced, plan, policy))
         return found
 
-    def _capture(self, batch: tuple[Any, ...], kwargs: dict[str, Any], kind: Accumulate | None) -> CapturedStep:
-        return capture_step(
-            self._loss,
-            self._optimizer,
-            batch,
-            kwargs,
-            clip_grad_norm=self._options.clip_grad_norm,
-            accumulate=kind,
-            rates_in_memory=self._options.cuda_graph,
-            in_place=self._options.in_place,
-            device=self._options.device,
-        )
+
+def _require_no_gradients(batch: Any) -> None:
+    """Raise `UnsupportedCall` for an input that requires a gradient: a compiled step computes none for inputs."""
+    for i, leaf in enumerate(pytree.tree_leaves(batch)):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            what = "requires a gradient, which a compiled step does not compute"
+            hint = "pass it detached; make what computes it a part of the model, or use memplan.compile"
+            raise UnsupportedCall(what, where=f"input {i} of the example batch", hint=hint, see="batch-gradient")
 
 
 def _limits_of_totals(plans: Sequence[Plan]) -> list[int]:

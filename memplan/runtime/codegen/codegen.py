@@ -28,7 +28,7 @@ from memplan.runtime.codegen.torchscript_runs import (
 )
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm
 from memplan.runtime.memory.arena import dtype_of, view_within
-from memplan.trace.traced import Live, OpaqueResult, Ref
+from memplan.trace.traced import Computed, Live, OpaqueResult, Ref
 
 Callback = Callable[[], None]
 _MIN_CALLS = 3  # in a run: fewer calls take less time from Python than entering torch's interpreter
@@ -268,6 +268,8 @@ class FunctionWriter:
             item = "" if thing.item is None else f"[{thing.item}]"
             source = f"{self._constant(thing.optimizer)}.param_groups[{thing.group}][{thing.key!r}]{item}"
             return self.live.setdefault(source, f"h{len(self.live)}")
+        if isinstance(thing, Computed):
+            return f"{self.namespace.add('k', thing.function)}({', '.join(map(self._expression, thing.refs))})"
         if isinstance(thing, (list, tuple)):
             items = ", ".join(self._expression(item) for item in thing)
             return f"[{items}]" if isinstance(thing, list) else f"({items},)"

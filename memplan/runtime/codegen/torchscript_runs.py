@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs
 from memplan.runtime.codegen.torchscript_writer import TENSOR, TorchScriptWriter, overload_of
 from memplan.trace.passes.randomness import draws
-from memplan.trace.traced import Live, OpaqueResult, Ref
+from memplan.trace.traced import Computed, Live, OpaqueResult, Ref
 
 # Ops whose message for an index out of range is unambiguous, or that raise a plain RuntimeError in eager too.
 _UNAMBIGUOUS = {"index_select", "nll_loss_forward", "nll_loss_backward", "max_pool2d_with_indices_backward"}
@@ -113,7 +113,7 @@ def _kinds(thing: Any) -> tuple[Any, ...]:
     """Return what selects an overload in torch's interpreter: the types of numbers, and which arguments are tensors."""
     if isinstance(thing, (Ref, torch.Tensor)):
         return (torch.Tensor,)
-    if isinstance(thing, (OpaqueResult, Live)):
+    if isinstance(thing, (OpaqueResult, Live, Computed)):
         return (_UNSUPPORTED,)
     if isinstance(thing, (list, tuple)):
         return (type(thing), *(kind for item in thing for kind in _kinds(item)), None)

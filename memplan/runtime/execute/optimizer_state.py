@@ -14,7 +14,7 @@ from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
 from memplan.trace.optimizer.optimizers import DECIDING, STEP
-from memplan.trace.optimizer.updates import ACCUMULATED, COUNTERS, LEARNING_RATE
+from memplan.trace.optimizer.updates import ACCUMULATED, COUNTERS, GROUP, LEARNING_RATE
 from memplan.trace.traced import Binding, Source
 
 _OF_ALL_OPTIMIZERS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
@@ -28,17 +28,41 @@ class StepGuards(ModuleGuards):
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self.pending: dict[str, dict[str, Any]] = {}  # state that the next step makes, by parameter
         self._accumulated: dict[str, dict[str, Any]] = {}
         self._rates: dict[str, dict[str, Any]] = {}
-        self._counters: Counters | None = None
+        self._counters: dict[tuple[str, ...], Counters] = {}
         self._options = list(map(_deciding, optimizer.param_groups))
-        self._last_rates = [group["lr"] for group in optimizer.param_groups]
+        self._last_rates = [group.get("lr") for group in optimizer.param_groups]
         super().__init__(model)
         self.called = getattr(model, "model", model)  # without its loss
         self._store()
-        own = {id(p) for group in self._groups for p in group}
-        self._updated = [(name, p) for name, p in model.named_parameters() if id(p) in own]
+        self._store_updated()
         self._require_no_hooks()
+
+    def _store_updated(self) -> None:
+        own = {id(p) for group in self._groups for p in group}
+        self._updated = [(name, p) for name, p in self.model.named_parameters() if id(p) in own]
+
+    def refresh(self) -> None:
+        """Take the model and the optimizer as they are now for what they should be."""
+        self._options = list(map(_deciding, self.optimizer.param_groups))
+        self._look()
+        self._store()
+        self._store_updated()
+        self._require_no_hooks()
+        self.version += 1
+
+    def expect(self, pending: dict[str, dict[str, Any]]) -> None:
+        """Look up the state again: `pending` is what the optimizer does not have yet."""
+        self.pending = pending
+        self._store()
+        self.version += 1
+
+    @property
+    def update_key(self) -> Any:
+        """The facts that a fused update depends on: the parameters of each group, and the options that decide."""
+        return [[id(p) for p in group] for group in self._groups], self._options
 
     def _store(self) -> None:
         """Store the current parameters of each group, and the current state of all parameters."""
@@ -106,6 +130,8 @@ class StepGuards(ModuleGuards):
             return super().slot(binding)
         if binding.key == LEARNING_RATE:
             return self._rates.setdefault(binding.name, self._new_rate(binding.name)), binding.key
+        if binding.name.startswith(GROUP):
+            return self.optimizer.param_groups[int(binding.name.removeprefix(GROUP))], binding.key
         if binding.key == ACCUMULATED:
             if binding.name not in self._accumulated:
                 zeros = torch.zeros_like(self.model.get_parameter(binding.name), requires_grad=False)
@@ -113,15 +139,18 @@ class StepGuards(ModuleGuards):
             return self._accumulated[binding.name], binding.key
         if binding.key == COUNTERS:
             parameters = [self.model.get_parameter(name) for name in binding.names]
-            if self._counters is None or not _same(parameters, self._counters.parameters):
-                self._counters = Counters(parameters)
-            self._counters.set_holders([self._state_of(name, STEP) for name in binding.names])
-            return self._counters.slot, binding.key
+            counters = self._counters.get(binding.names)
+            if counters is None or not _same(parameters, counters.parameters):
+                counters = self._counters[binding.names] = Counters(parameters)
+            counters.set_holders([self._state_of(name, STEP) for name in binding.names])
+            return counters.slot, binding.key
         return self._state_of(binding.name, binding.key), binding.key
 
     def _state_of(self, name: str, key: str) -> dict[str, Any]:
         """Return the optimizer's state of a parameter. Raises `InputMismatch` if `key` is missing in it."""
         state: dict[str, Any] = self.optimizer.state.get(self.model.get_parameter(name), {})
+        if not isinstance(state.get(key), torch.Tensor) and key in self.pending.get(name, {}):
+            return self.pending[name]
         if key not in state:
             what = f"the optimizer's state has no {key!r} any more"
             raise InputMismatch(what, where=name, hint=_LOAD_OR_COMPILE, see="optimizer-state")
@@ -135,10 +164,14 @@ class StepGuards(ModuleGuards):
         group = self.optimizer.param_groups[int(name.rpartition(" ")[2])]
         return {LEARNING_RATE: torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)}
 
-    def synchronize(self) -> None:
-        """Update the counters, and the learning rates that a CUDA graph reads from memory, from the optimizer."""
-        if self._counters is not None:
-            self._counters.synchronize()
+    def synchronize(self, counted: tuple[str, ...] = ()) -> None:
+        """Update the counters of a program, and the rates that a CUDA graph reads from memory, from the optimizer.
+
+        `counted`: the parameters whose counters the program has in one tensor. Call it right before the program runs:
+        programs for other parameters have other tensors, and the optimizer has the counters of the last one.
+        """
+        if counted:
+            self._counters[counted].synchronize()
         if not self._rates:
             return
         now = [group["lr"] for group in self.optimizer.param_groups]

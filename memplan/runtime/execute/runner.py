@@ -247,13 +247,24 @@ class Runner:
         """Bytes outside the arena that its CUDA graphs keep in their private pool."""
         return 0 if self.cuda_graphs is None else self.cuda_graphs.recorder.pool_bytes
 
-    def whole_step(self, leaves: list[Any], tangent: torch.Tensor) -> torch.Tensor:
-        """Run forward and backward of a step whose backward updates the parameters; return the loss.
+    def checked(self, leaves: list[Any]) -> list[torch.Tensor]:
+        """Return what `current` does for a whole step on checked leaves, which `whole_step` takes.
 
-        `tangent` is the gradient of the minimised objective with respect to the loss.
+        Raises `InputMismatch` as `current` does, and for an input that shares memory with what the step changes.
         """
         current = self.current()
         self.input_guards.check_apart(leaves, self._written)
+        return current
+
+    def whole_step(
+        self, leaves: list[Any], tangent: torch.Tensor, current: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Run forward and backward of a step whose backward updates the parameters; return the loss.
+
+        `tangent` is the gradient of the minimised objective with respect to the loss; `current` are the tensors that
+        `checked` returned (None: it is called).
+        """
+        current = self.checked(leaves) if current is None else current
         inputs = self.input_guards.tensors(leaves)
         assert self.backward is not None
         with self.arena.ownership as ownership, torch.no_grad():

@@ -27,7 +27,7 @@ from memplan.runtime.kernels.recurrent import layer_function
 from memplan.runtime.kernels.rows import adds_rows, takes_rows
 from memplan.trace.passes.out_variants import out_names, out_variant
 from memplan.trace.passes.randomness import draws
-from memplan.trace.traced import KernelCall, Live, OpaqueResult, Ref
+from memplan.trace.traced import Computed, KernelCall, Live, OpaqueResult, Ref
 
 
 class CallForm(enum.Enum):
@@ -307,6 +307,8 @@ def with_arguments(bound: BoundOp, old: KernelCall, new: KernelCall, graph: Grap
 def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
     """Return `tree` with tensors in place of `Ref`s, and the current values of hyperparameters.
 
+    Numbers that a step computes have the values with which it was traced: its counters are not those of a trial.
+
     Opaque results are at the end of `tensors`, in reverse order.
     """
 
@@ -315,6 +317,8 @@ def materialise(tree: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
             return tensors[leaf.value]
         if isinstance(leaf, OpaqueResult):
             return tensors[-1 - leaf.number]
+        if isinstance(leaf, Computed):
+            return leaf.example
         return leaf.value() if isinstance(leaf, Live) else leaf
 
     return pytree.tree_map(now, tree)

@@ -12,7 +12,7 @@ from memplan.core.evictions import SAVE_RNG
 from memplan.core.graph import Graph, Op, require_same
 from memplan.core.plan import Plan
 from memplan.evict.graph.equivalent import require_equivalent
-from memplan.trace.traced import KernelCall, Ref, SaveState, TracedGraph, Transfer
+from memplan.trace.traced import Computed, KernelCall, Ref, SaveState, TracedGraph, Transfer
 
 
 def require_planned(traced: TracedGraph, plan: Plan) -> None:
@@ -82,10 +82,13 @@ def _kernel(
     state = graph.saved_state(op)
     reads = op.reads if state is None else op.reads[:-1]
     new = dict(zip((*base.reads, *base.writes), (*reads, *op.writes), strict=True))
-    args, kwargs = pytree.tree_map(
-        lambda leaf: Ref(new.get(leaf.value, leaf.value)) if isinstance(leaf, Ref) else leaf,
-        (kernel.args, kernel.kwargs),
-    )
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Computed):
+            return replace(leaf, refs=tuple(map(moved, leaf.refs)))
+        return Ref(new.get(leaf.value, leaf.value)) if isinstance(leaf, Ref) else leaf
+
+    args, kwargs = pytree.tree_map(moved, (kernel.args, kernel.kwargs))
     outs = tuple(None if out is None else new[out] for out in kernel.outs)
     if multi_device:
         where = torch.device(graph.storages[graph.values[op.writes[0]].storage].device)

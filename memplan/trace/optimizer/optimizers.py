@@ -15,31 +15,33 @@ STEP = "step"  # torch's key of a parameter's counter
 DECIDING = ("momentum", "dampening", "amsgrad", "decoupled_weight_decay", "differentiable", "capturable")
 
 
-def require_supported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UnsupportedGraph` unless `optimizer` and its options are supported."""
-    name = type(optimizer).__name__
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether torch's fused kernels update the parameters: SGD, Adam and AdamW, where nothing asks for others.
+
+    `fused=None` and `foreach=None` leave the choice. All other updates are recorded (`record.py`).
+    """
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        return False
+    return all(map(_group_is_fused, optimizer.param_groups))
+
+
+def _group_is_fused(group: Mapping[str, Any]) -> bool:
+    """Return whether the options of a group are those of a fused update."""
+    if group.get("fused") is False or group.get("foreach") is not None or isinstance(group["lr"], torch.Tensor):
+        return bool(group.get("fused")) and not isinstance(group["lr"], torch.Tensor) and not group.get("capturable")
+    others = any(group.get(option) for option in ("differentiable", "capturable", "dampening"))
+    return not others and all(p.is_floating_point() for p in group["params"])
+
+
+def require_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UnsupportedGraph` for options with which no program can be the update."""
+    if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedGraph(
-            name,
-            "memplan does not know how it updates parameters",
-            "use torch.optim.SGD, Adam or AdamW, or memplan.compile",
-            see="optimizer",
+            type(optimizer).__name__,
+            "differentiable=True is not supported",
+            "use differentiable=False, or memplan.compile",
+            see="optimizer-options",
         )
-    for group in optimizer.param_groups:
-        for option in ("differentiable", "capturable"):
-            if group.get(option):
-                raise UnsupportedGraph(
-                    name,
-                    f"{option}=True is not supported",
-                    f"use {option}=False, or memplan.compile",
-                    see="optimizer-options",
-                )
-        if isinstance(group["lr"], torch.Tensor):
-            raise UnsupportedGraph(name, "its learning rate is a tensor", "use a float", see="optimizer-options")
-        if group.get("dampening"):
-            raise UnsupportedGraph(
-                name, "dampening is not supported", "use dampening=0, or memplan.compile", see="optimizer-options"
-            )
 
 
 def keys_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, ParamAOTIn
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.optimizer.optimizers import STEP, ensure_state, keys_of
+from memplan.trace.optimizer.record import RecordedUpdate
+from memplan.trace.optimizer.recorded_ops import RecordedOps, functions_of
 from memplan.trace.passes.aliasing import has_effects
 from memplan.trace.passes.own_outputs import after_last, returned_by, touching
 from memplan.trace.passes.rewrite import Rewriter, aten, fake_mode_of, value
@@ -27,6 +29,7 @@ from memplan.trace.traced import Live
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 ACCUMULATED = "accumulated gradient"  # key of a tensor beside the optimizer's own state
 LEARNING_RATE = "learning rate"  # key of a tensor that belongs to a group instead of a parameter
+GROUP = "group "  # and its number: the name of the holder of an option
 COUNTERS = "step counters"  # key of the tensor that holds the counters of many parameters
 
 
@@ -35,6 +38,7 @@ class Accumulate(enum.Enum):
 
     ADD = "add them to those of earlier steps"
     UPDATE = "add them, update the parameters, and start from zero again"
+    KEEP = "keep them for an optimizer that runs by itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,53 +66,66 @@ def append_updates(
     accumulate: Accumulate | None = None,
     rates_in_memory: bool = False,
     device: torch.device | None = None,
+    recorded: RecordedUpdate | None = None,
 ) -> None:
     """Replace the returned gradients of `optimizer`'s parameters by updates; other gradients are dropped.
 
     `clip_grad_norm` first scales all gradients to that global 2-norm: every update then waits for the last gradient.
     `accumulate`: updates take sums of gradients, in memory that outlives the step. `rates_in_memory`: updates read
     learning rates from tensors, one for each group, so that a CUDA graph follows a schedule of them. `device`: the
-    optimizer's state is traced there, wherever it is. Missing state is created for parameters that have a gradient.
+    optimizer's state is traced there, wherever it is. `recorded`: the ops of the update; None: torch's fused kernels,
+    for which missing state is created for parameters that have a gradient.
     """
     output, results, descs = returned_by(graph)
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     parameters = {n.meta["desc"].target: n for n in graph.nodes if n.op == "placeholder" and _is_parameter(n)}
-    gradients: dict[str, fx.Node] = {}
-    for node, desc in zip(results, descs, strict=True):
-        of = desc.grad_of if isinstance(desc, GradAOTOutput) else None
-        if (
-            isinstance(of, ParamAOTInput)
-            and isinstance(node, fx.Node)
-            and id(model.get_parameter(of.target)) in group_of
-        ):
-            gradients[of.target] = node
-    if not gradients:
-        name = type(optimizer).__name__
-        raise UnsupportedGraph(
-            name,
-            "the loss depends on none of its parameters",
-            "give the optimizer the parameters of this model",
-            see="loss-parameters",
-        )
+    gradients = updated_parameters(graph, model, optimizer)
     kept = [(n, d) for n, d in zip(results, descs, strict=True) if not isinstance(d, GradAOTOutput)]
     output.args = (tuple(n for n, _ in kept),)
     output.meta["desc"] = [d for _, d in kept]
     factory = _Updates(graph, optimizer, output, rates_in_memory=rates_in_memory, device=device)
-    if accumulate is not None:
+    if accumulate is Accumulate.KEEP:
+        gradients = {name: factory.keep(name, parameters[name], g) for name, g in gradients.items()}
+    elif accumulate is not None:
         gradients = {name: factory.add(name, parameters[name], g) for name, g in gradients.items()}
-    if accumulate is not Accumulate.ADD:
+    if accumulate not in (Accumulate.ADD, Accumulate.KEEP):
         if clip_grad_norm is not None:
             gradients = factory.clip(gradients, clip_grad_norm, in_place=accumulate is not None)
-        factory.keep_counters(gradients)
-        for name, gradient in gradients.items():
-            parameter = model.get_parameter(name)
-            group = group_of[id(parameter)]
-            state = ensure_state(optimizer, name, parameter, group)
-            factory.update(name, parameters[name], gradient, state, group)
-        factory.count_steps()
+        if recorded is not None:
+            factory.run_recorded(recorded, model, parameters, gradients)
+        else:
+            factory.keep_counters(gradients)
+            for name, gradient in gradients.items():
+                parameter = model.get_parameter(name)
+                group = group_of[id(parameter)]
+                state = ensure_state(optimizer, name, parameter, group)
+                factory.update(name, parameters[name], gradient, state, group)
+            factory.count_steps()
     if accumulate is Accumulate.UPDATE:
         factory.start_from_zero(gradients.values())
     _drop_dead(graph)
+
+
+def updated_parameters(graph: fx.Graph, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, fx.Node]:
+    """Return the gradients that a captured graph returns for parameters of `optimizer`, by the parameter's name.
+
+    Raises `UnsupportedGraph` if there are none.
+    """
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    _, results, descs = returned_by(graph)
+    gradients: dict[str, fx.Node] = {}
+    for node, desc in zip(results, descs, strict=True):
+        of = desc.grad_of if isinstance(desc, GradAOTOutput) else None
+        if isinstance(of, ParamAOTInput) and isinstance(node, fx.Node) and id(model.get_parameter(of.target)) in own:
+            gradients[of.target] = node
+    if not gradients:
+        raise UnsupportedGraph(
+            type(optimizer).__name__,
+            "the loss depends on none of its parameters",
+            "give the optimizer the parameters of this model",
+            see="loss-parameters",
+        )
+    return gradients
 
 
 class _InBackward(Rewriter):
@@ -147,14 +164,48 @@ class _Updates:
         self.rates_in_memory = rates_in_memory
         self.device = device
         self.rates: dict[int, fx.Node] = {}
+        self.accumulated: set[str] = set()  # names of gradients in memory of their own
 
     def add(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
         """Add a gradient, as soon as it exists, to the accumulated one, and return the sum."""
         accumulated = self._state(name, ACCUMULATED, value(parameter))
+        self.accumulated.add(name)
         place = after_last(self.graph, touching(self.graph, gradient))
         rw = _InBackward(self.graph, self.mode, gradient, before=place)
         rw.call(aten.add_.Tensor, accumulated, gradient)
         return accumulated
+
+    def keep(self, name: str, parameter: fx.Node, gradient: fx.Node) -> fx.Node:
+        """Copy a gradient, as soon as it exists, to memory that outlives the step, and return that."""
+        kept = self._state(name, ACCUMULATED, value(parameter))
+        place = after_last(self.graph, touching(self.graph, gradient))
+        _InBackward(self.graph, self.mode, gradient, before=place).call(aten.copy_.default, kept, gradient)
+        return kept
+
+    def run_recorded(
+        self,
+        recorded: RecordedUpdate,
+        model: nn.Module,
+        parameters: Mapping[str, fx.Node],
+        gradients: Mapping[str, fx.Node],
+    ) -> None:
+        """Add the ops of a recorded update at the end; the schedule brings each forward to where it may run."""
+        rw = _InBackward(self.graph, self.mode, list(gradients.values())[-1], before=self.output)
+
+        def state(name: str, key: str, index: int) -> fx.Node:
+            return self._state(name, key, recorded.layouts[index], device=recorded.devices[index])
+
+        ops = RecordedOps(rw, recorded, state, functions_of(self.optimizer, model))
+        for index, source in recorded.inputs.items():
+            if source.kind == "parameter":
+                ops.nodes[index] = parameters[source.name]
+            elif source.kind == "gradient":
+                always = ops.changes(index) and source.name not in self.accumulated
+                ops.nodes[index] = _laid_out(rw, gradients[source.name], parameters[source.name], always=always)
+            else:
+                holder = f"{GROUP}{source.name}" if source.kind == "setting" else source.name
+                ops.nodes[index] = state(holder, source.key, index)
+        ops.add()
 
     def start_from_zero(self, accumulated: Iterable[fx.Node]) -> None:
         """Set the accumulated gradients to zero.
@@ -253,10 +304,17 @@ class _Updates:
         if group not in self.rates:
             with self.mode:
                 rate = torch.empty((), dtype=torch.float32, device=parameter.device)
-            self.rates[group] = self._state(f"group {group}", LEARNING_RATE, rate)
+            self.rates[group] = self._state(f"{GROUP}{group}", LEARNING_RATE, rate)
         return self.rates[group]
 
-    def _state(self, name: str, key: str, tensor: torch.Tensor, targets: tuple[str, ...] = ()) -> fx.Node:
+    def _state(
+        self,
+        name: str,
+        key: str,
+        tensor: torch.Tensor,
+        targets: tuple[str, ...] = (),
+        device: torch.device | None = None,
+    ) -> fx.Node:
         """Add a placeholder for a tensor of the optimizer's state."""
         last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
         with self.graph.inserting_after(last):
@@ -264,9 +322,18 @@ class _Updates:
         node.meta["desc"] = StateInput(name, key, targets)
         with self.mode:
             node.meta["val"] = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device or tensor.device
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device or device or tensor.device
             )
         return node
+
+
+def _laid_out(rw: Rewriter, gradient: fx.Node, parameter: fx.Node, *, always: bool) -> fx.Node:
+    """Return a gradient with the strides of its parameter, which `.grad` has in eager; `always`: a copy of it."""
+    if not always and value(gradient).stride() == value(parameter).stride():
+        return gradient
+    laid_out = rw.scratch(value(parameter))
+    rw.call(aten.copy_.default, laid_out, gradient)
+    return laid_out
 
 
 def _is_parameter(node: fx.Node) -> bool:
@@ -275,7 +342,8 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _drop_dead(graph: fx.Graph) -> None:
-    """Erase what only dropped gradients needed; keep nodes with effects."""
+    """Erase what only dropped gradients needed; keep nodes with effects, and those that numbers are read from."""
+    read = {n for node in graph.nodes for _, _, nodes, _ in node.meta.get("numbers", {}).values() for n in nodes}
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not has_effects(node):
+        if node.op == "call_function" and not node.users and node not in read and not has_effects(node):
             graph.erase_node(node)

@@ -1,0 +1,163 @@
+"""Capture whole training steps: a model that returns its loss, its backward, and the update of an optimizer.
+
+Forward and backward are captured once (`capture_loss`); each variant of the update (`CapturedLoss.step`) is added to a
+copy of that graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memplan.core.arguments import arguments_of
+from memplan.errors import UnsupportedGraph
+from memplan.trace.capture.joint_graph import Captured
+from memplan.trace.graph.offload_target import Target
+from memplan.trace.optimizer.numbers import Untraceable
+from memplan.trace.optimizer.optimizers import is_fused, require_supported
+from memplan.trace.optimizer.record import RecordedUpdate, record_update
+from memplan.trace.optimizer.updates import Accumulate, append_updates, updated_parameters
+from memplan.trace.passes.rewrite import value
+from memplan.trace.tracing import CapturedStep, captured_for
+
+if TYPE_CHECKING:
+    from memplan.planning.options import Device
+
+_log = logging.getLogger("memplan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedLoss:
+    """A captured forward and backward, to which updates of `optimizer` can be added.
+
+    `captured` is the graph; `model` returns the loss; `target` is as in `CapturedStep`. `updated`: the names of the
+    optimizer's parameters that have a gradient.
+    """
+
+    captured: Captured
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    target: Target | None
+    updated: tuple[str, ...]
+
+    def record(self) -> RecordedUpdate:
+        """Return what the optimizer's next `step()` does. The errors are those of `record_update`."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return record_update(self.optimizer, names, self.updated)
+
+    def record_or_none(self) -> RecordedUpdate | None:
+        """Return what `record` does; None for an update that cannot be traced, with a warning in the log."""
+        try:
+            return self.record()
+        except Untraceable as error:
+            name = type(self.optimizer).__name__
+            _log.warning("%s: its step() runs by itself after the planned forward and backward: %s", name, error)
+            return None
+
+    def step(
+        self,
+        accumulate: Accumulate | None,
+        recorded: RecordedUpdate | None,
+        *,
+        clip_grad_norm: float | None,
+        rates_in_memory: bool = False,
+        in_place: bool = True,
+    ) -> CapturedStep:
+        """Return the step with an update; the arguments are those of `append_updates`, `in_place` as in `trace`."""
+        update = partial(
+            append_updates,
+            model=self.model,
+            optimizer=self.optimizer,
+            clip_grad_norm=clip_grad_norm,
+            accumulate=accumulate,
+            rates_in_memory=rates_in_memory,
+            device=None if self.target is None else self.target.device,
+            recorded=recorded,
+        )
+        return CapturedStep(
+            captured=self.captured,
+            model=type(self.model).__name__,
+            finish=update,
+            target=self.target,
+            in_place=in_place,
+        )
+
+
+def capture_loss(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    example_inputs: tuple[Any, ...],
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    device: Device | None = None,
+) -> CapturedLoss:
+    """Return forward and backward of a model that returns its loss, captured. Arguments and errors: `capture_step`."""
+    require_supported(optimizer)
+    captured, target = captured_for(device, model, *arguments_of(example_inputs, example_kwargs), train=True)
+    _require_one_number(captured)
+    updated = tuple(updated_parameters(captured.graph_module.graph, model, optimizer))
+    return CapturedLoss(captured=captured, model=model, optimizer=optimizer, target=target, updated=updated)
+
+
+def capture_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    example_inputs: tuple[Any, ...],
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    clip_grad_norm: float | None = None,
+    accumulate: Accumulate | None = None,
+    rates_in_memory: bool = False,
+    in_place: bool = True,
+    device: Device | None = None,
+) -> CapturedStep:
+    """Return forward, backward and the optimizer's update of a model that returns its loss, captured.
+
+    The state of fused updates is created where it does not exist yet.
+
+    Args:
+        model: a module whose result is the loss, one number.
+        optimizer: its update becomes part of the step.
+        example_inputs: positional arguments.
+        example_kwargs: keyword arguments.
+        clip_grad_norm: the largest global 2-norm of the gradients; None: they are not clipped.
+        accumulate: what the step does with its gradients when several steps make one update.
+        rates_in_memory: read learning rates from tensors (see `append_updates`).
+        in_place: as in `trace`.
+        device: as in `trace`.
+
+    Raises:
+        UnsupportedGraph: the model or the optimizer's update cannot be traced.
+    """
+    loss = capture_loss(model, optimizer, example_inputs, example_kwargs, device=device)
+    recorded = None
+    if accumulate not in (Accumulate.ADD, Accumulate.KEEP) and not is_fused(optimizer):
+        try:
+            recorded = loss.record()
+        except Untraceable as error:
+            hint = "use memplan.compile, and call optimizer.step() as before"
+            raise UnsupportedGraph(type(optimizer).__name__, str(error), hint, see="optimizer") from error
+    return loss.step(
+        accumulate, recorded, clip_grad_norm=clip_grad_norm, rates_in_memory=rates_in_memory, in_place=in_place
+    )
+
+
+def _require_one_number(captured: Captured) -> None:
+    """Raise `UnsupportedGraph` unless the loss is one number: `backward()` has no initial gradient for another loss."""
+    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
+    shapes = [tuple(value(n).shape) for n in nodes if n.meta["desc"].is_tangent()]
+    leaves = captured.out_spec.num_leaves
+    if leaves != 1 or math.prod(shapes[0]) != 1:
+        what = f"returns {leaves} values" if leaves != 1 else f"returns a tensor of shape {shapes[0]}"
+        raise UnsupportedGraph(
+            "loss_fn",
+            f"{what}, but a training step minimises one number",
+            "return the mean or the sum alone",
+            see="loss-number",
+        )
