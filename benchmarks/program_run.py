@@ -4,7 +4,7 @@
 
 A *way* is how the program is moved to memplan: "eager" and "aot_eager" are what it is compared with, "backend" is
 `model.compile(backend="memplan")`, "compile" is `memplan.compile` and "compile_step" `memplan.compile_step`, without
-options. "eager_fused" is eager with torch's fused optimizers. `benchmarks.programs` runs each way in its own process.
+options; `FUSED` and `WHOLE` are variants of the first two. `benchmarks.programs` runs each way in its own process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -33,9 +34,10 @@ from benchmarks.peak_measure import events_of, live_bytes
 
 WAYS = ("eager", "aot_eager", "backend", "compile", "compile_step")
 FUSED = "eager_fused"  # eager with torch's fused optimizers, whose bits `compile_step` has
+WHOLE = "aot_eager_rnn"  # aot_eager that traces recurrent layers too, as `compile` does, instead of breaking the graph
 STEPS = 5  # training steps of each program
 _KNOWN, _MEASURED = 2, 3  # the steps that are profiled: the second of both is measured (see `peak_growth`)
-_BACKENDS = MappingProxyType({"aot_eager": "aot_eager", "backend": "memplan"})
+_BACKENDS = MappingProxyType({"aot_eager": "aot_eager", WHOLE: "aot_eager", "backend": "memplan"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +148,10 @@ class Run:
 
 
 def load_torchvision() -> None:
-    """Declare the op that `import torchvision` looks up where its compiled ops do not load.
+    """Declare the ops that `import torchvision` looks up where its compiled ops do not load.
 
-    The wheel of the package index is built for CUDA; beside torch for the CPU, its models run, and its ops do not.
+    The wheel of the package index is built for CUDA. Beside torch for the CPU its models run, and its ops do not.
     """
-    from importlib.util import find_spec
-
     if find_spec("torchvision") is None:
         return
     try:
@@ -159,8 +159,9 @@ def load_torchvision() -> None:
     except (RuntimeError, OSError):
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        for op in ("nms", "qnms"):
+            library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
         _LIBRARIES.append(library)
 
 
@@ -171,6 +172,7 @@ def run_program(program: Program, way: str) -> Run:
     """Return the finished run of a program, from seed 0."""
     torch.manual_seed(0)
     run = Run(way=way)
+    torch._dynamo.config.allow_rnn = way == WHOLE
     fused = register_optimizer_step_pre_hook(_fuse) if way == FUSED else None
     program.run(run)
     run.end_step()
@@ -227,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one program one way, and save what came out; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benchmarks.program_run", description="One program, one way.")
     parser.add_argument("program")
-    parser.add_argument("way", choices=[*WAYS, FUSED])
+    parser.add_argument("way", choices=[*WAYS, FUSED, WHOLE])
     parser.add_argument("--to", type=Path, help="the file for the outcome (torch.save); without it, it is printed")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.program_run import FUSED, WAYS
+from benchmarks.program_run import FUSED, WAYS, WHOLE
 from benchmarks.results import RESULTS, Row, Table, write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,8 +65,7 @@ def judge(program: str, outcomes: Mapping[str, Mapping[str, Any]]) -> list[Verdi
 
     Args:
         program: The name of the program.
-        outcomes: What came out, by way: "eager", and what is judged in comparison with it, "aot_eager" and
-            `FUSED` where they ran.
+        outcomes: What came out, by way: "eager", what is compared with it, and further references where they ran.
 
     Returns:
         The verdicts; only one, on eager, where that failed.
@@ -74,34 +73,33 @@ def judge(program: str, outcomes: Mapping[str, Mapping[str, Any]]) -> list[Verdi
     eager = outcomes["eager"]
     if "losses" not in eager:
         return [Verdict(program=program, way="eager", result=Result.FAILED, reason=eager.get("failed", ""))]
-    aot = outcomes.get("aot_eager", {})
-    alike = {Result.AS_AOT_EAGER: aot, Result.FUSED: outcomes.get(FUSED, {})}
-    return [_verdict(program, way, outcomes[way], eager, alike) for way in outcomes if way not in ("eager", FUSED)]
+    judged = [way for way in outcomes if way not in ("eager", FUSED, WHOLE)]
+    return [_verdict(program, way, outcomes[way], outcomes) for way in judged]
 
 
-def _verdict(
-    program: str,
-    way: str,
-    found: Mapping[str, Any],
-    eager: Mapping[str, Any],
-    alike: Mapping[Result, Mapping[str, Any]],
-) -> Verdict:
+def _verdict(program: str, way: str, found: Mapping[str, Any], outcomes: Mapping[str, Mapping[str, Any]]) -> Verdict:
+    eager = outcomes["eager"]
     if "refused" in found:
         return Verdict(program=program, way=way, result=Result.REFUSED, reason=f"{found['refused']} ({found['see']})")
     if "losses" not in found:
-        same = way != "aot_eager" and "losses" not in alike[Result.AS_AOT_EAGER]
-        return Verdict(
-            program=program, way=way, result=Result.AOT_FAILS if same else Result.FAILED, reason=found["failed"]
-        )
+        same = way != "aot_eager" and "losses" not in outcomes.get("aot_eager", {})
+        result = Result.AOT_FAILS if same else Result.FAILED
+        return Verdict(program=program, way=way, result=result, reason=found["failed"])
     difference = difference_of(found, eager)
     peak = None
     if eager["peak"] and found["peak"]:
         peak = (found["peak"] - found["padding"]) / eager["peak"]
-    result = Result.BITWISE
-    if difference:
-        same_as = (r for r, other in alike.items() if "losses" in other and not difference_of(found, other))
-        result = next(same_as, Result.WRONG)
+    result = _result_of(found, outcomes) if difference else Result.BITWISE
     return Verdict(program=program, way=way, result=result, reason=difference, peak=peak, seconds=found["seconds"])
+
+
+def _result_of(found: Mapping[str, Any], outcomes: Mapping[str, Mapping[str, Any]]) -> Result:
+    """Return which other way of torch's own has the bits of an outcome that differs from eager's."""
+    alike = {"aot_eager": Result.AS_AOT_EAGER, WHOLE: Result.AS_AOT_EAGER, FUSED: Result.FUSED}
+    for way, result in alike.items():
+        if "losses" in outcomes.get(way, {}) and not difference_of(found, outcomes[way]):
+            return result
+    return Result.WRONG
 
 
 def difference_of(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -155,9 +153,18 @@ def run(program: str, ways: Sequence[str], seconds: float = SECONDS) -> list[Ver
             file = Path(folder) / f"{way}.pt"
             failed = _apart(program, way, file, seconds)
             outcomes[way] = {"failed": failed} if failed else torch.load(file)
-            if way == "compile_step" and "losses" in outcomes[way] and difference_of(outcomes[way], outcomes["eager"]):
-                waiting.append(FUSED)
+            if not waiting and not outcomes.keys() & {FUSED, WHOLE}:
+                waiting = [*_other_references(outcomes)]
     return judge(program, outcomes)
+
+
+def _other_references(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the variants of eager and aot_eager to compare with what has the bits of neither."""
+    wrong = {verdict.way for verdict in judge("", outcomes) if verdict.result is Result.WRONG}
+    if "compile_step" in wrong:
+        yield FUSED
+    if "compile" in wrong:
+        yield WHOLE
 
 
 def _apart(program: str, way: str, file: Path, seconds: float) -> str:
@@ -257,8 +264,8 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
     notes = [
         "bitwise: losses, results of the evaluation, parameters and buffers have eager's bits; bitwise fused: those of "
         "eager with torch's fused optimizer, where these differ. as aot_eager: those of "
-        'torch.compile(backend="aot_eager"), where these differ. -: the way does not apply (several optimizers or '
-        "losses, or a loop that is not the program's own).",
+        'torch.compile(backend="aot_eager"), with recurrent layers traced too, where these differ. '
+        "-: the way does not apply (several optimizers or losses, or a loop that is not the program's own).",
         "",
         "Peaks: the fourth training step, by memory events, with all tensors that are alive before it, alignment "
         "padding apart. Programs are small, so that ratios say little about large ones.",
