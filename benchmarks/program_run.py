@@ -3,8 +3,8 @@
     python -m benchmarks.program_run mnist compile --to mnist-compile.pt
 
 A *way* is how the program is moved to memplan: "eager" and "aot_eager" are what it is compared with, "backend" is
-`model.compile(backend="memplan")`, "compile" is `memplan.compile` and "compile_step" `memplan.compile_step`, without
-options; `FUSED` and `WHOLE` are variants of the first two. `benchmarks.programs` runs each way in its own process.
+`model.compile(backend=memplan.Backend())`, "compile" is `memplan.compile` and "compile_step" `memplan.compile_step`,
+without options; `FUSED` and `WHOLE` are variants of the first two. `benchmarks.programs` runs each in its own process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ FUSED = "eager_fused"  # eager with torch's fused optimizers, whose bits `compil
 WHOLE = "aot_eager_rnn"  # aot_eager that traces recurrent layers too, as `compile` does, instead of breaking the graph
 STEPS = 5  # training steps of each program
 _KNOWN, _MEASURED = 2, 3  # the steps that are profiled: the second of both is measured (see `peak_growth`)
-_BACKENDS = MappingProxyType({"aot_eager": "aot_eager", WHOLE: "aot_eager", "backend": "memplan"})
+_BACKENDS = ("aot_eager", WHOLE, "backend")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +59,7 @@ class Run:
         way: One of `WAYS`.
         losses: The losses so far, one for each `loss` call.
         results: Other results by name: of the evaluation, and the parameters and buffers of the models.
+        backend: The backend of "backend".
         peak: The highest sum of bytes during one training step, and of what is alive before; None if none was measured.
         padding: Bytes that alignment adds in the plans of compiled models and steps.
     """
@@ -68,6 +68,7 @@ class Run:
     losses: list[Tensor] = field(default_factory=list)
     results: dict[str, Tensor] = field(default_factory=dict)
     peak: int | None = None
+    backend: memplan.Backend = field(default_factory=memplan.Backend)
     _plans: list[Any] = field(default_factory=list)
     _step: int = 0
     _standing: int = 0
@@ -81,12 +82,16 @@ class Run:
     @property
     def padding(self) -> int:
         """Bytes that alignment adds in the plans of compiled models and steps."""
-        return sum(compiled.plan.padding for compiled in self._plans)
+        plans = [compiled.plan for compiled in self._plans]
+        return sum(plan.padding for plan in [*plans, *(plan for graph in self.backend.graphs for plan in graph.plans)])
 
     def compile(self, model: nn.Module, *example: Any, **example_kwargs: Any) -> Any:
         """Return the model to be called in the loop; the example is the arguments of a call."""
         if self.way in _BACKENDS:
-            model.compile(backend=_BACKENDS[self.way])
+            backend: Any = self.backend if self.way == "backend" else "aot_eager"
+            if type(model).__module__.startswith("torch.nn."):  # nn.Module.compile leaves these as they are
+                return torch.compile(model, backend=backend)
+            model.compile(backend=backend)
         if self.way != "compile":
             return model
         compiled = memplan.compile(model, example, example_kwargs)
@@ -176,6 +181,8 @@ def run_program(program: Program, way: str) -> Run:
     fused = register_optimizer_step_pre_hook(_fuse) if way == FUSED else None
     program.run(run)
     run.end_step()
+    if way == "backend" and not run.backend.graphs:
+        raise RuntimeError("nothing was compiled")
     if fused is not None:
         fused.remove()
     return run

@@ -12,6 +12,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from benchmarks.program_run import Program
-from benchmarks.program_zoo import examples
+from benchmarks.program_zoo import examples, trainers
 
-PROGRAMS: Mapping[str, Program] = MappingProxyType({**examples.PROGRAMS})
+PROGRAMS: Mapping[str, Program] = MappingProxyType({**examples.PROGRAMS, **trainers.PROGRAMS})

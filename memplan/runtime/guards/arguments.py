@@ -11,7 +11,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class Arrangement:
-    """Which arguments the example has by position and which by keyword, and what `forward` calls them."""
+    """The example's way to give arguments: which of them by position and which by keyword."""
 
     def __init__(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Read the signature. `args`, `kwargs`: those of the example."""
