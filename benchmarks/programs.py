@@ -40,12 +40,16 @@ class Result(StrEnum):
     """How a program ran one way, in comparison with eager; a later member is worse."""
 
     BITWISE = "bitwise"
+    EAGER = "runs eagerly"
     FUSED = "bitwise fused"
     AS_AOT_EAGER = "as aot_eager"
     REFUSED = "refused"
     AOT_FAILS = "aot_eager fails"
     FAILED = "failed"
     WRONG = "wrong"
+
+
+_SAME = (Result.BITWISE, Result.EAGER, Result.FUSED, Result.AS_AOT_EAGER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,8 @@ def _verdict(program: str, way: str, found: Mapping[str, Any], outcomes: Mapping
     peak = None
     if eager["peak"] and found["peak"]:
         peak = (found["peak"] - found["padding"]) / eager["peak"]
-    result = _result_of(found, outcomes) if difference else Result.BITWISE
+    same = Result.BITWISE if found["compiled"] else Result.EAGER
+    result = _result_of(found, outcomes) if difference else same
     return Verdict(program=program, way=way, result=result, reason=difference, peak=peak, seconds=found["seconds"])
 
 
@@ -247,7 +252,7 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         by_way = {verdict.way: verdict for verdict in verdicts if verdict.program == program}
         row: dict[str, Any] = {"program": program}
         for way, verdict in by_way.items():
-            shown = verdict.result in (Result.BITWISE, Result.FUSED, Result.AS_AOT_EAGER)
+            shown = verdict.result in _SAME
             row[way] = verdict.result.value if shown else f"{verdict.result}: {_escaped(verdict.reason)}"
             row[f"{way}_peak"] = verdict.peak
         rows.append(row)
@@ -262,13 +267,15 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         f"- {v.program}, {_WORDS[v.way]}: {v.peak:.3f}" for v in verdicts if v.way in _WORDS and (v.peak or 0) > 1.0
     ]
     notes = [
-        "bitwise: losses, results of the evaluation, parameters and buffers have eager's bits; bitwise fused: those of "
-        "eager with torch's fused optimizer, where these differ. as aot_eager: those of "
-        'torch.compile(backend="aot_eager"), with recurrent layers traced too, where these differ. '
-        "-: the way does not apply (several optimizers or losses, or a loop that is not the program's own).",
+        "bitwise: losses, results of the evaluation, parameters and buffers have eager's bits. runs eagerly: so they "
+        "have, and dynamo found no graph to compile. bitwise fused: those of eager with torch's fused optimizer, where "
+        'these differ. as aot_eager: those of torch.compile(backend="aot_eager"), with recurrent layers traced too, '
+        "where these differ. -: the way does not apply (several optimizers or losses, or a loop that is not the "
+        "program's own).",
         "",
         "Peaks: the fourth training step, by memory events, with all tensors that are alive before it, alignment "
-        "padding apart. Programs are small, so that ratios say little about large ones.",
+        "padding apart. Most programs need less than a megabyte, of which what a compiled module keeps beside its arena "
+        "(example inputs, states of random numbers) is a large part: their ratios say little about large ones.",
         "",
         *counts,
         "",

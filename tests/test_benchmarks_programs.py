@@ -49,9 +49,8 @@ def test_no_program_of_the_table_is_wrong() -> None:
 
 
 def _outcome(loss: float, *, peak: int = 100, padding: int = 0) -> dict[str, Any]:
-    return {
-        "losses": [torch.tensor(loss)], "results": {}, "peak": peak, "padding": padding, "seconds": 0.0,
-    }  # fmt: skip
+    figures = {"peak": peak, "padding": padding, "seconds": 0.0}
+    return {"losses": [torch.tensor(loss)], "results": {}, "compiled": True, **figures}
 
 
 def test_a_way_is_judged_by_eager_and_then_by_aot_eager() -> None:
@@ -71,6 +70,11 @@ def test_a_way_is_judged_by_eager_and_then_by_aot_eager() -> None:
 def test_a_fused_optimizers_bits_are_told_from_wrong_ones() -> None:
     outcomes = {"eager": _outcome(1.0), "compile_step": _outcome(1.5), "eager_fused": _outcome(1.5)}
     assert [(v.way, v.result) for v in judge("p", outcomes)] == [("compile_step", Result.FUSED)]
+
+
+def test_what_the_backend_left_to_eager_is_named() -> None:
+    verdicts = judge("p", {"eager": _outcome(1.0), "backend": {**_outcome(1.0), "compiled": False}})
+    assert [v.result for v in verdicts] == [Result.EAGER]
 
 
 def test_nan_is_nan_and_zeros_have_signs() -> None:

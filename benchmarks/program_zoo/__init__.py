@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from benchmarks.program_run import Program
-from benchmarks.program_zoo import examples, trainers
+from benchmarks.program_zoo import examples, language, recipes, trainers, vision
 
-PROGRAMS: Mapping[str, Program] = MappingProxyType({**examples.PROGRAMS, **trainers.PROGRAMS})
+PROGRAMS: Mapping[str, Program] = MappingProxyType(
+    {**examples.PROGRAMS, **recipes.PROGRAMS, **language.PROGRAMS, **vision.PROGRAMS, **trainers.PROGRAMS}
+)

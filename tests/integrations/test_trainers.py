@@ -79,13 +79,14 @@ def _fitted(modules: list[str] | None, *, compiles: bool, inner: bool) -> tuple[
     import lightning.pytorch as pl
     from lightning.pytorch.loggers.logger import DummyLogger
 
-    class Lit(pl.LightningModule):
+    class Lit(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
+            out: Tensor = self.net(x)
+            return out
 
         def training_step(self, batch: Any, index: int) -> Tensor:
             loss = F.cross_entropy(self.net(batch[0]) if inner else self(batch[0]), batch[1])
@@ -95,7 +96,7 @@ def _fitted(modules: list[str] | None, *, compiles: bool, inner: bool) -> tuple[
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=1e-2)
 
-    class Logger(DummyLogger):
+    class Logger(DummyLogger):  # type: ignore[misc]
         def log_metrics(self, *args: Any, **kwargs: Any) -> None:
             logged.append((args, kwargs))
 
