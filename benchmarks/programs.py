@@ -93,9 +93,9 @@ def _verdict(program: str, way: str, found: Mapping[str, Any], outcomes: Mapping
     peak = None
     if eager["peak"] and found["peak"]:
         peak = (found["peak"] - found["padding"]) / eager["peak"]
-    same = Result.BITWISE if found["compiled"] else Result.EAGER
-    result = _result_of(found, outcomes) if difference else same
-    return Verdict(program=program, way=way, result=result, reason=difference, peak=peak, seconds=found["seconds"])
+    plain = Result.BITWISE if found["compiled"] else Result.EAGER
+    judged = _result_of(found, outcomes) if difference else plain
+    return Verdict(program=program, way=way, result=judged, reason=difference, peak=peak, seconds=found["seconds"])
 
 
 def _result_of(found: Mapping[str, Any], outcomes: Mapping[str, Mapping[str, Any]]) -> Result:
@@ -274,8 +274,8 @@ def table_of(verdicts: Sequence[Verdict]) -> Table:
         "program's own).",
         "",
         "Peaks: the fourth training step, by memory events, with all tensors that are alive before it, alignment "
-        "padding apart. Most programs need less than a megabyte, of which what a compiled module keeps beside its arena "
-        "(example inputs, states of random numbers) is a large part: their ratios say little about large ones.",
+        "padding apart. Most programs need less than a megabyte, and what a compiled module keeps beside its arena "
+        "(example inputs, states of random numbers) is a large part of it: the ratios say little about large ones.",
         "",
         *counts,
         "",

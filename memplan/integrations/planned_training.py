@@ -98,7 +98,7 @@ def compile_in_place(module: nn.Module, backend: Callable[..., Any]) -> None:
     `nn.Module.compile` does the same, but for the modules of `torch.nn` themselves (`nn.Sequential`), whose code dynamo
     does not read by itself: it leaves those as they are without a word.
     """
-    call = module._call_impl
+    call: Callable[..., Any] = module._call_impl
 
     def planned_call(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
