@@ -165,12 +165,13 @@ def nanogpt(run: Run) -> None:
     groups: list[dict[str, Any]] = [{"params": decay, "weight_decay": 0.1}, {"params": rest}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
     data = torch.randint(50, (STEPS, 2, 2, 13))
-    model = run.compile(net, data[0, 0, :, :-1], data[0, 0, :, 1:])
-    for i, micro in enumerate(run.steps(data)):
+    inputs, targets = data[..., :-1].contiguous(), data[..., 1:].contiguous()
+    model = run.compile(net, inputs[0, 0], targets[0, 0])
+    for i in run.steps(range(STEPS)):
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (i + 1) / STEPS * (0.5 + 0.5 * math.cos(i / STEPS))
-        for batch in micro:
-            _, loss = model(batch[:, :-1], batch[:, 1:])
+        for x, y in zip(inputs[i], targets[i], strict=True):
+            _, loss = model(x, y)
             (loss / 2).backward()
             run.loss(loss)
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
