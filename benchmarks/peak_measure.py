@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -65,9 +66,27 @@ def memory_events(run: Callable[[], object]) -> list[Event]:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
+    return events_of(profiler)
+
+
+def events_of(profiler: profile) -> list[Event]:
+    """Return the allocations and frees that a profiler has seen, in their order.
+
+    Args:
+        profiler: A profiler that has been stopped, with `profile_memory=True`.
+
+    Raises:
+        RuntimeError: The profiler recorded nothing.
+
+    Example:
+        >>> with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        ...     kept = torch.empty(16)
+        >>> [event.nbytes for event in events_of(profiler)]
+        [64]
+    """
     if profiler.profiler is None or profiler.profiler.kineto_results is None:
         raise RuntimeError("the profiler recorded nothing")
-    found = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    found: Iterable[Any] = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
     return sorted((Event(time_ns=e.start_ns(), nbytes=e.nbytes()) for e in found), key=lambda event: event.time_ns)
 
 

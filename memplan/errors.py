@@ -111,6 +111,12 @@ class TorchNotInstalled(MemplanError, ImportError):
     see = "torch"
 
 
+class LibraryNotInstalled(MemplanError, ImportError):
+    """A library that memplan works with, such as Lightning, is not installed; the hint has the command for it."""
+
+    see = "library"
+
+
 class PlanMismatch(MemplanError, ValueError):
     """A plan was made for another graph; `where` names the first difference."""
 

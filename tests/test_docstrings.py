@@ -121,4 +121,6 @@ def test_no_two_classes_share_a_name() -> None:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     assert {"Plan", "GraphInstance"} <= set(homes)
+    callbacks = {f"integrations/{library}.py" for library in ("lightning", "transformers")}  # one for each library
+    assert set(homes.pop("MemplanCallback")) == callbacks
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from memplan.errors import TorchNotInstalled
+from memplan.errors import LibraryNotInstalled, TorchNotInstalled
 
 
 def require_torch(where: str) -> None:
@@ -16,3 +16,15 @@ def require_torch(where: str) -> None:
     if find_spec("torch") is None:
         hint = "pip install 'memplan[torch]'; without torch, memplan solves, and reads and checks saved plans"
         raise TorchNotInstalled("needs torch, which is not installed", where=where, hint=hint)
+
+
+def require_library(name: str, *, where: str, install: str) -> None:
+    """Raise `LibraryNotInstalled`, which says how to install a library of others, unless it can be imported.
+
+    Args:
+        name: The package that is imported.
+        where: What needs it: a module of memplan.
+        install: The command that installs it.
+    """
+    if find_spec(name) is None:
+        raise LibraryNotInstalled(f"needs {name}, which is not installed", where=where, hint=install)

@@ -153,7 +153,7 @@ def test_strides_and_offsets_of_inputs_may_differ() -> None:
         ((torch.randn(3, 4).to("meta"),), {}, "meta"),
         ((torch.randn(3, 4), 1), {}, "positional"),
         ((), {}, "positional"),
-        ((), {"input": torch.randn(3, 4)}, "keywords input"),
+        ((), {"inputs": torch.randn(3, 4)}, "keywords inputs"),
         (([1.0],), {}, "leaves|tensor"),
         ((None,), {}, "leaves|tensor"),
     ],

@@ -82,11 +82,29 @@ def test_the_order_of_other_keywords_counts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("example", "call"),
+    [
+        (((_A, _B), {}), ((_A,), {"y": _B})),
+        (((_A, _B), {}), ((), {"y": _B, "x": _A})),
+        (((_A,), {"y": _B}), ((_A, _B), {})),
+        (((), {"y": _B, "x": _A}), ((_A, _B), {})),
+        (((_A, _B), {}), ((_A, _B), {"scale": 2.0})),
+        (((_A, _B), {"scale": 2.0}), ((), {"y": _B, "x": _A})),
+    ],
+)
+def test_arguments_may_come_by_position_or_by_keyword(example: Any, call: Any) -> None:
+    guards = _guards(_Model(), *example[0], **example[1])
+    (leaves, expected) = (guards.flatten(*c) for c in (call, example))
+    assert list(map(id, leaves[:2])) == list(map(id, expected[:2]))
+    assert leaves[2:] == expected[2:]
+
+
+@pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
         ((_A,), {}, r"arguments: the call has 1 positional arguments \(1 leaves in all\), the plan was made for 2 pos"),
         ((_A, _B, 1.0), {}, r"has 3 positional arguments \(3 leaves in all\), the plan was made for 2 .*\(2 leaves"),
-        ((_A,), {"y": _B}, "has 1 positional arguments and keywords y .*; containers, or the order of keys, differ"),
+        ((_A,), {"z": _B}, "has 1 positional arguments and keywords z .*; containers, or the order of keys, differ"),
         ((_A, [_B]), {}, "input 1: is a list, the plan was made for a tensor"),
         ((_A, None), {}, "input 1: is a NoneType, the plan was made for a tensor"),
         ((_A, 1.0), {}, "input 1: is a float, the plan was made for a tensor"),

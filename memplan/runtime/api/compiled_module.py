@@ -12,6 +12,7 @@ from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import BudgetInfeasible, InputMismatch, InvalidShapes, MemplanError, StaleActivationsError
+from memplan.runtime.api.appearance import shown_as
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.gradients_outside import leave_arena, require_room_outside
 from memplan.runtime.api.mismatch import UnplannedCalls, shapes_of
@@ -86,6 +87,7 @@ class CompiledModule(nn.Module, MeasuredStep):
         self.__dict__["_original"] = model
         mode = model.training
         super().__init__()
+        self.__class__ = shown_as(CompiledModule, model)  # for libraries that read its signature and its class
         model.training = mode
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]

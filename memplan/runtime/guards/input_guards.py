@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from memplan.errors import InputMismatch
+from memplan.runtime.guards.arguments import Arrangement
 from memplan.runtime.guards.layout_guards import LayoutGuards
 from memplan.trace.passes.overlapping_strides import may_overlap
 from memplan.trace.traced import Source, TracedGraph
@@ -30,6 +31,7 @@ class InputGuards:
         self._names = dict.fromkeys(self.spec.children()[1].context)
         self._any_order = set(self._names) <= _parameters_of(forward)
         self._count = self.spec.children()[0].num_children
+        self._arrangement = Arrangement(forward, *pytree.tree_unflatten(list(self.examples), self.spec))
         plain = pytree.tree_flatten((tuple(range(self._count)), dict.fromkeys(self._names, 0)))[1]
         simple = len(tensors) == len(self.examples) and self.spec == plain
         self._same_layout = LayoutGuards(self.examples).check if simple else None
@@ -45,6 +47,8 @@ class InputGuards:
 
         Raises `InputMismatch` naming the first difference from the traced call.
         """
+        if len(args) != self._count or kwargs.keys() != self._names.keys():
+            args, kwargs = self._arrangement.arranged(args, kwargs)
         if (
             self._same_layout is not None
             and len(args) == self._count
@@ -68,6 +72,8 @@ class InputGuards:
 
         Raises `InputMismatch` for another structure; the leaves themselves are not checked.
         """
+        if len(args) != self._count or kwargs.keys() != self._names.keys():
+            args, kwargs = self._arrangement.arranged(args, kwargs)
         if self._any_order:
             kwargs = {**{name: kwargs[name] for name in self._names if name in kwargs}, **kwargs}
         leaves, spec = pytree.tree_flatten((args, kwargs))

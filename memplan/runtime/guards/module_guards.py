@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import repeat
 from operator import attrgetter, contains, getitem, is_
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from memplan.errors import InputMismatch
 from memplan.runtime.guards.hook_counts import hooks_ever_set
@@ -18,7 +20,16 @@ _CONTAINERS = (
     nn.ModuleDict,
 )  # their forward or caller uses however many submodules they have
 COMPILE_AGAIN = "compile the model again after changing it (or once, by memplan.compile with on_mismatch='replan')"
+HOOKS_INSIDE = (
+    f"{COMPILE_AGAIN}; tools that look at a model by hooks (summaries, counters of operations) take the original model"
+)
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+_ONLY_OUTSIDE = (
+    "%s: hooks on all modules (register_module_forward_hook and the like) are called for the compiled module as a "
+    "whole, and not for the modules inside; call the original model for those"
+)
 _training = attrgetter("training")
+_log = logging.getLogger("memplan")
 
 
 class ModuleGuards:
@@ -31,6 +42,7 @@ class ModuleGuards:
         self.model = model
         self.called = model  # the module that takes the arguments of a call
         self.version = 0
+        self._warned = False
         self._look()
 
     def _look(self) -> None:
@@ -91,8 +103,11 @@ class ModuleGuards:
         ever = hooks_ever_set()
         if sum(map(len, self._hooks)) != self._hook_count:
             raise InputMismatch(
-                "module hooks were added or removed", where="the model", hint=COMPILE_AGAIN, see="other-model"
+                "module hooks were added or removed", where="the model", hint=HOOKS_INSIDE, see="other-model"
             )
+        if not self._warned and any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+            self._warned = True
+            _log.warning(_ONLY_OUTSIDE, type(self.model).__name__)
         self._hooks_ever = ever
 
     def _refresh_submodules(self) -> None:

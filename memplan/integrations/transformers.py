@@ -1,0 +1,122 @@
+"""`MemplanCallback` for the Trainer of transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Unpack
+
+from memplan.core.extras import require_library
+
+require_library("transformers", where=__name__, install="pip install transformers accelerate")
+
+from transformers import TrainerCallback  # noqa: E402
+
+from memplan.integrations.planned_training import PlannedTraining  # noqa: E402
+
+if TYPE_CHECKING:
+    import os
+
+    from memplan.core.plan import Plan
+    from memplan.runtime.dynamo.backend import Backend
+    from memplan.runtime.options import RunKeywords
+
+
+class MemplanCallback(TrainerCallback):  # type: ignore[misc]
+    """A callback that compiles the model when training starts, and logs its plans after the first step.
+
+    The model is compiled in place, as by `model.compile(backend="memplan")`: its class, its signature, checkpoints and
+    `save_pretrained` stay as they are. The figures (bytes) are added to `trainer.state.log_history` and to the first
+    logs after the first step; the plans go to the log named "memplan".
+
+    Args:
+        save_plans: A folder for the plans' files (`graph-0.json`, ...); None writes none.
+        options: The options of `memplan.Backend`. A `budget` limits each graph's total, in bytes.
+
+    Attributes:
+        figures: What was logged: bytes of the arenas, the largest total of a graph in bytes, the number of graphs.
+
+    Raises:
+        LibraryNotInstalled: transformers is not installed (when this module is imported).
+        MemplanError: An option has no valid value.
+        UnsupportedCall: The model was compiled by `memplan.compile` already (when training starts).
+
+    Example:
+        ```python
+        from memplan.integrations.transformers import MemplanCallback
+
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[MemplanCallback(budget="8GiB")])
+        trainer.train()
+        ```
+    """
+
+    def __init__(self, *, save_plans: str | os.PathLike[str] | None = None, **options: Unpack[RunKeywords]) -> None:
+        self._training = PlannedTraining(save_plans=save_plans, **options)
+        self._unlogged: dict[str, float] = {}
+        self.figures: dict[str, float] = {}
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that compiles, with its hooks and graphs."""
+        return self._training.backend
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of the graphs that have run."""
+        return self._training.plans
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Compile the model in place.
+
+        Args:
+            args: The arguments of the Trainer.
+            state: Its state.
+            control: Its switches.
+            model: The model.
+            kwargs: What the Trainer passes beside them.
+
+        Raises:
+            UnsupportedCall: The model was compiled by `memplan.compile` already.
+
+        Example:
+            ```python
+            callback.on_train_begin(arguments, trainer.state, trainer.control, model=model)
+            ```
+        """
+        self._training.compile([model])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log the plans after the first step.
+
+        Args:
+            args: The arguments of the Trainer.
+            state: Its state, whose history gets the figures.
+            control: Its switches.
+            kwargs: What the Trainer passes beside them.
+
+        Example:
+            ```python
+            callback.on_step_end(arguments, trainer.state, trainer.control)
+            ```
+        """
+        figures = self._training.report()
+        if figures is not None:
+            self.figures, self._unlogged = figures, figures
+            state.log_history.append({**figures, "step": state.global_step})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Add the figures to the first logs after the first step, for the callbacks that come after this one.
+
+        Args:
+            args: The arguments of the Trainer.
+            state: Its state.
+            control: Its switches.
+            logs: What is logged.
+            kwargs: What the Trainer passes beside them.
+
+        Example:
+            ```python
+            callback.on_log(arguments, trainer.state, trainer.control, logs={"loss": 0.5})
+            ```
+        """
+        if logs is not None:
+            logs.update(self._unlogged)
+            self._unlogged = {}

@@ -1,0 +1,133 @@
+"""The callbacks train as the trainers do without them, and log the figures of their plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  (torch's own convention)
+
+import memplan
+from benchmarks.program_run import load_torchvision
+from memplan.errors import UnknownName
+
+load_torchvision()
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+# -- transformers ------------------------------------------------------------------------------------------
+
+
+def _trained(folder: Path, how: str) -> tuple[Any, Any, nn.Module]:
+    """A Trainer after three steps and an evaluation, the callback if there is one, and the model."""
+    from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 50, "max_position_embeddings": 16}
+    net = BertForSequenceClassification(BertConfig(num_hidden_layers=1, num_attention_heads=2, **sizes))
+    data = [{"input_ids": torch.randint(50, (8,)), "labels": i % 2, "unused": i} for i in range(12)]
+    arguments = TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=4, per_device_eval_batch_size=4, use_cpu=True,
+        report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no", dataloader_pin_memory=False,
+    )  # fmt: skip
+    callback = None
+    model: Any = net
+    if how == "callback":
+        from memplan.integrations.transformers import MemplanCallback
+
+        callback = MemplanCallback(save_plans=folder / "plans")
+    if how == "compile":
+        ids = torch.zeros(4, 8, dtype=torch.long)
+        model = memplan.compile(net, {"input_ids": ids, "labels": ids[:, 0]}, on_mismatch="replan")
+    callbacks = [] if callback is None else [callback]
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    trainer.train()
+    return trainer, callback, net
+
+
+@pytest.mark.parametrize("how", ["callback", "compile"])
+def test_the_trainer_of_transformers_trains_and_evaluates_as_without(tmp_path: Path, how: str) -> None:
+    pytest.importorskip("accelerate", reason="pip install 'memplan[programs]'")
+    (trainer, callback, model), (eager, _, expected) = (_trained(tmp_path / h, h) for h in (how, "eager"))
+    assert trainer.evaluate()["eval_loss"] == eager.evaluate()["eval_loss"]
+    assert trainer.label_names == eager.label_names == ["labels"]
+    losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (trainer, eager)]
+    assert losses[0] == losses[1]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected.parameters(), strict=True))
+    if callback is not None:
+        entry = next(entry for entry in trainer.state.log_history if "memplan/graphs" in entry)
+        assert entry == {**callback.figures, "step": 1}
+        assert callback.figures["memplan/arena_bytes"] > 0
+        assert memplan.load(tmp_path / how / "plans" / "graph-0.json").total == callback.plans[0].total
+
+
+def test_the_closed_list_of_backends_of_accelerate_is_what_the_guide_says(tmp_path: Path) -> None:
+    """If it opens, the guide can be shorter."""
+    accelerate = pytest.importorskip("accelerate", reason="pip install 'memplan[programs]'")
+    with pytest.raises(ValueError, match=r"(?i)memplan"):
+        accelerate.Accelerator(cpu=True, dynamo_backend="memplan")
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------
+
+
+def _fitted(modules: list[str] | None, *, compiles: bool, inner: bool) -> tuple[Any, Any, list[Any]]:
+    """A LightningModule after an epoch, the callback if there is one, and what its logger was given."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers.logger import DummyLogger
+
+    class Lit(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.net(x)
+            return out
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss = F.cross_entropy(self.net(batch[0]) if inner else self(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    class Logger(DummyLogger):  # type: ignore[misc]
+        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+            logged.append((args, kwargs))
+
+    logged: list[Any] = []
+    torch.manual_seed(0)
+    callback = None
+    if compiles:
+        from memplan.integrations.lightning import MemplanCallback
+
+        callback = MemplanCallback(modules)
+    module, data = Lit(), torch.utils.data.TensorDataset(torch.randn(14, 8), torch.randint(4, (14,)))
+    trainer = pl.Trainer(
+        max_epochs=1, logger=Logger(), enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
+        enable_model_summary=False, callbacks=[] if callback is None else [callback],
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    return module, callback, logged
+
+
+@pytest.mark.parametrize(("modules", "inner"), [(None, False), (None, True), (["net"], True), ([""], False)])
+def test_lightning_trains_as_without(modules: list[str] | None, inner: bool) -> None:
+    pytest.importorskip("lightning", reason="pip install 'memplan[programs]'")
+    module, callback, logged = _fitted(modules, compiles=True, inner=inner)
+    expected, _, _ = _fitted(modules, compiles=False, inner=inner)
+    assert all(torch.equal(p, q) for p, q in zip(module.parameters(), expected.parameters(), strict=True))
+    assert callback.figures["memplan/graphs"] >= 1
+    assert ((callback.figures,), {"step": 1}) in logged
+
+
+def test_a_name_that_is_no_submodule_is_refused() -> None:
+    pytest.importorskip("lightning", reason="pip install 'memplan[programs]'")
+    with pytest.raises(UnknownName, match="is no submodule") as caught:
+        _fitted(["encoder"], compiles=True, inner=True)
+    assert caught.value.hint == "its direct submodules are: net"

@@ -1,0 +1,128 @@
+"""A fifth of the programs of `benchmarks.programs` runs no worse than the committed table says; how it judges."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.program_run import Program, Run, outcome_of
+from benchmarks.program_zoo import PROGRAMS
+from benchmarks.programs import Record, Result, Verdict, judge, missing, run, table_of
+
+TABLE = Path(__file__).parent.parent / "benchmarks" / "results" / "programs.json"
+RESULTS = list(Result)
+
+
+def _recorded() -> dict[str, dict[str, str]]:
+    """The committed rows, by program."""
+    return {row["program"]: row for row in json.loads(TABLE.read_text(encoding="utf-8"))["rows"]}
+
+
+def _result_of(cell: str) -> Result:
+    return next(result for result in reversed(RESULTS) if cell == result or cell.startswith(f"{result}: "))
+
+
+@pytest.mark.parametrize("program", list(PROGRAMS)[::5])
+def test_programs_run_as_recorded(program: str) -> None:
+    if libraries := missing(program):
+        pytest.skip(f"{', '.join(libraries)} not installed: pip install 'memplan[programs]'")
+    recorded = _recorded().get(program, {})
+    verdicts = run(program, PROGRAMS[program].ways)
+    expected = {way: _result_of(cell) for way, cell in recorded.items() if way in PROGRAMS[program].ways}
+    worst = {v.way: expected.get(v.way, Result.REFUSED) for v in verdicts}  # a program that is not in the table yet
+    worse = [v for v in verdicts if RESULTS.index(v.result) > RESULTS.index(worst[v.way])]
+    assert not worse
+    assert {v.way for v in verdicts} == set(PROGRAMS[program].ways) - {"eager"}
+
+
+def test_no_program_of_the_table_is_wrong() -> None:
+    rows = _recorded()
+    assert len(rows) > 20
+    assert rows.keys() <= PROGRAMS.keys()
+    cells = {(name, way): row[way] for name, row in rows.items() for way in PROGRAMS[name].ways[1:]}
+    assert [key for key, cell in cells.items() if _result_of(cell) is Result.WRONG] == []
+
+
+def _outcome(loss: float, *, peak: int = 100, padding: int = 0) -> dict[str, Any]:
+    figures = {"peak": peak, "padding": padding, "seconds": 0.0}
+    return {"losses": [torch.tensor(loss)], "results": {}, "compiled": True, **figures}
+
+
+def test_a_way_is_judged_by_eager_and_then_by_aot_eager() -> None:
+    other = 1.0 + 2**-20
+    outcomes = {
+        "eager": _outcome(1.0), "aot_eager": _outcome(other), "backend": _outcome(1.0, peak=90, padding=10),
+        "compile": _outcome(other), "compile_step": _outcome(1.5),
+    }  # fmt: skip
+    found = {v.way: v for v in judge("p", outcomes)}
+    assert [v.result for v in found.values()] == [
+        Result.AS_AOT_EAGER, Result.BITWISE, Result.AS_AOT_EAGER, Result.WRONG,
+    ]  # fmt: skip
+    assert found["backend"].peak == pytest.approx(0.8)
+    assert found["compile_step"].reason == "loss 0 differs by 0.5"
+
+
+def test_a_fused_optimizers_bits_are_told_from_wrong_ones() -> None:
+    outcomes = {"eager": _outcome(1.0), "compile_step": _outcome(1.5), "eager_fused": _outcome(1.5)}
+    assert [(v.way, v.result) for v in judge("p", outcomes)] == [("compile_step", Result.FUSED)]
+
+
+def test_what_the_backend_left_to_eager_is_named() -> None:
+    verdicts = judge("p", {"eager": _outcome(1.0), "backend": {**_outcome(1.0), "compiled": False}})
+    assert [v.result for v in verdicts] == [Result.EAGER]
+
+
+def test_nan_is_nan_and_zeros_have_signs() -> None:
+    nan, zero, minus = (_outcome(x) for x in (float("nan"), 0.0, -0.0))
+    assert judge("p", {"eager": nan, "compile": nan})[0].result is Result.BITWISE
+    assert judge("p", {"eager": zero, "compile": minus})[0].result is Result.WRONG
+
+
+def test_errors_of_memplan_are_refusals_and_others_are_not() -> None:
+    def sparse(run: Run) -> None:
+        run.compile(nn.LazyLinear(3), torch.randn(2, 3))
+
+    def broken(run: Run) -> None:
+        raise KeyError("weight")
+
+    refused = outcome_of(Program(run=sparse), "compile")
+    assert refused["refused"].endswith("has parameters whose shapes are not known yet")
+    assert refused["see"] == "lazy-parameters"
+    assert outcome_of(Program(run=broken), "compile") == {"failed": "KeyError: 'weight'"}
+    verdicts = judge("p", {"eager": _outcome(1.0), "aot_eager": {"failed": "no"}, "compile": {"failed": "no"}})
+    assert [v.result for v in verdicts] == [Result.FAILED, Result.AOT_FAILS]
+
+
+def test_the_peak_is_of_the_fourth_step_with_what_is_alive_before() -> None:
+    def allocates(run: Run) -> None:
+        kept = torch.ones(1000, dtype=torch.uint8)
+        for i in run.steps(range(5)):
+            torch.ones(1_000_000 * (i + 1), dtype=torch.uint8)
+            run.loss(kept[0])
+
+    def without_peak(run: Run) -> None:
+        run.loss(torch.ones(()))
+
+    before = outcome_of(Program(run=allocates), "eager")["peak"]
+    kept = torch.ones(500_000, dtype=torch.uint8)
+    after = outcome_of(Program(run=allocates), "eager")["peak"]
+    assert before >= 4_001_000
+    assert 490_000 <= after - before <= 510_000
+    assert outcome_of(Program(run=without_peak), "eager")["peak"] is None
+    assert kept.sum() == 500_000
+
+
+def test_a_record_goes_on_where_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "verdicts.jsonl"
+    one = Verdict(program="a", way="compile", result=Result.REFUSED, reason="no | yes", peak=None)
+    Record(file).add([one])
+    assert Record(file).verdicts == {"a": [one]}
+    assert table_of([one]).rows == [{"program": "a", "compile": "refused: no \\| yes", "compile_peak": None}]
+    file.write_text('{"sources": "other"}\n')
+    with pytest.raises(SystemExit, match="made by other sources"):
+        Record(file)
