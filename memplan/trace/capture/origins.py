@@ -37,7 +37,12 @@ def clean_module_path(path: str) -> str:
 
 def _source(node: fx.Node) -> str:
     """Return the innermost source line outside torch: the line of the model that made the tensor."""
-    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+    return place_in_user_code(node.meta.get("stack_trace") or "")
+
+
+def place_in_user_code(trace: str) -> str:
+    """Return the innermost line outside torch of a traceback in a text, such as "model.py:12"; "" if it has none."""
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(trace)]
     if not frames:
         return ""
     file, line = next((frame for frame in reversed(frames) if "/torch/" not in frame[0]), frames[-1])
