@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -117,6 +117,12 @@ class CompiledGraphs(CompiledModule):
             _require_same(self._layouts, _layouts((args, kwargs)))
         with torch.no_grad() if self._train is False else contextlib.nullcontext():
             return self._run(*args, **kwargs)
+
+    @property
+    def plan(self) -> Plan:  # type: ignore[override]  # that of the last step, which changes
+        """The joint plan of the last complete step, or of the graphs that are known so far."""
+        held = (*self._original.named_parameters(), *self._original.named_buffers())
+        return self._backend.joint_plan(type(self._original).__name__, {id(tensor): name for name, tensor in held})
 
     @property
     def pool_bytes(self) -> int:

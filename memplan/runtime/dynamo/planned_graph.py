@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch import fx
 from torch._dynamo.convert_frame import compile_lock
 
 from memplan.core.plan import Plan
-from memplan.errors import InputMismatch
+from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.dynamo.crossings import Crossings
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
@@ -31,17 +32,20 @@ from memplan.runtime.options import RunOptions
 from memplan.trace import trace_graph
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
+from memplan.trace.capture.refusals import why_it_breaks
 from memplan.trace.traced import TracedGraph
 
 _log = logging.getLogger("memplan")
 _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
+_DATA_DEPENDENT = ("data-dependent", "data-dependent-size")  # headings of refusals
 _MAX_IN_FLIGHT = 64  # calls of one graph whose backward has not run
 
 
 class GraphInstance:
     """A graph that is ready to run, with at most one call in flight.
 
-    `like`: another instance of the same graph, whose trace, plan and bound ops are reused.
+    `like`: another instance of the same graph, whose trace, plan and bound ops are reused. `crossings`: what the graphs
+    pass to each other. `ends`: why the graph ends where it ends.
     """
 
     def __init__(
@@ -52,9 +56,15 @@ class GraphInstance:
         coordinator: ArenaCoordinator,
         hooks: Hooks,
         *,
+        crossings: Crossings,
+        ends: str,
         like: GraphInstance | None,
     ) -> None:
         self.module = module
+        self.ends = ends
+        self.inputs: Mapping[int, Hashable] | None = None  # keys of what its first call took and returned
+        self.results: Mapping[int, Hashable] = {}
+        self._crossings = crossings
         self.ownership = ObservedOwnership(coordinator, self)
         self.slot: ArenaSlot | None = None
         self.layouts = 0
@@ -89,8 +99,14 @@ class GraphInstance:
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         transforms.refuse(inputs, self.module)
-        leaves = self.runner.input_guards.flatten(tuple(self.module.set_kept(inputs)), {})
-        return self.runner(leaves, training=self.traced.training)
+        rest = self.module.set_kept(inputs)
+        leaves = self.runner.input_guards.flatten(tuple(rest), {})
+        if self.inputs is not None:
+            return self.runner(leaves, training=self.traced.training)
+        self.inputs = self._crossings.keys_of(rest)
+        result = self.runner(leaves, training=self.traced.training)
+        self.results = self._crossings.returned(id(self), result)
+        return result
 
     def _build(self, known: Sequence[Measured | None]) -> Sequence[Built]:
         """Return the program in an arena of its own, planned with what is measured of it."""
@@ -127,8 +143,13 @@ class PlannedGraph:
         options: RunOptions,
         coordinators: ArenaCoordinators,
         hooks: Hooks,
+        *,
+        crossings: Crossings,
+        ends: str = "",
     ) -> None:
         self._graph = graph
+        self._crossings = crossings
+        self._ends = ends
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if is_kept(x)}
         self._options = options
@@ -138,6 +159,7 @@ class PlannedGraph:
         self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._instances: dict[Any, list[GraphInstance]] = {}
+        self._eager = False  # whether no trace can hold it
         for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
             _log.warning("%s", warning)
 
@@ -152,7 +174,12 @@ class PlannedGraph:
         return tuple(instances[0].plan for instances in self._instances.values())
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the graph at planned addresses. Raises `UnsupportedGraph` when it cannot be planned."""
+        """Run the graph at planned addresses, or eagerly where the shapes of its backward depend on data.
+
+        Raises `UnsupportedGraph` when it cannot be planned for another reason, or has to keep a budget.
+        """
+        if self._eager:
+            return self._graph(*inputs)
         coordinator = self._coordinators.of_this_thread()
         coordinator.place_last_step()
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
@@ -161,7 +188,15 @@ class PlannedGraph:
             if len(self._instances) == _MAX_PLANS:
                 del self._instances[next(iter(self._instances))]
             self._instances[key] = []
-        return self._instance(self._instances[key], coordinator, inputs, numbers)(inputs)
+        try:
+            instance = self._instance(self._instances[key], coordinator, inputs, numbers)
+        except UnsupportedGraph as refused:
+            if refused.see not in _DATA_DEPENDENT or self._options.has_budget:
+                raise
+            _log.warning("%s runs as eager: %s", refused.where, why_it_breaks(refused))
+            self._eager = True
+            return self._graph(*inputs)
+        return instance(inputs)
 
     def _instance(
         self,
@@ -182,7 +217,16 @@ class PlannedGraph:
             module = named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
             like = instances[0] if instances else None
             with compile_lock:  # torch can trace in one thread at a time
-                found = GraphInstance(module, inputs, self._options, coordinator, self._hooks, like=like)
+                found = GraphInstance(
+                    module,
+                    inputs,
+                    self._options,
+                    coordinator,
+                    self._hooks,
+                    crossings=self._crossings,
+                    ends=self._ends,
+                    like=like,
+                )
             instances.append(found)
         return found
 

@@ -56,12 +56,14 @@ class InstanceEvent:
 class ArenaSlot:
     """The place of an instance in a shared arena.
 
-    `leaves_alone`: the instances (by id) whose activations its forward, and its backward, do not overwrite.
+    `leaves_alone`: the instances (by id) whose activations its forward, and its backward, do not overwrite. `number`
+    counts the layouts of a coordinator.
     """
 
     timeline: tuple[tuple[int, bool], ...]
     members: tuple[weakref.ref[Any], ...]
     leaves_alone: tuple[frozenset[int], frozenset[int]]
+    number: int
 
     def overwritten_by(self, instance: ArenaUser, *, backward: bool) -> list[ArenaUser]:
         """Return the instances in flight whose activations a forward or backward of `instance` would overwrite."""
@@ -118,6 +120,7 @@ class ArenaCoordinator:
         self._lock = threading.Lock()
         self._events: list[InstanceEvent] = []
         self._given_up = False
+        self._layouts = 0
 
     def record_event(self, instance: ArenaUser, *, backward: bool) -> None:
         """Record that a forward or backward of `instance` begins."""
@@ -151,7 +154,8 @@ class ArenaCoordinator:
         instances = list({id(e.instance): e.instance for e in events}.values())
         repeated = len(set(timeline)) < len(timeline)  # an instance ran twice: this is not the order of one step
         if len(instances) > 1 and not repeated and all(instance.layouts < _MAX_LAYOUTS for instance in instances):
-            _lay_out(instances, events, timeline)
+            self._layouts += 1
+            _lay_out(instances, events, timeline, self._layouts)
 
 
 def _completed(events: list[InstanceEvent]) -> list[InstanceEvent]:
@@ -172,7 +176,10 @@ def _has_backward(instance: ArenaUser) -> bool:
 
 
 def _lay_out(
-    instances: Sequence[ArenaUser], events: Sequence[InstanceEvent], timeline: tuple[tuple[int, bool], ...]
+    instances: Sequence[ArenaUser],
+    events: Sequence[InstanceEvent],
+    timeline: tuple[tuple[int, bool], ...],
+    number: int,
 ) -> None:
     """Place all buffers of all instances in one arena, and move the instances there."""
     starts, end = {}, 0
@@ -190,7 +197,7 @@ def _lay_out(
         placed = replace(instance.plan.solution, offsets=offsets, arena_size=solution.arena_size)
         instance.move(replace(instance.plan, solution=placed), part_of(arena, instance.ownership))
         alone = tuple(in_flight.get((id(instance), backward), frozenset()) for backward in (False, True))
-        instance.slot = ArenaSlot(timeline, members, (alone[0], alone[1]))
+        instance.slot = ArenaSlot(timeline, members, (alone[0], alone[1]), number)
         instance.layouts += 1
 
 
