@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import torch
@@ -88,7 +89,11 @@ class CompiledGraphs(CompiledModule):
             """Call the model with its hooks: the function that dynamo traces."""
             return original(*args, **kwargs)
 
-        run = torch.compile(call, backend=backend, isolate_recompiles=True, recompile_limit=_MAX_RECOMPILES)
+        compile_call: Any = torch.compile  # whose overloads lack the limits
+        limits = {"isolate_recompiles": True, "recompile_limit": _MAX_RECOMPILES}  # torch 2.11 has neither
+        run = compile_call(
+            call, backend=backend, **{k: v for k, v in limits.items() if k in signature(torch.compile).parameters}
+        )
         self.__dict__.update(hooks=backend.hooks, _backend=backend, _run=run, _layouts=_layouts((args, kwargs)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

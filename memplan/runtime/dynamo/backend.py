@@ -94,10 +94,22 @@ class Backend:
     def _planned(self, graph: fx.GraphModule, inputs: Sequence[Any], ends: str) -> PlannedGraph:
         """Return the callable of one graph, and remember it as long as it is in use."""
         planned = PlannedGraph(
-            graph, inputs, self._options, self._coordinators, self.hooks, crossings=self._crossings, ends=ends
+            graph,
+            inputs,
+            self._options,
+            self._coordinators,
+            self.hooks,
+            crossings=self._crossings,
+            ends=ends,
+            on_step=self._drop_stale,
         )
         self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned
+
+    def _drop_stale(self) -> None:
+        """Free the arenas of programs that the last training steps did not run, such as those of other shapes."""
+        for graph in self.graphs:
+            graph.drop_stale(self._coordinators.residents)
 
     def __reduce__(self) -> Any:
         """Return what makes a copy: it has the same options, and no compiled graphs."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.crossings import Crossings
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
+from memplan.runtime.dynamo.residents import Residents
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.kernels.kernel_selection import BoundOp
-from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, replan
+from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, plan_as_small_as_eager, replan
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaSlot, ObservedOwnership, part_of
 from memplan.runtime.options import RunOptions
@@ -41,10 +43,20 @@ _DATA_DEPENDENT = ("data-dependent", "data-dependent-size")  # headings of refus
 _MAX_IN_FLIGHT = 64  # calls of one graph whose backward has not run
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRecipe:
+    """What makes an instance of a graph without tracing and planning it again."""
+
+    traced: TracedGraph
+    plan: Plan
+    bound: tuple[BoundOp, ...]
+
+
 class GraphInstance:
     """A graph that is ready to run, with at most one call in flight.
 
-    `like`: another instance of the same graph, whose trace, plan and bound ops are reused. `crossings`: what the graphs
+    `like`: the trace, plan and bound ops of another instance of the same graph. `residents`: the instances of this
+    thread. `crossings`: what the graphs
     pass to each other. `ends`: why the graph ends where it ends.
     """
 
@@ -58,13 +70,16 @@ class GraphInstance:
         *,
         crossings: Crossings,
         ends: str,
-        like: GraphInstance | None,
+        residents: Residents,
+        like: GraphRecipe | None,
     ) -> None:
         self.module = module
         self.ends = ends
         self.inputs: Mapping[int, Hashable] | None = None  # keys of what its first call took and returned
         self.results: Mapping[int, Hashable] = {}
+        self.last_step = 0
         self._crossings = crossings
+        self._residents = residents
         self.ownership = ObservedOwnership(coordinator, self)
         self.slot: ArenaSlot | None = None
         self.layouts = 0
@@ -77,10 +92,26 @@ class GraphInstance:
         self.runner: Runner
         with torch.inference_mode(False):
             if like is None:
-                self.runner = build_measured(self._build, 1)[0].runner
+                self.runner = self._as_small_as_eager(build_measured(self._build, 1)[0])
             else:
-                self.runner = self._run_apart(like.plan, like.runner.program.bound)
+                self.runner = self._run_apart(like.plan, like.bound)
         self.plan = self.runner.plan
+        residents.add(self)
+
+    @property
+    def recipe(self) -> GraphRecipe:
+        """What makes another instance of the same graph."""
+        return GraphRecipe(traced=self.traced, plan=self.plan, bound=self.runner.program.bound)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it has a backward."""
+        return self.traced.training
+
+    @property
+    def arena(self) -> Arena:
+        """The arena that it runs in."""
+        return self.runner.arena
 
     @property
     def device(self) -> torch.device:
@@ -90,7 +121,16 @@ class GraphInstance:
     @property
     def idle(self) -> bool:
         """Whether it can run now: it is not in flight, and would not overwrite activations of an instance that is."""
+        if not self.keeps and self.slot is None:
+            return self._residents.is_free(self.arena)
         return self.ownership.pending is None and not (self.slot and self.slot.overwritten_by(self, backward=False))
+
+    def share(self) -> None:
+        """Move into another program's arena, if it has no backward, an arena of its own, and another one is free."""
+        if self.keeps or self.slot is not None or len(list(self._residents.of(self.arena))) > 1:
+            return
+        if (free := self._residents.free_arena(self.plan.arena_size, self.device, but=self)) is not None:
+            self.move(self.plan, part_of(free, self.ownership))
 
     def move(self, plan: Plan, arena: Arena) -> None:
         """Run from now on at the offsets of `plan` in `arena`. It is called while nothing is in flight."""
@@ -117,8 +157,15 @@ class GraphInstance:
             adopt_need(runner)
         return (Built(traced=traced, runner=runner),)
 
+    def _as_small_as_eager(self, built: Built) -> Runner:
+        """Return a program that needs no more than eager is predicted to need, where no budget is given."""
+        options = self._options
+        smaller = None if options.has_budget else plan_as_small_as_eager(options, built)
+        return built.runner if smaller is None else self._run_apart(smaller[1])
+
     def _run_apart(self, plan: Plan, bound: tuple[BoundOp, ...] | None = None) -> Runner:
-        return self._run_in(plan, part_of(Arena(plan.arena_size, self.device), self.ownership), bound)
+        free = None if self.keeps else self._residents.free_arena(plan.arena_size, self.device)
+        return self._run_in(plan, part_of(free or Arena(plan.arena_size, self.device), self.ownership), bound)
 
     def _run_in(self, plan: Plan, arena: Arena, bound: tuple[BoundOp, ...] | None) -> Runner:
         return Runner(
@@ -146,8 +193,10 @@ class PlannedGraph:
         *,
         crossings: Crossings,
         ends: str = "",
+        on_step: Callable[[], None],
     ) -> None:
         self._graph = graph
+        self._on_step = on_step
         self._crossings = crossings
         self._ends = ends
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
@@ -159,6 +208,7 @@ class PlannedGraph:
         self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._instances: dict[Any, list[GraphInstance]] = {}
+        self._recipes: dict[Any, GraphRecipe] = {}
         self._eager = False  # whether no trace can hold it
         for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
             _log.warning("%s", warning)
@@ -171,7 +221,12 @@ class PlannedGraph:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan of each shape so far, as if the graph had an arena of its own."""
-        return tuple(instances[0].plan for instances in self._instances.values())
+        return tuple(recipe.plan for recipe in self._recipes.values())
+
+    def drop_stale(self, residents: Residents) -> None:
+        """Free the arenas of instances that the last training steps did not call."""
+        for key, instances in self._instances.items():
+            self._instances[key] = [one for one in instances if not one.keeps or not residents.stale(one)]
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph at planned addresses, or eagerly where the shapes of its backward depend on data.
@@ -186,26 +241,31 @@ class PlannedGraph:
         key = coordinator, tuple(_layout(x) for x in inputs) if self._varies else (), repr(numbers)
         if key not in self._instances:
             if len(self._instances) == _MAX_PLANS:
-                del self._instances[next(iter(self._instances))]
+                oldest = next(iter(self._instances))
+                del self._instances[oldest]
+                self._recipes.pop(oldest, None)
             self._instances[key] = []
         try:
-            instance = self._instance(self._instances[key], coordinator, inputs, numbers)
+            instance = self._instance(key, coordinator, inputs, numbers)
         except UnsupportedGraph as refused:
             if refused.see not in _DATA_DEPENDENT or self._options.has_budget:
                 raise
             _log.warning("%s runs as eager: %s", refused.where, why_it_breaks(refused))
             self._eager = True
             return self._graph(*inputs)
+        if self._coordinators.residents.enter(instance):
+            self._on_step()
         return instance(inputs)
 
     def _instance(
         self,
-        instances: list[GraphInstance],
+        key: Any,
         coordinator: ArenaCoordinator,
         inputs: Sequence[Any],
         numbers: Mapping[str, float],
     ) -> GraphInstance:
         """Return an idle instance, preferably one with the same parameters, or a new one."""
+        instances = self._instances[key]
         idle = [instance for instance in instances if instance.idle]
         found = next((instance for instance in idle if instance.module.holds(inputs)), None)
         if found is None and len(instances) >= _MAX_IN_FLIGHT:
@@ -213,9 +273,10 @@ class PlannedGraph:
                 what = f"{len(instances)} calls of this graph wait for their backward"
                 raise InputMismatch(what, where="the call", hint="run the backward, or call under torch.no_grad()")
             found = idle[0]
+        if found is not None:
+            found.share()
         if found is None:
             module = named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
-            like = instances[0] if instances else None
             with compile_lock:  # torch can trace in one thread at a time
                 found = GraphInstance(
                     module,
@@ -225,14 +286,16 @@ class PlannedGraph:
                     self._hooks,
                     crossings=self._crossings,
                     ends=self._ends,
-                    like=like,
+                    residents=self._coordinators.residents,
+                    like=self._recipes.get(key),
                 )
             instances.append(found)
+            self._recipes.setdefault(key, found.recipe)
         return found
 
 
 class ArenaCoordinators:
-    """An `ArenaCoordinator` for each thread: threads run at the same time, so they cannot share an arena."""
+    """An `ArenaCoordinator` and `Residents` for each thread: threads run at the same time, so they share no arena."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -242,6 +305,14 @@ class ArenaCoordinators:
         if not hasattr(self._local, "coordinator"):
             self._local.coordinator = ArenaCoordinator()
         found: ArenaCoordinator = self._local.coordinator
+        return found
+
+    @property
+    def residents(self) -> Residents:
+        """The instances of the calling thread."""
+        if not hasattr(self._local, "residents"):
+            self._local.residents = Residents()
+        found: Residents = self._local.residents
         return found
 
 

@@ -77,4 +77,4 @@ def why_it_ends(graph: fx.GraphModule) -> str:
         return ""
     frames = [f for f in reason.user_stack if not any(name in f.filename for name in _LIBRARIES)]
     place = f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return reason.reason.strip().splitlines()[0] + place
+    return f"{str(reason.reason).strip().splitlines()[0]}{place}"
