@@ -30,7 +30,9 @@ class JointPart:
     names: Mapping[int, str]
 
 
-def join(model: str, parts: Sequence[JointPart], timeline: Sequence[tuple[int, bool]]) -> Plan:
+def join(
+    model: str, parts: Sequence[JointPart], timeline: Sequence[tuple[int, bool]], *, budget: int | None = None
+) -> Plan:
     """Return the plan of a step in which several graphs run, one after another, in one arena.
 
     A storage that several graphs use, such as a parameter or what one graph passes to the next, is there once. What
@@ -41,6 +43,7 @@ def join(model: str, parts: Sequence[JointPart], timeline: Sequence[tuple[int, b
         model: the name of the model.
         parts: the graphs; at least one.
         timeline: (position in `parts`, whether its backward runs), in the order in which they run.
+        budget: the limit of the total, in bytes, that the graphs keep together; None: there is none.
 
     Returns:
         The plan; `Plan.sections` has a section for each part.
@@ -48,22 +51,9 @@ def join(model: str, parts: Sequence[JointPart], timeline: Sequence[tuple[int, b
     Example:
         >>> plan = join("Model", [one, two], [(0, False), (1, False), (1, True), (0, True)])
     """
-    storages, storage_of = _storages(parts)
-    starts = (0, *accumulate(len(part.plan.graph.values) for part in parts))
-    values = [
-        replace(v, name=f"{i}.{v.name}", storage=storage_of[i][v.storage])
-        for i, part in enumerate(parts)
-        for v in part.plan.graph.values
-    ]
-    ran = [(i, op) for i, backward in timeline for op in _of_phase(parts[i].plan, backward=backward)]
-    ops = _ops(parts, ran, starts)
-    graph = Graph(
-        ops=ops,
-        values=tuple(values),
-        storages=storages,
-        outputs=tuple(starts[i] + v for i, part in enumerate(parts) for v in part.plan.graph.outputs),
-        gradients=tuple(starts[i] + v for i, part in enumerate(parts) for v in part.plan.graph.gradients),
-    )
+    graph = joint_graph(parts, timeline)
+    ran = _ran(parts, timeline)
+    ops = graph.ops
     first = parts[0].plan
     schedule = make_schedule(graph, tuple(range(len(ops))), "graphs in turn")
     alignment, redzone = (max(getattr(p.plan, name) for p in parts) for name in ("alignment", "redzone"))
@@ -85,10 +75,33 @@ def join(model: str, parts: Sequence[JointPart], timeline: Sequence[tuple[int, b
         redzone=redzone,
         versions=first.versions,
         temporaries=tuple(parts[i].plan.transient[op] for i, op in ran) if measured else None,
-        eviction=_eviction(parts, ran, storage_of, graph, schedule, alignment=alignment, arena=solution.arena_size),
+        eviction=_eviction(parts, ran, graph, schedule, alignment=alignment, arena=solution.arena_size, budget=budget),
         reserve=first.reserve,
         sections=tuple(part.section for part in parts),
     )
+
+
+def joint_graph(parts: Sequence[JointPart], timeline: Sequence[tuple[int, bool]]) -> Graph:
+    """Return the graph of a step in which several graphs run, as `join` does; its ops are in the order they run in."""
+    storages, storage_of = _storages(parts)
+    starts = (0, *accumulate(len(part.plan.graph.values) for part in parts))
+    values = [
+        replace(v, name=f"{i}.{v.name}", storage=storage_of[i][v.storage])
+        for i, part in enumerate(parts)
+        for v in part.plan.graph.values
+    ]
+    return Graph(
+        ops=_ops(parts, _ran(parts, timeline), starts),
+        values=tuple(values),
+        storages=storages,
+        outputs=tuple(starts[i] + v for i, part in enumerate(parts) for v in part.plan.graph.outputs),
+        gradients=tuple(starts[i] + v for i, part in enumerate(parts) for v in part.plan.graph.gradients),
+    )
+
+
+def _ran(parts: Sequence[JointPart], timeline: Sequence[tuple[int, bool]]) -> list[tuple[int, int]]:
+    """Return (part, op of the part) of each op, in the order in which they run."""
+    return [(i, op) for i, backward in timeline for op in _of_phase(parts[i].plan, backward=backward)]
 
 
 def _storages(parts: Sequence[JointPart]) -> tuple[tuple[Storage, ...], list[list[int]]]:
@@ -140,14 +153,15 @@ def _ops(parts: Sequence[JointPart], ran: Sequence[tuple[int, int]], starts: Seq
 def _eviction(
     parts: Sequence[JointPart],
     ran: Sequence[tuple[int, int]],
-    storage_of: Sequence[Sequence[int]],
     graph: Graph,
     schedule: Schedule,
     *,
     alignment: int,
     arena: int,
+    budget: int | None,
 ) -> EvictionPlan | None:
     """Return how the graphs together keep their budgets; None if none of them has one."""
+    _, storage_of = _storages(parts)
     kept = [part.plan.eviction for part in parts]
     given = [one for one in kept if one is not None]
     if not given:
@@ -163,6 +177,7 @@ def _eviction(
     return EvictionPlan(
         policy=given[0].policy,
         costs=given[0].costs,
+        budget=budget,
         arena_budget=arena,
         seconds=sum(one.seconds for one in given),
         base_seconds=sum(one.base_seconds for one in given),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +14,9 @@ from torch import nn
 from torch.nn.utils import prune
 
 import memplan
-from memplan.errors import UnsupportedGraph
+from memplan.errors import BudgetInfeasible, InputMismatch, UnsupportedGraph
+from memplan.planning.consistency import check_consistency
+from memplan.report.markdown import report_markdown
 from memplan.runtime.api.compiled_graphs import CompiledGraphs
 from tests.runtime.test_total_budget import _peak
 
@@ -233,3 +237,98 @@ def test_the_peak_is_not_above_eagers_nor_above_the_plans(name: str) -> None:
     held = sum(t.nbytes for t in (x, *compiled.parameters(), *compiled.buffers()))
     assert peaks[1] + arena <= peaks[0] + PADDING, f"{peaks[1]} and an arena of {arena}, eager {peaks[0]}"
     assert peaks[1] + arena + held <= compiled.plan.total + PADDING
+
+
+def _losses(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        model.zero_grad()
+        loss = model(_batch(step)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return found
+
+
+def test_a_budget_holds_for_all_graphs_together() -> None:
+    free = memplan.compile(_made("label check"), _batch())
+    expected = _losses(free)
+    assert len(free.plan.sections) == 2
+    alone = max(instance.plan.total for graph in free._backend.graphs for instance in graph.instances)
+    least = memplan.compile(_made("label check"), _batch(), budget="min")
+    _losses(least)
+    limit = (free.plan.total + max(alone, least.plan.total)) // 2
+    assert alone < limit < free.plan.total, "each graph on its own keeps it, and both together do not"
+    compiled = memplan.compile(_made("label check"), _batch(), budget=limit)
+    assert all(map(torch.equal, _losses(compiled), expected))
+    plan = compiled.plan
+    assert plan.eviction is not None
+    assert plan.eviction.budget == limit
+    assert plan.total <= limit
+    assert plan.evictions
+    check_consistency(plan)
+    x = _batch()
+    held = sum(t.nbytes for t in (x, *compiled.parameters(), *compiled.buffers()))
+    compiled.zero_grad()
+    assert _peak(partial(_step, compiled, x)) + compiled._backend.arena_size + held <= limit
+
+
+def test_a_budget_that_all_graphs_together_cannot_keep_is_refused() -> None:
+    free = memplan.compile(_made("label check"), _batch())
+    _losses(free)
+    least = memplan.compile(_made("label check"), _batch(), budget="min")
+    _losses(least)
+    alone = max(instance.plan.total for graph in least._backend.graphs for instance in graph.instances)
+    assert alone < least.plan.total
+    compiled = memplan.compile(_made("label check"), _batch(), budget=(alone + least.plan.total) // 2)
+    with pytest.raises(BudgetInfeasible, match="2 graphs of the step need") as caught:
+        _losses(compiled)
+    assert caught.value.smallest <= least.plan.total + PADDING
+
+
+def test_the_plan_has_a_section_for_each_graph_and_each_parameter_once(tmp_path: Any) -> None:
+    model = _made("label check")
+    compiled = memplan.compile(model, _batch())
+    assert compiled.plan.sections == ()
+    assert compiled.plan.total == 0
+    compiled(_batch()).sum().backward()
+    plan = compiled.plan
+    assert [section.ends[:25] for section in plan.sections] == ["generic_jump TensorVariab", ""]
+    assert plan.outside["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert plan.outside["inputs"] == _batch().nbytes
+    assert {"0.one.0.weight", "1.two.0.weight"} <= {storage.name for storage in plan.graph.storages}
+    check_consistency(plan)
+    plan.save(tmp_path / "plan.json")
+    assert memplan.load(tmp_path / "plan.json") == plan
+    assert "graphs, which share the arena" in report_markdown(plan.report())
+    arena = {instance.runner.arena.memory for graph in compiled._backend.graphs for instance in graph.instances}
+    assert [memory.numel() for memory in arena] == [plan.arena_size]
+
+
+def test_copies_and_pickles_train_on_their_own() -> None:
+    compiled = memplan.compile(_made("label check"), _batch(), on_mismatch="error")
+    expected = _losses(compiled)
+    for made in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        assert isinstance(made, CompiledGraphs)
+        assert all(map(torch.equal, _losses(made), expected))
+        assert not {p.data_ptr() for p in made.parameters()} & {p.data_ptr() for p in compiled.parameters()}
+        with pytest.raises(InputMismatch, match="was made for"):
+            made(_batch()[:3])
+
+
+def test_options_that_need_one_graph_refuse() -> None:
+    x = _batch()
+    for options in ({"gradients": "arena"}, {"device": "cpu"}, {"compress": "bits"}, {"divide": True}):
+        with pytest.raises(UnsupportedGraph):
+            memplan.compile(_made("label check"), x, **options)
+    with pytest.raises(UnsupportedGraph):
+        memplan.plan(_made("label check"), x)
+    with pytest.raises(UnsupportedGraph, match="forward fails in eager"):
+        memplan.compile(_made("label check"), x.double())(x.double())
+
+
+def test_the_log_says_where_the_graph_breaks(caplog: pytest.LogCaptureFixture) -> None:
+    memplan.compile(_made("label check"), _batch())
+    (record,) = [record for record in caplog.records if record.name == "memplan"]
+    assert "Checked is planned as several graphs" in record.message
+    assert "Data-dependent branching (test_compiled_graphs.py:" in record.message

@@ -12,6 +12,7 @@ from torch import fx
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.crossings import Crossings
+from memplan.runtime.dynamo.joint_budget import keep_budgets
 from memplan.runtime.dynamo.joint_plan import joint_plan
 from memplan.runtime.dynamo.planned_graph import ArenaCoordinators, PlannedGraph
 from memplan.runtime.dynamo.split_graph import SplitGraph, example_inputs, parts_of
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
 class Backend:
     """A backend for `torch.compile`, with options.
 
-    Graphs that run in one training step share one arena, which is laid out when the first step is complete. Budgets,
-    `reserve`, `policy` and `costs` apply to each graph on its own: a graph that cannot keep a budget raises
-    `BudgetInfeasible` at its first call.
+    Graphs that run in one training step share one arena, which is laid out when the first step is complete. A budget
+    holds for each graph from its first call on, and for all graphs of a step together from the second step on:
+    `BudgetInfeasible` is raised at the call of a graph that cannot keep it, or when the second step begins. `policy`
+    and `costs` apply to each graph on its own.
 
     Args:
         gradients: "safe" returns gradients to autograd. "owned": each backward assigns the `.grad` of its graph's
@@ -73,7 +75,8 @@ class Backend:
                 )
         self._options = RunOptions(gradients=gradients, **options)
         self.hooks = Hooks()
-        self._coordinators = ArenaCoordinators()
+        limited = self._options.budget is not None or self._options.arena_budget is not None
+        self._coordinators = ArenaCoordinators(functools.partial(keep_budgets, self._options) if limited else None)
         self._crossings = Crossings()
         self._graphs: list[weakref.ref[PlannedGraph]] = []
 

@@ -29,7 +29,7 @@ def joint_plan(model: str, instances: Iterable[GraphInstance], names: Mapping[in
         members = [one for ref in slot.members if (one := ref()) is not None]
         position = {id(one): i for i, one in enumerate(members)}
         timeline = [(position[number], backward) for number, backward in slot.timeline if number in position]
-        return join(model, [_part(one, names) for one in members], timeline)
+        return join(model, [part_of_step(one, names) for one in members], timeline, budget=members[0].joint_budget)
     if not training:
         return _nothing(model)
     starts, start = [], 0
@@ -38,12 +38,19 @@ def joint_plan(model: str, instances: Iterable[GraphInstance], names: Mapping[in
         start += one.runner.plan.arena_size
     order = range(len(training))
     timeline = [(i, False) for i in order] + [(i, True) for i in reversed(order) if training[i].traced.training]
-    return join(model, [_part(one, names, start) for one, start in zip(training, starts, strict=True)], timeline)
+    return join(
+        model, [part_of_step(one, names, start=start) for one, start in zip(training, starts, strict=True)], timeline
+    )
 
 
-def _part(instance: GraphInstance, names: Mapping[int, str], start: int = 0) -> JointPart:
-    """Return the part of a joint plan that a graph is."""
-    plan, traced = instance.runner.plan, instance.traced
+def part_of_step(
+    instance: GraphInstance, names: Mapping[int, str], *, start: int = 0, plan: Plan | None = None
+) -> JointPart:
+    """Return the part of a joint plan that a graph is.
+
+    `names`: as in `joint_plan`. `start`: the first byte of its arena. `plan`: another plan of it than the one it runs.
+    """
+    plan, traced = plan or instance.runner.plan, instance.traced
     tensors = dict((*instance.module.named_parameters(), *instance.module.named_buffers()))
     inputs = instance.inputs or {}
     shared: dict[int, Hashable] = {}

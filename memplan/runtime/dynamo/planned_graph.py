@@ -29,7 +29,7 @@ from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.kernels.kernel_selection import BoundOp
 from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, plan_as_small_as_eager, replan
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaSlot, ObservedOwnership, part_of
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaSlot, ObservedOwnership, PrepareStep, part_of
 from memplan.runtime.options import RunOptions
 from memplan.trace import trace_graph
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
@@ -78,6 +78,7 @@ class GraphInstance:
         self.inputs: Mapping[int, Hashable] | None = None  # keys of what its first call took and returned
         self.results: Mapping[int, Hashable] = {}
         self.last_step = 0
+        self.joint_budget: int | None = None  # bytes that all graphs of its step may need together
         self._crossings = crossings
         self._residents = residents
         self.ownership = ObservedOwnership(coordinator, self)
@@ -136,6 +137,12 @@ class GraphInstance:
         """Run from now on at the offsets of `plan` in `arena`. It is called while nothing is in flight."""
         with torch.inference_mode(False):
             self.runner = self._run_in(plan, arena, self.runner.program.bound)
+
+    def replace_plan(self, plan: Plan) -> None:
+        """Run by another plan from now on, in an arena of its own. It is called while nothing is in flight."""
+        with torch.inference_mode(False):
+            self.runner = self._run_apart(plan)
+        self.plan = self.runner.plan
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         transforms.refuse(inputs, self.module)
@@ -287,23 +294,24 @@ class PlannedGraph:
                     crossings=self._crossings,
                     ends=self._ends,
                     residents=self._coordinators.residents,
-                    like=self._recipes.get(key),
+                    like=instances[0].recipe if instances else self._recipes.get(key),
                 )
             instances.append(found)
-            self._recipes.setdefault(key, found.recipe)
+            self._recipes[key] = found.recipe
         return found
 
 
 class ArenaCoordinators:
     """An `ArenaCoordinator` and `Residents` for each thread: threads run at the same time, so they share no arena."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: PrepareStep | None = None) -> None:
         self._local = threading.local()
+        self._prepare = prepare
 
     def of_this_thread(self) -> ArenaCoordinator:
         """Return the coordinator of the calling thread."""
         if not hasattr(self._local, "coordinator"):
-            self._local.coordinator = ArenaCoordinator()
+            self._local.coordinator = ArenaCoordinator(self._prepare)
         found: ArenaCoordinator = self._local.coordinator
         return found
 

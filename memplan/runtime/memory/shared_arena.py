@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,6 +25,9 @@ from memplan.solvers import solve
 
 _MAX_LAYOUTS = 8  # of one instance: a program whose order never repeats keeps its last layout
 _MAX_EVENTS = 1024  # in one step
+
+
+PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
 
 
 class ArenaUser(Protocol):
@@ -114,9 +117,13 @@ class ObservedOwnership(ArenaOwnership):
 
 
 class ArenaCoordinator:
-    """Records the order in which instances run, and places them in one arena when a step is complete."""
+    """Records the order in which instances run, and places them in one arena when a step is complete.
 
-    def __init__(self) -> None:
+    `prepare` is called with the instances and the timeline before they are placed; it may replace their plans.
+    """
+
+    def __init__(self, prepare: PrepareStep | None = None) -> None:
+        self._prepare = prepare
         self._lock = threading.Lock()
         self._events: list[InstanceEvent] = []
         self._given_up = False
@@ -154,6 +161,9 @@ class ArenaCoordinator:
         instances = list({id(e.instance): e.instance for e in events}.values())
         repeated = len(set(timeline)) < len(timeline)  # an instance ran twice: this is not the order of one step
         if len(instances) > 1 and not repeated and all(instance.layouts < _MAX_LAYOUTS for instance in instances):
+            if self._prepare is not None:
+                position = {id(instance): i for i, instance in enumerate(instances)}
+                self._prepare(instances, [(position[number], backward) for number, backward in timeline])
             self._layouts += 1
             _lay_out(instances, events, timeline, self._layouts)
 

@@ -14,7 +14,7 @@ from memplan.trace.capture.lost_checkpoints import LostCheckpoint
 from memplan.trace.capture.origins import place_in_user_code, place_of
 from memplan.trace.passes.rewrite import aten
 
-_BACKEND = 'or use torch.compile(model, backend="memplan"), which plans the graphs between such places'
+SEVERAL = "or use memplan.compile(model, inputs), without fullgraph=True, which plans the graphs between such places"
 _DATA_DEPENDENT = (
     *("data-dependent", "unbacked", "guardondatadependent", "dynamicoutputshape", "datadependentoutput", ".item()"),
     "dynamic shape operator",
@@ -82,7 +82,7 @@ def lost_checkpoints(model: nn.Module, reason: Exception) -> UnsupportedGraph:
     because = "" if isinstance(reason, LostCheckpoint) or not lines else f"; dynamo says: {lines[0]}"
     what = f"has activation checkpoints, and only torch.export can read it, which drops them{because}"
     hint = "make forward traceable by torch.compile(fullgraph=True), or leave the checkpoints out and give a budget"
-    return UnsupportedGraph(type(model).__name__, what, f"{hint}; {_BACKEND}", see="lost-checkpoints")
+    return UnsupportedGraph(type(model).__name__, what, f"{hint}; {SEVERAL}", see="lost-checkpoints")
 
 
 def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
@@ -106,7 +106,7 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         hint = (
             "shapes or branches depend on tensor values; compute them outside the model or use a static variant "
             '(for mixtures of experts in transformers: model.set_experts_implementation("batched_mm"))'
-            f"; {_BACKEND}"
+            f"; {SEVERAL}"
         )
     elif "entirely functional graph" in text:
         hint, see = "register the tensor that forward changes in place as a buffer of the model", "not-a-buffer"
@@ -119,7 +119,7 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         see = "graph-breaks"
         hint = (
             "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"
-            f"; {_BACKEND}"
+            f"; {SEVERAL}"
         )
     else:
         see = "example-fails"
