@@ -136,7 +136,10 @@ def _generators() -> dict[str, Any]:
 def _changes(model: nn.Module, what: str) -> UnsupportedGraph:
     """Return the error for Python state that forward changes."""
     reason = f"forward changes Python state that a compiled step would leave unchanged: {what}"
-    hint = "return the value instead, or keep it in a registered buffer and change that in place (copy_, add_)"
+    hint = (
+        "return the value instead, or keep it in a registered buffer and change that in place (copy_, add_), or use "
+        "memplan.compile(model, inputs), without fullgraph=True, which leaves it to Python"
+    )
     return UnsupportedGraph(type(model).__name__, reason, hint, see="python-state")
 
 
