@@ -120,7 +120,9 @@ class CompiledGraphs(CompiledModule):
             return self._original(*args, **kwargs)
         if self._requested.on_mismatch == "error":
             _require_same(self._layouts, _layouts((args, kwargs)))
-        with torch.no_grad() if self._train is False else contextlib.nullcontext():
+        without_gradients = torch.no_grad() if self._train is False else contextlib.nullcontext()
+        # numpy's random numbers are drawn by numpy, as in eager, and not by torch
+        with without_gradients, torch._dynamo.config.patch(use_numpy_random_stream=True):
             return self._run(*args, **kwargs)
 
     @property

@@ -34,7 +34,7 @@ _NORMALISATIONS = {  # of one type, but for activations in half precision beside
 }
 _HALVES = ("float16", "bfloat16")
 _BREAKS = {  # headings of refusals of one graph that a graph break, or Python between graphs, resolves
-    *("data-dependent", "data-dependent-size", "graph-breaks", "python-state", "first-call"),
+    *("data-dependent", "data-dependent-size", "graph-breaks", "python-state", "first-call", "random-numbers"),
     *("not-a-buffer", "types", "lost-checkpoints"),
 }
 

@@ -86,7 +86,7 @@ def _made(tensors: Iterable[Any], blueprint: Blueprint) -> Any:
     constants = dict(blueprint.constants)
     count = blueprint.attributes.num_leaves
     leaves = [constants[i] if i in constants else next(given) for i in range(count)]
-    made = blueprint.kind.__new__(blueprint.kind)
+    made: Any = object.__new__(blueprint.kind)
     vars(made).update(pytree.tree_unflatten(leaves, blueprint.attributes))
     return made
 
