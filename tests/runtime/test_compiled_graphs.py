@@ -72,7 +72,7 @@ class MaskCache(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.mask is None or self.mask.size(0) != len(x):
             self.mask = torch.ones(len(x), len(x), device=x.device).tril()
-        found: torch.Tensor = self.mask @ self.inner(x)
+        found: torch.Tensor = self.mask @ self.inner(x) / len(x)
         return found
 
 
