@@ -24,7 +24,7 @@ from memplan.trace.capture.refusals import breaks, why_it_breaks
 _log = logging.getLogger("memplan")
 _MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
 
-Layouts = tuple[pytree.TreeSpec, tuple[Any, ...]]
+Layouts = tuple[str, tuple[Any, ...]]
 
 
 def several_graphs(
@@ -156,7 +156,7 @@ def _layouts(call: Any) -> Layouts:
     """Return the structure of a call, and the shape, type and device of each tensor in it."""
     leaves, spec = pytree.tree_flatten(call)
     found = [(tuple(x.shape), x.dtype, x.device) if isinstance(x, torch.Tensor) else type(x) for x in leaves]
-    return spec, tuple(found)
+    return str(spec), tuple(found)
 
 
 def _require_same(example: Layouts, call: Layouts) -> None:
