@@ -22,7 +22,6 @@ from memplan.report.markdown import report_markdown
 from memplan.runtime.api.compiled_graphs import CompiledGraphs
 from tests.runtime.test_total_budget import _peak
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own, of what one graph passes on
 WIDTH, BATCH = 32, 1024
 PADDING = 64 * 64  # bytes: what rounding some dozens of buffers up to 64 bytes may add
 
