@@ -42,6 +42,22 @@ def _function(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSection:
+    """One of the graphs of a joint plan.
+
+    `name` is the function that it begins in ("forward in model.py:12"), `ends` why it ends there ("" where the model
+    ends). `forward` and `backward` are numbers of ops; `arena_size` are the bytes of its arena if it had one of its
+    own.
+    """
+
+    name: str
+    ends: str
+    forward: int
+    backward: int
+    arena_size: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A validated plan. Sizes are in bytes; steps are positions in `schedule.order`.
@@ -66,6 +82,7 @@ class Plan:
         compress: how saved activations are compressed: "bits" packs masks, "int8" also quantizes activations, ""
             compresses nothing.
         reserve: bytes on the device that the step does not show, such as the state of an optimizer; `total` has them.
+        sections: the graphs of a joint plan, in the order in which they were traced; () for a plan of one graph.
 
     Example:
         >>> plan = memplan.plan(model, example_inputs)
@@ -86,6 +103,7 @@ class Plan:
     division: Division | None = None
     compress: str = ""
     reserve: int = 0
+    sections: tuple[GraphSection, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))

@@ -71,8 +71,12 @@ def holders_section(heading: str, holders: Iterable[Holder]) -> Section:
 
 
 def table_sections(report: Report) -> tuple[Section, ...]:
-    """Return the tables of a report that it has: its largest buffers, and its ops that run functionally."""
+    """Return the tables of a report that it has: its graphs, its largest buffers, and its ops that run functionally."""
     found = []
+    if report.graphs:
+        parts = ((g.name, str(g.forward + g.backward), format_bytes(g.arena_size), g.ends) for g in report.graphs)
+        shown = columns("graph steps> alone> ends@100")
+        found.append(Section(heading="graphs, which share the arena", columns=shown, rows=tuple(parts)))
     if report.largest:
         found.append(holders_section("largest buffers", report.largest))
     if report.functional:

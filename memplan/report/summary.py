@@ -11,7 +11,7 @@ from memplan.core.division import Division
 from memplan.core.evictions import SEND, Action, DeviceArena
 from memplan.core.graph import StorageKind
 from memplan.core.jsonio import to_json
-from memplan.core.plan import Plan
+from memplan.core.plan import GraphSection, Plan
 from memplan.core.problem import Solution, Status
 from memplan.core.schedule import Evidence, live_bytes
 from memplan.schedule import Barrier, accumulated, price
@@ -122,6 +122,8 @@ class Report:
     is empty). `order_certified`: this order needs no more than the bound. `order_claimed`: the bound is read from a
     plan file and was not proven again (then `order_certified` is False).
 
+    `graphs` are those of a joint plan (empty: there is one graph).
+
     `barrier` is the op that makes all updates of a whole step wait for all gradients, with its cost (None: there is
     none); `accumulated` the bytes of gradients that are kept from step to step (part of the optimizer's state). `kept`
     is how a budget is kept (None: there is none), whose recomputes and copies the order's figures include. `division`
@@ -131,6 +133,7 @@ class Report:
 
     model: str
     fingerprint: str
+    graphs: tuple[GraphSection, ...]
     backward: bool
     steps: int
     buffers: int
@@ -175,6 +178,7 @@ def make_report(plan: Plan) -> Report:
     return Report(
         model=plan.model,
         fingerprint=plan.fingerprint,
+        graphs=plan.sections,
         backward=plan.graph.forward_ops < len(plan.graph.ops),
         steps=len(plan.schedule.order),
         buffers=len(plan.problem.buffers),

@@ -61,7 +61,7 @@ def build_measured(
         tries -= 1
         if not tries:
             raise _infeasible(over)
-        known = [_measured(one, before) for one, before in zip(made, known, strict=True)]
+        known = [measured(one, before) for one, before in zip(made, known, strict=True)]
         del made  # the arena is allocated anew
 
 
@@ -92,7 +92,7 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     Where kernels return new memory, as convolutions do, the arena and what is beside it may have their peaks at
     different steps, and eager's peak is below their sum.
     """
-    known = _measured(built, None)
+    known = measured(built, None)
     graph, plan = built.traced.graph, built.runner.plan
     eager = eager_total(graph, beside_results(graph, known.transient))
     limit = eager - eager // _PRECISION + plan.padding + options.reserved
@@ -129,7 +129,7 @@ def _on_device(runner: Runner) -> int:
     return runner.plan.on_device + max(runner.arena.nbytes - runner.plan.arena_size, 0)
 
 
-def _measured(built: Built, before: Measured | None) -> Measured:
+def measured(built: Built, before: Measured | None) -> Measured:
     """Return the most that each traced op allocated in all trial runs so far."""
     plan = built.runner.plan
     if plan.eviction is None:

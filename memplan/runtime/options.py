@@ -145,6 +145,7 @@ class CompileOptions(RunOptions):
     """All options of `memplan.compile`, apart from the model, its example inputs, its mode and a plan."""
 
     on_mismatch: OnMismatch = "replan"
+    fullgraph: bool = False
     cuda_graph: bool = False
     bucketing: Mapping[str, int] | None = None
     measurable: ClassVar[bool] = True
@@ -154,6 +155,7 @@ class CompileOptions(RunOptions):
             require_measurable(cuda_graph=self.cuda_graph, varies=self.dynamic_shapes is not None)
         RunOptions.__post_init__(self)
         require_choice("on_mismatch", self.on_mismatch, ON_MISMATCH)
+        require_choice("fullgraph", self.fullgraph, (True, False))
         refuse_beside_gradients(self.gradients, cuda_graph=self.cuda_graph)
         if self.cuda_graph:
             require_recordable(self.device)

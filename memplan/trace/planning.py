@@ -109,7 +109,7 @@ def _plan_variant(
         graph=traced.graph,
         schedule=order_of(traced.graph, options.schedule),
         alignment=alignment_of(traced.device),
-        versions={"memplan": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions=versions(),
         redzone=redzone,
         reserve=options.reserved,
     )
@@ -172,3 +172,8 @@ def device_costs(device: torch.device) -> str:
 def alignment_of(device: torch.device) -> int:
     """Return the alignment of buffers on a device, in bytes: a cache line, or what CUDA's own allocator rounds to."""
     return 512 if device.type == "cuda" else 64
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of memplan, torch and Python, for the record of a plan."""
+    return {"memplan": __version__, "torch": torch.__version__, "python": platform.python_version()}

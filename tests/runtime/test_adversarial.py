@@ -187,7 +187,7 @@ def _rebind(s: Any, x: torch.Tensor) -> Any:
 )
 def test_what_cannot_be_planned_is_refused(function: Callable[..., Any], word: str) -> None:
     with pytest.raises(UnsupportedGraph, match=word) as caught:
-        memplan_compile(Fn(function), _x())
+        memplan_compile(Fn(function), _x(), fullgraph=True)
     assert caught.value.hint
 
 

@@ -356,7 +356,7 @@ class Initialises(nn.Module):
 def test_a_first_call_that_initialises_must_have_been() -> None:
     model, x = Initialises(), torch.randn(3, 4)
     with pytest.raises(UnsupportedGraph, match="first call") as caught:
-        memplan.compile(model, x)
+        memplan.compile(model, x, fullgraph=True)
     assert "call the model once" in str(caught.value)
     assert not model.done
     model(x)

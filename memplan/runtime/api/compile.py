@@ -12,8 +12,10 @@ from memplan.core.arguments import arguments_of
 from memplan.core.choices import Checkpoint, Gradients, Layout, OnMismatch, Sanitize
 from memplan.core.division import Compression, Divide
 from memplan.core.plan import Plan
+from memplan.errors import UnsupportedGraph
 from memplan.evict.workload import Policy as EvictionPolicy
 from memplan.planning.options import Budget, Costs, Device, DynamicShapes
+from memplan.runtime.api.compiled_graphs import several_graphs
 from memplan.runtime.api.compiled_module import CompiledModule
 from memplan.runtime.options import CompileOptions, device_for, given_plan
 from memplan.schedule import Policy as SchedulePolicy
@@ -45,6 +47,7 @@ def compile(
     gradients: Gradients = "auto",
     sanitize: Sanitize | None = None,
     on_mismatch: OnMismatch = "replan",
+    fullgraph: bool = False,
     cuda_graph: bool = False,
     device: Device | None = None,
     dynamic_shapes: DynamicShapes | None = None,
@@ -99,6 +102,10 @@ def compile(
             changes, or else the original model runs, with a warning. "error" raises, "eager" runs the original model,
             and "passive" runs the original model and offloads saved activations on demand to keep the budget (also if
             the plan of another mode would exceed it).
+        fullgraph: Raise `UnsupportedGraph` for a model that one graph cannot hold. By default such a model is compiled
+            as several graphs, as `torch.compile` breaks it, with Python between them, and the log says why. These share
+            one arena once a step is complete; then `CompiledModule.plan` is their joint plan, and `budget` holds for
+            all together. Each kind of call is planned, whatever `on_mismatch` says, unless it is "error".
         cuda_graph: Record forward and backward as two CUDA graphs at the first call, and replay them. Inputs are
             copied in and results copied out; `CompiledModule.pool_bytes` are the bytes outside the arena.
         device: Run on this device ("cuda", "cuda:1") while the model, its inputs and its results stay on the CPU. Every
@@ -119,7 +126,8 @@ def compile(
         The compiled module, called like `model`.
 
     Raises:
-        UnsupportedGraph: The model cannot be traced as one graph; nothing was allocated.
+        UnsupportedGraph: The model cannot be traced as one graph, and `fullgraph` or an option needs one, or graph
+            breaks would not help; nothing was allocated.
         UnsupportedDevice: The device does not exist, or the model is on a device already.
         UnsupportedCall: The options cannot be combined.
         BudgetInfeasible: No plan keeps the budget; the error names the smallest one that can be kept.
@@ -162,9 +170,15 @@ def compile(
         gradients=gradients,
         sanitize=sanitize,
         on_mismatch=on_mismatch,
+        fullgraph=fullgraph,
         cuda_graph=cuda_graph,
         device=device_for(device, given),
         dynamic_shapes=dynamic_shapes,
         bucketing=bucketing,
     )
-    return CompiledModule(model, args, kwargs, options=options, train=train, given=given)
+    try:
+        return CompiledModule(model, args, kwargs, options=options, train=train, given=given)
+    except UnsupportedGraph as refused:
+        if fullgraph:
+            raise
+        return several_graphs(refused, model, args, kwargs, options=options, train=train, given=given)

@@ -149,7 +149,7 @@ class CompiledModule(nn.Module, MeasuredStep):
             ```
         """
         # this module is part of a model that is being traced: the outer plan contains it
-        if torch.compiler.is_compiling() and _in_this_thread():
+        if torch.compiler.is_compiling() and in_this_thread():
             return self._original(*args, **kwargs)
         if transforms.around() and (refused := transforms.refusal((args, kwargs), self)):
             if self._requested.on_mismatch == "eager":
@@ -500,7 +500,7 @@ class CompiledModule(nn.Module, MeasuredStep):
             return getattr(self.__dict__["_original"], name)
 
 
-def _in_this_thread() -> bool:
+def in_this_thread() -> bool:
     """Return whether this thread is tracing.
 
     It is judged by the thread's dispatch modes, because torch's flag is set while any thread exports.

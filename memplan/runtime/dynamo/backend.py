@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import fx
 
 from memplan.errors import MemplanError, UnsupportedCall
 from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.dynamo.crossings import Crossings
+from memplan.runtime.dynamo.joint_budget import keep_budgets
+from memplan.runtime.dynamo.joint_plan import joint_plan
 from memplan.runtime.dynamo.planned_graph import ArenaCoordinators, PlannedGraph
+from memplan.runtime.dynamo.split_graph import SplitGraph, example_inputs, parts_of
 from memplan.runtime.options import RunOptions
+from memplan.trace.capture.origins import why_it_ends
 
 if TYPE_CHECKING:
     from memplan.core.choices import Gradients
+    from memplan.core.plan import Plan
     from memplan.runtime.options import RunKeywords
 
 
 class Backend:
     """A backend for `torch.compile`, with options.
 
-    Graphs that run in one training step share one arena, which is laid out when the first step is complete. Budgets,
-    `reserve`, `policy` and `costs` apply to each graph on its own: a graph that cannot keep a budget raises
-    `BudgetInfeasible` at its first call.
+    Graphs that run in one training step share one arena, which is laid out when the first step is complete. A budget
+    holds for each graph from its first call on, and for all graphs of a step together from the second step on:
+    `BudgetInfeasible` is raised at the call of a graph that cannot keep it, or when the second step begins. `policy`
+    and `costs` apply to each graph on its own.
 
     Args:
         gradients: "safe" returns gradients to autograd. "owned": each backward assigns the `.grad` of its graph's
@@ -68,12 +75,36 @@ class Backend:
                 )
         self._options = RunOptions(gradients=gradients, **options)
         self.hooks = Hooks()
-        self._coordinators = ArenaCoordinators()
+        limited = self._options.budget is not None or self._options.arena_budget is not None
+        self._coordinators = ArenaCoordinators(functools.partial(keep_budgets, self._options) if limited else None)
+        self._crossings = Crossings()
         self._graphs: list[weakref.ref[PlannedGraph]] = []
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the callable that replaces a graph; dynamo calls this with each graph that it has traced."""
-        planned = PlannedGraph(graph, inputs, self._options, self._coordinators, self.hooks)
+        parts = parts_of(graph)
+        if not parts:
+            return self._planned(graph, inputs, why_it_ends(graph))
+        last = why_it_ends(graph)
+        runs = [
+            part.module
+            if part.eager
+            else self._planned(part.module, example_inputs(part, graph, inputs), part.ends or last)
+            for part in parts
+        ]
+        return SplitGraph(graph, parts, runs)
+
+    def _planned(self, graph: fx.GraphModule, inputs: Sequence[Any], ends: str) -> PlannedGraph:
+        """Return the callable of one graph, and remember it as long as it is in use."""
+        planned = PlannedGraph(
+            graph,
+            inputs,
+            self._options,
+            self._coordinators,
+            self.hooks,
+            crossings=self._crossings,
+            ends=ends,
+        )
         self._graphs = [ref for ref in self._graphs if ref() is not None] + [weakref.ref(planned)]
         return planned
 
@@ -85,6 +116,24 @@ class Backend:
     def graphs(self) -> tuple[PlannedGraph, ...]:
         """The graphs that are still in use, with their plans, in the order in which dynamo traced them."""
         return tuple(graph for ref in self._graphs if (graph := ref()) is not None)
+
+    def joint_plan(self, model: str, names: Mapping[int, str]) -> Plan:
+        """Return the joint plan of the graphs of the last complete step, or of all that are known so far.
+
+        Args:
+            model: The name of the model in the plan.
+            names: The name of each parameter and buffer of the model, by its `id`.
+
+        Returns:
+            The plan, with a section for each graph.
+
+        Example:
+            ```python
+            print(backend.joint_plan("Model", {id(p): name for name, p in model.named_parameters()}).report())
+            ```
+        """
+        self._coordinators.of_this_thread().place_last_step()
+        return joint_plan(model, (instance for graph in self.graphs for instance in graph.instances), names)
 
     @property
     def arena_size(self) -> int:

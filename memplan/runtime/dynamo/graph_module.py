@@ -40,8 +40,8 @@ class GraphModuleWithParams(nn.Module):
         return [x for i, x in enumerate(inputs) if i not in self._kept]
 
     def holds(self, inputs: Sequence[Any]) -> bool:
-        """Return whether the parameters and buffers are those among `inputs`."""
-        return all(getattr(self, name) is inputs[i] for i, name in self._kept.items())
+        """Return whether the parameters are those among `inputs`; buffers may be replaced at each call."""
+        return all(self._parameters[name] is inputs[i] for i, name in self._kept.items() if name in self._parameters)
 
 
 def named_class(graph: fx.GraphModule) -> type[GraphModuleWithParams]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,67 +17,93 @@ from torch import fx
 from torch._dynamo.convert_frame import compile_lock
 
 from memplan.core.plan import Plan
+from memplan.errors import UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.dynamo.crossings import Crossings
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, Instance, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.module_guards import ModuleGuards
-from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, replan
+from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, plan_as_small_as_eager, replan
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, part_of
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, PrepareStep, part_of
 from memplan.runtime.options import RunOptions
 from memplan.trace import trace_graph
 from memplan.trace.capture.checkpoint_warnings import gradients_that_eager_lacks
 from memplan.trace.capture.python_numbers import numbers_of, with_numbers
+from memplan.trace.capture.refusals import why_it_breaks
 from memplan.trace.traced import TracedGraph
 
 _log = logging.getLogger("memplan")
 _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each shape if sizes vary
+_DATA_DEPENDENT = ("data-dependent", "data-dependent-size")  # headings of refusals
 
 
 class GraphInstance(Instance):
-    """A graph that is ready to run, with at most one call in flight, and the `module` that has its parameters."""
+    """A graph that is ready to run, with at most one call in flight.
 
-    def __init__(self, module: GraphModuleWithParams, runner: Runner) -> None:
+    `module` has its parameters; `traced` is the graph as it was traced, before its plan. `inputs` and `results` are
+    keys of what its first call took and returned, by which the joint plan knows what graphs pass to each other. `ends`:
+    why the graph ends where it ends. `joint_budget`: the bytes that all graphs of its step may need together.
+    """
+
+    def __init__(
+        self, module: GraphModuleWithParams, traced: TracedGraph, runner: Runner, *, crossings: Crossings, ends: str
+    ) -> None:
         super().__init__(runner)
-        self.module = module
+        self.module, self.traced, self.ends = module, traced, ends
+        self.inputs: Mapping[int, Hashable] | None = None
+        self.results: Mapping[int, Hashable] = {}
+        self.joint_budget: int | None = None
+        self._crossings = crossings
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         transforms.refuse(inputs, self.module)
-        leaves = self.runner.input_guards.flatten(tuple(self.module.set_kept(inputs)), {})
-        return self.runner(leaves, training=self.runner.traced.training)
+        rest = self.module.set_kept(inputs)
+        leaves = self.runner.input_guards.flatten(tuple(rest), {})
+        if self.inputs is not None:
+            return self.runner(leaves, training=self.traced.training)
+        self.inputs = self._crossings.keys_of(rest)
+        result = self.runner(leaves, training=self.traced.training)
+        self.results = self._crossings.returned(id(self), result)
+        return result
+
+    def replace_plan(self, plan: Plan) -> None:
+        """Run by another plan from now on, in an arena of its own. It is called while nothing is in flight."""
+        arena = part_of(Arena(plan.arena_size, self.arena.device), self.ownership)
+        with torch.inference_mode(False):
+            self.runner = self.runner.replanned(plan, arena)
+        self.plan = self.runner.plan
 
 
-def _first_instance(
+def _first_program(
     module: GraphModuleWithParams,
     inputs: Sequence[Any],
     options: RunOptions,
     coordinator: ArenaCoordinator,
     hooks: Hooks,
-) -> GraphInstance:
-    """Return the first instance of a graph: it is traced, planned and tried."""
+) -> tuple[TracedGraph, Runner]:
+    """Return the trace of a graph, and its first program, which is planned and tried."""
     guards = ModuleGuards(module)
     traced = _trace(module, module.set_kept(inputs), options)
 
+    def assemble(settled: TracedGraph, plan: Plan) -> Runner:
+        """Return the program of a plan in an arena of its own."""
+        arena = part_of(Arena(plan.arena_size, traced.device), ObservedOwnership(coordinator))
+        return Runner(guards, settled, plan, arena, sanitize=options.sanitize, gradients=options.gradients, hooks=hooks)
+
     def build(known: Sequence[Measured | None]) -> Sequence[Built]:
-        """Return the program in an arena of its own, planned with what is measured of it."""
-        _, plan = options.settle(traced, None) if known[0] is None else replan(options, known[0])
-        runner = Runner(
-            guards,
-            traced,
-            plan,
-            part_of(Arena(plan.arena_size, traced.device), ObservedOwnership(coordinator)),
-            sanitize=options.sanitize,
-            gradients=options.gradients,
-            hooks=hooks,
-        )
+        """Return the program, planned with what is measured of it."""
+        runner = assemble(*(options.settle(traced, None) if known[0] is None else replan(options, known[0])))
         if options.budget == "min":
             adopt_need(runner)
         return (Built(traced=traced, runner=runner),)
 
     with torch.inference_mode(False):
-        return GraphInstance(module, build_measured(build, 1)[0].runner)
+        built = build_measured(build, 1)[0]
+        smaller = None if options.has_budget else plan_as_small_as_eager(options, built)
+        return (traced, built.runner) if smaller is None else (smaller[0], assemble(*smaller))
 
 
 class PlannedGraph:
@@ -90,8 +116,13 @@ class PlannedGraph:
         options: RunOptions,
         coordinators: ArenaCoordinators,
         hooks: Hooks,
+        *,
+        crossings: Crossings,
+        ends: str = "",
     ) -> None:
         self._graph = graph
+        self._crossings = crossings
+        self._ends = ends
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._kept = {i: name for i, (name, x) in enumerate(zip(names, inputs, strict=True)) if is_kept(x)}
         self._options = options
@@ -102,6 +133,7 @@ class PlannedGraph:
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._instances: dict[Any, list[GraphInstance]] = {}
         self._warned = False
+        self._eager = False  # whether no trace can hold it
         for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
             _log.warning("%s", warning)
 
@@ -113,10 +145,15 @@ class PlannedGraph:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan of each shape so far, as if the graph had an arena of its own."""
-        return tuple(instances[0].plan for instances in self._instances.values())
+        return tuple(instances[0].plan for instances in self._instances.values() if instances)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the graph at planned addresses. Raises `UnsupportedGraph` when it cannot be planned."""
+        """Run the graph at planned addresses, or eagerly where the shapes of its backward depend on data.
+
+        Raises `UnsupportedGraph` when it cannot be planned for another reason, or has to keep a budget.
+        """
+        if self._eager:
+            return self._graph(*inputs)
         coordinator = self._coordinators.of_this_thread()
         coordinator.place_last_step()
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
@@ -125,7 +162,14 @@ class PlannedGraph:
             if len(self._instances) == _MAX_PLANS:
                 del self._instances[next(iter(self._instances))]
             self._instances[key] = []
-        instance = self._instance(self._instances[key], coordinator, inputs, numbers)
+        try:
+            instance = self._instance(self._instances[key], coordinator, inputs, numbers)
+        except UnsupportedGraph as refused:
+            if refused.see not in _DATA_DEPENDENT or self._options.has_budget:
+                raise
+            _log.warning("%s runs as eager: %s", refused.where, why_it_breaks(refused))
+            self._eager = True
+            return self._graph(*inputs)
         return self._graph(*inputs) if instance is None else instance(inputs)
 
     def _instance(
@@ -141,10 +185,12 @@ class PlannedGraph:
             """Return a new instance; the trace, the plan and the bound ops of the first one are reused."""
             module = named_class(self._graph)(with_numbers(self._graph, numbers), self._kept, inputs)
             with compile_lock:  # torch can trace in one thread at a time
-                if not instances:
-                    return _first_instance(module, inputs, self._options, coordinator, self._hooks)
-                module.set_kept(inputs)
-                return GraphInstance(module, instances[0].another(coordinator, ModuleGuards(module)))
+                if instances:
+                    module.set_kept(inputs)
+                    traced, runner = instances[0].traced, instances[0].another(coordinator, ModuleGuards(module))
+                else:
+                    traced, runner = _first_program(module, inputs, self._options, coordinator, self._hooks)
+                return GraphInstance(module, traced, runner, crossings=self._crossings, ends=self._ends)
 
         found = idle_instance(
             instances, coordinator, make, most=MAX_IN_FLIGHT, first=lambda one: one.module.holds(inputs)
@@ -159,13 +205,14 @@ class PlannedGraph:
 class ArenaCoordinators:
     """An `ArenaCoordinator` for each thread: threads run at the same time, so they cannot share an arena."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: PrepareStep | None = None) -> None:
         self._local = threading.local()
+        self._prepare = prepare
 
     def of_this_thread(self) -> ArenaCoordinator:
         """Return the coordinator of the calling thread."""
         if not hasattr(self._local, "coordinator"):
-            self._local.coordinator = ArenaCoordinator()
+            self._local.coordinator = ArenaCoordinator(self._prepare)
         found: ArenaCoordinator = self._local.coordinator
         return found
 

@@ -122,6 +122,10 @@ class Runner:
             guards, self._before_plan, plan, arena, bound=self.program.bound, recorder=recorder, **self._options
         )
 
+    def replanned(self, plan: Plan, arena: Arena) -> Runner:
+        """Return a program of the same step by another plan, which is tried first."""
+        return Runner(self._module_guards, self._before_plan, plan, arena, **self._options)
+
     @cached_property
     def never_repeats(self) -> str | None:
         """Why the forward of a step cannot run again for another backward; None if it can."""

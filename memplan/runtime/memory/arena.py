@@ -35,14 +35,15 @@ class Memory:
         self.nbytes = nbytes
         self.device = torch.empty(0, device=device).device  # with an index
         self._pinned = pinned
-        self._allocated: torch.Tensor | None = None
+        self._allocated: list[torch.Tensor] = []  # the same list in copies, which are the same memory
 
     @property
     def memory(self) -> torch.Tensor:
         """Its bytes."""
-        if self._allocated is None:
-            self._allocated = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
-        return self._allocated
+        if not self._allocated:
+            made = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device, pin_memory=self._pinned)
+            self._allocated.append(made)
+        return self._allocated[0]
 
     def bytes_at(self, low: int, high: int) -> torch.Tensor:
         """Return the bytes [low, high) as a tensor."""
@@ -80,8 +81,8 @@ class Arena(Memory):
     def release(self) -> None:
         """Free its memory, although programs that nobody will run again may still refer to it."""
         self.ownership.released = True
-        if self._allocated is not None:
-            self._allocated.untyped_storage().resize_(0)
+        for made in self._allocated:
+            made.untyped_storage().resize_(0)
         self.nbytes = 0
 
     def view_for(self, plan: Plan) -> Arena | None:

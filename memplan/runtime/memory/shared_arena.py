@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from memplan.solvers import solve
 
 _MAX_LAYOUTS = 8  # of one instance: a program whose order never repeats keeps its last layout
 _MAX_EVENTS = 1024  # in one step
+PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
 
 
 class ArenaUser(Protocol):
@@ -62,6 +63,18 @@ class InstanceEvent:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class StepLayout:
+    """The places of the instances of one step. `number` counts the layouts of a coordinator.
+
+    `timeline`: the first forward and backward of each instance (by its position in `members`), in order.
+    """
+
+    number: int
+    members: tuple[weakref.ref[Any], ...]
+    timeline: tuple[tuple[int, bool], ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class ArenaSlot:
     """The place of an instance in the shared arena, in the layout of one order.
 
@@ -69,7 +82,7 @@ class ArenaSlot:
     in the same layout.
     """
 
-    layout: object
+    layout: StepLayout
     leaves_alone: tuple[frozenset[int], frozenset[int]]
 
 
@@ -148,10 +161,13 @@ class ObservedOwnership(ArenaOwnership):
 class ArenaCoordinator:
     """Records the order in which instances run, and places them in one arena when a step is complete.
 
-    `running` is held while a step of any instance runs, and while instances move.
+    `running` is held while a step of any instance runs, and while instances move. `prepare` is called with the
+    instances and the timeline of a step before they are placed together; it may replace their plans.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: PrepareStep | None = None) -> None:
+        self._prepare = prepare
+        self._layouts = 0
         self.running = threading.Lock()
         self._lock = threading.Lock()
         self._events: list[InstanceEvent] = []
@@ -238,11 +254,16 @@ class ArenaCoordinator:
     def _lay_out(self, instances: Sequence[ArenaUser], events: Sequence[InstanceEvent]) -> None:
         """Place all buffers of all instances in the shared arena, and move the instances there."""
         alone = len(instances) == 1
-        layout = object()
+        position = {id(instance): i for i, instance in enumerate(instances)}
+        timeline = tuple(dict.fromkeys((position[id(e.instance)], e.backward) for e in events))
+        self._layouts += 1
+        layout = StepLayout(self._layouts, tuple(map(weakref.ref, instances)), timeline)
         if alone and self.shared is None:  # its own arena becomes the shared one
             self._shared = weakref.ref(instances[0].arena.whole)
             instances[0].slot = ArenaSlot(layout, (frozenset(), frozenset()))
             return
+        if self._prepare is not None and not alone:
+            self._prepare(instances, timeline)
         plans = [instances[0].plan] if alone else _jointly(instances, events)
         shared = self._make_room(plans[0].arena_size, instances)
         in_flight: dict[tuple[int, bool], frozenset[int]] = {}

@@ -47,7 +47,7 @@ def settle_side_effects(
     if not changed:
         return []
     modules = dict(model.named_modules())
-    inside = all(source.startswith("L[") and _is_held(clean_module_path(source), modules) for source in changed)
+    inside = all(_is_own(source) and _is_held(clean_module_path(source), modules) for source in changed)
     undo = _settle(model, args, kwargs) if inside else None
     if undo is None:
         raise _changes(model, ", ".join(changed))
@@ -61,6 +61,11 @@ def require_same_call(model: nn.Module, first: fx.Graph, second: fx.Graph, undo:
             back()
         reason = "forward does something different in its first call, such as an initialisation"
         raise UnsupportedGraph(type(model).__name__, reason, "call the model once, then compile it", see="first-call")
+
+
+def _is_own(source: str) -> bool:
+    """Return whether `source` is of the model itself, and not a variable of the functions that it calls (its hooks)."""
+    return source.startswith("L[") and "__closure__" not in source
 
 
 def _is_held(path: str, modules: Container[str]) -> bool:
@@ -131,7 +136,10 @@ def _generators() -> dict[str, Any]:
 def _changes(model: nn.Module, what: str) -> UnsupportedGraph:
     """Return the error for Python state that forward changes."""
     reason = f"forward changes Python state that a compiled step would leave unchanged: {what}"
-    hint = "return the value instead, or keep it in a registered buffer and change that in place (copy_, add_)"
+    hint = (
+        "return the value instead, or keep it in a registered buffer and change that in place (copy_, add_), or use "
+        "memplan.compile(model, inputs), without fullgraph=True, which leaves it to Python"
+    )
     return UnsupportedGraph(type(model).__name__, reason, hint, see="python-state")
 
 
@@ -160,6 +168,7 @@ def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
     try:
         twin, given = with_fake_tensors(model, (args, kwargs))
+        held = _attributes(model)
         args, kwargs = given
         leaves, spec = pytree.tree_flatten(given)
         before, buffers = _attributes(twin), _buffers(twin)
@@ -168,6 +177,8 @@ def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             with torch.no_grad():
                 twin(*args, **kwargs)
             states.append(_attributes(twin))
+        if _restored(model, held):  # a function that the copy shares with the model, such as a hook, changed it
+            return None
         now, now_spec = pytree.tree_flatten(given)  # the caller's containers are effects too
         if now_spec != spec or any(one is not two for one, two in zip(leaves, now, strict=True)):
             return None
@@ -180,6 +191,28 @@ def _settled(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     changed = {key: value for key, value in once.items() if key not in before or not _same(before[key], value)}
     return changed if all(_is_plain(value) for value in changed.values()) else None
+
+
+def _restored(model: nn.Module, before: _Attributes) -> bool:
+    """Give the lists and dicts that the model's attributes are their contents `before` again; return whether any
+    attribute had changed.
+    """
+    now = _attributes(model)
+    changed = [key for key, value in now.items() if not _same(before.get(key), value)]
+    modules = dict(model.named_modules())
+    for path, name in changed:
+        *names, attribute = name.split(".")
+        holder = vars(getattr(modules[path], *names) if names else modules[path])
+        if isinstance(holder[attribute], list):
+            holder[attribute][:] = before.get((path, name), [])
+        elif isinstance(holder[attribute], dict):
+            holder[attribute].clear()
+            holder[attribute].update(before.get((path, name), []))
+        elif (path, name) in before:
+            holder[attribute] = before[path, name]
+        else:
+            del holder[attribute]
+    return bool(changed)
 
 
 def with_fake_tensors(model: nn.Module, inputs: Any, device: str | None = None) -> tuple[nn.Module, Any]:

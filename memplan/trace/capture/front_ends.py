@@ -21,6 +21,7 @@ from memplan.trace.capture.effects import exporting, refuse_random, require_same
 from memplan.trace.capture.lost_checkpoints import refusing_checkpoints
 from memplan.trace.capture.python_values import options_of_layers, recording_guards
 from memplan.trace.capture.recurrent import RecurrentAsEager
+from memplan.trace.capture.returned_objects import returning_objects
 
 READINGS = "memplan's readings"  # key of a graph's Python values in its metadata
 WARNINGS = "memplan's warnings"  # key of what a graph computes unlike eager
@@ -52,7 +53,7 @@ def dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> n
     _take_real_tensors(module)
     undo = [back for w in caught for back in settle_side_effects(model, args, kwargs, str(w.message))]
     if not undo:
-        return module
+        return returning_objects(module)
     settled = dynamo(model, args, kwargs)
     require_same_call(model, module.graph, settled.graph, undo)  # type: ignore[arg-type]
     return settled

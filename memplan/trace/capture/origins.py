@@ -11,6 +11,8 @@ from memplan.core.graph import Origin
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\w*)')
 
+_LIBRARIES = ("/torch/nn/", "/memplan/runtime/")  # whose functions call the user's
+
 
 def origin_of(node: fx.Node) -> Origin:
     """Return a node's module path ("transformer.h.0.attn"), innermost source line outside torch, op and name."""
@@ -37,7 +39,12 @@ def clean_module_path(path: str) -> str:
 
 def _source(node: fx.Node) -> str:
     """Return the innermost source line outside torch: the line of the model that made the tensor."""
-    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+    return place_in_user_code(node.meta.get("stack_trace") or "")
+
+
+def place_in_user_code(trace: str) -> str:
+    """Return the innermost line outside torch of a traceback in a text, such as "model.py:12"; "" if it has none."""
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(trace)]
     if not frames:
         return ""
     file, line = next((frame for frame in reversed(frames) if "/torch/" not in frame[0]), frames[-1])
@@ -53,7 +60,21 @@ def place_of(node: fx.Node) -> str:
 def user_of(graph: fx.Graph) -> str:
     """Return the user's function that a dynamo graph was traced from: "forward in model.py:12"; "" if unknown."""
     for node in graph.nodes:
-        outermost = _FRAME.search(node.meta.get("stack_trace") or "")
+        frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
+        outermost = next((f for f in frames if not any(name in f["file"] for name in _LIBRARIES)), None)
         if outermost:
             return f"{outermost['function']} in {PurePath(outermost['file']).name}:{outermost['line']}"
     return ""
+
+
+def why_it_ends(graph: fx.GraphModule) -> str:
+    """Return why dynamo ended a graph, with the place in the model's code: "Data-dependent branching (model.py:12)".
+
+    Returns "" for a graph at whose end the traced function returns.
+    """
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    frames = [f for f in reason.user_stack if not any(name in f.filename for name in _LIBRARIES)]
+    place = f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{str(reason.reason).strip().splitlines()[0]}{place}"

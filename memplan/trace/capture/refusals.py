@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.lost_checkpoints import LostCheckpoint
-from memplan.trace.capture.origins import place_of
+from memplan.trace.capture.origins import place_in_user_code, place_of
 from memplan.trace.passes.rewrite import aten
 
-_BACKEND = 'or use torch.compile(model, backend="memplan"), which plans the graphs between such places'
+SEVERAL = "or use memplan.compile(model, inputs), without fullgraph=True, which plans the graphs between such places"
 _DATA_DEPENDENT = (
     *("data-dependent", "unbacked", "guardondatadependent", "dynamicoutputshape", "datadependentoutput", ".item()"),
     "dynamic shape operator",
@@ -33,6 +33,10 @@ _NORMALISATIONS = {  # of one type, but for activations in half precision beside
     *(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit_no_training.default),
 }
 _HALVES = ("float16", "bfloat16")
+_BREAKS = {  # headings of refusals of one graph that a graph break, or Python between graphs, resolves
+    *("data-dependent", "data-dependent-size", "graph-breaks", "python-state", "first-call", "random-numbers"),
+    *("not-a-buffer", "types", "lost-checkpoints"),
+}
 
 
 def require_traceable(model: Any) -> None:
@@ -78,7 +82,7 @@ def lost_checkpoints(model: nn.Module, reason: Exception) -> UnsupportedGraph:
     because = "" if isinstance(reason, LostCheckpoint) or not lines else f"; dynamo says: {lines[0]}"
     what = f"has activation checkpoints, and only torch.export can read it, which drops them{because}"
     hint = "make forward traceable by torch.compile(fullgraph=True), or leave the checkpoints out and give a budget"
-    return UnsupportedGraph(type(model).__name__, what, f"{hint}; {_BACKEND}", see="lost-checkpoints")
+    return UnsupportedGraph(type(model).__name__, what, f"{hint}; {SEVERAL}", see="lost-checkpoints")
 
 
 def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
@@ -102,7 +106,7 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         hint = (
             "shapes or branches depend on tensor values; compute them outside the model or use a static variant "
             '(for mixtures of experts in transformers: model.set_experts_implementation("batched_mm"))'
-            f"; {_BACKEND}"
+            f"; {SEVERAL}"
         )
     elif "entirely functional graph" in text:
         hint, see = "register the tensor that forward changes in place as a buffer of the model", "not-a-buffer"
@@ -115,12 +119,27 @@ def unsupported(model: nn.Module, error: Exception) -> UnsupportedGraph:
         see = "graph-breaks"
         hint = (
             "remove what breaks the graph from forward (print, logging, .item(), calls into C), or compute it outside"
-            f"; {_BACKEND}"
+            f"; {SEVERAL}"
         )
     else:
         see = "example-fails"
         hint = "check that model(*example_inputs) runs eagerly; then trace a smaller submodule to find the culprit"
     return UnsupportedGraph(name, "\n  ".join([reason, *details[:4]]), hint, see=see)
+
+
+def breaks(refused: UnsupportedGraph) -> bool:
+    """Return whether a model that was refused as one graph can run as several, with Python between them."""
+    return refused.see in _BREAKS
+
+
+def why_it_breaks(refused: UnsupportedGraph) -> str:
+    """Return why one graph cannot hold a model, in one line, with the place in its code where that is known.
+
+    Such as "Data-dependent branching (model.py:12)".
+    """
+    reason = refused.reason.splitlines()[0].removeprefix("cannot be traced as one graph: ")
+    place = place_in_user_code(str(refused.__cause__ or refused))
+    return reason.removeprefix("Unsupported: ") + (f" ({place})" if place else "")
 
 
 def require_same_types(graph: fx.Graph) -> None:

@@ -1,0 +1,175 @@
+"""`CompiledGraphs`, which `memplan.compile` returns for a model that one graph cannot hold."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from memplan.core.plan import Plan
+from memplan.errors import InputMismatch, UnsupportedGraph
+from memplan.runtime.api.compiled_module import CompiledModule, in_this_thread
+from memplan.runtime.api.pickling import in_modes
+from memplan.runtime.dynamo.backend import Backend
+from memplan.runtime.options import CompileOptions, RunOptions
+from memplan.trace.capture.refusals import breaks, why_it_breaks
+
+_log = logging.getLogger("memplan")
+_MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
+
+Layouts = tuple[str, tuple[Any, ...]]
+
+
+def several_graphs(
+    refused: UnsupportedGraph,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    options: CompileOptions,
+    train: bool | None,
+    given: Plan | None,
+) -> CompiledGraphs:
+    """Return the model compiled as several graphs, and log why one graph could not hold it.
+
+    Raises `refused`, the error of the model as one graph, where graph breaks would not help or an option needs one
+    graph: a given plan, `device`, `dynamic_shapes`, `cuda_graph`, `divide`, `compress`, measured costs, and gradients
+    in the arena or added in place.
+    """
+    if given is not None or not breaks(refused) or not _allows_several(options):
+        raise refused
+    compiled = CompiledGraphs(model, args, kwargs, options=options, train=train)
+    _log.warning(
+        "%s is planned as several graphs, because one cannot hold it: %s; .plan is complete after the first step",
+        type(model).__name__,
+        why_it_breaks(refused),
+    )
+    return compiled
+
+
+class CompiledGraphs(CompiledModule):
+    """A model that runs as the graphs into which dynamo breaks it, in one planned arena.
+
+    It is called, trained, saved and copied like the `CompiledModule` that it is. What lies between the graphs runs as
+    Python, as in eager. Nothing runs when it is made: each graph is planned when it is first called, with an arena of
+    its own, and all graphs of a training step are placed in one arena when the next step begins.
+
+    Attributes:
+        plan: The joint plan of the last complete step, with a section for each graph (`Plan.sections`). Before, that of
+            the graphs that are known so far.
+        hooks: The hooks that are called with the events of all graphs.
+
+    Example:
+        ```python
+        compiled = memplan.compile(model_with_a_branch, inputs)
+        compiled(inputs).sum().backward()
+        print(compiled.plan.report())
+        ```
+    """
+
+    _backend: Backend
+    _layouts: Layouts
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
+        """Prepare the backend; the graphs are traced at their first call."""
+        options = self._requested
+        shared = {f.name: getattr(options, f.name) for f in fields(RunOptions) if f.name not in _OF_ONE_GRAPH}
+        gradients = "owned" if options.gradients == "owned" else "safe"
+        backend = Backend(**{**shared, "gradients": gradients})
+        original = self._original
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """Call the model with its hooks: the function that dynamo traces."""
+            return original(*args, **kwargs)
+
+        compile_call: Any = torch.compile  # whose overloads lack the limits
+        limits = {"isolate_recompiles": True, "recompile_limit": _MAX_RECOMPILES}  # torch 2.11 has neither
+        run = compile_call(
+            call, backend=backend, **{k: v for k, v in limits.items() if k in signature(torch.compile).parameters}
+        )
+        self.__dict__.update(hooks=backend.hooks, _backend=backend, _run=run, _layouts=_layouts((args, kwargs)))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, with the arguments of the original.
+
+        Args:
+            args: The positional arguments of the original.
+            kwargs: The keyword arguments.
+
+        Returns:
+            What the original returns.
+
+        Raises:
+            InputMismatch: The call differs from the example, and `on_mismatch` is "error".
+            BudgetInfeasible: A graph, or all graphs together, cannot keep the budget.
+            StaleActivationsError: A backward runs whose activations were overwritten.
+
+        Example:
+            ```python
+            compiled(inputs).sum().backward()
+            ```
+        """
+        if torch.compiler.is_compiling() and in_this_thread():
+            return self._original(*args, **kwargs)
+        if self._requested.on_mismatch == "error":
+            _require_same(self._layouts, _layouts((args, kwargs)))
+        without_gradients = torch.no_grad() if self._train is False else contextlib.nullcontext()
+        # numpy's random numbers are drawn by numpy, as in eager, and not by torch
+        with without_gradients, torch._dynamo.config.patch(use_numpy_random_stream=True):
+            return self._run(*args, **kwargs)
+
+    @property
+    def plan(self) -> Plan:  # type: ignore[override]  # that of the last step, which changes
+        """The joint plan of the last complete step, or of the graphs that are known so far."""
+        held = (*self._original.named_parameters(), *self._original.named_buffers())
+        return self._backend.joint_plan(type(self._original).__name__, {id(tensor): name for name, tensor in held})
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes in private pools of CUDA graphs: none."""
+        return 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what compiles a copy again: graphs and addresses cannot be copied or pickled."""
+        modes = [module.training for module in self._original.modules()]
+        return _remade, (self._original, self._layouts, {"options": self._requested, "train": self._train}, modes)
+
+
+_OF_ONE_GRAPH = ("gradients", "device", "divide", "compress", "dynamic_shapes")  # options that `Backend` does not take
+
+
+def _allows_several(options: CompileOptions) -> bool:
+    """Return whether all options hold for several graphs too."""
+    plain = {f.name: f.default for f in fields(CompileOptions) if f.name in (*_OF_ONE_GRAPH[1:], "cuda_graph")}
+    held = all(getattr(options, name) == default for name, default in plain.items())
+    return held and not options.measures and options.gradients not in ("arena", "added")
+
+
+def _layouts(call: Any) -> Layouts:
+    """Return the structure of a call, and the shape, type and device of each tensor in it."""
+    leaves, spec = pytree.tree_flatten(call)
+    found = [(tuple(x.shape), x.dtype, x.device) if isinstance(x, torch.Tensor) else type(x) for x in leaves]
+    return str(spec), tuple(found)
+
+
+def _require_same(example: Layouts, call: Layouts) -> None:
+    """Raise `InputMismatch` unless a call is like the example, for `on_mismatch="error"`."""
+    if example != call:
+        pairs = zip(example[1], call[1], strict=False)
+        what = next((f"was made for {a}, and is called with {b}" for a, b in pairs if a != b), "was made for others")
+        raise InputMismatch(f"the plan {what}", where="the call", hint='choose on_mismatch="replan" or "eager"')
+
+
+def _remade(model: nn.Module, layouts: Layouts, settings: Mapping[str, Any], modes: list[bool]) -> CompiledGraphs:
+    """Return a copy of a `CompiledGraphs`, of a copy of its model."""
+    with in_modes(model, modes):
+        made = CompiledGraphs(model, (), {}, **settings)
+    made.__dict__["_layouts"] = layouts
+    return made

@@ -1,0 +1,358 @@
+"""Models that one graph cannot hold: `memplan.compile` runs them as several graphs, with eager's bits and peak."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import memplan
+from memplan.errors import BudgetInfeasible, InputMismatch, UnsupportedGraph
+from memplan.planning.consistency import check_consistency
+from memplan.report.markdown import report_markdown
+from memplan.runtime.api.compiled_graphs import CompiledGraphs
+from tests.runtime.test_total_budget import _peak
+
+WIDTH, BATCH = 32, 1024
+PADDING = 64 * 64  # bytes: what rounding some dozens of buffers up to 64 bytes may add
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * WIDTH, WIDTH))
+
+
+class Checked(nn.Module):
+    """A check of labels between two halves, as DeBERTa's and the CTC losses' are: a branch on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = _layers(), _layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x)
+        if x.amax() > 100:
+            raise ValueError("a label is out of range")
+        found: torch.Tensor = self.two(hidden) + hidden
+        return found
+
+
+class Lengths(nn.Module):
+    """A check of lengths by `.item()` before anything is computed, and a size read in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = _layers(), _layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        longest = int((x > 0).sum(1).max().item())
+        if longest > WIDTH:
+            raise ValueError("a length is larger than its sequence")
+        found: torch.Tensor = self.two(self.one(x)) * min(longest, 2)
+        return found
+
+
+class MaskCache(nn.Module):
+    """A mask that is made once and kept as a plain attribute, as in word_language_model of pytorch/examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _layers()
+        self.mask: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None or self.mask.size(0) != len(x):
+            self.mask = torch.ones(len(x), len(x), device=x.device).tril()
+        found: torch.Tensor = self.mask @ self.inner(x) / len(x)
+        return found
+
+
+class CorrelationBlock:
+    """An object that is no module and keeps tensors between calls, as raft's `corr_block` in torchvision."""
+
+    def build(self, x: torch.Tensor) -> None:
+        correlation = x @ x.T / len(x)
+        self.pyramid = [correlation, correlation.tanh()]
+
+    def look(self, level: int) -> torch.Tensor:
+        return self.pyramid[level].mean(1)
+
+
+class Correlated(nn.Module):
+    """A model whose `corr_block` is built in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _layers()
+        self.corr_block = CorrelationBlock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.corr_block.build(self.inner(x))
+        return self.corr_block.look(0) + self.corr_block.look(1)
+
+
+class RunningMean(nn.Module):
+    """A buffer that is assigned, and the counter and statistics of batch normalisation."""
+
+    running: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = _layers(), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("running", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.norm(self.inner(x))
+        self.running = self.running * 0.9 + hidden.detach().mean(0) * 0.1
+        return hidden - self.running
+
+
+class Chosen(nn.Module):
+    """Rows that `nonzero` chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = _layers(), _layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nonzero(x[:, 0] > 0).squeeze(1)
+        hidden = self.one(x)
+        found: torch.Tensor = self.two(hidden[rows]).mean() + hidden.mean()
+        return found
+
+
+class Masked(nn.Module):
+    """A parameter written by a mask, as Wav2Vec2's `masked_spec_embed`: its gradient has no fixed size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = _layers(), _layers()
+        self.embedding = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x)
+        hidden[x[:, 0] > 0.5] = self.embedding.to(hidden.dtype)
+        found: torch.Tensor = self.two(hidden)
+        return found
+
+
+def _pruned() -> nn.Module:
+    model = _layers()
+    prune.random_unstructured(model[0], "weight", amount=0.3)  # type: ignore[no-untyped-call]
+    return model
+
+
+class Featured(nn.Module):
+    """A model whose hook keeps what a layer returns, in a list that is an attribute of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _layers()
+        self.features: list[torch.Tensor] = []
+        self.inner[1].register_forward_hook(lambda module, inputs, output: self.features.append(output.detach()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)
+        return found
+
+
+class Scaled(nn.Module):
+    """Python's and numpy's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.from_numpy(np.random.rand(WIDTH).astype("float32"))
+        found: torch.Tensor = self.inner(x) * noise * random.random()
+        return found
+
+
+PROGRAMS: dict[str, Callable[[], nn.Module]] = {
+    "label check": Checked,
+    "length check": Lengths,
+    "mask cache": MaskCache,
+    "corr_block": Correlated,
+    "assigned buffer": RunningMean,
+    "nonzero": Chosen,
+    "mask writes a parameter": Masked,
+    "pruning": _pruned,
+    "feature hook": Featured,
+    "random numbers": Scaled,
+}
+
+
+def _made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return PROGRAMS[name]()
+
+
+def _batch(seed: int = 0) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def _train(model: nn.Module, steps: int = 4) -> list[Any]:
+    """Train, evaluate, and return all that a user could see: losses, the state, the evaluation."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    seen: list[Any] = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        random.seed(step)
+        np.random.seed(step)
+        optimizer.zero_grad()
+        loss = model(_batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.detach())
+    seen += [value.clone() for value in model.state_dict().values()]
+    model.eval()
+    with torch.no_grad():
+        seen.append(model(_batch(9)))
+    model.train()
+    return seen
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_one_graph_cannot_hold_trains_with_the_bits_of_eager(name: str) -> None:
+    eager, model = _made(name), _made(name)
+    with pytest.raises(UnsupportedGraph):
+        memplan.compile(model, _batch(), fullgraph=True)
+    compiled = memplan.compile(model, _batch(), sanitize="poison")
+    assert isinstance(compiled, CompiledGraphs)
+    assert list(compiled.state_dict()) == list(eager.state_dict())
+    assert all(
+        torch.equal(a, b) for a, b in zip(eager.state_dict().values(), compiled.state_dict().values(), strict=True)
+    )
+    for one, two in zip(_train(compiled), _train(eager), strict=True):
+        assert torch.equal(one, two)
+    if isinstance(eager, Featured):
+        assert isinstance(model, Featured)
+        assert len(eager.features) == len(model.features) == 5
+        assert all(map(torch.equal, eager.features, model.features))
+
+
+def _step(model: nn.Module, x: torch.Tensor) -> None:
+    model.zero_grad()
+    features = getattr(model, "features", [])
+    features.clear()
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "corr_block"])  # gets zeros as gradients
+def test_the_peak_is_not_above_eagers_nor_above_the_plans(name: str) -> None:
+    x = _batch()
+    eager, compiled = _made(name), memplan.compile(_made(name), x)
+    peaks = []
+    for model in (eager, compiled):
+        for _ in range(8):  # from the second call on, all graphs of the compiled one are in one arena
+            _step(model, x)
+        model.zero_grad()
+        peaks.append(_peak(partial(_step, model, x)))
+    arena = compiled._backend.arena_size
+    held = sum(t.nbytes for t in (x, *compiled.parameters(), *compiled.buffers()))
+    assert peaks[1] + arena <= peaks[0] + PADDING, f"{peaks[1]} and an arena of {arena}, eager {peaks[0]}"
+    assert peaks[1] + arena + held <= compiled.plan.total + PADDING
+
+
+def _losses(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        model.zero_grad()
+        loss = model(_batch(step)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return found
+
+
+def test_a_budget_holds_for_all_graphs_together() -> None:
+    free = memplan.compile(_made("label check"), _batch())
+    expected = _losses(free)
+    assert len(free.plan.sections) == 2
+    alone = max(instance.plan.total for graph in free._backend.graphs for instance in graph.instances)
+    least = memplan.compile(_made("label check"), _batch(), budget="min")
+    _losses(least)
+    limit = (free.plan.total + max(alone, least.plan.total)) // 2
+    assert alone < limit < free.plan.total, "each graph on its own keeps it, and both together do not"
+    compiled = memplan.compile(_made("label check"), _batch(), budget=limit)
+    assert all(map(torch.equal, _losses(compiled), expected))
+    plan = compiled.plan
+    assert plan.eviction is not None
+    assert plan.eviction.budget == limit
+    assert plan.total <= limit
+    assert plan.evictions
+    check_consistency(plan)
+    x = _batch()
+    held = sum(t.nbytes for t in (x, *compiled.parameters(), *compiled.buffers()))
+    compiled.zero_grad()
+    assert _peak(partial(_step, compiled, x)) + compiled._backend.arena_size + held <= limit
+
+
+def test_a_budget_that_all_graphs_together_cannot_keep_is_refused() -> None:
+    free = memplan.compile(_made("label check"), _batch())
+    _losses(free)
+    least = memplan.compile(_made("label check"), _batch(), budget="min")
+    _losses(least)
+    alone = max(instance.plan.total for graph in least._backend.graphs for instance in graph.instances)
+    assert alone < least.plan.total
+    compiled = memplan.compile(_made("label check"), _batch(), budget=(alone + least.plan.total) // 2)
+    with pytest.raises(BudgetInfeasible, match="2 graphs of the step need") as caught:
+        _losses(compiled)
+    assert caught.value.smallest <= least.plan.total + PADDING
+
+
+def test_the_plan_has_a_section_for_each_graph_and_each_parameter_once(tmp_path: Any) -> None:
+    model = _made("label check")
+    compiled = memplan.compile(model, _batch())
+    assert compiled.plan.sections == ()
+    assert compiled.plan.total == 0
+    compiled(_batch()).sum().backward()
+    plan = compiled.plan
+    assert [section.ends[:25] for section in plan.sections] == ["generic_jump TensorVariab", ""]
+    assert plan.outside["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert plan.outside["inputs"] == _batch().nbytes
+    assert {"0.one.0.weight", "1.two.0.weight"} <= {storage.name for storage in plan.graph.storages}
+    check_consistency(plan)
+    plan.save(tmp_path / "plan.json")
+    assert memplan.load(tmp_path / "plan.json") == plan
+    assert "graphs, which share the arena" in report_markdown(plan.report())
+    arena = {instance.runner.arena.memory for graph in compiled._backend.graphs for instance in graph.instances}
+    assert [memory.numel() for memory in arena] == [plan.arena_size]
+
+
+def test_copies_and_pickles_train_on_their_own() -> None:
+    compiled = memplan.compile(_made("label check"), _batch(), on_mismatch="error")
+    expected = _losses(compiled)
+    for made in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+        assert isinstance(made, CompiledGraphs)
+        assert all(map(torch.equal, _losses(made), expected))
+        assert not {p.data_ptr() for p in made.parameters()} & {p.data_ptr() for p in compiled.parameters()}
+        with pytest.raises(InputMismatch, match="was made for"):
+            made(_batch()[:3])
+
+
+def test_options_that_need_one_graph_refuse() -> None:
+    x = _batch()
+    for options in ({"gradients": "arena"}, {"device": "cpu"}, {"compress": "bits"}, {"divide": True}):
+        with pytest.raises(UnsupportedGraph):
+            memplan.compile(_made("label check"), x, **options)
+    with pytest.raises(UnsupportedGraph):
+        memplan.plan(_made("label check"), x)
+    with pytest.raises(UnsupportedGraph, match="forward fails in eager"):
+        memplan.compile(_made("label check"), x.double())(x.double())
+
+
+def test_the_log_says_where_the_graph_breaks(caplog: pytest.LogCaptureFixture) -> None:
+    memplan.compile(_made("label check"), _batch())
+    (record,) = [record for record in caplog.records if record.name == "memplan"]
+    assert "Checked is planned as several graphs" in record.message
+    assert "Data-dependent branching (test_compiled_graphs.py:" in record.message
