@@ -247,7 +247,8 @@ def _step(model: nn.Module, x: torch.Tensor) -> None:
     model(x).sum().backward()
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "corr_block"])  # gets zeros as gradients
+# corr_block gets zeros as gradients; other random numbers are another graph, which is traced and tried in the step
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("corr_block", "random numbers")])
 def test_the_peak_is_not_above_eagers_nor_above_the_plans(name: str) -> None:
     x = _batch()
     eager, compiled = _made(name), memplan.compile(_made(name), x)

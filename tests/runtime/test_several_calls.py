@@ -208,7 +208,7 @@ def test_what_waits_lies_in_one_arena_below_eager() -> None:
     with pending:
         shared = pending.coordinator.shared
         assert shared is not None
-        assert pending.nbytes == shared.nbytes < 3 * compiled.plan.arena_size
+        assert pending.nbytes == shared.nbytes <= 3 * compiled.plan.arena_size
     (instances,) = pending._instances.values()
     assert len({i.arena.memory.data_ptr() for i in instances}) == 1
 

@@ -87,7 +87,7 @@ class CompiledModule(nn.Module, MeasuredStep):
         self.__dict__["_original"] = model
         mode = model.training
         super().__init__()
-        self.__class__ = shown_as(CompiledModule, model)  # for libraries that read its signature and its class
+        self.__class__ = shown_as(type(self), model)  # for libraries that read its signature and its class
         model.training = mode
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = model.__dict__[name]

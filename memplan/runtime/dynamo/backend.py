@@ -139,7 +139,7 @@ class Backend:
     def arena_size(self) -> int:
         """The bytes of all arenas that its graphs have now."""
         memories = {instance.runner.arena.memory for graph in self.graphs for instance in graph.instances}
-        return sum(memory.numel() for memory in memories)
+        return sum(memory.untyped_storage().nbytes() for memory in memories)  # 0 where it was freed
 
 
 def _remade(kind: type[Backend], options: dict[str, Any]) -> Backend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from operator import is_
 from typing import Any
@@ -49,11 +50,13 @@ class Runner:
         whole: bool = False,
         bound: tuple[BoundOp, ...] | None = None,
         hooks: Hooks | None = None,
+        unused: bool = False,
     ) -> None:
         """Build the program of `plan` in `arena`.
 
         `gradients`: the option of that name. `recorder`: record and replay CUDA graphs; `whole`: one graph for the
-        whole step. `bound`: as in `build_program`. `hooks`: the hooks that observe the steps.
+        whole step. `bound`: as in `build_program`. `hooks`: the hooks that observe the steps. `unused`: no other
+        program runs in this arena, and it need not be locked.
         """
         self._module_guards, self._before_plan = module_guards, traced
         self._options: dict[str, Any] = {"sanitize": sanitize, "gradients": gradients, "whole": whole, "hooks": hooks}
@@ -83,8 +86,8 @@ class Runner:
         host = arena.host(plan.host_size)
         sanitizers = _sanitizers(sanitize, traced, plan, arena, host)
         if bound is None:
-            with arena.ownership as ownership:
-                ownership.require_free("the trial run of another program")
+            with nullcontext() if unused else arena.ownership:
+                arena.ownership.require_free("the trial run of another program")
                 self.program = build_program(traced, plan, arena, host, tensors, sanitizers=sanitizers)
         else:
             self.program = build_program(traced, plan, arena, host, tensors, sanitizers=sanitizers, bound=bound)
@@ -123,8 +126,8 @@ class Runner:
         )
 
     def replanned(self, plan: Plan, arena: Arena) -> Runner:
-        """Return a program of the same step by another plan, which is tried first."""
-        return Runner(self._module_guards, self._before_plan, plan, arena, **self._options)
+        """Return a program of the same step by another plan, which is tried first; nothing else uses `arena`."""
+        return Runner(self._module_guards, self._before_plan, plan, arena, unused=True, **self._options)
 
     @cached_property
     def never_repeats(self) -> str | None:

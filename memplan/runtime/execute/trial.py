@@ -17,7 +17,7 @@ import torch
 from memplan.core.graph import Graph, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.errors import UnsupportedGraph
-from memplan.runtime.codegen.step_ir import Layout
+from memplan.runtime.codegen.step_ir import Layout, refs
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, materialise
 from memplan.runtime.kernels.stand_ins import select_on_stand_ins
 from memplan.runtime.memory.arena import dtype_of, offset_within, view_of
@@ -74,6 +74,7 @@ def _select_kernels(
     for index in plan.schedule.order:
         kernel = traced.kernels[index]
         if isinstance(kernel, KernelCall):
+            memory.before_call(refs((kernel.args, kernel.kwargs)))
             bound[index] = selector.select(kernel, env)
         memory.before(index, bound[index])
         if leaves_users_alone(traced, layout, index):
@@ -164,6 +165,13 @@ class TrialMemory:
         last = {storage: op for op in order for storage in self._touched[op]}
         freed = planned | layout.released
         self._ends = {op: {s for s in self._touched[op] & freed if last[s] == op} for op in order}
+
+    def before_call(self, values: Iterable[int]) -> None:
+        """Allocate what a call takes although nothing wrote it, such as what `torch.empty` returns."""
+        for value in values:
+            storage = self._graph.values[value].storage
+            if storage in self._values and self._env[value] is None:
+                self._allocate(storage)
 
     def before(self, op: int, bound: BoundOp | None = None) -> None:
         """Allocate what `op` is the first to touch, but for what `bound` returns in new memory."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from memplan.solvers import solve
 
 _MAX_LAYOUTS = 8  # of one instance: a program whose order never repeats keeps its last layout
 _MAX_EVENTS = 1024  # in one step
+_SHRINKS_AFTER = 4  # steps that need less than the shared arena has
 PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
 
 
@@ -168,6 +170,7 @@ class ArenaCoordinator:
     def __init__(self, prepare: PrepareStep | None = None) -> None:
         self._prepare = prepare
         self._layouts = 0
+        self._needs: deque[int] = deque(maxlen=_SHRINKS_AFTER)
         self.running = threading.Lock()
         self._lock = threading.Lock()
         self._events: list[InstanceEvent] = []
@@ -237,8 +240,25 @@ class ArenaCoordinator:
             if (homeless or again) and len({instance.arena.device for instance in instances}) == 1:
                 with torch.inference_mode(False):
                     self._lay_out(instances, _completed(events))
+            if instances:
+                self._needs.append(max(instance.placed.arena_size for instance in instances))
+                self._shrink(instances)
         finally:
             self.running.release()
+
+    def _shrink(self, instances: Sequence[ArenaUser]) -> None:
+        """Replace the shared arena by a smaller one, if the last steps needed less; other instances settle later."""
+        shared = self.shared
+        if shared is None or len(self._needs) < _SHRINKS_AFTER or max(self._needs) >= shared.nbytes:
+            return
+        if any(instance.arena.whole is not shared for instance in instances):
+            return
+        shared.release()
+        smaller = Arena(max(self._needs), shared.device)
+        self._shared = weakref.ref(smaller)
+        with torch.inference_mode(False):
+            for instance in instances:
+                instance.move(instance.placed, part_of(smaller, instance.ownership))
 
     def settle(self, instance: ArenaUser) -> None:
         """Move an instance whose arena was freed, because a larger one has replaced it, to the same place there."""
