@@ -200,12 +200,25 @@ def test_a_summary_by_hooks_on_submodules_is_refused_in_words() -> None:
     assert rows == []
 
 
-def test_a_model_with_hooks_that_keep_what_they_see_is_refused_in_words() -> None:
-    model, _ = _models()
-    rows: list[Any] = []
-    model.get_submodule("act").register_forward_hook(lambda module, args, out: rows.append(out.shape))
+def _append(rows: list[torch.Tensor], _: nn.Module, __: Any, out: torch.Tensor) -> None:
+    rows.append(out.detach().clone())
+
+
+def test_hooks_that_keep_what_they_see_run_between_graphs() -> None:
+    """One graph cannot hold such a model; several can, and the hooks see what eager's see."""
+    model, eager = _models()
+    seen: dict[str, list[torch.Tensor]] = {"ours": [], "eagers": []}
+    for one, rows in ((model, seen["ours"]), (eager, seen["eagers"])):
+        one.get_submodule("act").register_forward_hook(
+            lambda m, args, out, rows=rows: rows.append(out.detach().clone())
+        )
     with pytest.raises(MemplanError, match="would leave unchanged"):
-        memplan.compile(model, X)
+        memplan.compile(model, X, fullgraph=True)
+    compiled = memplan.compile(model, X)
+    assert seen["ours"] == []
+    _require_same_step(compiled, model, eager, X)
+    assert len(seen["ours"]) == len(seen["eagers"]) > 0
+    assert all(map(torch.equal, seen["ours"], seen["eagers"]))
 
 
 def test_hooks_on_all_modules_are_called_for_the_whole_and_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -124,16 +124,19 @@ def _versions(tensors: Sequence[torch.Tensor]) -> int | None:
         return None
 
 
-def _states(device: torch.device) -> list[bytes]:
-    """Return the states of the generators that a step on `device` draws from, as bytes of the host."""
-    found = [torch.get_rng_state()]
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that a step on `device` draws from."""
+    found = [torch.default_generator]
     if device.type == "cuda":
-        found.append(torch.cuda.get_rng_state(device))
-    return [state.numpy().tobytes() for state in found]
+        found.append(torch.cuda.default_generators[device.index or torch.cuda.current_device()])
+    return found
 
 
-def _set_states(states: Sequence[bytes], device: torch.device) -> None:
-    first, *rest = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states)
-    torch.set_rng_state(first)
-    for state in rest:
-        torch.cuda.set_rng_state(state, device)
+def _states(device: torch.device) -> list[torch.Generator]:
+    """Return copies of the generators that a step on `device` draws from, which take no memory of tensors."""
+    return [generator.clone_state() for generator in _generators(device)]
+
+
+def _set_states(states: Sequence[torch.Generator], device: torch.device) -> None:
+    for generator, state in zip(_generators(device), states, strict=True):
+        generator.set_state(state.get_state())
