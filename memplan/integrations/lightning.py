@@ -34,7 +34,8 @@ class MemplanCallback(Callback):  # type: ignore[misc]
     Args:
         modules: The names of the submodules to compile instead ("" is the LightningModule itself).
         save_plans: A folder for the plans' files (`graph-0.json`, ...); None writes none.
-        options: The options of `memplan.Backend`. A `budget` limits each graph's total, in bytes.
+        options: The options of `memplan.Backend`. A `budget` limits the total of each graph, and of all
+            graphs of a step together.
 
     Attributes:
         figures: What was logged: bytes of the arenas, the largest total of a graph in bytes, the number of graphs.

@@ -53,6 +53,9 @@ class PlannedTraining:
         Raises `UnsupportedCall` for a module that `memplan.compile` has made, which has its plan.
         """
         for module in modules:
+            if not isinstance(module, nn.Module):
+                what = f"{module!r} is not an nn.Module"
+                raise UnsupportedCall(what, where="model", hint="pass the trainer's model", see="not-a-module")
             if isinstance(module, CompiledModule):
                 what = "is a module that memplan.compile made, which has its plan already"
                 hint = "give the trainer the original model, or leave the callback out"
@@ -80,6 +83,7 @@ class PlannedTraining:
         if self._reported or not self.plans:
             return None
         self._reported = True
+        self.backend.place()
         figures = self.figures()
         arena, plans = format_bytes(self.backend.arena_size), self.plans
         _log.info("training runs in one arena of %s; graphs: %d", arena, len(plans))

@@ -29,7 +29,8 @@ class MemplanCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         save_plans: A folder for the plans' files (`graph-0.json`, ...); None writes none.
-        options: The options of `memplan.Backend`. A `budget` limits each graph's total, in bytes.
+        options: The options of `memplan.Backend`. A `budget` limits the total of each graph, and of all
+            graphs of a step together.
 
     Attributes:
         figures: What was logged: bytes of the arenas, the largest total of a graph in bytes, the number of graphs.

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import memplan
 from memplan.errors import BudgetInfeasible, StaleActivationsError
 from memplan.runtime import CompiledModule, compile
+from memplan.runtime.memory.arena import Arena
 
 Step = Callable[[Any, int], torch.Tensor]
 
@@ -311,3 +313,55 @@ def test_the_first_overlap_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="memplan"):
         _train(_siamese)
     assert sum("while another one waits for its backward" in r.message for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("rows", [(512, 512, 512, 512), (512, 500, 490, 480)])
+def test_a_budget_holds_for_all_calls_in_flight(rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the arena of the first call, and for the first call of another shape."""
+    alive: weakref.WeakSet[Arena] = weakref.WeakSet()
+    real = Arena.__init__
+
+    def init(self: Arena, *args: Any) -> None:
+        real(self, *args)
+        alive.add(self)
+
+    monkeypatch.setattr(Arena, "__init__", init)
+    net, x = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU()), torch.randn(512, 64)
+    alone = memplan.plan(net, x, gradients="safe")
+    budget = alone.total + alone.arena_size * 3 // 2
+    compiled = memplan.compile(net, x, budget=budget)
+    results: list[torch.Tensor] = []
+
+    def call_all() -> None:
+        for n in rows:
+            results.append(compiled(x[:n]))
+            blocks = {id(t): t.untyped_storage().nbytes() for arena in alive for t in arena._allocated}
+            assert alone.outside["parameters"] + alone.outside["inputs"] + sum(blocks.values()) <= budget
+
+    with pytest.raises(BudgetInfeasible, match="another call while one waits"):
+        call_all()
+    assert results
+
+
+def test_evaluation_leaves_the_arena_in_which_graphs_keep_a_budget() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.one(x)
+            torch._dynamo.graph_break()
+            found: torch.Tensor = self.two(x)
+            return found
+
+    x, backend = torch.randn(64, 64), memplan.Backend(arena_budget="1MiB")
+    compiled = torch.compile(Two(), backend=backend)
+    sizes = []
+    for train in (True, True, True, *[False] * 7, True, True):
+        with torch.set_grad_enabled(train):
+            y = compiled(x)
+        if train:
+            y.sum().backward()
+        sizes.append(backend.arena_size)
+    assert sizes[-1] == sizes[2] <= 2**20

@@ -153,9 +153,9 @@ def _allows_several(options: CompileOptions) -> bool:
 
 
 def _layouts(call: Any) -> Layouts:
-    """Return the structure of a call, and the shape, type and device of each tensor in it."""
+    """Return the structure of a call, the shape, type and device of each tensor in it, and plain values."""
     leaves, spec = pytree.tree_flatten(call)
-    found = [(tuple(x.shape), x.dtype, x.device) if isinstance(x, torch.Tensor) else type(x) for x in leaves]
+    found = [(tuple(x.shape), x.dtype, x.device) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
     return str(spec), tuple(found)
 
 

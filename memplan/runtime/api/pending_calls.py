@@ -18,7 +18,7 @@ from memplan.runtime.execute.arena_gradients import GradientsInUse
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, Instance, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import Arena
-from memplan.runtime.memory.shared_arena import ArenaCoordinator
+from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaPart
 from memplan.runtime.options import CompileOptions
 
 _log = logging.getLogger("memplan")
@@ -37,6 +37,7 @@ class PendingCalls:
         self._options = options
         self._before: Arena | None = before
         self._instances: dict[Runner, list[Instance]] = {}
+        self._known: Collection[Runner] = ()
         self._calls = threading.RLock()
         self._warned = False
 
@@ -67,12 +68,15 @@ class PendingCalls:
         if runner not in self._instances:
             self._instances = {one: of for one, of in self._instances.items() if one in known}
         instances = self._instances.setdefault(runner, [])
+        self._known = known
 
         def make() -> Instance:
             """Return the first instance, which the program itself is, or a copy of it."""
             if not instances:
+                if self.coordinator.waiting or self._before is not None:
+                    require_room(self._options, runner.plan, self.nbytes - runner.plan.arena_size)
                 return Instance(runner)
-            require_room(self._options, instances[0].plan, self.nbytes)
+            require_room(self._options, runner.plan, self.nbytes)
             return Instance(instances[0].another(self.coordinator))
 
         waiting = len(self.coordinator.waiting)
@@ -90,9 +94,12 @@ class PendingCalls:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arenas that its instances have now."""
-        wholes = {id(i.arena.whole): i.arena.whole for instances in self._instances.values() for i in instances}
-        return sum(whole.nbytes for whole in wholes.values())
+        """The bytes of all arenas of the programs and their instances, and of the one that was there before."""
+        arenas = [i.arena for instances in self._instances.values() for i in instances]
+        arenas += [runner.arena for runner in self._known if isinstance(runner.arena, ArenaPart)]
+        wholes = {id(arena.whole): arena.whole for arena in arenas}
+        before = 0 if self._before is None else self._before.nbytes
+        return before + sum(whole.nbytes for whole in wholes.values())
 
     def _leave_the_first_arena(self) -> None:
         """Move gradients out of the arena of before, and free it, when the call that was in flight there is over."""

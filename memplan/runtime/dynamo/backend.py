@@ -132,8 +132,19 @@ class Backend:
             print(backend.joint_plan("Model", {id(p): name for name, p in model.named_parameters()}).report())
             ```
         """
-        self._coordinators.of_this_thread().place_last_step()
+        self.place()
         return joint_plan(model, (instance for graph in self.graphs for instance in graph.instances), names)
+
+    def place(self) -> None:
+        """Place the graphs of the last complete step in one arena, as the next call would.
+
+        Example:
+            ```python
+            backend.place()
+            print(backend.arena_size)  # bytes
+            ```
+        """
+        self._coordinators.of_this_thread().place_last_step()
 
     @property
     def arena_size(self) -> int:

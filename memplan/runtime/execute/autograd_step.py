@@ -77,7 +77,9 @@ class PlannedStep(torch.autograd.Function):
                 ownership.end(step)
             if list(map(_version, watched)) != ctx.versions:
                 raise _changed(watched, ctx.versions, step)
-            saved = repeatable.repeat(runner, ownership, step) if repeats else ctx.saved
+            saved = ctx.saved
+            if repeats:
+                runner, saved = repeatable.repeat(runner, ownership, step)
             ctx.saved = None
             if keeps:
                 repeatable.keep()

@@ -50,9 +50,16 @@ class Repeatable:
         """Keep the inputs for another backward."""
         self._kept = [ref() for ref in self._inputs]
 
-    def repeat(self, runner: Runner, ownership: ArenaOwnership, step: InFlight) -> Sequence[torch.Tensor]:
-        """Run the forward again; return what the backward takes. Raises `StaleActivationsError` if it cannot."""
+    def repeat(self, first: Runner, ownership: ArenaOwnership, step: InFlight) -> tuple[Runner, Sequence[torch.Tensor]]:
+        """Run the forward again; return the program that ran it now, and what its backward takes.
+
+        The program may have moved since the first time, when `first` ran. Raises `StaleActivationsError` if it cannot.
+        """
+        now_there: Runner | None = ownership.program_now(first)
+        runner = first if now_there is None else now_there
         reason = runner.never_repeats
+        if reason is None and now_there is None:
+            reason = "its arena was freed, or is used by another call"
         if reason is None and not ownership.may_begin:
             reason = "other calls that wait for their backward hold its bytes"
         inputs = [x for x in self._kept or () if x is not None]
@@ -83,7 +90,7 @@ class Repeatable:
                 _set_states(now, runner.traced.device)
             for t, value in zip(written, before, strict=True):
                 t.copy_(value)
-        return saved
+        return runner, saved
 
 
 def reason_against(traced: TracedGraph, order: Sequence[int], *, recorded: bool) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from memplan.errors import StaleActivationsError
 
@@ -107,6 +108,10 @@ class ArenaOwnership:
     def repeat(self) -> None:
         """Start the forward and the backward of an earlier step again, in one; raise as `begin`."""
         self.begin(keep=False)
+
+    def program_now(self, runner: Any) -> Any:
+        """Return the program that runs what `runner` ran here when the step began; None if its arena was freed."""
+        return None if self.released else runner
 
     @property
     def may_begin(self) -> bool:

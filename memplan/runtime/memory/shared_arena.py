@@ -30,7 +30,7 @@ from memplan.solvers import solve
 
 _MAX_LAYOUTS = 8  # of one instance: a program whose order never repeats keeps its last layout
 _MAX_EVENTS = 1024  # in one step
-_SHRINKS_AFTER = 4  # steps that need less than the shared arena has
+_SHRINKS_AFTER = 4  # steps with a backward that need less than the shared arena has
 PrepareStep = Callable[[Sequence[Any], Sequence[tuple[int, bool]]], None]
 
 
@@ -41,6 +41,7 @@ class ArenaUser(Protocol):
     """
 
     plan: Plan
+    runner: Any
     slot: ArenaSlot | None
     layouts: int
     ownership: ObservedOwnership
@@ -127,6 +128,14 @@ class ObservedOwnership(ArenaOwnership):
         """Start an earlier step again, and report its forward and its backward."""
         super().repeat()
         self._report(backward=True)
+
+    def program_now(self, runner: Any) -> Any:
+        """Return the program of its instance, which may have moved since `runner` ran; None if the instance is gone."""
+        instance = None if self.instance is None else self.instance()
+        if instance is None or instance.ownership.pending is not None:
+            return None
+        self._coordinator.settle(instance)
+        return instance.runner
 
     @property
     def may_begin(self) -> bool:
@@ -240,16 +249,24 @@ class ArenaCoordinator:
             if (homeless or again) and len({instance.arena.device for instance in instances}) == 1:
                 with torch.inference_mode(False):
                     self._lay_out(instances, _completed(events))
-            if instances:
+            if any(e.backward for e in events):
                 self._needs.append(max(instance.placed.arena_size for instance in instances))
                 self._shrink(instances)
         finally:
             self.running.release()
 
     def _shrink(self, instances: Sequence[ArenaUser]) -> None:
-        """Replace the shared arena by a smaller one, if the last steps needed less; other instances settle later."""
+        """Replace the shared arena by a smaller one, if the last steps needed less; other instances settle later.
+
+        An arena in which all instances of a step keep a budget stays: others would need arenas beside a smaller one.
+        """
         shared = self.shared
-        if shared is None or len(self._needs) < _SHRINKS_AFTER or max(self._needs) >= shared.nbytes:
+        if (
+            self._prepare is not None
+            or shared is None
+            or len(self._needs) < _SHRINKS_AFTER
+            or max(self._needs) >= shared.nbytes
+        ):
             return
         if any(instance.arena.whole is not shared for instance in instances):
             return
