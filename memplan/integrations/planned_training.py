@@ -47,14 +47,14 @@ class PlannedTraining:
         self._compiled: list[nn.Module] = []
         self._reported = False
 
-    def compile(self, modules: Iterable[nn.Module]) -> None:
+    def compile(self, modules: Iterable[nn.Module | None]) -> None:
         """Compile modules in place, as `module.compile(backend=...)`; those that it has compiled already stay so.
 
         Raises `UnsupportedCall` for a module that `memplan.compile` has made, which has its plan.
         """
         for module in modules:
-            if not isinstance(module, nn.Module):
-                what = f"{module!r} is not an nn.Module"
+            if module is None:
+                what = "there is no model"
                 raise UnsupportedCall(what, where="model", hint="pass the trainer's model", see="not-a-module")
             if isinstance(module, CompiledModule):
                 what = "is a module that memplan.compile made, which has its plan already"

@@ -25,6 +25,7 @@ _log = logging.getLogger("memplan")
 _MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
 
 Layouts = tuple[str, tuple[Any, ...]]
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def several_graphs(
@@ -155,7 +156,14 @@ def _allows_several(options: CompileOptions) -> bool:
 def _layouts(call: Any) -> Layouts:
     """Return the structure of a call, the shape, type and device of each tensor in it, and plain values."""
     leaves, spec = pytree.tree_flatten(call)
-    found = [(tuple(x.shape), x.dtype, x.device) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+    found = [
+        (tuple(x.shape), x.dtype, x.device)
+        if isinstance(x, torch.Tensor)
+        else repr(x)
+        if isinstance(x, _PLAIN)
+        else type(x)
+        for x in leaves
+    ]
     return str(spec), tuple(found)
 
 

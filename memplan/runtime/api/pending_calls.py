@@ -15,7 +15,7 @@ from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.errors import BudgetInfeasible, StaleActivationsError
 from memplan.runtime.execute.arena_gradients import GradientsInUse
-from memplan.runtime.execute.instances import MAX_IN_FLIGHT, Instance, idle_instance
+from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaPart
@@ -36,7 +36,7 @@ class PendingCalls:
         self.most = most
         self._options = options
         self._before: Arena | None = before
-        self._instances: dict[Runner, list[Instance]] = {}
+        self._instances: dict[Runner, list[ProgramInstance]] = {}
         self._known: Collection[Runner] = ()
         self._calls = threading.RLock()
         self._warned = False
@@ -70,14 +70,14 @@ class PendingCalls:
         instances = self._instances.setdefault(runner, [])
         self._known = known
 
-        def make() -> Instance:
+        def make() -> ProgramInstance:
             """Return the first instance, which the program itself is, or a copy of it."""
             if not instances:
                 if self.coordinator.waiting or self._before is not None:
                     require_room(self._options, runner.plan, self.nbytes - runner.plan.arena_size)
-                return Instance(runner)
+                return ProgramInstance(runner)
             require_room(self._options, runner.plan, self.nbytes)
-            return Instance(instances[0].another(self.coordinator))
+            return ProgramInstance(instances[0].another(self.coordinator))
 
         waiting = len(self.coordinator.waiting)
         if waiting < self.most or not runner.traced.training:

@@ -1,4 +1,4 @@
-"""What the graphs of a model pass to each other: `Crossings`."""
+"""Recognises the tensors that the graphs of a model pass to each other."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _Timeline = Sequence[tuple[int, bool]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """What plans of all graphs need together, in bytes: the arena, and everything on the device at the peak."""
+    """The bytes that plans of all graphs need together: the arena, and everything on the device at the peak."""
 
     plans: tuple[Plan, ...]
     arena: int

@@ -21,7 +21,7 @@ from memplan.errors import UnsupportedGraph
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.dynamo.crossings import Crossings
 from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, named_class
-from memplan.runtime.execute.instances import MAX_IN_FLIGHT, Instance, idle_instance
+from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.module_guards import ModuleGuards
@@ -40,7 +40,7 @@ _MAX_PLANS = 8  # of a graph, that are kept: one for each thread, and for each s
 _DATA_DEPENDENT = ("data-dependent", "data-dependent-size")  # headings of refusals
 
 
-class GraphInstance(Instance):
+class GraphInstance(ProgramInstance):
     """A graph that is ready to run, with at most one call in flight.
 
     `module` has its parameters; `traced` is the graph as it was traced, before its plan. `inputs` and `results` are

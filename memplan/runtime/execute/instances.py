@@ -17,10 +17,10 @@ from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaPart, Are
 MAX_IN_FLIGHT = 64  # calls that wait for their backward; a further one runs eagerly
 
 
-AnInstance = TypeVar("AnInstance", bound="Instance")
+AnInstance = TypeVar("AnInstance", bound="ProgramInstance")
 
 
-class Instance:
+class ProgramInstance:
     """A program with at most one call in flight, in an arena of its own or in the one that a coordinator shares out.
 
     `plan` is its plan as if it had an arena of its own; `runner` runs it where it is now.

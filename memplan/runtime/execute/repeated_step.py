@@ -27,7 +27,10 @@ _RUNNING = ("running_mean", "running_var")  # arguments of batch norms that noth
 
 
 class Repeatable:
-    """What the forward of one step needs to run again. It is made before that forward, and completed by `ran`."""
+    """The inputs, versions and generators with which the forward of one step can run again.
+
+    It is made before that forward, and completed by `ran`.
+    """
 
     __slots__ = ("_current", "_inputs", "_kept", "_states", "_versions")
 

@@ -19,7 +19,7 @@ from memplan.errors import UnsupportedCall
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """What makes an object of its tensors.
+    """The recipe that makes an object of its tensors.
 
     `kind` is its class, `attributes` the structure of its `__dict__`; `constants` are the leaves that are no tensors,
     by position. `required` are the positions among the tensors of those that require a gradient in eager.
