@@ -156,15 +156,13 @@ def _allows_several(options: CompileOptions) -> bool:
 def _layouts(call: Any) -> Layouts:
     """Return the structure of a call, the shape, type and device of each tensor in it, and plain values."""
     leaves, spec = pytree.tree_flatten(call)
-    found = [
-        (tuple(x.shape), x.dtype, x.device)
-        if isinstance(x, torch.Tensor)
-        else repr(x)
-        if isinstance(x, _PLAIN)
-        else type(x)
-        for x in leaves
-    ]
-    return str(spec), tuple(found)
+    return str(spec), tuple(map(_layout, leaves))
+
+
+def _layout(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape), x.dtype, x.device
+    return repr(x) if isinstance(x, _PLAIN) else type(x)
 
 
 def _require_same(example: Layouts, call: Layouts) -> None:
