@@ -21,7 +21,7 @@ def _owned(model: nn.Module, *args: Any) -> CompiledModule:
     return compile(model, args, gradients="owned", sanitize="poison")
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "lstm"])
 def test_same_gradients_as_handed_to_autograd(name: str) -> None:
     model, args = ZOO[name]("nano")
     other = copy.deepcopy(model)
