@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 import sys
+import types
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -179,7 +182,7 @@ def _require_same(one: nn.Module, two: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_six_steps_are_bitwise_eagers(name: str) -> None:
+def test_six_steps_are_bitwise_eagers(name: str, caplog: pytest.LogCaptureFixture) -> None:
     nets = _net(), _net()
     ours, theirs = (MAKERS[name](_groups(net)) for net in nets)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (ours, theirs)]
@@ -191,6 +194,7 @@ def test_six_steps_are_bitwise_eagers(name: str) -> None:
         _require_same(*nets)
         _require_same_state(ours, theirs)
     assert all(p.grad is None for p in nets[0].parameters())
+    assert "runs by itself" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["adam-False", "sgd-False", "radam-True", "lion", "counting", "asgd-None"])
@@ -405,3 +409,245 @@ def test_the_optimizer_is_not_touched_by_tracing() -> None:
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert optimizer.state_dict() == groups
     assert not hasattr(sys.modules["torch.optim.adam"], "max")
+
+
+class _Scaled(Optimizer):
+    """SGD whose rate is multiplied by what `scale` returns."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Set attributes."""
+
+    def scale(self) -> float:
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        scale = self.scale()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * scale)
+
+
+class _Nested(_Scaled):
+    def prepare(self) -> None:
+        self.cfg: dict[str, Any] = {"scale": [1.0, {"more": (1.0,)}]}
+        self.schedule = [1.0]
+
+    def scale(self) -> float:
+        return float(self.cfg["scale"][0] * self.cfg["scale"][1]["more"][0] * self.schedule[0])
+
+
+class _Holder(_Scaled):
+    def prepare(self) -> None:
+        self.held = types.SimpleNamespace(v=1.0)
+
+    def scale(self) -> float:
+        self.held.v *= 0.5
+        return float(self.held.v)
+
+
+class _Drawing(_Scaled):
+    def scale(self) -> float:
+        return random.random()
+
+
+class _DrawingNumpy(_Scaled):
+    def scale(self) -> float:
+        return float(np.random.rand())
+
+
+_SCALES = [1.0]
+_SETTINGS = types.SimpleNamespace(scale=1.0)
+_scale = 1.0
+_calls = 0
+
+
+class _Defaults:
+    scale = 1.0
+
+
+class _OfList(_Scaled):
+    def scale(self) -> float:
+        return _SCALES[0]
+
+
+class _OfObject(_Scaled):
+    def scale(self) -> float:
+        return float(_SETTINGS.scale)
+
+
+class _OfNumber(_Scaled):
+    def scale(self) -> float:
+        return _helper()
+
+
+def _helper() -> float:
+    return _scale * _Defaults.scale
+
+
+class _OfClass(_Scaled):
+    factor = 1.0
+
+    def scale(self) -> float:
+        return self.factor
+
+
+class _CountedByGlobal(_Scaled):
+    def scale(self) -> float:
+        global _calls  # noqa: PLW0603
+        _calls += 1
+        return 1 / _calls
+
+
+class _CountedByClass(_Scaled):
+    calls = 0
+
+    def scale(self) -> float:
+        type(self).calls += 1
+        return 1 / self.calls
+
+
+def _change_nested(seed: int, optimizer: Any) -> None:
+    if seed == 1:
+        optimizer.schedule[0] = 0.5
+    elif seed == 2:
+        optimizer.cfg["scale"][0] = 0.25
+    elif seed == 3:
+        optimizer.cfg["scale"][1]["more"] = (3.0,)
+
+
+def _change_globals(seed: int, optimizer: Any) -> None:
+    global _scale
+    _SCALES[0] = _SETTINGS.scale = 1.0 / (1 + seed)
+    _scale, _Defaults.scale, _OfClass.factor = 1.0 + seed % 2, 1.0 + seed // 2, 2.0 - seed / 4
+
+
+def _seed_all(seed: int, optimizer: Any) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _count_anew(seed: int, optimizer: Any) -> None:
+    global _calls  # noqa: PLW0603
+    _calls = _CountedByClass.calls = seed
+
+
+_CHANGES: dict[str, tuple[Any, Any, bool]] = {
+    "nested": (_Nested, _change_nested, True),
+    "object": (_Holder, lambda seed, optimizer: None, False),
+    "random": (_Drawing, _seed_all, False),
+    "random-numpy": (_DrawingNumpy, _seed_all, False),
+    "global-list": (_OfList, _change_globals, False),
+    "global-object": (_OfObject, _change_globals, False),
+    "global-number": (_OfNumber, _change_globals, True),
+    "class": (_OfClass, _change_globals, True),
+    "counted-by-global": (_CountedByGlobal, _count_anew, False),
+    "counted-by-class": (_CountedByClass, _count_anew, False),
+}
+
+
+@pytest.mark.parametrize("name", _CHANGES)
+def test_what_step_reads_beside_its_state_may_change(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, change, recorded = _CHANGES[name]
+    nets = _net(), _net()
+    change(0, make(_groups(_net())))
+    ours, theirs = (make(_groups(net)) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch())
+    for seed in range(6):
+        change(seed, ours)
+        one = step(*_batch(seed))
+        change(seed, theirs)
+        assert torch.equal(one, _eager(nets[1], theirs, _batch(seed))), seed
+        _require_same(*nets)
+    assert ("runs by itself" not in caplog.text) is recorded
+
+
+def test_recording_draws_no_random_numbers() -> None:
+    net = _net()
+    before = random.getstate(), repr(np.random.get_state())
+    for make in (_Drawing, _DrawingNumpy):
+        compile_step(net, make(_groups(net)), F.mse_loss, _batch())
+        assert (random.getstate(), repr(np.random.get_state())) == before
+
+
+class _SharedState(Optimizer):
+    """One tensor of the state for all biases."""
+
+    def __init__(self, params: Iterable[Any], *, filled: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.filled = filled
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [p for group in self.param_groups for p in group["params"]]
+        if not self.state:
+            total = torch.zeros(8) if self.filled else every[0].grad.sum(1)
+            for p in every:
+                self.state[p]["v"] = total
+        for p in every:
+            self.state[p]["v"].mul_(0.5).add_(p.grad.sum())
+            p.sub_(self.state[p]["v"].sum(), alpha=0.001)
+
+
+@pytest.mark.parametrize("filled", [True, False])
+@pytest.mark.parametrize("begun", [True, False])
+def test_parameters_with_one_tensor_of_state(filled: bool, begun: bool) -> None:
+    nets = _net(), _net()
+    ours, theirs = (_SharedState(_groups(net), filled=filled) for net in nets)
+    if begun:
+        for net, optimizer in zip(nets, (ours, theirs), strict=True):
+            _eager(net, optimizer, _batch())
+            optimizer.zero_grad()
+    step = compile_step(nets[0], ours, F.mse_loss, _batch())
+    for seed in range(4):
+        assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed))), seed
+        _require_same(*nets)
+    assert len({id(state["v"]) for state in ours.state.values()}) == 1
+
+
+@pytest.mark.parametrize("name", ["adamw-None", "adam-False"])
+@pytest.mark.parametrize("when", [0, 2])
+def test_a_step_that_is_replaced_on_the_optimizer_is_called(name: str, when: int) -> None:
+    nets = _net(), _net()
+    ours, theirs = (MAKERS[name](_groups(net)) for net in nets)
+    calls = []
+
+    def replace(optimizer: Any) -> None:
+        def step() -> None:
+            calls.append(optimizer)
+            type(optimizer).step(optimizer)
+            with torch.no_grad():
+                for group in optimizer.param_groups:
+                    for p in group["params"]:
+                        p.mul_(0.9)
+
+        optimizer.step = step
+
+    if when == 0:
+        replace(ours)
+        replace(theirs)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch())
+    for seed in range(5):
+        if seed == when > 0:
+            replace(ours)
+            replace(theirs)
+        assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed))), seed
+        _require_same(*nets)
+    assert calls.count(ours) == calls.count(theirs) == 5 - when
+
+
+def test_dampening_begins_with_fused_sgd(caplog: pytest.LogCaptureFixture) -> None:
+    nets = _net(), _net()
+    ours, theirs = (torch.optim.SGD(_groups(net), lr=0.1, momentum=0.9, fused=True) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch())
+    for seed in range(6):
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["dampening"] = 0.0 if seed < 2 else 0.3
+        assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed))), seed
+        _require_same(*nets)
+    assert "runs by itself" not in caplog.text

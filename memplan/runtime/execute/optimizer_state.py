@@ -14,6 +14,7 @@ from memplan.errors import InputMismatch, UnsupportedCall
 from memplan.runtime.guards.hook_counts import hooks_ever_set, hooks_of_node
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
 from memplan.trace.optimizer.optimizers import DECIDING, STEP
+from memplan.trace.optimizer.surroundings import has_own_step
 from memplan.trace.optimizer.updates import ACCUMULATED, COUNTERS, GROUP, LEARNING_RATE
 from memplan.trace.traced import Binding, Source
 
@@ -33,6 +34,7 @@ class StepGuards(ModuleGuards):
         self._rates: dict[str, dict[str, Any]] = {}
         self._counters: dict[tuple[str, ...], Counters] = {}
         self._options = list(map(_deciding, optimizer.param_groups))
+        self._own_step = has_own_step(optimizer)
         self._last_rates = [group.get("lr") for group in optimizer.param_groups]
         super().__init__(model)
         self.called = getattr(model, "model", model)  # without its loss
@@ -47,6 +49,7 @@ class StepGuards(ModuleGuards):
     def refresh(self) -> None:
         """Take the model and the optimizer as they are now for what they should be."""
         self._options = list(map(_deciding, self.optimizer.param_groups))
+        self._own_step = has_own_step(self.optimizer)
         self._look()
         self._store()
         self._store_updated()
@@ -61,8 +64,10 @@ class StepGuards(ModuleGuards):
 
     @property
     def update_key(self) -> Any:
-        """The facts that a fused update depends on: the parameters of each group, and the options that decide."""
-        return [[id(p) for p in group] for group in self._groups], self._options
+        """The facts that a fused update depends on: the parameters of each group, the options that decide, and whether
+        `step` was replaced.
+        """
+        return [[id(p) for p in group] for group in self._groups], self._options, self._own_step
 
     def _store(self) -> None:
         """Store the current parameters of each group, and the current state of all parameters."""
@@ -81,6 +86,9 @@ class StepGuards(ModuleGuards):
             raise InputMismatch(what, where="the optimizer", hint=COMPILE_AGAIN, see="other-model")
         if list(map(_deciding, groups)) != self._options:
             self._require_options()
+        if has_own_step(self.optimizer) != self._own_step:
+            what = "its step is not the function that it was when the step was compiled"
+            raise InputMismatch(what, where="the optimizer", hint=COMPILE_AGAIN, see="other-model")
         state = self.optimizer.state
         if not (_same(state, self._parameters) and _same(state.values(), self._optimizer_states)):
             self._store()

@@ -13,15 +13,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from memplan.trace.optimizer.numbers import Expression, Item, Numeral, function_of, items_of, source_of
+from memplan.trace.optimizer.numbers import Expression, Item, Numeral, Untraceable, function_of, items_of, source_of
 from memplan.trace.optimizer.record import (
     At,
     RecordedUpdate,
     UpdateOp,
-    attributes_of,
     options_of,
     structure_of,
 )
+from memplan.trace.optimizer.surroundings import attributes_of
 
 Pending = dict[str, dict[str, Any]]  # by the name of a parameter: its new state
 
@@ -47,7 +47,12 @@ class UpdateRun:
     def holds(self) -> bool:
         """Return whether the optimizer's next step is the recorded one."""
         recorded, optimizer = self.recorded, self.optimizer
-        if options_of(optimizer) != recorded.options or attributes_of(optimizer) != recorded.attributes:
+        if options_of(optimizer) != recorded.options or recorded.surroundings.changed() is not None:
+            return False
+        try:
+            if attributes_of(optimizer) != recorded.attributes:
+                return False
+        except Untraceable:
             return False
         for name, structure in recorded.structure.items():
             if structure_of(self._state(name)) != structure:

@@ -1,4 +1,8 @@
-"""Runs a whole training step that has no plan eagerly, for `compile_step(..., on_mismatch="passive")`."""
+"""Runs a whole training step that has no plan eagerly.
+
+It serves `compile_step` with `on_mismatch="eager"` and `"passive"`, and calls that get no plan (beyond the 8 plans, or
+where planning fails) with `"replan"`.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memplan.errors import UnsupportedGraph
+from memplan.trace.optimizer.surroundings import has_own_step
 
 STEP = "step"  # torch's key of a parameter's counter
 
@@ -20,7 +21,7 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
     `fused=None` and `foreach=None` leave the choice. All other updates are recorded (`record.py`).
     """
-    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) or has_own_step(optimizer):
         return False
     return all(map(_group_is_fused, optimizer.param_groups))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import math
 import threading
 from collections import defaultdict
@@ -43,6 +44,15 @@ from memplan.trace.optimizer.numbers import (
     number_of,
     source_of,
 )
+from memplan.trace.optimizer.surroundings import (
+    OWN,
+    PLAIN,
+    Surroundings,
+    attributes_of,
+    has_own_step,
+    is_hooks,
+    random_numbers_kept,
+)
 from memplan.trace.passes.randomness import draws
 from memplan.trace.passes.rewrite import aten, storage_key
 
@@ -55,8 +65,6 @@ _AS_TENSOR = {
     getattr(aten, name).Scalar: getattr(aten, name).Tensor
     for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
 }
-_OWN = {"param_groups", "state", "defaults", "step", "_opt_called"}
-_PLAIN = (bool, int, float, str, type(None))
 _SLOW_FOREACH = torch._C.DispatchKey.CompositeExplicitAutograd
 _globals_lock = threading.Lock()
 
@@ -122,6 +130,7 @@ class RecordedUpdate:
     structure: Mapping[str, tuple[Any, ...]]
     options: tuple[Any, ...]
     attributes: Mapping[str, Any]
+    surroundings: Surroundings
     signature: str
 
 
@@ -140,12 +149,14 @@ def record_update(
         UnsupportedGraph: `step()` cannot run without a closure, or raises an error.
     """
     _require_no_closure(optimizer)
+    if has_own_step(optimizer):
+        raise Untraceable("its step was replaced on this optimizer")
     return _Recording(optimizer, names, with_gradient).run()
 
 
 def structure_of(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what decides which ops update a parameter with this state: its keys, and the types of its entries."""
-    return (*state, *map(type, state.values()))
+    """Return what decides which ops update a parameter with this state: its keys, words, and the types of the rest."""
+    return (*state, *map(_option, state.values()))
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
@@ -154,11 +165,6 @@ def options_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
         tuple((key, _option(value)) for key, value in group.items() if key not in ("params", "initial_lr"))
         for group in optimizer.param_groups
     )
-
-
-def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes of an optimizer that are numbers or words."""
-    return {k: v for k, v in vars(optimizer).items() if k not in _OWN and isinstance(v, _PLAIN)}
 
 
 def _option(value: Any) -> Any:
@@ -190,6 +196,7 @@ class _Recording:
         self.optimizer = optimizer
         self.names = names
         self.with_gradient = with_gradient
+        self.surroundings = Surroundings(optimizer)
         self.mode = FakeTensorMode()
         self.conditions = Conditions()
         self.value_of: dict[int, int] = {}  # by id of a fake tensor
@@ -208,14 +215,16 @@ class _Recording:
 
     def run(self) -> RecordedUpdate:
         """Run `step()` on the copy and return what it did."""
+        _require_apart(self.optimizer)
+        attributes = attributes_of(self.optimizer)
         made, fakes = self._copied()
         self.parameters = {name: fakes[id(p)] for p in self._all() if (name := self.names.get(id(p))) is not None}
         start = {name: storage_key(p) for name, p in self.parameters.items()}
         before = {id(p): dict(made.state.get(fakes[id(p)], {})) for p in self._all()}
         groups = [dict(group) for group in made.param_groups]
-        attributes = _comparable(made)
         try:
             with (
+                random_numbers_kept(),
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 _recorded_functions(type(made)),
@@ -228,11 +237,16 @@ class _Recording:
             raise
         except Exception as error:
             raise _explained(self.optimizer, error) from error
+        finally:
+            changed = self.surroundings.changed()
+            self.surroundings.restore()
+        if changed is not None:
+            raise Untraceable(f"it changes {changed}")
         if any(storage_key(p) != start[name] for name, p in self.parameters.items()):
             raise Untraceable("it replaces the memory of a parameter (p.data = ...)")
-        if _comparable(made) != attributes:
+        if attributes_of(made) != attributes:
             raise Untraceable("it changes attributes of its own")
-        return self._result(made, fakes, before, groups)
+        return self._result(made, fakes, before, groups, attributes)
 
     def _all(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -242,9 +256,9 @@ class _Recording:
         own = self.optimizer
         made: Any = object.__new__(type(own))
         for key, value in vars(own).items():
-            if key not in _OWN:
+            if key not in OWN:
                 made.__dict__[key] = _own_copy(key, value)
-        made.defaults = own.defaults
+        made.defaults = copy.copy(own.defaults)
         fakes: dict[int, torch.Tensor] = {}
         made.param_groups = []
         for i, group in enumerate(own.param_groups):
@@ -299,13 +313,13 @@ class _Recording:
         if type(value) in (int, float):
             return self._number(Setting(group, key), value)
         if type(value) in (tuple, list):
-            if any(isinstance(one, torch.Tensor) for one in value):
-                raise Untraceable(f"its option {key!r} has tensors")
+            if any(type(one) not in PLAIN for one in value):
+                raise Untraceable(f"its option {key!r} has something else than plain values")
             return type(value)(
                 self._number(Setting(group, key, i), one) if type(one) in (int, float) else one
                 for i, one in enumerate(value)
             )
-        if isinstance(value, _PLAIN):
+        if type(value) in PLAIN:
             return value
         raise Untraceable(f"its option {key!r} is a {type(value).__name__}")
 
@@ -319,7 +333,7 @@ class _Recording:
             return made
         if type(value) in (int, float):
             return self._number(StateNumber(str(name), key), value) if updated else value
-        if isinstance(value, _PLAIN):
+        if type(value) in PLAIN:
             return value
         raise Untraceable(f"its state has a {type(value).__name__} ({key!r})")
 
@@ -438,6 +452,7 @@ class _Recording:
         fakes: Mapping[int, torch.Tensor],
         before: Mapping[int, Mapping[str, Any]],
         groups: list[dict[str, Any]],
+        attributes: Mapping[str, Any],
     ) -> RecordedUpdate:
         """Return the recording, after checking what has become of the copy's state and options."""
         after = _After()
@@ -448,8 +463,10 @@ class _Recording:
                 self._look_at_state(name, old, new, after)
             elif list(old.items()) != list(new.items()):
                 raise Untraceable("it changes the state of a parameter without a gradient")
-        if len({*after.created.values()}) < len(after.created):
-            raise Untraceable("two entries of its state are one tensor")
+        parameters = [storage_key(fakes[id(p)]) for p in self._all()]
+        kept = [storage_key(x) for state in made.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        if len({*parameters, *kept}) < len({*parameters}) + len(kept):
+            raise Untraceable("two tensors of its state have memory in common")
         settings = self._settings_written(made, groups)
         for expression in [one for *_, one in (*after.numbers, *settings)]:
             if not all(item in self.known_steps for item in items_of(expression)):
@@ -475,7 +492,8 @@ class _Recording:
             known_steps=tuple(self.known_steps),
             structure=after.structure,
             options=options_of(self.optimizer),
-            attributes=attributes_of(self.optimizer),
+            attributes=attributes,
+            surroundings=self.surroundings,
             signature=_signature(inputs, ops, read_from, after.created, after.replaced),
         )
 
@@ -493,7 +511,7 @@ class _Recording:
                 if expression_of(value) != StateNumber(name, key):
                     after.numbers.append((name, key, expression_of(value)))
             elif key not in old or old[key] is not value:
-                if not isinstance(value, _PLAIN):
+                if type(value) not in PLAIN:
                     raise Untraceable(f"its state has a {type(value).__name__} ({key!r})")
                 after.numbers.append((name, key, Constant(repr(value))))
 
@@ -722,25 +740,30 @@ def _written(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _own_copy(key: str, value: Any) -> Any:
     """Return an attribute of the optimizer for its copy, which may change it."""
-    if isinstance(value, (list, dict, set)):
-        if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(value)):
-            raise Untraceable(f"its attribute {key!r} has tensors")
-        return copy.copy(value) if key.startswith("_optimizer_") else copy.deepcopy(value)
-    return value
+    if is_hooks(key):
+        return copy.copy(value)
+    return copy.deepcopy(value) if isinstance(value, (list, tuple, dict, set, frozenset)) else value
+
+
+def _require_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `Untraceable` if two tensors of the parameters and the state have memory in common."""
+    found: list[tuple[Any, int, int]] = []
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}.values()
+    entries = [x for state in optimizer.state.values() if isinstance(state, Mapping) for x in state.values()]
+    for x in (*parameters, *entries):
+        if isinstance(x, torch.Tensor) and x.layout is torch.strided and x.numel():
+            last = sum((int(size) - 1) * int(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
+            start = int(x.storage_offset()) * x.element_size()
+            found.append((storage_key(x), start, start + (last + 1) * x.element_size()))
+    found.sort(key=lambda one: (str(one[0]), one[1]))
+    for (key, _, end), (other, start, _) in itertools.pairwise(found):
+        if key == other and start < end:
+            raise Untraceable("two tensors of its parameters and its state have memory in common")
 
 
 def _layout(tensor: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor on the device "meta" with the layout of `tensor`."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _comparable(made: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes of a copy, to see whether its step changes them."""
-    return {
-        k: copy.deepcopy(v)
-        for k, v in vars(made).items()
-        if k not in _OWN and isinstance(v, (*_PLAIN, list, dict, set, tuple)) and not k.startswith("_optimizer_")
-    }
 
 
 def _foreach_by_default(group: Mapping[str, Any]) -> bool:
