@@ -11,7 +11,6 @@ evaluation, parameters and buffers are compared bit by bit with eager's and with
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -29,6 +28,7 @@ from typing import Any
 
 from benchmarks.program_run import FUSED, WAYS, WHOLE
 from benchmarks.results import RESULTS, Row, Table, write
+from benchmarks.resumable import ResumableLines, fingerprint_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 300  # that a process may take
@@ -193,17 +193,9 @@ class Record:
 
     def __init__(self, file: Path | None) -> None:
         self.verdicts: dict[str, list[Verdict]] = {}
-        self._file = file
         self._lock = threading.Lock()
-        if file is None:
-            return
-        head = json.dumps({"sources": fingerprint()})
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        if not lines:
-            file.write_text(head + "\n", encoding="utf-8")
-        elif lines[0] != head:
-            raise SystemExit(f"{file}: made by other sources or another torch; delete it, or name another file")
-        for line in lines[1:]:
+        self._lines = ResumableLines(file, fingerprint)
+        for line in self._lines.known:
             found = [Verdict(**{**verdict, "result": Result(verdict["result"])}) for verdict in json.loads(line)]
             self.verdicts[found[0].program] = found
 
@@ -213,20 +205,13 @@ class Record:
             self.verdicts[verdicts[0].program] = verdicts
             for verdict in verdicts:
                 print(f"{verdict.program} {verdict.way}: {verdict.result} {verdict.reason}".rstrip(), flush=True)
-            if self._file is not None:
-                with self._file.open("a", encoding="utf-8") as out:
-                    out.write(json.dumps([asdict(verdict) for verdict in verdicts]) + "\n")
+            self._lines.add(json.dumps([asdict(verdict) for verdict in verdicts]))
 
 
 def fingerprint() -> str:
     """Return a checksum of the sources that verdicts depend on, and torch's version."""
-    import torch
-
-    digest = hashlib.sha256(torch.__version__.encode())
     files = [*(ROOT / "memplan").rglob("*.py"), *(ROOT / "benchmarks").glob("program*/**/*.py")]
-    for file in sorted([*files, *(ROOT / "benchmarks").glob("program*.py")]):
-        digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
+    return fingerprint_of(ROOT, sorted([*files, *(ROOT / "benchmarks").glob("program*.py")]))
 
 
 def selected(names: Sequence[str], every: int) -> list[str]:

@@ -38,8 +38,13 @@ class MemplanError(Exception):
             self.see = see
         super().__init__(what, where, hint)
 
+    @property
+    def summary(self) -> str:
+        """The error in one line: where and what, without the next step."""
+        return f"{self.where}: {self.what}" if self.where else self.what
+
     def __str__(self) -> str:
-        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        lines = [self.summary]
         if self.hint:
             lines.append(f"next step: {self.hint}")
         if self.see:

@@ -12,19 +12,17 @@ require_library("lightning", where=__name__, install="pip install lightning")
 
 from lightning.pytorch import Callback  # noqa: E402
 
-from memplan.integrations.planned_training import PlannedTraining  # noqa: E402
+from memplan.integrations.planned_training import PlannedTraining, ShowsPlans  # noqa: E402
 
 if TYPE_CHECKING:
     import os
 
     from torch import nn
 
-    from memplan.core.plan import Plan
-    from memplan.runtime.dynamo.backend import Backend
     from memplan.runtime.options import RunKeywords
 
 
-class MemplanCallback(Callback):  # type: ignore[misc]
+class MemplanCallback(ShowsPlans, Callback):  # type: ignore[misc]
     """A callback that compiles a LightningModule's forward when training starts, and logs its plans after a step.
 
     What `training_step` calls is compiled in place: the LightningModule itself (`self(x)`) and its direct submodules
@@ -64,16 +62,6 @@ class MemplanCallback(Callback):  # type: ignore[misc]
         self._modules = modules
         self._training = PlannedTraining(save_plans=save_plans, **options)
         self.figures: dict[str, float] = {}
-
-    @property
-    def backend(self) -> Backend:
-        """The backend that compiles, with its hooks and graphs."""
-        return self._training.backend
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plans of the graphs that have run."""
-        return self._training.plans
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Compile the modules in place.

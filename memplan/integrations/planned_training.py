@@ -96,6 +96,22 @@ class PlannedTraining:
         return figures
 
 
+class ShowsPlans:
+    """The properties of a callback that show what its training compiles."""
+
+    _training: PlannedTraining
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that compiles, with its hooks and graphs."""
+        return self._training.backend
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of the graphs that have run."""
+        return self._training.plans
+
+
 def compile_in_place(module: nn.Module, backend: Callable[..., Any]) -> None:
     """Have the calls of a module run by a backend of `torch.compile`; its class and its attributes stay as they are.
 

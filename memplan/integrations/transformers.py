@@ -10,17 +10,15 @@ require_library("transformers", where=__name__, install="pip install transformer
 
 from transformers import TrainerCallback  # noqa: E402
 
-from memplan.integrations.planned_training import PlannedTraining  # noqa: E402
+from memplan.integrations.planned_training import PlannedTraining, ShowsPlans  # noqa: E402
 
 if TYPE_CHECKING:
     import os
 
-    from memplan.core.plan import Plan
-    from memplan.runtime.dynamo.backend import Backend
     from memplan.runtime.options import RunKeywords
 
 
-class MemplanCallback(TrainerCallback):  # type: ignore[misc]
+class MemplanCallback(ShowsPlans, TrainerCallback):  # type: ignore[misc]
     """A callback that compiles the model when training starts, and logs its plans after the first step.
 
     The model is compiled in place, as by `model.compile(backend="memplan")`: its class, its signature, checkpoints and
@@ -53,16 +51,6 @@ class MemplanCallback(TrainerCallback):  # type: ignore[misc]
         self._training = PlannedTraining(save_plans=save_plans, **options)
         self._unlogged: dict[str, float] = {}
         self.figures: dict[str, float] = {}
-
-    @property
-    def backend(self) -> Backend:
-        """The backend that compiles, with its hooks and graphs."""
-        return self._training.backend
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plans of the graphs that have run."""
-        return self._training.plans
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Compile the model in place.

@@ -94,13 +94,13 @@ def plan_as_small_as_eager(options: RunOptions, built: Built) -> tuple[TracedGra
     """
     known = measured(built, None)
     graph, plan = built.traced.graph, built.runner.plan
-    eager = eager_total(graph, beside_results(graph, known.transient))
+    beside = beside_results(graph, known.transient)
+    eager = eager_total(graph, beside)
     limit = eager - eager // _PRECISION + plan.padding + options.reserved
     if plan.total <= limit or plan.redzone:
         return None
     found = None
     if plan.eviction is None:
-        beside = beside_results(graph, known.transient)
         found = plan_partly_outside(plan, beside, limit, options, gradients=options.gradients == "auto")
     if found is not None and found.total <= limit:
         return outside_as_in(built.traced, found, gradients=True), found

@@ -1,4 +1,4 @@
-"""What the callbacks share: compiling in place, figures, plan files, and errors for what is not there."""
+"""Compiling in place, figures, plan files and errors, which the callbacks share."""
 
 from __future__ import annotations
 

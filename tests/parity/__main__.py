@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from benchmarks.resumable import ResumableLines
 from tests.parity import refusals
 from tests.parity.cases import Selection
 from tests.parity.sweep import CPU_SECONDS, fingerprint, sweep
@@ -56,17 +57,9 @@ class Record:
 
     def __init__(self, file: Path | None) -> None:
         self.verdicts: dict[str, Verdict] = {}
-        self._file = file
         self._lock = threading.Lock()
-        if file is None:
-            return
-        head = json.dumps({"sources": fingerprint()})
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        if not lines:
-            file.write_text(head + "\n", encoding="utf-8")
-        elif lines[0] != head:
-            raise SystemExit(f"{file}: made by other sources or another torch; delete it, or name another file")
-        for line in lines[1:]:
+        self._lines = ResumableLines(file, fingerprint)
+        for line in self._lines.known:
             verdict = json.loads(line)
             self.verdicts[verdict["case"]] = Verdict(**{**verdict, "result": Result(verdict["result"])})
 
@@ -74,9 +67,7 @@ class Record:
         """Add a verdict."""
         with self._lock:
             self.verdicts[verdict.case] = verdict
-            if self._file is not None:
-                with self._file.open("a", encoding="utf-8") as out:
-                    out.write(json.dumps(asdict(verdict)) + "\n")
+            self._lines.add(json.dumps(asdict(verdict)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import select
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from benchmarks.resumable import fingerprint_of
 from tests.parity.cases import Selection
 from tests.parity.verdicts import Result, Verdict
 
@@ -112,10 +112,5 @@ class _Run:
 
 def fingerprint() -> str:
     """A checksum of the sources that verdicts depend on, and torch's version."""
-    import torch
-
-    digest = hashlib.sha256(torch.__version__.encode())
-    for folder in (ROOT / "memplan", ROOT / "tests" / "parity"):
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
+    folders = (ROOT / "memplan", ROOT / "tests" / "parity")
+    return fingerprint_of(ROOT, (file for folder in folders for file in sorted(folder.rglob("*.py"))))

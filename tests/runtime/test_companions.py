@@ -1,4 +1,4 @@
-"""What other code does with a compiled module: wrap it, copy it, compile it again, look at it, hook it."""
+"""Compiled modules in the hands of other code, which wraps, copies, compiles, inspects and hooks them."""
 
 from __future__ import annotations
 

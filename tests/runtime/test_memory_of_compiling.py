@@ -20,7 +20,7 @@ _TRACING = 8192  # bytes: small tensors that dynamo and AOTAutograd make
 
 
 def _peak(call: Callable[[], Any]) -> tuple[Any, int]:
-    """What a call returns, and the most bytes that were allocated while it ran; kernels are not measured then."""
+    """Return the result of a call, and the most bytes allocated while it ran; kernels are not measured then."""
     with quiet_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
         result = call()
     events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -51,7 +51,7 @@ def test_compiling_needs_no_more_than_the_step(name: str, options: dict[str, Any
 
 
 def test_kernels_are_chosen_without_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a transformer all can be, those that take class indices included."""
+    """Kernels of a transformer all can be, those that take class indices included."""
     allocated: list[int] = []
     found = stand_ins.select_on_stand_ins
     calls: list[int] = []

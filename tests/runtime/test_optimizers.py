@@ -223,7 +223,7 @@ def test_a_run_is_resumed_from_state_dicts(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw-None", "adamw-False", "rmsprop-True", "lion"])
 def test_groups_that_change_are_planned_anew(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """As in fine-tuning: a layer is unfrozen and added, options change, a layer is frozen again."""
+    """Groups change as in fine-tuning: a layer is unfrozen and added, options change, a layer is frozen again."""
     caplog.set_level(logging.INFO, "memplan")
     nets = _net(), _net()
     for net in nets:

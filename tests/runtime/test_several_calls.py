@@ -231,7 +231,7 @@ def test_the_first_arena_is_freed_after_its_backward() -> None:
 
 
 def test_a_wide_model_waits_in_less_than_whole_steps() -> None:
-    """What a step needs while it runs, and does not save, is shared by the calls that wait."""
+    """Calls that wait share the bytes that a step needs while it runs and does not save."""
     torch.manual_seed(0)
 
     class Wide(nn.Module):

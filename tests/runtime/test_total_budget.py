@@ -288,7 +288,9 @@ def test_both_programs_of_accumulated_gradients_keep_the_total_in_one_arena() ->
     step = memplan.compile_step(
         model, optimizer, lambda loss: loss, x, accumulate=2, budget=budget, policy=QUICK_RECOMPUTE
     )
-    runners = [step._adding, step._updating]
+    adding = step._main.adding
+    assert adding is not None
+    runners = [adding.runner, step._updating]
     for runner in runners:
         assert runner is not None
         assert runner.arena.nbytes == max(r.plan.arena_size for r in runners if r is not None)

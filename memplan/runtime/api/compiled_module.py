@@ -18,7 +18,7 @@ from memplan.runtime.api.gradients_outside import leave_arena, require_room_outs
 from memplan.runtime.api.mismatch import UnplannedCalls, shapes_of
 from memplan.runtime.api.pending_calls import PendingCalls, require_room, several_can_wait
 from memplan.runtime.api.pickling import detached, example_of, in_modes, rebuild, recipe
-from memplan.runtime.api.select import RunsEagerly, Selector, TooManyPrograms, difference
+from memplan.runtime.api.select import RunsEagerly, Selector, TooManyPrograms
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse
 from memplan.runtime.execute.runner import Runner
@@ -316,7 +316,7 @@ class CompiledModule(nn.Module, MeasuredStep):
             raise TooManyPrograms from None
         self.__dict__["_rebuilt"] += 1
         what = "%s: the model has changed; all its programs are made again (change %d of %d): %s"
-        _log.info(what, self.plan.model, self._rebuilt, _MAX_REBUILDS, difference(changed))
+        _log.info(what, self.plan.model, self._rebuilt, _MAX_REBUILDS, changed.summary)
         train, options = self._selector.main.traced.training, self._base_options
         self._free_arena()
         builder = Builder(self._original, options, self.hooks, self._builder.coordinator)
@@ -353,7 +353,7 @@ class CompiledModule(nn.Module, MeasuredStep):
             self.__dict__["_varies"] = None
             raise
         except MemplanError as error:
-            _log.info("%s: no plan for all sizes: %s", self.plan.model, difference(error))
+            _log.info("%s: no plan for all sizes: %s", self.plan.model, error.summary)
             self.__dict__.update(zip(("_requested", "_builder", "_given", "_guide"), before, strict=True))
             return False
         _log.info("%s: sizes keep changing; one plan for all of them: %s", self.plan.model, shapes)

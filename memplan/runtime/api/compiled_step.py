@@ -167,11 +167,6 @@ class CompiledStep(MeasuredStep):
         """The program of the example batch that updates the parameters."""
         return _updating_of(self._main).runner
 
-    @property
-    def _adding(self) -> Runner | None:
-        """The program of the example batch that only adds to the sums of gradients."""
-        return None if self._main.adding is None else self._main.adding.runner
-
     def _build_update(self, plan: StepPlan, run: UpdateRun | None) -> UpdateProgram:
         made = self._builder.update(plan, run)
         self._attach()
@@ -213,8 +208,7 @@ class CompiledStep(MeasuredStep):
         if len(self._builder.plans) >= MOST_PLANS or kind in self._refused:
             self._warn(reason, f"{len(self._builder.plans)} plans exist already")
             return self._run_eagerly(reason, batch, kwargs, update=update, quiet=True)
-        where = f"{reason.where}: " if reason.where else ""
-        _log.info("%s: planned anew: %s%s", self.plan.model, where, reason.what)
+        _log.info("%s: planned anew: %s", self.plan.model, reason.summary)
         try:
             plan = self._builder.build(batch, kwargs)
         except UnsupportedCall:
@@ -233,13 +227,12 @@ class CompiledStep(MeasuredStep):
         if self._warned:
             return
         self._warned = True
-        what = f"{reason.where}: {reason.what}" if reason.where else reason.what
         _log.warning(
             "%s: a call runs eagerly, because %s. It differs from the last plan: %s. Pad or bucket batches to a few "
             "shapes, drop the last batch (drop_last=True), or compile another step for it. This is said once.",
             self.plan.model,
             why,
-            what,
+            reason.summary,
         )
 
     def _run_eagerly(

@@ -17,7 +17,7 @@ from torch.export import Dim
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
 from memplan.errors import MemplanError
-from memplan.runtime.api.select import MAX_PROGRAMS, difference
+from memplan.runtime.api.select import MAX_PROGRAMS
 from memplan.runtime.guards.input_guards import same_constant
 from memplan.runtime.on_demand.on_demand_offload import offload_within, run_within
 
@@ -50,11 +50,11 @@ class UnplannedCalls:
         if not self._warned:
             self._warned = True
             how = "eagerly" if offload is None else f"eagerly within {format_bytes(offload.budget)}"
-            why = f"there are {MAX_PROGRAMS} programs for other calls" if refused is None else difference(refused)
+            why = f"there are {MAX_PROGRAMS} programs for other calls" if refused is None else refused.summary
             _log.warning(
                 "%s: a call runs %s, without a plan: %s; it gets no program: %s; name the dimensions that vary in "
                 "dynamic_shapes=, call it in fewer ways, or compile another module for such calls; this is logged once",
-                *(plan.model, how, difference(differs), why),
+                *(plan.model, how, differs.summary, why),
             )
         return run_within(offload, self._model, args, kwargs)
 

@@ -13,11 +13,12 @@ from collections.abc import Collection
 
 from memplan.core.plan import Plan
 from memplan.core.units import format_bytes
-from memplan.errors import BudgetInfeasible, StaleActivationsError
+from memplan.errors import BudgetInfeasible
 from memplan.runtime.execute.arena_gradients import GradientsInUse
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.memory.arena import Arena
+from memplan.runtime.memory.arena_ownership import in_another_thread
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ArenaPart
 from memplan.runtime.options import CompileOptions
 
@@ -43,11 +44,7 @@ class PendingCalls:
 
     def __enter__(self) -> PendingCalls:
         if not self._calls.acquire(blocking=False):
-            raise StaleActivationsError(
-                "another thread is running a step in this arena",
-                hint="let one thread at a time call a compiled module, or compile one for each thread",
-                see="threads",
-            )
+            raise in_another_thread()
         try:
             self._leave_the_first_arena()
             self.coordinator.place_last_step()

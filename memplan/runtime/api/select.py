@@ -95,7 +95,7 @@ class Selector:
                 raise TooManyPrograms
             _log.info(
                 "%s: makes program %d of %d, for another call: %s",
-                *(self.main.plan.model, 2 + len(self._runners), MAX_PROGRAMS, difference(reason)),
+                *(self.main.plan.model, 2 + len(self._runners), MAX_PROGRAMS, reason.summary),
             )
         runner = self._cached(key, args, kwargs, train=grad)
         self._require_free(runner.arena)
@@ -153,11 +153,6 @@ class Selector:
         """Raise `InputMismatch` unless all modes are as compiled, or the whole module is in eval mode."""
         if any(modes):
             self._module_guards.require_modes(self.main_modes)
-
-
-def difference(reason: MemplanError) -> str:
-    """Return how a call differs from the example, as one line."""
-    return f"{reason.where}: {reason.what}" if reason.where else reason.what
 
 
 def require_autocast(runner: Runner) -> None:

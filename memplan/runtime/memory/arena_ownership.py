@@ -18,6 +18,15 @@ class ArenaInUse(StaleActivationsError):
     """A step cannot begin, because the arena holds the activations of another one, whose backward has not run."""
 
 
+def in_another_thread() -> StaleActivationsError:
+    """Return the error of a call while another thread runs a step in the same arena."""
+    return StaleActivationsError(
+        "another thread is running a step in this arena",
+        hint="let one thread at a time call a compiled module, or compile one for each thread",
+        see="threads",
+    )
+
+
 class InFlight:
     """The activations of one forward. It exists as long as its autograd graph; `done` is set by its backward."""
 
@@ -49,11 +58,7 @@ class ArenaOwnership:
     def __enter__(self) -> ArenaOwnership:
         """Lock the arena while a program runs; raise `StaleActivationsError` if another thread has locked it."""
         if not self._lock.acquire(blocking=False):
-            raise StaleActivationsError(
-                "another thread is running a step in this arena",
-                hint="let one thread at a time call a compiled module, or compile one for each thread",
-                see="threads",
-            )
+            raise in_another_thread()
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:

@@ -38,8 +38,7 @@ def offload_for(reason: MemplanError, plan: Plan, device: torch.device) -> OnDem
     """
     offload = offload_within(plan, device)
     how = "eagerly" if offload is None else f"eagerly within {format_bytes(offload.budget)}"
-    where = f"{reason.where}: " if reason.where else ""
-    _log.warning("%s: a call runs %s, without a plan: %s%s", plan.model, how, where, reason.what)
+    _log.warning("%s: a call runs %s, without a plan: %s", plan.model, how, reason.summary)
     return offload
 
 
