@@ -5,6 +5,7 @@ from __future__ import annotations
 from memplan.core import lifetimes
 from memplan.core.evictions import DeviceArena, check_record
 from memplan.core.graph import Graph, check_graph
+from memplan.core.happens_before import require_no_races
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
 from memplan.core.problem import Solution, Status
@@ -40,6 +41,7 @@ def check_consistency(plan: Plan) -> None:
         validate(lifetimes.host_problem(plan.graph, plan.schedule, alignment=plan.alignment), plan.eviction.host)
         check_sections(plan)
         require_budget(plan)
+        require_no_races(plan)
 
 
 def check_sections(plan: Plan) -> None:

@@ -8,6 +8,7 @@ from importlib import import_module
 
 from memplan.core import lifetimes
 from memplan.core.graph import Graph
+from memplan.core.happens_before import follow, has_copies
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem
 from memplan.core.schedule import Evidence, Schedule
@@ -35,9 +36,10 @@ class ProofState(enum.StrEnum):
 class Proof:
     """A claim of a plan, and whether it was proven again.
 
-    `of` is "order" (no order of the ops needs less than `bound` bytes, without alignment) or "layout" (no layout in
-    this order does). `how` names the method that proved or refuted it, or says why neither happened. `independent`:
-    the method shares no code with memplan's first proof.
+    `of` is "order" (no order of the ops needs less than `bound` bytes, without alignment), "layout" (no layout in this
+    order does) or "races" (of a plan with copies: at most `bound` pairs of uses of a byte are in no order: 0). `how`
+    names the method that proved or refuted it, or says why neither happened. `independent`: the method shares no code
+    with memplan's first proof.
     """
 
     of: str
@@ -56,6 +58,8 @@ class Proof:
         """The claim, the result of its proof and the method, in one line."""
         what = "order of its ops" if self.of == "order" else "layout in its order"
         said = f"no {what} needs less than {format_exact(self.bound)}"
+        if self.of == "races":
+            said = "no copy races with an op or another copy"
         heads = {
             ProofState.PROVEN: f"proven again: {said}",
             ProofState.CLAIMED: f"claimed, and not proved again: {said}",
@@ -65,12 +69,13 @@ class Proof:
 
 
 def verify(plan: Plan, time_limit: float | None = None) -> tuple[Proof, ...]:
-    """Prove the claims of `plan` about all orders and all layouts again, even if they were proven when it was loaded.
+    """Prove the claims of `plan` about all orders and all layouts again, even if they were proven when it was loaded;
+    of a plan with copies also that nothing races.
 
     Cuts are found by networkx. The result of a search is proven by repeating that search, for at most `time_limit`
     seconds each (None: within the search's own limits, which count work).
     """
-    return _order(plan, time_limit), _layout(plan, time_limit)
+    return _order(plan, time_limit), _layout(plan, time_limit), *((_races(plan),) if has_copies(plan) else ())
 
 
 def _order(plan: Plan, seconds: float | None) -> Proof:
@@ -145,6 +150,17 @@ def _layout(plan: Plan, seconds: float | None) -> Proof:
     elif size < bound:
         state, how = ProofState.FALSE, f"solving again finds an arena of {format_exact(size)}"
     return Proof(of="layout", state=state, bound=bound, how=how, independent=False)
+
+
+def _races(plan: Plan) -> Proof:
+    found = follow(plan)
+    how = f"by vector clocks over {found.copies} copies"
+    if found.idle_waits:  # kept, because the error of a copy is raised where the step waits for it
+        how += f"; {len(found.idle_waits)} of their waits only report errors, others order the same"
+    if found.races:
+        how = f"{found.races[0].text}; {len(found.races)} such pairs in two steps"
+    state = ProofState.FALSE if found.races else ProofState.PROVEN
+    return Proof(of="races", state=state, bound=0, how=how, independent=True)
 
 
 def _problems(plan: Plan) -> list[Problem]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memplan.core.graph import Graph, Phase, StorageKind
+from memplan.core.happens_before import require_no_races
 from memplan.core.plan import Plan
 from memplan.recording.places import places
 from memplan.runtime.codegen.codegen import FunctionWriter
@@ -138,8 +139,9 @@ def build_program(
     """Bind, measure and compile a step. `tensors` maps bindings (indices) to parameters, buffers, example inputs.
 
     The plan of the program is `plan` with the results of the trial run. `bound`: the bound ops of an earlier trial run
-    of the same program, which is then not run again.
+    of the same program, which is then not run again. Raises `InvalidPlan` if a copy races with an op.
     """
+    require_no_races(plan)
     layout = _layout(traced)
     graph, order = traced.graph, plan.schedule.order
     kept = _on_host(graph, plan, host)

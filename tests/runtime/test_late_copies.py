@@ -1,0 +1,89 @@
+"""Waits that are left out: what the happens-before check says, and what copies that run as late as they may compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks.zoo import ZOO
+from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
+from memplan.core.happens_before import follow, require_no_races
+from memplan.core.plan import Plan
+from memplan.errors import BudgetInfeasible
+from memplan.planning.options import PlanOptions
+from memplan.runtime.memory import arena
+from memplan.trace import plan_traced, trace
+from memplan.trace.traced import TracedGraph
+from tests.models import Layers
+from tests.runtime.budgets import FAST_LINK, QUICK, plan_of_everything, runner_of, step_of
+from tests.runtime.late_copies import LateCopies
+
+
+def _late(monkeypatch: pytest.MonkeyPatch, made: LateCopies) -> None:
+    monkeypatch.setattr(arena, "make_copies", lambda device: made)
+
+
+def _waits(plan: Plan) -> Iterator[tuple[int, int]]:
+    """Pairs of a wait's position in the schedule and the number of its copy, in the order of starts."""
+    started: dict[tuple[int, int], int] = {}
+    for position, index in enumerate(plan.schedule.order):
+        op = plan.graph.ops[index]
+        if op.target not in TRANSFERS:
+            continue
+        starts = op.target in (OFFLOAD, RELOAD, SEND)
+        values = (op.reads[0], op.writes[0]) if starts else op.reads
+        pair = plan.graph.values[values[0]].storage, plan.graph.values[values[1]].storage
+        if starts:
+            started[pair] = len(started) if pair not in started else max(started.values()) + 1
+        else:
+            yield position, started[pair]
+
+
+def _plans(traced: TracedGraph) -> Iterator[Plan]:
+    yield plan_of_everything(traced)
+    options = PlanOptions(arena_budget=0.7, policy=QUICK, costs=FAST_LINK)
+    try:
+        yield plan_traced(traced, options)
+    except BudgetInfeasible:
+        return
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "resnet", "lstm"])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_copies_that_run_late_give_the_same_bits(name: str, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args = ZOO[name]("nano")
+    traced = trace(model, args)
+    expected = step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
+    for plan in _plans(traced):
+        copies = LateCopies(seed=seed)
+        _late(monkeypatch, copies)
+        runner = runner_of(model, traced, plan)
+        assert copies.planned, name
+        for _ in range(2):
+            assert step_of(runner, model, args, 0).same_as(expected)
+
+
+def test_a_wait_whose_absence_changes_a_bit_is_one_that_the_check_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, args = Layers(), (torch.randn(8, 16),)
+    traced = trace(model, args)
+    expected = step_of(runner_of(model, traced, plan_traced(traced)), model, args, 0)
+
+    def is_same(plan: Plan, number: int) -> bool:
+        _late(monkeypatch, LateCopies(without={number}))
+        runner = runner_of(model, traced, plan, sanitize=None)
+        return all(step_of(runner, model, args, 0).same_as(expected) for _ in range(2))
+
+    racy = seen = 0
+    for plan in _plans(traced):
+        require_no_races(plan)
+        for position, number in _waits(plan):
+            races = follow(plan, without={position}).races
+            differs = not is_same(plan, number)
+            assert races or not differs, f"{plan.graph.ops[plan.schedule.order[position]].name} is needed"
+            racy += bool(races)
+            seen += differs
+    assert racy > 10
+    assert seen * 2 > racy, f"{seen} of {racy} missing waits were seen"
