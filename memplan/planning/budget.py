@@ -100,7 +100,7 @@ def _limits(
         arena=arena if isinstance(arena, int) else None,
         host_budget=read_size("host_budget", options.host_budget) if options.host_budget is not None else None,
         pinned_budget=read_size("pinned_budget", options.pinned_budget) if options.pinned_budget is not None else None,
-        pinned=device.startswith("cuda"),
+        pinned=bool(device) and not device.startswith("cpu"),
         room=room,
         relative=isinstance(asked.budget, int) and not isinstance(read_budget(options.budget), int),
     )

@@ -21,11 +21,12 @@ from memplan.core.choices import (
 )
 from memplan.core.legal_orders import require_legal
 from memplan.core.plan import Plan
+from memplan.devices.kinds import alignment_of
 from memplan.errors import InputMismatch, InvalidShapes, MemplanError, PlanMismatch, UnsupportedCall
 from memplan.planning.options import PlanKeywords, PlanOptions, refuse_beside_gradients
 from memplan.planning.planfile import load
 from memplan.runtime.debug.sanitizers import redzone_of
-from memplan.trace import Retracer, alignment_of, plan_step
+from memplan.trace import Retracer, plan_step
 from memplan.trace.graph.remap_to_plan import outside_as_in, require_planned
 from memplan.trace.retracer import retraced
 from memplan.trace.traced import TracedGraph

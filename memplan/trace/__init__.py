@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.planning import (
-    alignment_of,
     device_costs,
     plan,
     plan_step,
@@ -30,7 +29,6 @@ __all__ = [
     "CapturedStep",
     "Retracer",
     "TracedGraph",
-    "alignment_of",
     "capture_call",
     "capture_loss",
     "capture_step",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memplan.core.plan import Plan
+from memplan.devices.kinds import HOST, alignment_of, is_accelerator, name_of
 from memplan.errors import BudgetInfeasible
 from memplan.evict.costs import cost_model
 from memplan.planning.checkpoints import has_checkpoints, plan_checkpointed, plan_from_checkpoints
@@ -163,15 +164,10 @@ def _plan_with_grouped_updates(traced: TracedGraph, scheduled: ScheduledGraph, o
 
 def device_costs(device: torch.device) -> str:
     """Return the name of the cost model that is nearest to a device."""
-    if device.type != "cuda":
-        return "cpu"
-    name = torch.cuda.get_device_name(device).lower() if torch.cuda.is_available() else ""
+    if not is_accelerator(device):
+        return HOST
+    name = name_of(device).lower()
     return next((known for known in ("h200", "h100") if known in name), "a100")
-
-
-def alignment_of(device: torch.device) -> int:
-    """Return the alignment of buffers on a device, in bytes: a cache line, or what CUDA's own allocator rounds to."""
-    return 512 if device.type == "cuda" else 64
 
 
 def versions() -> dict[str, str]:

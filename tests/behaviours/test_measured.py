@@ -13,6 +13,7 @@ from torch import nn
 import memplan
 from benchmarks.zoo import ZOO
 from memplan.core.evictions import TRANSFERS
+from memplan.devices.kinds import alignment_of
 from memplan.evict.costs import signature_of
 from memplan.evict.judge.arrays import measure
 from memplan.planning.fit import make_workload
@@ -21,7 +22,7 @@ from memplan.runtime.copies.copies import Direction
 from memplan.runtime.profiling.measurement import Measurement
 from memplan.runtime.profiling.profile_guided import SAMPLES, WARM
 from memplan.schedule import order
-from memplan.trace import alignment_of, trace
+from memplan.trace import trace
 from tests.models import Layers
 from tests.runtime.budgets import FAST_LINK, everything
 from tests.runtime.virtual import virtual

@@ -14,6 +14,7 @@ from memplan.analysis.forecast import Residence
 from memplan.core.graph import Graph
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem, Solution
+from memplan.devices.kinds import alignment_of
 from memplan.evict.costs import Link
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.judge.arrays import measure
@@ -27,7 +28,7 @@ from memplan.runtime.debug.hooks import EventKind, StepEvent, When
 from memplan.runtime.debug.tracker import Tracker
 from memplan.schedule import Schedule, make_schedule
 from memplan.solvers import solve
-from memplan.trace import alignment_of, plan_traced, trace
+from memplan.trace import plan_traced, trace
 from tests.runtime.budgets import FAST_LINK, everything, plan_of_everything
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from memplan.core.choices import Sanitize
 from memplan.core.plan import Plan
+from memplan.devices.kinds import alignment_of
 from memplan.evict.costs import DEVICES, Link
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.judge.arrays import measure
@@ -23,7 +24,7 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import arena_for
 from memplan.schedule import order
-from memplan.trace import alignment_of, plan_traced
+from memplan.trace import plan_traced
 from memplan.trace.traced import TracedGraph
 from tests.steps import Outcome, outcome_of
 

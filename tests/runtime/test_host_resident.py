@@ -12,6 +12,7 @@ from torch import nn
 
 from memplan.core.graph import StorageKind
 from memplan.core.plan import Plan
+from memplan.devices.kinds import alignment_of
 from memplan.evict.events import Event, Events, Kind
 from memplan.evict.judge.arrays import measure
 from memplan.evict.workload import Workload
@@ -24,7 +25,7 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import arena_for
 from memplan.schedule import make_schedule, order
-from memplan.trace import alignment_of, capture_step, trace
+from memplan.trace import capture_step, trace
 from memplan.trace.traced import TracedGraph
 from tests.models import TwoLayersLoss
 from tests.runtime.budgets import FAST_LINK

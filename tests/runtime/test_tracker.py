@@ -11,13 +11,14 @@ from benchmarks.zoo import ZOO
 from memplan.core.lifetimes import host_problem
 from memplan.core.plan import Plan
 from memplan.core.problem import Problem
+from memplan.devices.kinds import alignment_of
 from memplan.evict.judge.arrays import measure
 from memplan.planning.fit import make_workload
 from memplan.planning.options import PlanOptions
 from memplan.runtime import compile as memplan_compile
 from memplan.runtime import compile_step
 from memplan.runtime.debug.tracker import HeldBytes, Tracker
-from memplan.trace import alignment_of, plan_traced, trace
+from memplan.trace import plan_traced, trace
 from memplan.trace.traced import TracedGraph
 from tests.runtime.budgets import FAST_LINK, QUICK, everything, plan_of_everything
 

@@ -18,6 +18,10 @@ import torch
 from torch import nn
 
 from memplan.core.arguments import arguments_of
+from memplan.devices.generators import forked
+from memplan.devices.host_memory import host_bytes
+from memplan.devices.kinds import is_accelerator, name_of
+from memplan.devices.streams import hold_busy, new_event, record, synchronizer
 from memplan.errors import InvalidCosts
 from memplan.evict.costs import DEVICES, CostModel, Link, signature_of
 from memplan.planning.options import PlanOptions
@@ -105,10 +109,9 @@ def _op_seconds(program: Program, rounds: int) -> dict[int, float]:
     memory = TrialMemory(env, traced.graph, layout, order)
     for index in order:
         memory.before(index)
-    timed = _device_seconds if traced.device.type == "cuda" else _seconds
+    timed = partial(_device_seconds, traced.device) if is_accelerator(traced.device) else _seconds
     found: dict[int, list[float]] = {i: [] for i in order if leaves_users_alone(traced, layout, i)}
-    devices = [traced.device] if traced.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast(traced.device):
+    with torch.no_grad(), forked(traced.device), without_autocast(traced.device):
         for _ in range(rounds + 1):
             for index, times in found.items():
                 times.append(timed(partial(run_bound, program.bound[index], env)))
@@ -121,23 +124,23 @@ def _seconds(run: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
-def _device_seconds(run: Callable[[], object]) -> float:
-    """Return the seconds on the device, without the launch: `run` is launched while the device sleeps."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(_SLEEP)  # type: ignore[no-untyped-call]
-    start.record()
+def _device_seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Return the seconds on a device; without the launch, where `run` can be launched while the device is kept busy."""
+    start, end = (new_event(device, timed=True) for _ in range(2))
+    hold_busy(device, _SLEEP)
+    record(start, device)
     run()
-    end.record()
+    record(end, device)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 
 
 def _link(device: torch.device, *, to_device: bool, rounds: int) -> Link:
     """Return the latency and bandwidth of copies in one direction, from a small and a large copy."""
-    wait = _synchronise(device)
+    wait = synchronizer(device)
 
     def seconds(nbytes: int) -> float:
-        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        host = host_bytes(nbytes, device).zero_()
         here = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         target, source = (here, host) if to_device else (host, here)
         times = []
@@ -153,11 +156,5 @@ def _link(device: torch.device, *, to_device: bool, rounds: int) -> Link:
     return Link(bytes_per_second=_LARGE / max(seconds(_LARGE) - latency, 1e-9), latency=latency)
 
 
-def _synchronise(device: torch.device) -> Callable[[], None]:
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return lambda: None
-
-
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, torch {torch.__version__}"
+    return name_of(device) or f"{device.type}, torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""Copies on CUDA, in a stream for each direction and device.
+"""Copies of an accelerator, in streams of their own: one for each direction, and one on each of two devices.
 
 Events order the streams: a copy starts after all work that was launched before it, and work after its wait runs after
 it.
@@ -6,8 +6,13 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+
 import torch
 
+from memplan.devices.kinds import is_accelerator
+from memplan.devices.streams import current_stream, new_event, new_stream
 from memplan.runtime.copies.copies import Direction
 
 
@@ -18,7 +23,7 @@ class StreamCopies:
         self.device = device
         self.pending: set[StreamCopy] = set()
         self.timed = False
-        self._streams: dict[tuple[Direction, torch.device], torch.cuda.Stream] = {}
+        self._streams: dict[tuple[Direction, torch.device], torch.Stream] = {}
         self._hosts: dict[int, torch.Tensor] = {}
 
     def copy(self, direction: Direction, host: torch.Tensor, device: torch.device | None = None) -> StreamCopy:
@@ -27,11 +32,15 @@ class StreamCopies:
         `host` is kept alive until `close`: a copy may still run when the program is deleted, and torch's allocator of
         pinned memory does not know that the copy uses it.
         """
-        device = device or self.device
-        if (direction, device) not in self._streams:
-            self._streams[direction, device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._hosts[host.data_ptr()] = host
-        return StreamCopy(self, self._streams[direction, device])
+        return StreamCopy(self, direction)
+
+    def streams(self, direction: Direction, devices: Sequence[torch.device]) -> tuple[torch.Stream, ...]:
+        """Return the streams of copies in a direction, one on each of these devices."""
+        for device in devices:
+            if (direction, device) not in self._streams:
+                self._streams[direction, device] = new_stream(device)
+        return tuple(self._streams[direction, device] for device in devices)
 
     def time(self, on: bool) -> None:
         """Start or stop timing copies."""
@@ -60,14 +69,14 @@ class StreamCopies:
 class StreamCopy:
     """A `Copy` in a stream. Waits block the compute stream, not the host, so `stalled` stays 0."""
 
-    __slots__ = ("_devices", "_done", "_owner", "_stream", "_times", "nbytes", "stalled")
+    __slots__ = ("_devices", "_direction", "_done", "_owner", "_times", "nbytes", "stalled")
 
-    def __init__(self, owner: StreamCopies, stream: torch.cuda.Stream) -> None:
+    def __init__(self, owner: StreamCopies, direction: Direction) -> None:
         self._owner = owner
-        self._stream = stream
+        self._direction = direction
         self._devices: tuple[torch.device, ...] = ()
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._times: tuple[torch.cuda.Event, ...] = ()
+        self._done: tuple[torch.Event, ...] = ()  # one on each device
+        self._times: tuple[torch.Event, ...] = ()
         self.stalled = 0.0
         self.nbytes = 0
 
@@ -81,27 +90,36 @@ class StreamCopy:
         return float(begun.elapsed_time(ended)) / 1e3
 
     def start(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Start the copy after all work launched so far, which may write `source` or still use `destination`."""
-        self._devices = tuple({t.device for t in (destination, source) if t.is_cuda})
-        for device in self._devices:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        """Start the copy after all work launched so far, which may write `source` or still use `destination`.
+
+        A copy between two devices has a stream on each of them: torch queues it to the current stream of the source
+        and makes that of the destination wait, both of which would be streams that compute.
+        """
+        places = (source.device, destination.device)
+        self._devices = tuple(dict.fromkeys(device for device in places if is_accelerator(device)))
+        streams = self._owner.streams(self._direction, self._devices)
+        for stream in streams:
+            for device in self._devices:
+                stream.wait_stream(current_stream(device))
         self._owner.pending.add(self)
         self.nbytes = source.nbytes
-        self._times = tuple(_timing_event() for _ in range(2)) if self._owner.timed else ()
-        with torch.cuda.stream(self._stream):
+        first = self._devices[0]
+        self._times = tuple(new_event(first, timed=True) for _ in range(2)) if self._owner.timed else ()
+        with ExitStack() as stack:
+            for stream in reversed(streams):
+                stack.enter_context(stream)
             for event in self._times[:1]:
-                event.record(self._stream)
+                event.record(streams[0])
             destination.copy_(source, non_blocking=True)
             for event in self._times[1:]:
-                event.record(self._stream)
-        self._done.record(self._stream)
+                event.record(streams[0])
+        self._done = self._done or tuple(new_event(device) for device in self._devices)
+        for event, stream in zip(self._done, streams, strict=True):
+            event.record(stream)
 
     def wait(self) -> None:
         """Make all work that is launched from now on run after the copy."""
         for device in self._devices:
-            torch.cuda.current_stream(device).wait_event(self._done)
+            for event in self._done:
+                current_stream(device).wait_event(event)
         self._owner.pending.discard(self)
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ import torch
 
 from memplan.core.choices import Sanitize
 from memplan.core.graph import StorageKind
+from memplan.devices.generators import forked
 from memplan.errors import MemplanError, UnsupportedCall, UnsupportedGraph
 from memplan.runtime.execute.program import Program
 from memplan.runtime.kernels.pool_placement import Placer, PoolPlacer
@@ -253,8 +254,7 @@ class CudaGraphProgram:
         names, traced = self.program.namespace.names, self.program.traced
         written = [names[f"v{b.value}"] for b in traced.bindings if b.written and b.source is not Source.INPUT]
         before = [t.clone() for t in written]
-        devices = [traced.device] if traced.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with forked(traced.device):
             yield
         _copy_all(written, before)
 

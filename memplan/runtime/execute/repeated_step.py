@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memplan.core.graph import Phase
+from memplan.devices.generators import generators_of
 from memplan.errors import StaleActivationsError
 from memplan.runtime.memory.arena_ownership import ArenaOwnership, InFlight
 from memplan.trace.traced import KernelCall, Ref, Source, TracedGraph
@@ -134,19 +135,11 @@ def _versions(tensors: Sequence[torch.Tensor]) -> int | None:
         return None
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
-    """Return the generators that a step on `device` draws from."""
-    found = [torch.default_generator]
-    if device.type == "cuda":
-        found.append(torch.cuda.default_generators[device.index or torch.cuda.current_device()])
-    return found
-
-
 def _states(device: torch.device) -> list[torch.Generator]:
     """Return copies of the generators that a step on `device` draws from, which take no memory of tensors."""
-    return [generator.clone_state() for generator in _generators(device)]
+    return [generator.clone_state() for generator in generators_of(device)]
 
 
 def _set_states(states: Sequence[torch.Generator], device: torch.device) -> None:
-    for generator, state in zip(_generators(device), states, strict=True):
+    for generator, state in zip(generators_of(device), states, strict=True):
         generator.set_state(state.get_state())

@@ -16,6 +16,7 @@ import torch
 
 from memplan.core.graph import Graph, StorageKind, Value
 from memplan.core.plan import Plan
+from memplan.devices.generators import forked
 from memplan.errors import UnsupportedGraph
 from memplan.runtime.codegen.step_ir import Layout, refs
 from memplan.runtime.kernels.kernel_selection import BoundOp, CallForm, KernelSelector, materialise
@@ -47,8 +48,7 @@ def run_trial(
     env = [*(static.get(index) for index in range(len(traced.graph.values))), *[None] * traced.opaque_count]
     fill_inputs(env, traced, tensors)
     memory = TrialMemory(env, traced.graph, layout, plan.schedule.order)
-    devices = [traced.device] if traced.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), without_autocast(traced.device):
+    with torch.no_grad(), forked(traced.device), without_autocast(traced.device):
         known = {index: t for index, t in enumerate(env[: len(traced.graph.values)]) if t is not None}
         selector = select_on_stand_ins(traced, plan.schedule.order, known)
         bound = _select_kernels(traced, plan, layout, env, memory=memory, selector=selector, transfers=transfers)

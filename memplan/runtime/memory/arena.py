@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from memplan.core.evictions import DeviceArena
 from memplan.core.graph import Value
 from memplan.core.plan import Plan
+from memplan.devices.kinds import is_accelerator
 from memplan.planning.consistency import require_budget
 from memplan.runtime.copies.copies import Copies
 from memplan.runtime.copies.copy_streams import StreamCopies
@@ -25,7 +27,7 @@ from memplan.runtime.memory.stream_ordering import make_stream_ordering
 
 
 class Memory:
-    """A block of `nbytes` bytes on `device` that never moves; `pinned`: page-locked host memory, for GPU copies.
+    """A block of `nbytes` bytes on `device` that never moves; `pinned`: page-locked host memory for an accelerator.
 
     It is allocated when it is first used. Tensors made from it do not keep it alive: their owner must also keep a
     reference to the memory.
@@ -64,13 +66,14 @@ class Arena(Memory):
         super().__init__(nbytes, device)
         self.copies = make_copies(self.device)
         weakref.finalize(self, self.copies.close)  # before its bytes are freed
-        self.ownership = ArenaOwnership(self.copies.drain, make_stream_ordering(self.device))
+        used_by = partial(_keep_for, (self._allocated,))
+        self.ownership = ArenaOwnership(self.copies.drain, make_stream_ordering(self.device, used_by=used_by))
         self._host = Memory(0, torch.device("cpu"))
 
     def host(self, nbytes: int) -> Memory:
         """Return at least `nbytes` of host memory for offloaded bytes; earlier memory is reused if large enough."""
         if nbytes > self._host.nbytes:
-            self._host = Memory(nbytes, torch.device("cpu"), pinned=self.device.type == "cuda")
+            self._host = Memory(nbytes, torch.device("cpu"), pinned=is_accelerator(self.device))
         return self._host
 
     @property
@@ -90,9 +93,20 @@ class Arena(Memory):
         return self if plan.arena_size <= self.nbytes else None
 
 
+def _keep_for(allocations: Sequence[Sequence[torch.Tensor]], stream: torch.Stream) -> None:
+    """Keep the bytes of an arena, once it is freed, until what a stream has launched by then is complete.
+
+    torch's allocator gives freed bytes away at once on the stream on which they were allocated, and knows of no other.
+    """
+    for allocated in allocations:
+        for made in allocated:
+            if made.device == stream.device:
+                made.record_stream(stream)
+
+
 def make_copies(device: torch.device) -> Copies:
     """Return the copies between an arena on `device` and the host. No thread or stream starts before the first copy."""
-    return StreamCopies(device) if device.type == "cuda" else ThreadCopies()
+    return StreamCopies(device) if is_accelerator(device) else ThreadCopies()
 
 
 class Arenas(Arena):
@@ -101,7 +115,9 @@ class Arenas(Arena):
     def __init__(self, sections: Sequence[DeviceArena]) -> None:
         super().__init__(0, torch.device(sections[0].device))
         self._memories = tuple(Memory(section.size, torch.device(section.device)) for section in sections)
-        self.ownership.order_streams = make_stream_ordering(*dict.fromkeys(memory.device for memory in self._memories))
+        used_by = partial(_keep_for, tuple(memory._allocated for memory in self._memories))
+        devices = dict.fromkeys(memory.device for memory in self._memories)
+        self.ownership.order_streams = make_stream_ordering(*devices, used_by=used_by)
         self._sections = tuple(sections)
         self._owner: Arena | None = (
             None  # of a view: the arena that it was made from, which closes the copies when freed

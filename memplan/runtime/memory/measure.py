@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from memplan.devices.kinds import allocations_of
+
 
 def peak_bytes(thunks: Sequence[Callable[[], None]], device: torch.device) -> list[int]:
     """Return for each thunk the most bytes (above those at its start) that were allocated while it ran."""
@@ -18,7 +20,7 @@ def peak_bytes(thunks: Sequence[Callable[[], None]], device: torch.device) -> li
         for i, thunk in enumerate(thunks):
             with torch.autograd.profiler.record_function(f"memplan::{i}"):
                 thunk()
-    kineto = torch.profiler.DeviceType.CUDA if device.type == "cuda" else torch.profiler.DeviceType.CPU
+    kineto = allocations_of(device)
     windows: dict[int, tuple[int, int]] = {}
     allocations: list[tuple[int, int]] = []
     for event in profiler.kineto_results.events():

@@ -1,4 +1,4 @@
-"""Orders the steps of one arena on several CUDA streams: each waits for the one before, whose bytes it overwrites.
+"""Orders the steps of one arena on several streams: each waits for the one before, whose bytes it overwrites.
 
 Eager allocates separate tensors on each stream. All steps share the arena, so the work that a step launches must run
 after the work of the last step, on whatever stream that ran.
@@ -10,12 +10,19 @@ from collections.abc import Callable
 
 import torch
 
+from memplan.devices.kinds import is_accelerator
+from memplan.devices.streams import current_stream, is_capturing
+
 Order = Callable[[], None]
+Use = Callable[[torch.Stream], None]
 
 
-def make_stream_ordering(*devices: torch.device) -> Order:
-    """Return the function to call when a step begins. On the CPU it does nothing: steps run one after another."""
-    orderings = [StreamOrdering(device) for device in devices if device.type == "cuda"]
+def make_stream_ordering(*devices: torch.device, used_by: Use | None = None) -> Order:
+    """Return the function to call when a step begins. On the CPU it does nothing: steps run one after another.
+
+    `used_by` is called with each stream that a step is the first to run on since another one.
+    """
+    orderings = [StreamOrdering(device, used_by or _ignore) for device in devices if is_accelerator(device)]
     if len(orderings) < 2:
         return orderings[0] if orderings else _nothing
 
@@ -29,21 +36,25 @@ def make_stream_ordering(*devices: torch.device) -> Order:
 class StreamOrdering:
     """Makes the current stream of a device wait for the stream of the last step, if that is another one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, used_by: Use) -> None:
         self._device = device
-        self._raw = -1
-        self._last: torch.cuda.Stream | None = None
+        self._used_by = used_by
+        self._last: torch.Stream | None = None
 
     def __call__(self) -> None:
         """Order the current stream after the last one. During a capture, the capturing code orders the streams."""
-        raw: int = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if raw == self._raw or torch.cuda.is_current_stream_capturing():
+        current = current_stream(self._device)
+        if current == self._last or is_capturing(self._device):
             return
-        current = torch.cuda.current_stream(self._device)
         if self._last is not None:
             current.wait_stream(self._last)
-        self._raw, self._last = raw, current
+        self._last = current
+        self._used_by(current)
 
 
 def _nothing() -> None:
     """Does nothing: steps on the CPU run one after another."""
+
+
+def _ignore(stream: torch.Stream) -> None:
+    """Does nothing: nobody counts the streams that use the memory."""

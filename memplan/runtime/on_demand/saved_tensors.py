@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from memplan.devices.host_memory import host_bytes
 from memplan.errors import StaleActivationsError
 
 
@@ -29,8 +30,7 @@ class SavedBlock:
         copied = 0
         if self.host is None:
             source = _whole(next(s.tensor for s in self.saved if s.tensor is not None).untyped_storage(), self.nbytes)
-            pinned = source.device.type == "cuda"
-            self.host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+            self.host = host_bytes(self.nbytes, source.device)
             with torch.no_grad():
                 self.host.copy_(source)
             copied = self.nbytes

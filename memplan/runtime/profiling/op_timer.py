@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from memplan.core.evictions import OFFLOAD, RELOAD, SEND, TRANSFERS
+from memplan.devices.kinds import is_accelerator
+from memplan.devices.streams import new_event, record
 from memplan.evict.costs import CostModel, signature_of
 from memplan.evict.feedback import link_of
 from memplan.runtime.copies.copies import Copy, Direction
@@ -65,8 +67,8 @@ class OpTimer:
         self._device = program.traced.device
         self._transfers = tuple(_transfers(program))
         steps = len(self.plan.schedule.order)
-        cuda = self._device.type == "cuda"
-        self._marks: _Marks = _CudaMarks(2 * steps) if cuda else _HostMarks(2 * steps)
+        self._in_stream = is_accelerator(self._device)  # there the stream waits for copies, not the host
+        self._marks: _Marks = _StreamMarks(2 * steps, self._device) if self._in_stream else _HostMarks(2 * steps)
         self._stalled = [0.0] * len(self._transfers)
         self._samples: list[_Sample] = []
         befores = [(self._marks.mark(2 * step),) for step in range(steps)]
@@ -140,8 +142,7 @@ class OpTimer:
         begun, ended = tuple(at[::2]), tuple(at[1::2])
         copies = []
         for t, before in zip(self._transfers, self._stalled, strict=True):
-            host = self._device.type != "cuda"  # on CUDA the stream waits, not the host
-            stall = t.copy.stalled - before if host else ended[t.waited] - begun[t.waited]
+            stall = ended[t.waited] - begun[t.waited] if self._in_stream else t.copy.stalled - before
             copies.append((t.copy.nbytes, t.copy.seconds, stall))
         self._samples.append(_Sample(begun, ended, tuple(copies)))
 
@@ -151,7 +152,7 @@ def probe(arena: Arena, direction: Direction) -> list[tuple[int, float]]:
     found = []
     arena.copies.time(True)
     for nbytes in sorted({min(n, arena.nbytes) for n in _PROBES}):
-        host = Memory(nbytes, torch.device("cpu"), pinned=arena.device.type == "cuda")
+        host = Memory(nbytes, torch.device("cpu"), pinned=is_accelerator(arena.device))
         copy = arena.copies.copy(direction, host.memory)
         here = arena.memory[:nbytes]
         pair = (host.memory, here) if direction is Direction.TO_HOST else (here, host.memory)
@@ -183,18 +184,19 @@ class _HostMarks:
         return [at - self._at[0] for at in self._at]
 
 
-class _CudaMarks:
-    """Points in time by events of the compute stream."""
+class _StreamMarks:
+    """Points in time by events of the compute stream of a device."""
 
-    def __init__(self, count: int) -> None:
-        self._events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(count)]  # type: ignore[no-untyped-call]
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._device = device
+        self._events = [new_event(device, timed=True) for _ in range(count)]
 
     def mark(self, index: int) -> Callable[[], None]:
         """Return a function that records point `index` when it is called."""
         event = self._events[index]
 
         def note() -> None:
-            event.record()
+            record(event, self._device)
 
         return note
 

@@ -15,11 +15,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from memplan.devices.kinds import HOST, REFUSED, current_index, device_count
 from memplan.errors import UnsupportedDevice, UnsupportedGraph
 from memplan.trace.traced import Source, TracedGraph
 
-HOST = "cpu"
-_KINDS = ("cpu", "cuda")
 _HINT = "name a device of this machine ('cuda', 'cuda:1'), or 'cpu', which stands in for one"
 
 
@@ -63,17 +62,16 @@ def _target(device: Any) -> Target:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise UnsupportedDevice(f"there is no device {device!r}", where="device", hint=_HINT, see="device") from error
-    if found.type not in _KINDS:
-        raise UnsupportedDevice(f"steps do not run on {found.type!r} devices", where="device", hint=_HINT, see="device")
-    index: int | None = found.index
-    if index is None:
-        index = torch.cuda.current_device() if found.type == "cuda" and torch.cuda.is_available() else 0
+    if found.type in REFUSED or found.type == "meta":
+        why = REFUSED.get(found.type, "has no memory")
+        raise UnsupportedDevice(f"{found.type!r} {why}", where="device", hint=_HINT, see="device")
+    index: int = current_index(found.type) if found.index is None else found.index
     if index < 0:  # torch keeps the number in one byte
         raise UnsupportedDevice(f"there is no device {device!r}", where="device", hint=_HINT, see="device")
     name = f"{found.type}:{index}"
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found.type == "cuda" and index >= count:
-        what = f"this machine has {count or 'no'} CUDA devices"
+    count = device_count(found.type)
+    if found.type != HOST and index >= count:
+        what = f"this machine has {count or 'no'} {found.type} devices"
         raise UnsupportedDevice(what, where=f"device={device!r}", hint=_HINT, see="device")
     return Target(names=(name,), device=torch.device(HOST if found.type == "cpu" else name))
 

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from memplan.core.evictions import SAVE_RNG
 from memplan.core.graph import Graph, Op, require_same
 from memplan.core.plan import Plan
+from memplan.devices.kinds import HOST
 from memplan.evict.graph.equivalent import require_equivalent
 from memplan.trace.traced import Computed, KernelCall, Ref, SaveState, TracedGraph, Transfer
 
@@ -65,8 +66,8 @@ def remap_to_plan(traced: TracedGraph, plan: Plan) -> TracedGraph:
 
 
 def _moved(leaf: Any, where: torch.device) -> Any:
-    """Return the device that a kernel runs on where `leaf` is the CUDA device that it was traced on; else `leaf`."""
-    return where if isinstance(leaf, torch.device) and leaf.type == where.type == "cuda" else leaf
+    """Return the device that a kernel runs on where `leaf` is the accelerator that it was traced on; else `leaf`."""
+    return where if isinstance(leaf, torch.device) and leaf.type == where.type != HOST else leaf
 
 
 def _kernel(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memplan.devices.kinds import HOST, is_accelerator
 from memplan.errors import UnsupportedGraph
 from memplan.trace.optimizer.surroundings import has_own_step
 
@@ -63,7 +64,7 @@ def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.T
     if not keys:
         return {}
     state: dict[str, Any] = optimizer.state[parameter]
-    place = parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
+    place = parameter.device if is_accelerator(parameter.device) else torch.device(HOST)
     if not state or (keys[0] == "momentum_buffer" and state.get("momentum_buffer") is None):
         for key in keys:
             if key == STEP:
@@ -83,7 +84,7 @@ def ensure_state(optimizer: torch.optim.Optimizer, name: str, parameter: torch.T
                 name, what, "lay out that state like the parameter, or create a new optimizer", see="optimizer-state"
             )
     if (
-        STEP in keys and place.type == "cuda" and state[STEP].device != place
+        STEP in keys and place.type != HOST and state[STEP].device != place
     ):  # an optimizer without fused=True keeps it on the CPU
         state[STEP] = state[STEP].to(place)
     return state

@@ -17,6 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from memplan.devices.kinds import is_available
 from memplan.trace.passes.aliasing import has_effects, is_fixed, keys_of, span, written_in
 from memplan.trace.passes.own_outputs import returned_by
 from memplan.trace.passes.rewrite import INHERITED, aten, replace_by, storage_key, value
@@ -109,7 +110,7 @@ def _numbers(module: fx.GraphModule, constant: list[fx.Node], kept: set[fx.Node]
             for source in node.all_input_nodes:
                 if source.op == "get_attr":
                     made[source] = getattr(module, str(source.target))
-            there = value(node).device.type == "cpu" or torch.cuda.is_available()
+            there = is_available(value(node).device.type)
             if node in needed and there and all(_has_numbers(made.get(n)) for n in node.all_input_nodes):
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
                 made[node] = node.target(*args, **kwargs)  # type: ignore[operator]

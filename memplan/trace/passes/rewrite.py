@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from memplan.devices.kinds import is_available
 from memplan.errors import UnsupportedGraph
 
 CHECKPOINT = (
@@ -97,7 +98,7 @@ class Rewriter:
         if known:
             return known[0]
         with unset_fake_temporarily():
-            real = device.type == "cpu" or torch.cuda.is_available()
+            real = is_available(device.type)
             tensor = torch.tensor(number, dtype=dtype, device=device) if real else None
         with self.mode:
             val = torch.empty((), dtype=dtype, device=device)

@@ -1,0 +1,27 @@
+"""Page-locked ("pinned") host memory, which devices copy from and to while the host goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from memplan.devices.kinds import is_accelerator
+
+
+def host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return `nbytes` bytes on the host for copies to and from `device`, pinned if that is an accelerator."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_accelerator(device))
+
+
+def pin(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Move the bytes of tensors to memory that is pinned for `device`, in place; tensors that share memory still do."""
+    moved: dict[int, torch.UntypedStorage] = {}
+    for t in tensors:
+        storage = t.untyped_storage()
+        if not storage.nbytes() or storage.is_pinned(device.type):
+            continue
+        key = storage.data_ptr()
+        if key not in moved:
+            moved[key] = storage.pin_memory(device.type)
+        t.data = torch.empty(0, dtype=t.dtype).set_(moved[key], t.storage_offset(), t.shape, t.stride())

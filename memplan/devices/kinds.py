@@ -1,0 +1,53 @@
+"""Kinds of devices, and what this machine has of them."""
+
+from __future__ import annotations
+
+import torch
+
+HOST = "cpu"
+REFUSED = {"mps": "has no streams, and no tensor can be made at an address of its memory"}
+_CACHE_LINE, _ALLOCATION = 64, 512  # bytes: of a CPU, and what CUDA's allocator rounds to
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether work on a device is queued in streams beside the host."""
+    return device.type not in (HOST, "meta")
+
+
+def is_available(kind: str) -> bool:
+    """Return whether this machine has a device of a kind ("cpu", "cuda", "xpu"), so that tensors there hold numbers."""
+    if kind == HOST:
+        return True
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found is not None and found.type == kind
+
+
+def device_count(kind: str) -> int:
+    """Return the number of devices of a kind on this machine; 1 for the CPU."""
+    if kind == HOST:
+        return 1
+    return torch.accelerator.device_count() if is_available(kind) else 0
+
+
+def current_index(kind: str) -> int:
+    """Return the number of the current device of a kind; 0 if there is none."""
+    return torch.accelerator.current_device_index() if kind != HOST and is_available(kind) else 0
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name that its maker gave a device ("NVIDIA H200"); "" if there is none."""
+    if not is_accelerator(device) or not is_available(device.type):
+        return ""
+    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(get_name(device)) if get_name is not None else ""
+
+
+def alignment_of(device: torch.device) -> int:
+    """Return the alignment of buffers on a device, in bytes: a cache line, or what CUDA's own allocator rounds to."""
+    return _ALLOCATION if is_accelerator(device) else _CACHE_LINE
+
+
+def allocations_of(device: torch.device) -> torch.profiler.DeviceType:
+    """Return the kind under which torch's profiler records the allocations on a device."""
+    kinds = torch.profiler.DeviceType
+    return {HOST: kinds.CPU, "cuda": kinds.CUDA, "xpu": kinds.XPU}.get(device.type, kinds.PrivateUse1)
