@@ -1,0 +1,358 @@
+"""Steps on the simulated device, each of which must compute the bits of eager there, whatever order its work runs in.
+
+`python -m tests.device.scenarios LIBRARY NAME` runs one of them in a process of its own and prints a JSON object.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import memplan
+from benchmarks.zoo import ZOO
+from memplan.core.evictions import OFFLOAD, RELOAD, SEND
+from memplan.core.happens_before import follow, require_no_races
+from memplan.core.plan import Plan
+from memplan.errors import BudgetInfeasible
+from memplan.planning.options import PlanOptions
+from memplan.runtime.copies.copies import Direction
+from memplan.runtime.copies.copy_streams import StreamCopy
+from memplan.runtime.execute.runner import Runner
+from memplan.runtime.memory import stream_ordering
+from memplan.trace import plan_traced, trace
+from memplan.trace.traced import TracedGraph
+from tests.device.late import NAME, LateDevice, Policy
+from tests.runtime.budgets import FAST_LINK, QUICK, QUICK_RECOMPUTE, plan_of_everything, runner_of
+
+HERE = f"{NAME}:0"  # no torch.device, which has no such name yet
+SEEDS = 8
+ORDERS = (
+    (Policy.LATE, 0),
+    (Policy.SIDE_FIRST, 0),
+    (Policy.MAIN_FIRST, 0),
+    *((Policy.RANDOM, seed) for seed in range(1, SEEDS + 1)),
+)
+Bits = list[torch.Tensor]
+Step = Callable[[], Bits]
+
+
+def example(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return a model of the zoo and its inputs on the simulated device."""
+    model, args = ZOO[name]("nano")
+    here: tuple[Any, ...] = pytree.tree_map_only(torch.Tensor, lambda t: t.to(HERE), args)
+    return model.to(HERE), here
+
+
+def training(model: nn.Module, call: Callable[..., Any], args: Sequence[Any]) -> Step:
+    """Return a function that runs two training steps, and returns their losses and gradients."""
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+
+    def step() -> Bits:
+        model.load_state_dict(before)
+        found: Bits = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            loss = call(*args)
+            loss.backward()
+            found += [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
+        return found
+
+    return step
+
+
+def same(one: Bits, two: Bits) -> bool:
+    """Return whether all bits are equal."""
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def wrong_orders(device: LateDevice, step: Step, expected: Bits) -> list[str]:
+    """Return the orders of queued work in which a step has other bits."""
+    found = []
+    for policy, seed in ORDERS:
+        device.run(policy, seed)
+        if not same(step(), expected):
+            found.append(f"{policy.name} {seed}")
+    device.run(Policy.EARLY)
+    return found
+
+
+def _runs(runner: Runner) -> Callable[..., Any]:
+    return lambda *given: runner(runner.input_guards.flatten(given, {}), training=True)
+
+
+def _plans(traced: TracedGraph) -> Iterator[tuple[str, Plan]]:
+    yield "plain", plan_traced(traced)
+    yield "everything", plan_of_everything(traced)
+    for name, policy in (("offload", QUICK), ("recompute", QUICK_RECOMPUTE)):
+        try:
+            yield name, plan_traced(traced, PlanOptions(arena_budget=0.7, policy=policy, costs=FAST_LINK))
+        except BudgetInfeasible as error:
+            options = PlanOptions(arena_budget=error.smallest, policy=policy, costs=FAST_LINK)
+            yield name, plan_traced(traced, options)
+
+
+def policies(device: LateDevice, *names: str) -> dict[str, Any]:
+    """Plans of several policies: offload, recompute, everything that can be offloaded."""
+    found: dict[str, Any] = {"wrong": [], "plans": 0}
+    for name in names:
+        model, args = example(name)
+        expected = training(model, model, args)()
+        traced = trace(model, args)
+        for kind, plan in _plans(traced):
+            step = training(model, _runs(runner_of(model, traced, plan, sanitize=None)), args)
+            found["wrong"] += [f"{name} {kind} {order}" for order in wrong_orders(device, step, expected)]
+            found["plans"] += 1
+    return found
+
+
+def resident(device: LateDevice) -> dict[str, Any]:
+    """A model that stays on the host while its step runs on the device, and on both devices."""
+    model, args = ZOO["mlp"]("nano")
+    expected = training(model, model, args)()
+    found: dict[str, Any] = {"wrong": []}
+    for where in (f"{NAME}:1", [f"{NAME}:0", f"{NAME}:1"]):
+        compiled = memplan.compile(model, args, device=where)
+        step = training(model, compiled, args)
+        found["wrong"] += [f"{where} {order}" for order in wrong_orders(device, step, expected)]
+    return found
+
+
+def whole_step(device: LateDevice) -> dict[str, Any]:
+    """Training steps with the optimizer inside, within a budget."""
+
+    def steps(compiled: bool) -> Bits:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())]).to(HERE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False, fused=False)
+        generator = torch.Generator().manual_seed(1)
+        batches = [torch.randn(8, 32, generator=generator).to(HERE) for _ in range(3)]
+
+        def loss_of(outputs: torch.Tensor) -> torch.Tensor:
+            return outputs.square().mean()
+
+        found: Bits = []
+        if compiled:
+            step = memplan.compile_step(model, optimizer, loss_of, batches[0], arena_budget=0.8)
+            found += [step(batch).cpu() for batch in batches]
+        else:
+            for batch in batches:
+                optimizer.zero_grad()
+                loss = loss_of(model(batch))
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                found.append(loss.detach().cpu())
+        return [*found, *(p.detach().cpu() for p in model.parameters())]
+
+    expected = steps(False)
+    return {"wrong": wrong_orders(device, lambda: steps(True), expected)}
+
+
+def _layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())]).to(HERE)
+
+
+def _on_streams(model: nn.Module, call: Callable[..., Any], x: torch.Tensor, streams: Sequence[torch.Stream]) -> Step:
+    """Return a function that runs steps on one stream after another, none of which waits for the one before."""
+
+    def step() -> Bits:
+        ready = torch.accelerator.current_stream(HERE)
+        found: Bits = []
+        for stream in itertools.islice(itertools.cycle(streams), 6):
+            stream.wait_stream(ready)
+            with stream:
+                call(x).square().mean().backward()
+                found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+                model.zero_grad()
+        torch.accelerator.synchronize()
+        return [gradient.cpu() for gradient in found]
+
+    return step
+
+
+def streams(device: LateDevice) -> dict[str, Any]:
+    """Steps of one module on several streams, with gradients in each place; then without the order of streams."""
+    model = _layers()
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
+    used = [torch.Stream(HERE) for _ in range(3)]
+    expected = _on_streams(model, model, x, used)()
+    found: dict[str, Any] = {"wrong": []}
+    for gradients in ("safe", "auto"):
+        compiled = memplan.compile(model, x, gradients=gradients)
+        step = _on_streams(model, compiled, x, used)
+        found["wrong"] += [f"{gradients} {order}" for order in wrong_orders(device, step, expected)]
+    ordering = stream_ordering.StreamOrdering.__call__
+    stream_ordering.StreamOrdering.__call__ = lambda self: None  # type: ignore[method-assign]
+    unordered = memplan.compile(model, x, gradients="safe")
+    found["seen without the order"] = wrong_orders(device, _on_streams(model, unordered, x, used), expected)
+    stream_ordering.StreamOrdering.__call__ = ordering  # type: ignore[method-assign]
+    return found
+
+
+def dropped(device: LateDevice) -> dict[str, Any]:
+    """A module that is deleted while another stream than that of its memory still computes in it."""
+
+    def outcome(keep: bool) -> bool:
+        model = _layers()
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
+        compiled = memplan.compile(model, x, gradients="safe")
+        nbytes = compiled.plan.arena_size
+        stream = torch.Stream(HERE)
+        stream.wait_stream(torch.accelerator.current_stream(HERE))
+        with stream, torch.no_grad():
+            result = compiled(x)
+        expected = model.cpu()(x.cpu())
+        del compiled
+        gc.collect()
+        others = [torch.full((nbytes,), 255, dtype=torch.uint8, device=HERE) for _ in range(2)]
+        torch.accelerator.current_stream(HERE).synchronize()
+        stream.synchronize()
+        right = torch.equal(result.cpu(), expected) and all(bool((t.cpu() == 255).all()) for t in others)
+        del others, keep
+        return right
+
+    device.run(Policy.MAIN_FIRST)
+    recorded = outcome(True)
+    record, torch.Tensor.record_stream = torch.Tensor.record_stream, lambda self, stream: None  # type: ignore[method-assign, assignment]
+    device.run(Policy.MAIN_FIRST)
+    forgotten = outcome(False)
+    torch.Tensor.record_stream = record  # type: ignore[method-assign]
+    device.run(Policy.EARLY)
+    return {"wrong": [] if recorded else ["overwritten"], "seen without record_stream": not forgotten}
+
+
+def threads(device: LateDevice) -> dict[str, Any]:
+    """Modules of their own in several threads, each on a stream of its own."""
+    made = []
+    for _ in range(3):
+        model = _layers()
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(HERE)
+        made.append((model, memplan.compile(model, x, gradients="safe"), x, torch.Stream(HERE)))
+    expected = _on_streams(made[0][0], made[0][0], made[0][2], [made[0][3]])()
+    wrong = []
+    for policy, seed in ORDERS:
+        device.run(policy, seed)
+        results: list[Bits] = [[] for _ in made]
+
+        def work(i: int, results: list[Bits] = results) -> None:
+            model, compiled, x, stream = made[i]
+            results[i] = _on_streams(model, compiled, x, [stream])()
+
+        workers = [threading.Thread(target=work, args=(i,)) for i in range(len(made))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        wrong += [f"thread {i} {policy.name} {seed}" for i, r in enumerate(results) if not same(r, expected)]
+    device.run(Policy.EARLY)
+    return {"wrong": wrong}
+
+
+def mutations(device: LateDevice) -> dict[str, Any]:
+    """Each wait of a plan, and each order of a copy's start, left out in turn: what the check says, and the device."""
+    model, args = example("mlp")
+    expected = training(model, model, args)()
+    traced = trace(model, args)
+    plan = plan_of_everything(traced)
+    require_no_races(plan)
+    wait, start = StreamCopy.wait, StreamCopy.start
+    mutated: dict[str, Any] = {"wait": None, "start": None}  # the copies whose wait, or order, is left out
+
+    def wait_or_not(self: StreamCopy) -> None:
+        if self is not mutated["wait"]:
+            wait(self)
+        self._owner.pending.discard(self)
+
+    def start_in_order_or_not(self: StreamCopy, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if self is not mutated["start"]:
+            start(self, destination, source)
+            return
+        device = torch.device(HERE)
+        (stream,) = self._owner.streams(self._direction, (device,))
+        self._devices = (device,)
+        with stream:
+            destination.copy_(source, non_blocking=True)
+        self._done = self._done or (torch.Event(HERE),)
+        self._done[0].record(stream)
+
+    StreamCopy.wait, StreamCopy.start = wait_or_not, start_in_order_or_not  # type: ignore[method-assign]
+    runner = runner_of(model, traced, plan, sanitize=None)
+    step = training(model, _runs(runner), args)
+    order = plan.schedule.order
+    starts = [p for p, index in enumerate(order) if plan.graph.ops[index].target in (OFFLOAD, RELOAD, SEND)]
+    flying: dict[tuple[int, int], int] = {}
+    waits: dict[int, int] = {}  # number of the copy -> position of its wait
+    for position, index in enumerate(order):
+        op = plan.graph.ops[index]
+        pair = tuple(plan.graph.values[v].storage for v in (*op.reads, *op.writes)[:2])
+        if position in starts:
+            flying[pair[0], pair[1]] = starts.index(position)
+        elif op.target.startswith("memplan.") and len(pair) == 2 and pair in flying:
+            waits[flying[pair[0], pair[1]]] = position
+    copies = runner.program.copies
+    assert len(copies) == len(starts) == len(waits)
+    found = {"racy": 0, "seen": 0, "seen though not racy": 0, "left out": 0}
+    for number, planned in enumerate(copies):
+        for name, left_out in (
+            ("wait", {"without": {waits[number]}}),
+            ("start", {"unordered": {starts[number]}}),
+        ):
+            racy = bool(follow(plan, **left_out).races)
+            mutated[name] = planned
+            seen = bool(wrong_orders(device, step, expected))
+            mutated[name] = None
+            found["left out"] += 1
+            found["racy"] += racy
+            found["seen"] += seen and racy
+            found["seen though not racy"] += seen and not racy
+    directions = {Direction.TO_HOST, Direction.TO_DEVICE}
+    assert {copy._direction for copy in copies if isinstance(copy, StreamCopy)} == directions
+    return found
+
+
+def host_reads(device: LateDevice) -> dict[str, Any]:
+    """The host reads device memory by its address: the process must end."""
+    import ctypes
+
+    ctypes.string_at(torch.ones(8, device=HERE).data_ptr(), 8)
+    return {"wrong": ["the host can read device memory"]}
+
+
+SCENARIOS: dict[str, Callable[[LateDevice], dict[str, Any]]] = {
+    "policies mlp resnet": lambda device: policies(device, "mlp", "resnet"),
+    "policies gpt2": lambda device: policies(device, "gpt2"),
+    "policies vit": lambda device: policies(device, "vit"),
+    "resident": resident,
+    "whole step": whole_step,
+    "streams": streams,
+    "dropped": dropped,
+    "threads": threads,
+    "mutations": mutations,
+    "host reads": host_reads,
+}
+
+
+def main(library: str, name: str) -> None:
+    """Run a scenario and print what it found as JSON."""
+    torch.set_num_threads(1)
+    device = LateDevice(Path(library))
+    found = SCENARIOS[name](device)
+    device.synchronize()
+    found["tasks"] = device.tasks_run
+    print(json.dumps(copy.deepcopy(found)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,51 @@
+"""Steps on a simulated device whose streams run their work as late, as early, or in as odd an order as they may."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.device.late import build, missing_compiler
+from tests.device.scenarios import SCENARIOS
+
+ROOT = Path(__file__).parents[2]
+MISSING = missing_compiler()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+@pytest.fixture(scope="session")
+def library(request: pytest.FixtureRequest) -> Path:
+    return build(request.config.cache.mkdir("late_device"))
+
+
+def _run(library: Path, name: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.device.scenarios", str(library), name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "host reads"])
+def test_every_order_of_queued_work_gives_the_bits_of_eager(library: Path, name: str) -> None:
+    done = _run(library, name)
+    assert not done.returncode, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert not found.pop("wrong", [])
+    assert found.pop("tasks") > 100
+    if name == "streams":
+        assert found["seen without the order"], "steps that share an arena must wait for each other"
+    if name == "dropped":
+        assert found["seen without record_stream"], "bytes that a stream still uses must not be given away"
+    if name == "mutations":
+        assert not found["seen though not racy"], "the check calls safe what changes results"
+        assert found["racy"] >= 10
+        assert found["seen"] * 4 >= found["racy"] * 3, found
+
+
+def test_the_host_cannot_read_the_memory_of_the_device(library: Path) -> None:
+    assert _run(library, "host reads").returncode < 0
