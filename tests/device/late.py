@@ -61,7 +61,7 @@ class LateDevice:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        for name in ("late_tasks_run", "late_ran_at_once", "late_pending", "late_peak"):
+        for name in ("late_tasks_run", "late_ran_at_once", "late_copies_waited", "late_pending", "late_peak"):
             getattr(self._library, name).restype = ctypes.c_int64
         self._library.late_set_policy.argtypes = (ctypes.c_int, ctypes.c_uint64)
         self._library.late_register()
@@ -86,6 +86,11 @@ class LateDevice:
     def ran_at_once(self) -> int:
         """The number of ops that waited for their stream, for want of a meta kernel."""
         return int(self._library.late_ran_at_once())
+
+    @property
+    def copies_waited(self) -> int:
+        """The number of copies to or from memory that is not pinned, which block the host."""
+        return int(self._library.late_copies_waited())
 
     @property
     def pending(self) -> int:

@@ -53,7 +53,7 @@ thread_local int64_t current_stream[kDevices] = {0, 0};
 enum Policy { kEarly, kLate, kSideFirst, kMainFirst, kRandom };
 int policy = kEarly;
 uint64_t seed = 1;
-int64_t tasks_run = 0, ran_at_once = 0;
+int64_t tasks_run = 0, ran_at_once = 0, copies_waited = 0;
 
 int queue_of(int device, int64_t stream) { return device * kStreams + static_cast<int>(stream); }
 int queue_of(const c10::Stream& s) { return queue_of(s.device_index(), s.id()); }
@@ -353,6 +353,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (both && other != index) push(other, {nullptr, {index, done}});
   if (waits) {
     Locked locked(lock);
+    copies_waited++;
     run_until(index, done);
   }
   return to;
@@ -547,6 +548,7 @@ int late_device() { return late::current_device; }
 void late_set_device(int device) { late::current_device = device; }
 int64_t late_tasks_run() { return late::tasks_run; }
 int64_t late_ran_at_once() { return late::ran_at_once; }
+int64_t late_copies_waited() { return late::copies_waited; }
 int64_t late_pending() {
   int64_t n = 0;
   for (auto& queue : late::queues) n += queue.tasks.size();

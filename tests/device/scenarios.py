@@ -125,6 +125,10 @@ def resident(device: LateDevice) -> dict[str, Any]:
     for where in (f"{NAME}:1", [f"{NAME}:0", f"{NAME}:1"]):
         compiled = memplan.compile(model, args, device=where)
         step = training(model, compiled, args)
+        step()
+        before = device.copies_waited
+        step()
+        found[f"copies that block the host, {where}"] = device.copies_waited - before
         found["wrong"] += [f"{where} {order}" for order in wrong_orders(device, step, expected)]
     return found
 

@@ -37,6 +37,8 @@ def test_every_order_of_queued_work_gives_the_bits_of_eager(library: Path, name:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert not found.pop("wrong", [])
     assert found.pop("tasks") > 100
+    if name == "resident":  # two inputs and the gradient of the loss, which the caller allocated, in each of two steps
+        assert {found[key] for key in found} == {6}, "results on the host are pinned"
     if name == "streams":
         assert found["seen without the order"], "steps that share an arena must wait for each other"
     if name == "dropped":

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from memplan.core.graph import Graph, Value
+from memplan.devices.kinds import HOST
 from memplan.runtime.codegen.namespace import Namespace
 from memplan.runtime.codegen.step_ir import Call, CallbackLine, Empty, Layout, Line, View, refs, same_layout
 from memplan.runtime.codegen.torchscript_runs import (
@@ -232,6 +233,8 @@ class FunctionWriter:
         empty = self.namespace.add("k", torch.empty_strided)
         device = torch.device(self.layout.graph.storages[value.storage].device)
         how = f"dtype={self._constant(dtype_of(value))}, device={self._constant(device)}"
+        if self.layout.pinned and device.type == HOST:
+            how += ", pin_memory=True"
         return f"{empty}({value.shape!r}, {value.strides!r}, {how})"
 
     def _view(self, base: int, index: int) -> str:

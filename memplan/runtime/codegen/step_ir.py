@@ -18,7 +18,8 @@ class Layout:
     `placed`: the static values whose address never changes, in the arena and its host memory, and that have dimensions
     (torch's interpreter may turn zero-dimensional constants into numbers). `fresh_storages`: the storages that ops
     allocate; the caller will own them, but for those in `released`, activations outside the arena, which are released
-    after their last use. `native`: torch's interpreter may execute runs of ops.
+    after their last use. `native`: torch's interpreter may execute runs of ops. `pinned`: results on the host are
+    allocated in page-locked memory, because an accelerator copies them there.
     """
 
     graph: Graph
@@ -29,6 +30,7 @@ class Layout:
     released: frozenset[int]
     autocast: bool
     native: bool
+    pinned: bool
 
     def base(self, index: int) -> int:
         """Return the value that spans the storage of a dynamic value."""

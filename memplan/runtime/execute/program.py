@@ -11,6 +11,7 @@ import torch
 from memplan.core.graph import Graph, Phase, StorageKind
 from memplan.core.happens_before import require_no_races
 from memplan.core.plan import Plan
+from memplan.devices.kinds import is_accelerator
 from memplan.recording.places import places
 from memplan.runtime.codegen.codegen import FunctionWriter
 from memplan.runtime.codegen.namespace import Namespace
@@ -237,7 +238,8 @@ def _layout(traced: TracedGraph) -> Layout:
         fresh_storages=frozenset(base_of) - bound_storages,
         released=graph.released,
         autocast=traced.autocast is not None,
-        native=AVAILABLE and traced.device.type == "cpu",
+        native=AVAILABLE and not is_accelerator(traced.device),
+        pinned=bool(traced.runs_on) and is_accelerator(traced.device),
     )
 
 

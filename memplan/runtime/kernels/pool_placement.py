@@ -33,26 +33,27 @@ class PoolPlacer:
 
     def __init__(self, device: torch.device, low: int, high: int) -> None:
         self._device = device
-        self._made: tuple[PlaceAllocator, Any] | None = None
+        self._made: PlaceAllocator | None = None
         self.low, self.high = low, high
         self.pools: list[Any] = []  # they must outlive the graphs that were recorded in them
 
     @contextmanager
     def at(self, address: int, nbytes: int) -> Iterator[None]:
         """Use a pool for this result alone, without splitting: no other tensor can follow the result in its block."""
-        allocator, handle = self._ready()
-        pool = torch.cuda.MemPool(handle, no_split=True)
+        allocator = self._allocator()
+        # A custom allocator of its own for each pool, with the same functions: torch notes each address once for an
+        # allocator, and two pools may place results at one address, one after the other.
+        pool = torch.cuda.MemPool(torch._C._cuda_customAllocator(*allocator.pointers), no_split=True)
         self.pools.append(pool)
         with torch.cuda.use_mem_pool(pool, self._device), allocator.expecting(address, nbytes):
             yield
 
-    def _ready(self) -> tuple[PlaceAllocator, Any]:
+    def _allocator(self) -> PlaceAllocator:
         if self._made is None:
             runtime = cuda_runtime()
             exchange = runtime.cudaThreadExchangeStreamCaptureMode
-            allocator = PlaceAllocator(cuda_backing(runtime), exchange, self.low, self.high)
-            self._made = allocator, torch._C._cuda_customAllocator(*allocator.pointers)
-            weakref.finalize(self, _delete_pools, self.pools, allocator)
+            self._made = PlaceAllocator(cuda_backing(runtime), exchange, self.low, self.high)
+            weakref.finalize(self, _delete_pools, self.pools, self._made)
         return self._made
 
 
