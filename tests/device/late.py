@@ -44,6 +44,7 @@ def build(folder: Path) -> Path:
     base = Path(torch.__file__).parent
     digest = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     target = folder / f"late_device_{digest}.so"
+    folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "late_device.lock"):
         if not target.exists():
             made = target.with_suffix(".tmp")

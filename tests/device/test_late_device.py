@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 @pytest.fixture(scope="session")
-def library(request: pytest.FixtureRequest) -> Path:
-    return build(request.config.cache.mkdir("late_device"))
+def library() -> Path:
+    return build(ROOT / "build" / "late_device")
 
 
 def _run(library: Path, name: str) -> subprocess.CompletedProcess[str]:
