@@ -29,6 +29,7 @@ from memplan.core.totals import (
     released_bytes,
     transient_on,
 )
+from memplan.core.units import format_bytes
 
 if TYPE_CHECKING:
     from memplan.analysis.forecast import Forecast
@@ -58,7 +59,7 @@ class GraphSection:
     arena_size: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """A validated plan. Sizes are in bytes; steps are positions in `schedule.order`.
 
@@ -297,6 +298,61 @@ class Plan:
         stack = stack_text(self.problem, self.solution) if self.solution.solver == "tstack" else ""
         text: str = partition_table(self.problem) + stack
         return text
+
+    def to_html(self) -> str:
+        """Return the plan as one HTML page that loads nothing: the arena over the step, to zoom into and search.
+
+        Returns:
+            The text of the page.
+
+        Example:
+            >>> pathlib.Path("plan.html").write_text(plan.to_html())
+        """
+        picture = _function("memplan.report.picture", "picture_of_plan")(self)
+        page: str = _function("memplan.report.html", "picture_html")(picture)
+        return page
+
+    def to_svg(self) -> str:
+        """Return the arena over the step as an SVG picture.
+
+        Returns:
+            The text of the picture.
+
+        Example:
+            >>> pathlib.Path("plan.svg").write_text(plan.to_svg())
+        """
+        picture = _function("memplan.report.picture", "picture_of_plan")(self)
+        drawn: str = _function("memplan.report.svg", "picture_svg")(picture)
+        return drawn
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Return a row of plain columns for each buffer, in the order of first use.
+
+        Returns:
+            Dictionaries with the keys `buffer`, `kind`, `device`, `offset` and `nbytes` (bytes, padding included),
+            `start` and `end` (steps; alive in [start, end)), `at_peak`, `dtype`, `shape`, and where it is from:
+            `module`, `source` ("model.py:12"), `op`.
+
+        Example:
+            >>> frame = pandas.DataFrame(plan.to_records())
+            >>> frame[frame.at_peak].groupby("module").nbytes.sum()
+        """
+        records: list[dict[str, Any]] = _function("memplan.analysis.records", "records")(self)
+        return records
+
+    def __repr__(self) -> str:
+        parts = f"{len(self.graph.ops)} ops, {len(self.problem.buffers)} buffers"
+        sizes = f"arena {format_bytes(self.arena_size)}, total {format_bytes(self.total)}"
+        return f"<Plan of {self.model or 'a model'}: {parts}, {sizes}, fingerprint {self.fingerprint[:12]}>"
+
+    def __str__(self) -> str:
+        """Return the report as plain text."""
+        return str(self.report())
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show."""
+        fragment: str = _function("memplan.report.plain", "plan_fragment")(self)
+        return fragment
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to `path` as JSON, completely or not at all.

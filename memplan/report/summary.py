@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from memplan.analysis.advice import Lever, levers
@@ -14,6 +15,7 @@ from memplan.core.jsonio import to_json
 from memplan.core.plan import GraphSection, Plan
 from memplan.core.problem import Solution, Status
 from memplan.core.schedule import Evidence, live_bytes
+from memplan.core.units import format_bytes
 from memplan.schedule import Barrier, accumulated, price
 
 LARGEST = 10
@@ -107,7 +109,7 @@ class Kept:
     sent: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """The figures of a plan. Sizes are bytes, steps are positions in the schedule.
 
@@ -167,6 +169,20 @@ class Report:
     functional: tuple[Functional, ...]
     advice: tuple[Lever, ...]
     versions: tuple[tuple[str, str], ...]
+
+    def __repr__(self) -> str:
+        sizes = f"arena {format_bytes(self.arena_size)}, total {format_bytes(self.total)}"
+        return f"<Report of {self.model or 'a model'}: {self.steps} steps, {self.buffers} buffers, {sizes}>"
+
+    def __str__(self) -> str:
+        """Return the report as plain text."""
+        text: str = import_module("memplan.report.plain").report_text(self)
+        return text
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show."""
+        fragment: str = import_module("memplan.report.plain").report_table(self)
+        return fragment
 
 
 def make_report(plan: Plan) -> Report:
