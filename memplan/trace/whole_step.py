@@ -21,7 +21,8 @@ from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.graph.offload_target import Target
 from memplan.trace.optimizer.numbers import Untraceable
 from memplan.trace.optimizer.optimizers import is_fused, require_supported
-from memplan.trace.optimizer.record import RecordedUpdate, record_update
+from memplan.trace.optimizer.record import record_update
+from memplan.trace.optimizer.recorded_update import RecordedUpdate
 from memplan.trace.optimizer.updates import Accumulate, append_updates, updated_parameters
 from memplan.trace.passes.rewrite import value
 from memplan.trace.tracing import CapturedStep, captured_for

@@ -78,9 +78,9 @@ class CompiledGraphs(CompiledModule):
     _backend: Backend
     _layouts: Layouts
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> None:
         """Prepare the backend; the graphs are traced at their first call."""
-        options = self._requested
+        options = self._options
         shared = {f.name: getattr(options, f.name) for f in fields(RunOptions) if f.name not in _OF_ONE_GRAPH}
         gradients = "owned" if options.gradients == "owned" else "safe"
         backend = Backend(**{**shared, "gradients": gradients})
@@ -119,7 +119,7 @@ class CompiledGraphs(CompiledModule):
         """
         if torch.compiler.is_compiling() and in_this_thread():
             return self._original(*args, **kwargs)
-        if self._requested.on_mismatch == "error":
+        if self._options.on_mismatch == "error":
             _require_same(self._layouts, _layouts((args, kwargs)))
         without_gradients = torch.no_grad() if self._train is False else contextlib.nullcontext()
         # numpy's random numbers are drawn by numpy, as in eager, and not by torch
@@ -127,10 +127,15 @@ class CompiledGraphs(CompiledModule):
             return self._run(*args, **kwargs)
 
     @property
-    def plan(self) -> Plan:  # type: ignore[override]  # that of the last step, which changes
+    def plan(self) -> Plan:
         """The joint plan of the last complete step, or of the graphs that are known so far."""
         held = (*self._original.named_parameters(), *self._original.named_buffers())
         return self._backend.joint_plan(type(self._original).__name__, {id(tensor): name for name, tensor in held})
+
+    @property
+    def symbolic(self) -> None:
+        """None: each graph has a plan for each shape."""
+        return None
 
     @property
     def pool_bytes(self) -> int:
@@ -140,7 +145,7 @@ class CompiledGraphs(CompiledModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what compiles a copy again: graphs and addresses cannot be copied or pickled."""
         modes = [module.training for module in self._original.modules()]
-        return _remade, (self._original, self._layouts, {"options": self._requested, "train": self._train}, modes)
+        return _remade, (self._original, self._layouts, {"options": self._options, "train": self._train}, modes)
 
 
 _OF_ONE_GRAPH = ("gradients", "device", "divide", "compress", "dynamic_shapes")  # options that `Backend` does not take
