@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memplan.core.plan import Plan
-from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleActivationsError
+from memplan.errors import BudgetInfeasible, InputMismatch, MemplanError, StaleActivationsError, UnsupportedGraph
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.api.compilation import Compilation, compile_example
 from memplan.runtime.api.mismatch import UnplannedCalls
-from memplan.runtime.api.pending_calls import PendingCalls, several_can_wait
+from memplan.runtime.api.pending_calls import PendingCalls, require_room, several_can_wait
 from memplan.runtime.api.pickling import rebuild, recipe
 from memplan.runtime.api.recompile import (
     Recompilation,
@@ -24,6 +26,7 @@ from memplan.runtime.api.recompile import (
     varying_sizes,
 )
 from memplan.runtime.api.select import RunsEagerly, Selector, TooManyPrograms
+from memplan.runtime.api.several_graphs import SeveralGraphs, can_be_several
 from memplan.runtime.api.shared_module import SharedModule
 from memplan.runtime.debug.hooks import Hooks
 from memplan.runtime.execute.arena_gradients import ArenaGradients, GradientsInUse
@@ -34,12 +37,13 @@ from memplan.runtime.memory.arena_ownership import ArenaInUse
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for, run_within
 from memplan.runtime.options import CompileOptions
 from memplan.runtime.profiling.profile_guided import MeasuredStep, ProfileGuide
-from memplan.trace.capture.refusals import require_traceable
+from memplan.trace.capture.refusals import require_traceable, why_it_breaks
 
 if TYPE_CHECKING:
     from memplan.symbolic import SymbolicPlan
 
 _log = logging.getLogger("memplan")
+_APART = "%s: a kind of call is planned as several graphs, because one cannot hold it: %s; .plan is that of the others"
 _MAX_REBUILDS = 8  # times that all programs are made again because the model has changed
 
 
@@ -72,6 +76,7 @@ class CompiledModule(SharedModule, MeasuredStep):
     _compilation: Compilation
     _pending: PendingCalls | None
     _again: Recompilation | None
+    _several: SeveralGraphs | None
 
     def __init__(
         self,
@@ -88,7 +93,7 @@ class CompiledModule(SharedModule, MeasuredStep):
         # without nn.Module.__setattr__: the model may have a submodule of any name
         self.__dict__.update(hooks=Hooks(), passive=None, _options=options, _train=train, _pending=None, _again=None)
         self.__dict__.update(_measurements=(), _unplanned=UnplannedCalls(model), _warned=set())
-        self.__dict__.update(_rebuilt=0, _sizes_refused=False)
+        self.__dict__.update(_rebuilt=0, _sizes_refused=False, _several=None)
         self._compile(args, kwargs, model.training if train is None else train, given)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> None:
@@ -186,6 +191,8 @@ class CompiledModule(SharedModule, MeasuredStep):
             return self._call_that_differs(error, args, kwargs)
         except RunsEagerly as why:
             return self._run_eagerly(why, args, kwargs)
+        except UnsupportedGraph as refused:  # in this mode
+            return self._call_refused(refused, refused, args, kwargs)
         if self._guide is not None:
             runner, current = self._compilation.measured(runner, current)
         return self._run(runner, leaves, current, args, kwargs)
@@ -204,6 +211,8 @@ class CompiledModule(SharedModule, MeasuredStep):
             if instance is None:
                 return self._original(*args, **kwargs)
             runner, current = instance, instance.current()
+        if self._several is not None and not self._several.release():
+            require_room(self._options, runner.plan, self._several.backend.arena_size)
         try:
             return runner(leaves, current, training=runner.traced.training)
         except InputMismatch as shared:  # an input is a tensor that the step changes, which no plan is for
@@ -225,9 +234,39 @@ class CompiledModule(SharedModule, MeasuredStep):
             return self._run_without_plan(differs, None, args, kwargs)
         except (BudgetInfeasible, StaleActivationsError):
             raise
+        except UnsupportedGraph as refused:
+            return self._call_refused(differs, refused, args, kwargs)
         except MemplanError as refused:
             return self._run_without_plan(differs, refused, args, kwargs)
         return self._run(runner, leaves, current, args, kwargs)
+
+    def _call_refused(
+        self, differs: MemplanError, refused: UnsupportedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call that one graph cannot hold: as several graphs if that helps, else as `on_mismatch` says.
+
+        `differs`: how the call differs from the example; `refused` itself if it is in another mode.
+        """
+        options = self._options
+        if options.fullgraph and differs is refused:
+            raise refused
+        several = options.on_mismatch == "replan" and not options.fullgraph and can_be_several(refused, options)
+        if not several or not (self._made_way() or not options.has_budget):
+            return self._run_without_plan(differs, refused, args, kwargs)
+        if self._several is None:
+            _log.warning(_APART, self.plan.model, why_it_breaks(refused))
+            base = replace(self._compilation.base_options, gradients=options.gradients)
+            self.__dict__["_several"] = SeveralGraphs(self._original, base, self.hooks)
+        with torch.no_grad() if self._train is False else contextlib.nullcontext():
+            return self._several(*args, **kwargs)
+
+    def _made_way(self) -> bool:
+        """Free the arena for graphs that have another one, if nothing in it is in use; its programs are made anew."""
+        try:
+            self._builder.free_arena()
+        except (StaleActivationsError, GradientsInUse):
+            return False
+        return self._pending is None
 
     def _run_without_plan(
         self, differs: MemplanError, refused: MemplanError | None, args: tuple[Any, ...], kwargs: dict[str, Any]
