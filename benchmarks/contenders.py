@@ -71,11 +71,12 @@ def planned(model: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Step:
     compiled = memplan.compile(model, inputs, **options)
     runner = compiled._selector.main
     tensors = runner.input_guards.tensors(runner.input_guards.flatten(inputs, {}))
-    one = torch.ones((), device=runner.traced.device)
+    one, backward = torch.ones((), device=runner.traced.device), runner.program.backward
+    assert backward is not None
 
     def kernels() -> None:
         fresh, saved = runner.program.forward(*tensors)
-        runner.program.backward(*saved, *(one.expand_as(t) for t in fresh))
+        backward(*saved, *(one.expand_as(t) for t in fresh))
 
     return _step(
         model,

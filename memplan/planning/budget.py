@@ -196,10 +196,12 @@ class _Planner:
         limits = self.limits
         if limits.host is not None and (free := self.within_host(None).below()) is not None:
             return self._host_infeasible(free.host_size)
-        lowest, index = floor(self.workload)
-        op = self.workload.graph.ops[index]
-        module = f" in {op.origin.module}" if op.origin.module else ""
-        needs = f"{op.name} ({op.target}){module} reads and writes {format_bytes(lowest)}"
+        needs, op = "no op runs in it", ""
+        if self.workload.graph.ops:
+            lowest, index = floor(self.workload)
+            most = self.workload.graph.ops[index]
+            module = f" in {most.origin.module}" if most.origin.module else ""
+            needs, op = f"{most.name} ({most.target}){module} reads and writes {format_bytes(lowest)}", most.name
         need, where, limit = least.arena_size, "arena_budget", limits.arena
         if limits.total is not None and limits.total_of(least) > limits.total:
             need, where, limit = limits.total_of(least), "budget", limits.total
@@ -207,7 +209,7 @@ class _Planner:
         assert limit is not None
         return BudgetInfeasible(
             f"the step cannot run in {format_bytes(limit)}: {needs}",
-            op=op.name,
+            op=op,
             smallest=need,
             where=where,
             hint=f"give at least {need} bytes ({format_bytes(need)}), or {where}='min'",

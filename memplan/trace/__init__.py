@@ -21,7 +21,7 @@ from memplan.trace.planning import (
 from memplan.trace.retracer import Retracer
 from memplan.trace.traced import TracedGraph
 from memplan.trace.tracing import CapturedStep, capture_call, trace, trace_captured, trace_graph
-from memplan.trace.whole_step import CapturedLoss, capture_loss, capture_step
+from memplan.trace.whole_step import CapturedLoss, capture_loss
 
 __all__ = [
     "Captured",
@@ -31,7 +31,6 @@ __all__ = [
     "TracedGraph",
     "capture_call",
     "capture_loss",
-    "capture_step",
     "device_costs",
     "plan",
     "plan_step",

@@ -118,7 +118,7 @@ class Binding:
 
     A parameter or buffer is bound by `name`, an input or tangent by `index`, a constant by `tensor`, and optimizer
     state by its `key` and the parameter `name` (or the parameters `names`, one element each). `requires_grad`: the
-    input was traced with a gradient of its own. `written`: the step changes the tensor.
+    input, parameter or buffer required a gradient when it was traced. `written`: the step changes the tensor.
     """
 
     source: Source

@@ -1,7 +1,7 @@
 """Trace a model into a `TracedGraph`: capture its graph, run the passes one after another, and read the result.
 
-`capture_call` (of a model) and `capture_step` of `whole_step.py` (of a training step) return a `CapturedStep`, which
-planning can trace in several variants. `trace` does both at once for a model.
+`capture_call` (of a model) and `CapturedLoss.step` of `whole_step.py` (of a training step) return a `CapturedStep`,
+which planning can trace in several variants. `trace` does both at once for a model.
 """
 
 from __future__ import annotations

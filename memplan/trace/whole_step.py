@@ -20,8 +20,9 @@ from memplan.errors import UnsupportedGraph
 from memplan.trace.capture.joint_graph import Captured
 from memplan.trace.graph.offload_target import Target
 from memplan.trace.optimizer.numbers import Untraceable
-from memplan.trace.optimizer.optimizers import is_fused, require_supported
-from memplan.trace.optimizer.record import RecordedUpdate, record_update
+from memplan.trace.optimizer.optimizers import require_supported
+from memplan.trace.optimizer.record import record_update
+from memplan.trace.optimizer.recorded_update import RecordedUpdate
 from memplan.trace.optimizer.updates import Accumulate, append_updates, updated_parameters
 from memplan.trace.passes.rewrite import value
 from memplan.trace.tracing import CapturedStep, captured_for
@@ -97,55 +98,23 @@ def capture_loss(
     *,
     device: Device | None = None,
 ) -> CapturedLoss:
-    """Return forward and backward of a model that returns its loss, captured. Arguments and errors: `capture_step`."""
+    """Return forward and backward of a model that returns its loss, one number, captured.
+
+    Args:
+        model: A module whose result is the loss.
+        optimizer: The optimizer whose update becomes part of the step.
+        example_inputs: The positional arguments.
+        example_kwargs: The keyword arguments.
+        device: As in `trace`.
+
+    Raises:
+        UnsupportedGraph: The model or the loss cannot be traced, or no update can have an option of the optimizer.
+    """
     require_supported(optimizer)
     captured, target = captured_for(device, model, *arguments_of(example_inputs, example_kwargs), train=True)
     _require_one_number(captured)
     updated = tuple(updated_parameters(captured.graph_module.graph, model, optimizer))
     return CapturedLoss(captured=captured, model=model, optimizer=optimizer, target=target, updated=updated)
-
-
-def capture_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    example_inputs: tuple[Any, ...],
-    example_kwargs: dict[str, Any] | None = None,
-    *,
-    clip_grad_norm: float | None = None,
-    accumulate: Accumulate | None = None,
-    rates_in_memory: bool = False,
-    in_place: bool = True,
-    device: Device | None = None,
-) -> CapturedStep:
-    """Return forward, backward and the optimizer's update of a model that returns its loss, captured.
-
-    The state of fused updates is created where it does not exist yet.
-
-    Args:
-        model: a module whose result is the loss, one number.
-        optimizer: its update becomes part of the step.
-        example_inputs: positional arguments.
-        example_kwargs: keyword arguments.
-        clip_grad_norm: the largest global 2-norm of the gradients; None: they are not clipped.
-        accumulate: what the step does with its gradients when several steps make one update.
-        rates_in_memory: read learning rates from tensors (see `append_updates`).
-        in_place: as in `trace`.
-        device: as in `trace`.
-
-    Raises:
-        UnsupportedGraph: the model or the optimizer's update cannot be traced.
-    """
-    loss = capture_loss(model, optimizer, example_inputs, example_kwargs, device=device)
-    recorded = None
-    if accumulate not in (Accumulate.ADD, Accumulate.KEEP) and not is_fused(optimizer):
-        try:
-            recorded = loss.record()
-        except Untraceable as error:
-            hint = "use memplan.compile, and call optimizer.step() as before"
-            raise UnsupportedGraph(type(optimizer).__name__, str(error), hint, see="optimizer") from error
-    return loss.step(
-        accumulate, recorded, clip_grad_norm=clip_grad_norm, rates_in_memory=rates_in_memory, in_place=in_place
-    )
 
 
 def _require_one_number(captured: Captured) -> None:

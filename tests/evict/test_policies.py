@@ -23,7 +23,7 @@ from memplan.evict.policies.genoa import genoa
 from memplan.evict.select import POLICIES, fit_policy
 from memplan.evict.workload import Policy, Workload
 from memplan.evict.workload_limits import floor
-from memplan.trace import capture_step, trace
+from memplan.trace import capture_loss, trace
 from tests.evict.judge import judged, workload_of
 from tests.graph_strategies import GraphBuilder, graphs
 
@@ -39,7 +39,8 @@ def _model(name: str) -> Graph:
     model, inputs = getattr(zoo, name.removesuffix(" step"))("nano")
     if not name.endswith("step"):
         return trace(model, inputs).graph
-    return capture_step(model, torch.optim.AdamW(model.parameters(), fused=True), inputs).retrace().graph
+    loss = capture_loss(model, torch.optim.AdamW(model.parameters(), fused=True), inputs)
+    return loss.step(None, None, clip_grad_norm=None).retrace().graph
 
 
 def _at(workload: Workload, share: float) -> Workload:

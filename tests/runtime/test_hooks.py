@@ -220,7 +220,7 @@ def test_what_cannot_be_a_hook() -> None:
 
 def test_recorded_steps_have_no_hooks() -> None:
     _, _, compiled = _made("free")
-    compiled._selector.main.cuda_graphs = object()
+    compiled._selector.main.cuda_graphs = object()  # type: ignore[assignment]
     with pytest.raises(UnsupportedCall, match="cuda_graph=True"):
         compiled.hooks.add(lambda _: None)
     assert len(compiled.hooks) == 0

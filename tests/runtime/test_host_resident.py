@@ -25,7 +25,7 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.memory.arena import arena_for
 from memplan.schedule import make_schedule, order
-from memplan.trace import capture_step, trace
+from memplan.trace import capture_loss, trace
 from memplan.trace.traced import TracedGraph
 from tests.models import TwoLayersLoss
 from tests.runtime.budgets import FAST_LINK
@@ -111,7 +111,8 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 def test_whole_steps_write_parameters_and_state_back(make: Make, net: TwoLayersLoss, x: torch.Tensor) -> None:
     eager = copy.deepcopy(net)
     ours, theirs = make(net.parameters()), make(eager.parameters())
-    runner = _runner(StepGuards(net, ours), capture_step(net, ours, (x,)).retrace())
+    step = capture_loss(net, ours, (x,)).step(None, None, clip_grad_norm=None)
+    runner = _runner(StepGuards(net, ours), step.retrace())
     assert isinstance(runner.arena.copies, ThreadCopies)
     for _ in range(3):
         loss = runner.whole_step([x], torch.ones(()))

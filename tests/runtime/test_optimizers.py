@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from memplan.errors import UnsupportedGraph
+from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.runtime import compile_step
+from memplan.runtime.api import step_builder
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[Any], Optimizer]
@@ -651,3 +652,56 @@ def test_dampening_begins_with_fused_sgd(caplog: pytest.LogCaptureFixture) -> No
         assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed))), seed
         _require_same(*nets)
     assert "runs by itself" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("foreach", True), ("fused", False), ("lr", "tensor")], ids=["foreach", "fused", "lr"]
+)
+def test_another_kernel_of_the_optimizer_is_noticed(option: str, value: Any) -> None:
+    """The fused program is left for the update of the kernels that eager takes then."""
+    nets = _net(), _net()
+    ours, theirs = (torch.optim.Adam(_groups(net), lr=0.1, fused=True) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch())
+    for seed in range(5):
+        if seed == 2:
+            for optimizer in (ours, theirs):
+                for group in optimizer.param_groups:
+                    group["fused"] = None if option != "lr" else False
+                    group[option] = torch.tensor(0.1) if value == "tensor" else value
+        assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed))), seed
+        _require_same(*nets)
+    assert len(step._builder.plans) == 2
+    promised = compile_step(nets[0], ours, F.mse_loss, _batch(), on_mismatch="error")
+    ours.param_groups[0]["foreach"] = not ours.param_groups[0]["foreach"]
+    with pytest.raises(InputMismatch, match="foreach changed from"):
+        promised(*_batch())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_larger_arena_takes_the_place_of_the_first(*, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one at a time; if no larger one comes, earlier programs go on."""
+    nets = _net(), _net()
+    ours, theirs = (MAKERS["adam-False"](_groups(net)) for net in nets)
+    step = compile_step(nets[0], ours, F.mse_loss, _batch())
+    assert torch.equal(step(*_batch()), _eager(nets[1], theirs, _batch()))
+    first, sizes = step._builder._arena, []
+    make = step_builder.arena_for_all
+    assert first is not None
+
+    def made(*args: Any) -> Any:
+        sizes.append(first.nbytes)
+        if fails and len(sizes) == 1:
+            raise RuntimeError("no memory")
+        return make(*args)
+
+    monkeypatch.setattr(step_builder, "arena_for_all", made)
+    if fails:
+        with pytest.raises(RuntimeError, match="no memory"):
+            step(*_batch(rows=64))
+    else:
+        assert torch.equal(step(*_batch(rows=64)), _eager(nets[1], theirs, _batch(rows=64)))
+    assert sizes[0] == 0
+    for seed in range(3):
+        assert torch.equal(step(*_batch(seed)), _eager(nets[1], theirs, _batch(seed)))
+    _require_same(*nets)
+    _require_same_state(ours, theirs)

@@ -122,6 +122,7 @@ def test_measured_costs_are_saved_and_used_again(tmp_path: Path) -> None:
 def test_steps_that_end_early_are_not_measured() -> None:
     model, x = _net()
     compiled = _compiled(model, x, on_mismatch="error")
+    assert compiled._guide is not None
     timer = compiled._guide._op_timer
     compiled(x)  # no backward
     assert timer.samples == 0
@@ -176,17 +177,22 @@ def test_inference_is_measured_too() -> None:
     assert compiled.measurements
 
 
+def _is_ready(compiled: memplan.CompiledModule) -> bool:
+    assert compiled._guide is not None
+    return compiled._guide.ready
+
+
 def test_a_switch_waits_for_the_step_in_flight() -> None:
     model, x = _net()
     compiled = _compiled(model, x)
     safe = compiled.plan
     for _ in range(STEPS):
         expected = outcome_of(model, compiled, x)
-    assert compiled._guide.ready
+    assert _is_ready(compiled)
     main = compiled._selector.main
     model.zero_grad()
     loss = main(main.input_guards.flatten((x,), {}), training=True)  # as if the guide had not been asked
-    assert not compiled._guide.ready
+    assert not _is_ready(compiled)
     assert compiled.plan is safe
     model.zero_grad()
     loss.backward()

@@ -168,6 +168,17 @@ class Builder:
             arena = self._arena_for(runner.plan, runner.traced.device, 0)
             return runner.remade(runner.plan, arena, recorder=self._recorder(runner.traced.device))
 
+    def free_arena(self) -> None:
+        """Free the arena before all programs are made again; what runs of the present ones is made anew then.
+
+        Raises `ArenaInUse` if a step is in flight.
+        """
+        if self.arena is not None:
+            with self.arena.ownership as ownership:
+                ownership.require_free("another program")
+                self.arena.release()
+            self.arena = None
+
     def _recorder(self, device: torch.device) -> Recorder | None:
         return make_recorder(device, self.options.sanitize) if self.options.cuda_graph else None
 

@@ -5,27 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
-from inspect import signature
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
 from memplan.errors import InputMismatch, UnsupportedGraph
 from memplan.runtime.api.compiled_module import CompiledModule, in_this_thread
 from memplan.runtime.api.pickling import in_modes
+from memplan.runtime.api.several_graphs import SeveralGraphs, can_be_several
 from memplan.runtime.dynamo.backend import Backend
-from memplan.runtime.options import CompileOptions, RunOptions
-from memplan.trace.capture.refusals import breaks, why_it_breaks
+from memplan.runtime.guards.call_kinds import CallKind, kind_of_call
+from memplan.runtime.options import CompileOptions
+from memplan.trace.capture.refusals import why_it_breaks
 
 _log = logging.getLogger("memplan")
-_MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
-
-Layouts = tuple[str, tuple[Any, ...]]
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def several_graphs(
@@ -44,7 +39,7 @@ def several_graphs(
     graph: a given plan, `device`, `dynamic_shapes`, `cuda_graph`, `divide`, `compress`, measured costs, and gradients
     in the arena or added in place.
     """
-    if given is not None or not breaks(refused) or not _allows_several(options):
+    if given is not None or not can_be_several(refused, options):
         raise refused
     compiled = CompiledGraphs(model, args, kwargs, options=options, train=train)
     _log.warning(
@@ -75,27 +70,17 @@ class CompiledGraphs(CompiledModule):
         ```
     """
 
-    _backend: Backend
-    _layouts: Layouts
+    _graphs: SeveralGraphs
+    _example: CallKind
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> None:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool, given: Plan | None) -> None:
         """Prepare the backend; the graphs are traced at their first call."""
-        options = self._requested
-        shared = {f.name: getattr(options, f.name) for f in fields(RunOptions) if f.name not in _OF_ONE_GRAPH}
-        gradients = "owned" if options.gradients == "owned" else "safe"
-        backend = Backend(**{**shared, "gradients": gradients})
-        original = self._original
+        several = SeveralGraphs(self._original, self._options, self.hooks)
+        self.__dict__.update(_graphs=several, _example=kind_of_call(args, kwargs))
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            """Call the model with its hooks: the function that dynamo traces."""
-            return original(*args, **kwargs)
-
-        compile_call: Any = torch.compile  # whose overloads lack the limits
-        limits = {"isolate_recompiles": True, "recompile_limit": _MAX_RECOMPILES}  # torch 2.11 has neither
-        run = compile_call(
-            call, backend=backend, **{k: v for k, v in limits.items() if k in signature(torch.compile).parameters}
-        )
-        self.__dict__.update(hooks=backend.hooks, _backend=backend, _run=run, _layouts=_layouts((args, kwargs)))
+    @property
+    def _backend(self) -> Backend:
+        return self._graphs.backend
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, with the arguments of the original.
@@ -119,18 +104,22 @@ class CompiledGraphs(CompiledModule):
         """
         if torch.compiler.is_compiling() and in_this_thread():
             return self._original(*args, **kwargs)
-        if self._requested.on_mismatch == "error":
-            _require_same(self._layouts, _layouts((args, kwargs)))
+        if self._options.on_mismatch == "error":
+            _require_same(self._example, kind_of_call(args, kwargs))
         without_gradients = torch.no_grad() if self._train is False else contextlib.nullcontext()
-        # numpy's random numbers are drawn by numpy, as in eager, and not by torch
-        with without_gradients, torch._dynamo.config.patch(use_numpy_random_stream=True):
-            return self._run(*args, **kwargs)
+        with without_gradients:
+            return self._graphs(*args, **kwargs)
 
     @property
-    def plan(self) -> Plan:  # type: ignore[override]  # that of the last step, which changes
+    def plan(self) -> Plan:
         """The joint plan of the last complete step, or of the graphs that are known so far."""
         held = (*self._original.named_parameters(), *self._original.named_buffers())
         return self._backend.joint_plan(type(self._original).__name__, {id(tensor): name for name, tensor in held})
+
+    @property
+    def symbolic(self) -> None:
+        """None: each graph has a plan for each shape."""
+        return None
 
     @property
     def pool_bytes(self) -> int:
@@ -140,32 +129,10 @@ class CompiledGraphs(CompiledModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what compiles a copy again: graphs and addresses cannot be copied or pickled."""
         modes = [module.training for module in self._original.modules()]
-        return _remade, (self._original, self._layouts, {"options": self._requested, "train": self._train}, modes)
+        return _remade, (self._original, self._example, {"options": self._options, "train": self._train}, modes)
 
 
-_OF_ONE_GRAPH = ("gradients", "device", "divide", "compress", "dynamic_shapes")  # options that `Backend` does not take
-
-
-def _allows_several(options: CompileOptions) -> bool:
-    """Return whether all options hold for several graphs too."""
-    plain = {f.name: f.default for f in fields(CompileOptions) if f.name in (*_OF_ONE_GRAPH[1:], "cuda_graph")}
-    held = all(getattr(options, name) == default for name, default in plain.items())
-    return held and not options.measures and options.gradients not in ("arena", "added")
-
-
-def _layouts(call: Any) -> Layouts:
-    """Return the structure of a call, the shape, type and device of each tensor in it, and plain values."""
-    leaves, spec = pytree.tree_flatten(call)
-    return str(spec), tuple(map(_layout, leaves))
-
-
-def _layout(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return tuple(x.shape), x.dtype, x.device
-    return repr(x) if isinstance(x, _PLAIN) else type(x)
-
-
-def _require_same(example: Layouts, call: Layouts) -> None:
+def _require_same(example: CallKind, call: CallKind) -> None:
     """Raise `InputMismatch` unless a call is like the example, for `on_mismatch="error"`."""
     if example != call:
         pairs = zip(example[1], call[1], strict=False)
@@ -173,9 +140,9 @@ def _require_same(example: Layouts, call: Layouts) -> None:
         raise InputMismatch(f"the plan {what}", where="the call", hint='choose on_mismatch="replan" or "eager"')
 
 
-def _remade(model: nn.Module, layouts: Layouts, settings: Mapping[str, Any], modes: list[bool]) -> CompiledGraphs:
+def _remade(model: nn.Module, example: CallKind, settings: Mapping[str, Any], modes: list[bool]) -> CompiledGraphs:
     """Return a copy of a `CompiledGraphs`, of a copy of its model."""
     with in_modes(model, modes):
         made = CompiledGraphs(model, (), {}, **settings)
-    made.__dict__["_layouts"] = layouts
+    made.__dict__["_example"] = example
     return made

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.core.plan import Plan
@@ -22,6 +21,7 @@ from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.recorded_state import UpdateRun
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
+from memplan.runtime.guards.call_kinds import TensorKind, kind_of_call
 from memplan.runtime.memory.arena import dtype_of
 from memplan.runtime.on_demand.on_demand_offload import OnDemandOffload, offload_for, offload_within
 from memplan.runtime.profiling.profile_guided import MeasuredStep
@@ -311,12 +311,9 @@ def _updating_of(plan: StepPlan) -> Assembled:
 
 def _kind(guards: StepGuards, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what decides whether a call can be planned: the layout of its batch and the state of the model."""
-    leaves, spec = pytree.tree_flatten((batch, kwargs))
-    layouts = tuple(
-        (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else repr(x) for x in leaves
-    )
-    device = next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
-    return str(spec), layouts, tuple(guards.modes()), autocast_dtype(device)
+    kind = kind_of_call(batch, kwargs)
+    device = next((x.device.type for x in kind[1] if isinstance(x, TensorKind)), "cpu")
+    return kind, tuple(guards.modes()), autocast_dtype(device)
 
 
 def _call(model: nn.Module, /, *batch: Any, **kwargs: Any) -> Any:

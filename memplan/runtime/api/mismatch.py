@@ -44,7 +44,7 @@ class UnplannedCalls:
         """Run a call eagerly; saved activations are offloaded on demand to keep the budget of `plan`, if it has one.
 
         `differs`: how the call differs from the example. `refused`: why it has no program (None: there are as many
-        programs as are kept).
+        programs as are kept). Both are the same error for a call in another mode.
         """
         offload = offload_within(plan, device)
         if not self._warned:
@@ -54,7 +54,7 @@ class UnplannedCalls:
             _log.warning(
                 "%s: a call runs %s, without a plan: %s; it gets no program: %s; name the dimensions that vary in "
                 "dynamic_shapes=, call it in fewer ways, or compile another module for such calls; this is logged once",
-                *(plan.model, how, differs.summary, why),
+                *(plan.model, how, "it is in another mode" if differs is refused else differs.summary, why),
             )
         return run_within(offload, self._model, args, kwargs)
 

@@ -19,8 +19,8 @@ from memplan.errors import UnsupportedCall
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.options import CompileOptions
 
-_Example = tuple[tuple[Any, ...], dict[str, Any]]
-_Recipe = tuple[nn.Module, _Example, Mapping[str, Any], list[bool]]
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+_Recipe = tuple[nn.Module, Example, Mapping[str, Any], list[bool]]
 
 
 def recipe(  # noqa: PLR0917
@@ -38,17 +38,17 @@ def recipe(  # noqa: PLR0917
     return model, example_of(main), {"options": options, "train": train, "given": given}, modes
 
 
-def example_of(runner: Runner) -> _Example:
+def example_of(runner: Runner) -> Example:
     """Return the positional and keyword arguments that a program was traced with."""
     traced = runner.traced
-    example: _Example = pytree.tree_unflatten([detached(x) for x in traced.example_inputs], traced.in_spec)
+    example: Example = pytree.tree_unflatten([detached(x) for x in traced.example_inputs], traced.in_spec)
     return example
 
 
 def rebuild(
     make: Callable[..., nn.Module],
     model: nn.Module,
-    example: _Example,
+    example: Example,
     settings: Mapping[str, Any],
     modes: list[bool],
 ) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass
 from itertools import chain
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from memplan.errors import InputMismatch, MemplanError
+from memplan.errors import InputMismatch, MemplanError, UnsupportedGraph
 from memplan.runtime.api.builder import Builder
 from memplan.runtime.execute.runner import Runner
+from memplan.runtime.guards.call_kinds import kind_of_call
 from memplan.runtime.memory.arena import Arena
 from memplan.trace.capture.joint_graph import NoBackward, autocast_dtype
 
@@ -50,6 +52,7 @@ class Selector:
         self.main = main
         self._backward_on_demand = backward_on_demand and not main.traced.training
         self._refused: dict[Any, str] = {}  # why a call that eager would record has no program
+        self._unsupported: dict[Any, UnsupportedGraph] = {}  # why a call has no program, so that it is traced once
         self.main_modes = self._module_guards.modes()
         self._runners: dict[Any, Runner] = {}
 
@@ -63,16 +66,17 @@ class Selector:
 
         Raises `InputMismatch` naming the first difference from what the module was compiled for.
         """
-        main = self.main = self._in_arena(self.main)
+        main = self.main
         modes = self._module_guards.modes()
         grad = self._records(args, kwargs)
         require_autocast(main)
-        runner = main
         if modes != self.main_modes or grad is not main.traced.training:
             self._check_modes(modes)
             leaves = main.input_guards.flatten(args, kwargs)
             example = pytree.tree_unflatten(leaves, main.input_guards.spec)
             runner = self._cached(CallState(grad, tuple(modes)), *example, train=grad)
+        else:
+            runner = self.main = self._in_arena(main)
         self._require_free(runner.arena)
         return runner, runner.input_guards.flatten(args, kwargs, training=grad)
 
@@ -81,15 +85,10 @@ class Selector:
 
         Raises `TooManyPrograms` for a new one if there are `MAX_PROGRAMS`. `reason`: how the call differs, for the log.
         """
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        layouts = tuple(
-            (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x)
-            for x in flat
-        )
         grad = self._records(args, kwargs)
         autocast = autocast_dtype(self.main.device_type)
         state = CallState(grad, tuple(self._module_guards.modes()))
-        key = (state, autocast, str(spec), layouts)
+        key = (state, autocast, kind_of_call(args, kwargs))
         if key not in self._runners:
             if 1 + len(self._runners) >= MAX_PROGRAMS:
                 raise TooManyPrograms
@@ -103,8 +102,15 @@ class Selector:
 
     def _cached(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> Runner:
         made = self._runners.get(key)
+        if key in self._unsupported:
+            raise copy.copy(self._unsupported[key])
         if made is None:
-            made = self._built(key, args, kwargs, train=train)
+            try:
+                made = self._built(key, args, kwargs, train=train)
+            except UnsupportedGraph as refused:
+                if len(self._unsupported) < _MAX_REFUSED:
+                    self._unsupported[key] = copy.copy(refused)  # without the frames of its traceback
+                raise
             if 1 + len(self._runners) >= MAX_PROGRAMS:
                 del self._runners[next(iter(self._runners))]
         made = self._runners[key] = self._in_arena(made)

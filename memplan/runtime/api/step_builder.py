@@ -157,6 +157,7 @@ class StepBuilder:
             wanted = max(arena_room(plan, policy) for _, plan, policy in planned)
             arena = self._arena
             if arena is None or not all(arena.view_for(plan) for plan in plans):
+                self._free_arena()
                 arena = arena_for_all([*plans, *others], device, min([wanted, *_limits_of_totals(plans)]))
             made = [Built(traced=t, runner=self._runner(arena, t, plan)) for t, plan, _ in planned]
             if options.budget == "min":
@@ -164,7 +165,13 @@ class StepBuilder:
                     adopt_need(one.runner)
             return made
 
-        made = build_measured(build, len(steps), again=given is None)
+        before = 0 if self._arena is None else self._arena.nbytes
+        try:
+            made = build_measured(build, len(steps), again=given is None)
+        except BaseException:
+            if self._arena is not None and self._arena.ownership.released:  # the programs go on in one like it
+                self._move_to(arena_for_all(others, device, before))
+            raise
         guides = [
             guide_of(options, t, one.runner, policy, partial(self._runner, one.runner.arena, t))
             for (t, _, policy), one in zip(planned, made, strict=True)
@@ -181,6 +188,13 @@ class StepBuilder:
         return Runner(
             self.guards, traced, plan, view, sanitize=sanitize, recorder=self._recorder, whole=True, bound=bound
         )
+
+    def _free_arena(self) -> None:
+        """Free the arena before a larger one replaces it, so that there is one at a time."""
+        if self._arena is not None and not self._arena.ownership.released:
+            with self._arena.ownership as ownership:
+                ownership.require_free("a program that needs a larger arena")
+                self._arena.release()
 
     def _move_to(self, arena: Arena) -> None:
         """Assemble all programs of earlier plans in a larger arena, and free the old one."""

@@ -146,6 +146,22 @@ class Backend:
         """
         self._coordinators.of_this_thread().place_last_step()
 
+    def release(self) -> bool:
+        """Free the arenas of its graphs until they run again.
+
+        Returns:
+            False if a call waits for its backward, or another thread runs a step; then nothing is freed.
+
+        Example:
+            ```python
+            backend.release()
+            print(backend.arena_size)  # 0
+            ```
+        """
+        return self._coordinators.of_this_thread().release(
+            instance for graph in self.graphs for instance in graph.instances
+        )
+
     @property
     def arena_size(self) -> int:
         """The bytes of all arenas that its graphs have now."""

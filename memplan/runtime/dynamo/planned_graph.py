@@ -24,6 +24,7 @@ from memplan.runtime.dynamo.graph_module import GraphModuleWithParams, is_kept, 
 from memplan.runtime.execute.instances import MAX_IN_FLIGHT, ProgramInstance, idle_instance
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
+from memplan.runtime.guards.call_kinds import kind_of
 from memplan.runtime.guards.module_guards import ModuleGuards
 from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, plan_as_small_as_eager, replan
 from memplan.runtime.memory.arena import Arena
@@ -132,7 +133,6 @@ class PlannedGraph:
         self._numbers = {name: i for i, name in enumerate(names) if name in numbers}
         self._varies = any(_is_symbolic(n.meta.get("example_value")) for n in graph.graph.nodes)
         self._instances: dict[Any, list[GraphInstance]] = {}
-        self._warned = False
         self._eager = False  # whether no trace can hold it
         for warning in gradients_that_eager_lacks(graph.graph) if torch.is_grad_enabled() else ():
             _log.warning("%s", warning)
@@ -157,7 +157,7 @@ class PlannedGraph:
         coordinator = self._coordinators.of_this_thread()
         coordinator.place_last_step()
         numbers = {name: inputs[i].item() for name, i in self._numbers.items()}
-        key = coordinator, tuple(_layout(x) for x in inputs) if self._varies else (), repr(numbers)
+        key = coordinator, tuple(map(kind_of, inputs)) if self._varies else (), repr(numbers)
         if key not in self._instances:
             if len(self._instances) == _MAX_PLANS:
                 del self._instances[next(iter(self._instances))]
@@ -195,8 +195,8 @@ class PlannedGraph:
         found = idle_instance(
             instances, coordinator, make, most=MAX_IN_FLIGHT, first=lambda one: one.module.holds(inputs)
         )
-        if found is None and not self._warned:
-            self._warned = True
+        if found is None and not self._coordinators.warned:
+            self._coordinators.warned = True
             what = "%s: %d calls of a graph wait for their backward; further ones run eagerly"
             _log.warning(what, instances[0].plan.model, len(instances))
         return found
@@ -206,6 +206,7 @@ class ArenaCoordinators:
     """An `ArenaCoordinator` for each thread: threads run at the same time, so they cannot share an arena."""
 
     def __init__(self, prepare: PrepareStep | None = None) -> None:
+        self.warned = False  # that so many calls wait that further ones run eagerly
         self._local = threading.local()
         self._prepare = prepare
 
@@ -230,7 +231,3 @@ def _is_symbolic(x: Any) -> bool:
 
 def _wants_gradient(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad
-
-
-def _layout(x: Any) -> Any:
-    return (x.shape, x.stride()) if isinstance(x, torch.Tensor) else x

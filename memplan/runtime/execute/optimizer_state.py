@@ -126,7 +126,7 @@ class StepGuards(ModuleGuards):
     def _require_options(self) -> None:
         """Raise `InputMismatch` if an option of a group has changed that decides how parameters are updated."""
         for i, (group, stored) in enumerate(zip(self.optimizer.param_groups, self._options, strict=True)):
-            for option, now, before in zip(DECIDING, _deciding(group), stored, strict=True):
+            for option, now, before in zip((*DECIDING, "lr as a tensor"), _deciding(group), stored, strict=True):
                 if now != before and not (option == "momentum" and now and before):
                     what = f"{option} changed from {before} to {now}"
                     raise InputMismatch(what, where=f"the optimizer's group {i}", hint=COMPILE_AGAIN, see="other-model")
@@ -231,7 +231,7 @@ class Counters:
 
 def _deciding(group: dict[str, Any]) -> list[Any]:
     """Return the options of a group that decide how its parameters are updated."""
-    return list(map(group.get, DECIDING))
+    return [*map(group.get, DECIDING), isinstance(group.get("lr"), torch.Tensor)]
 
 
 def _same(ones: Any, others: Any) -> bool:

@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from memplan.trace.optimizer.numbers import Expression, Item, Numeral, Untraceable, function_of, items_of, source_of
-from memplan.trace.optimizer.record import (
+from memplan.trace.optimizer.recorded_update import (
     At,
     RecordedUpdate,
     UpdateOp,

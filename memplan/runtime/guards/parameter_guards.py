@@ -14,7 +14,8 @@ from memplan.runtime.guards.layout_guards import LayoutGuards
 from memplan.runtime.guards.module_guards import COMPILE_AGAIN, ModuleGuards
 from memplan.trace.traced import Source, TracedGraph
 
-_HELD = (Source.PARAMETER, Source.BUFFER, Source.STATE)
+_OF_MODEL = (Source.PARAMETER, Source.BUFFER)
+_HELD = (*_OF_MODEL, Source.STATE)
 _data_ptr = torch.Tensor.data_ptr
 
 
@@ -34,7 +35,13 @@ class ParameterGuards:
         self._devices = [t.device for t in tensors]
         self._ties = _ties(tensors)
         self._free = all(first == i for i, (first, _) in enumerate(self._ties))  # no two share memory
-        self._store(tensors, self._state(tensors))
+        state = self._state(tensors)
+        self._require_as_traced(state, traced)
+        self._store(tensors, state)
+        wanted = [b.requires_grad if b.source in _OF_MODEL else s[-1] for b, s in zip(self._held, state, strict=True)]
+        if wanted != [s[-1] for s in state]:  # it was traced when others were frozen, and is not for the model of now
+            self._expected = [(*s[:-1], wants) for s, wants in zip(state, wanted, strict=True)]
+            self._same_layout = _never
 
     def _look(self) -> None:
         slots = [self._module_guards.slot(b) for b in self._held]
@@ -59,6 +66,17 @@ class ParameterGuards:
         self._expected = state
         self._pointers = [pointer for pointer, *_ in state]
         self._same_layout = LayoutGuards(tensors).check
+
+    def _require_as_traced(self, state: Sequence[tuple[Any, ...]], traced: TracedGraph) -> None:
+        """Raise `InputMismatch` if a parameter or buffer has another shape or type than when it was traced.
+
+        A program that is assembled again (in a larger arena, for another shape) may meet a model that has changed.
+        """
+        for binding, name, (_, shape, _, dtype, _) in zip(self._held, self.names, state, strict=True):
+            value = traced.graph.values[binding.value]
+            if binding.source in _OF_MODEL and (tuple(shape), str(dtype)) != (value.shape, f"torch.{value.dtype}"):
+                what = f"is {dtype} {tuple(shape)}, the plan was made for torch.{value.dtype} {value.shape}"
+                raise InputMismatch(what, where=name, hint=COMPILE_AGAIN, see="other-model")
 
     def _state(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
         """Return the address and layout of each tensor. Raises `InputMismatch` for one that is None."""
@@ -93,6 +111,11 @@ class ParameterGuards:
         self._module_guards.require_known()
         self._store(tensors, state)
         return moved
+
+
+def _never(*_: torch.Tensor) -> bool:
+    """Return False: the tensors are compared one by one."""
+    return False
 
 
 def _describe(state: tuple[Any, ...], device: torch.device) -> str:

@@ -16,7 +16,7 @@ import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -136,6 +136,10 @@ class ObservedOwnership(ArenaOwnership):
             return None
         self._coordinator.settle(instance)
         return instance.runner
+
+    def is_of(self, coordinator: ArenaCoordinator) -> bool:
+        """Return whether it reports to this coordinator."""
+        return self._coordinator is coordinator
 
     @property
     def may_begin(self) -> bool:
@@ -276,6 +280,23 @@ class ArenaCoordinator:
         with torch.inference_mode(False):
             for instance in instances:
                 instance.move(instance.placed, part_of(smaller, instance.ownership))
+
+    def release(self, instances: Iterable[ArenaUser]) -> bool:
+        """Free the arenas of instances, which settle in others when they run again; not while anything is in flight.
+
+        Returns whether they were freed. Instances of other threads stay as they are.
+        """
+        if not self.running.acquire(blocking=False):
+            return False
+        try:
+            if self.waiting:
+                return False
+            for instance in instances:
+                if instance.ownership.is_of(self) and not instance.arena.whole.ownership.released:
+                    instance.arena.whole.release()
+            return True
+        finally:
+            self.running.release()
 
     def settle(self, instance: ArenaUser) -> None:
         """Move an instance whose arena was freed, because a larger one has replaced it, to the same place there."""

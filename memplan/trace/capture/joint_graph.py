@@ -51,7 +51,8 @@ class Captured:
     example inputs. For each leaf of the result, `differentiable` says whether eager's leaf requires a gradient, and
     `alias_of` names the placeholder (by position) that it is a view of, or None. `training`: the graph contains the
     backward. `autocast`: the type that autocast casts to, if the model was traced under it. `readings`: the Python
-    values that are constants of the graph. `warnings`: what the step computes unlike eager, for the log.
+    values that are constants of the graph. `warnings`: what the step computes unlike eager, for the log. `trained`: the
+    names of the parameters and buffers that required a gradient.
     """
 
     graph_module: fx.GraphModule
@@ -64,6 +65,7 @@ class Captured:
     autocast: torch.dtype | None
     readings: tuple[Reading, ...] = ()
     warnings: tuple[str, ...] = ()
+    trained: frozenset[str] = frozenset()
 
 
 def capture(
@@ -151,7 +153,14 @@ def captured(model: nn.Module, joint: Any, in_spec: pytree.TreeSpec, inputs: Seq
         autocast=autocast_dtype("cpu") or autocast_dtype("cuda"),
         readings=with_values(graph_module.meta.get(READINGS, ()), model),
         warnings=unlike_eager if has_backward else (),
+        trained=_trained(model),
     )
+
+
+def _trained(model: nn.Module) -> frozenset[str]:
+    """Return the names of all parameters and buffers that require a gradient, each name of shared ones."""
+    held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return frozenset(name for name, tensor in held if tensor.requires_grad)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -165,9 +165,9 @@ class _FxReader:
     def _bind(self, node: fx.Node, desc: Any, value: int) -> Binding:
         """Return the binding for a placeholder's descriptor and its value."""
         if isinstance(desc, ParamAOTInput):
-            return Binding(source=Source.PARAMETER, value=value, name=desc.target)
+            return Binding(source=Source.PARAMETER, value=value, name=desc.target, requires_grad=self._wants(desc))
         if isinstance(desc, BufferAOTInput):
-            return Binding(source=Source.BUFFER, value=value, name=desc.target)
+            return Binding(source=Source.BUFFER, value=value, name=desc.target, requires_grad=self._wants(desc))
         if isinstance(desc, StateInput):
             return Binding(source=Source.STATE, value=value, name=desc.target, key=desc.key, names=desc.targets)
         if isinstance(desc, PlainAOTInput):
@@ -180,6 +180,10 @@ class _FxReader:
             raise self._effects(node)
         what = f"an input of kind {type(desc).__name__}"
         raise self._unsupported(node, what, "pass plain, unshared tensors as inputs", see="inputs")
+
+    def _wants(self, desc: Any) -> bool:
+        """Return whether a parameter or buffer required a gradient when it was captured."""
+        return desc.target in self.captured.trained
 
     def _effects(self, token: fx.Node) -> UnsupportedGraph:
         """Return the error for ops with effects, which take and return a token in the order in which they must run."""

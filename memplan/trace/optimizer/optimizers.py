@@ -13,8 +13,12 @@ from memplan.trace.optimizer.surroundings import has_own_step
 
 STEP = "step"  # torch's key of a parameter's counter
 
-# Options of a group that decide which update its parameters get; others are read at every step.
-DECIDING = ("momentum", "dampening", "amsgrad", "decoupled_weight_decay", "differentiable", "capturable")
+# Options of a group that decide which update its parameters get (and so does a rate that is a tensor); others are read
+# at every step.
+DECIDING = (
+    *("momentum", "dampening", "amsgrad", "decoupled_weight_decay", "differentiable", "capturable"),
+    *("fused", "foreach"),
+)
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

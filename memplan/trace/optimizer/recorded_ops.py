@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from memplan.trace.optimizer.numbers import Item, Numeral, function_of, items_of, source_of
-from memplan.trace.optimizer.record import At, RecordedUpdate, UpdateOp
+from memplan.trace.optimizer.recorded_update import At, RecordedUpdate, UpdateOp
 from memplan.trace.passes.rewrite import INHERITED, Rewriter, aten, storage_key, value
 
 Functions = Callable[[str, str], Callable[..., Any]]

@@ -1,0 +1,150 @@
+"""Compiles a module once more, because of how it is called, from the example of the first time.
+
+Gradients of the last step are still in use at the next call; a call begins while another one waits for its backward;
+the model has changed; or sizes keep changing. In each case all programs are made again, by other options or in other
+memory, and the compilation of before stays as it is if that fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+from memplan.errors import MemplanError
+from memplan.runtime.api.builder import Builder
+from memplan.runtime.api.compilation import Compilation, compile_example
+from memplan.runtime.api.gradients_outside import leave_arena, require_room_outside
+from memplan.runtime.api.mismatch import shapes_of
+from memplan.runtime.api.pending_calls import PendingCalls, require_room
+from memplan.runtime.api.pickling import Example, detached, example_of, in_modes
+from memplan.runtime.execute.arena_gradients import ArenaGradients
+from memplan.runtime.memory.arena import Arena
+from memplan.runtime.memory.arena_ownership import ArenaInUse
+from memplan.runtime.memory.shared_arena import ArenaCoordinator
+from memplan.runtime.options import CompileOptions
+
+_log = logging.getLogger("memplan")
+_SEVERAL = (
+    "%s: a call begins while another one waits for its backward; from now on each has a program of its own, and "
+    "gradients are outside of the arena"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompilation:
+    """What a model is compiled from once more. `modes`: the training flag of every submodule when it was compiled.
+
+    `before` is the compilation of now, `options` are those that `builder` was made with.
+    """
+
+    before: Compilation
+    builder: Builder
+    options: CompileOptions
+    example: Example
+    train: bool
+    modes: list[bool]
+
+    def run(self) -> Compilation:
+        """Return the new compilation."""
+        args, kwargs = self.example
+        on_demand = self.before.backward_on_demand
+        with in_modes(self.builder.model, self.modes):
+            made = compile_example(
+                self.builder, self.options, args, kwargs, train=self.train, backward_on_demand=on_demand
+            )
+        made.measurements = made.measurements or self.before.measurements
+        return made
+
+
+def outside(before: Compilation, gradients: ArenaGradients) -> Recompilation:
+    """Return what compiles for gradients outside the arena: those of the last step are still in use at the next call.
+
+    They are moved out of the arena, which is then freed, unless something else than Python names refers to one.
+    """
+    again = _again(before, replace(before.base_options, gradients="added"))
+    has_budget = again.options.has_budget
+    if has_budget:
+        require_room_outside(gradients)
+        args, kwargs = again.example
+        with in_modes(again.builder.model, again.modes):
+            again.builder.require_plan(args, kwargs, again.train)
+    leave_arena(gradients, has_budget=has_budget)
+    return again
+
+
+def several_in_flight(before: Compilation, arena: Arena) -> tuple[Compilation, PendingCalls]:
+    """Compile for several calls in flight, because one begins while another waits for its backward in `arena`."""
+    options, main = before.base_options, before.selector.main
+    if options.measures:
+        options = replace(options, costs=before.builder.options.costs)
+    if options.gradients == "auto" and options.gradients_in_arena:
+        options = replace(options, gradients="added")
+    require_room(options, main.plan, main.arena.nbytes)
+    pending = PendingCalls(options, arena)
+    made = _again(before, options, pending.coordinator).run()
+    _log.info(_SEVERAL, before.plan.model)
+    return made, pending
+
+
+def of_changed_model(before: Compilation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compilation:
+    """Compile a model that has changed for the call in which that was noticed; the arena of before is freed."""
+    before.builder.free_arena()
+    again = _again(before, before.base_options, before.builder.coordinator)
+    return replace(again, example=(args, kwargs), modes=again.builder.module_guards.modes()).run()
+
+
+def varying_sizes(
+    before: Compilation, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[CompileOptions, Example] | None:
+    """Return options and an example for all sizes; None unless sizes are all in which the calls differ."""
+    main = before.selector.main
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if before.symbolic is not None or spec != main.traced.in_spec:
+        return None
+    programs = [r for r in before.selector.programs_of_calls if r.traced.in_spec == spec]
+    calls: Sequence[Sequence[Any]] = [*(r.traced.example_inputs for r in programs), leaves]
+    found = shapes_of(before.builder.model.forward, spec, calls)
+    if found is None:
+        return None
+    base = before.base_options
+    gradients = "safe" if base.gradients == "added" else base.gradients
+    try:
+        options = replace(base, dynamic_shapes=found[0], gradients=gradients)
+    except MemplanError:
+        return None  # another option needs one shape
+    return options, pytree.tree_unflatten([detached(x) for x in found[1]], spec)
+
+
+def of_all_sizes(before: Compilation, options: CompileOptions, example: Example) -> Compilation | None:
+    """Compile for all sizes, by what `varying_sizes` has found; None if that cannot be.
+
+    Raises `ArenaInUse` while something is in flight.
+    """
+    try:
+        before.builder.free_arena()
+        made = replace(_again(before, options, before.builder.coordinator), example=example).run()
+    except ArenaInUse:
+        raise
+    except MemplanError as error:
+        _log.info("%s: no plan for all sizes: %s", before.plan.model, error.summary)
+        return None
+    what = "%s: sizes keep changing; one plan for all of them: %s"
+    _log.info(what, before.plan.model, options.dynamic_shapes)
+    return made
+
+
+def _again(before: Compilation, options: CompileOptions, coordinator: ArenaCoordinator | None = None) -> Recompilation:
+    """Return what compiles the example of `before` by other options."""
+    main, of = before.selector.main, before.builder
+    return Recompilation(
+        before=before,
+        builder=Builder(of.model, options, of.hooks, coordinator),
+        options=options,
+        example=example_of(main),
+        train=main.traced.training,
+        modes=before.selector.main_modes,
+    )

@@ -1,0 +1,65 @@
+"""`SeveralGraphs`: runs a model as the graphs into which dynamo breaks it, in one planned arena."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.errors import UnsupportedGraph
+from memplan.runtime.debug.hooks import Hooks
+from memplan.runtime.dynamo.backend import Backend
+from memplan.runtime.options import CompileOptions, RunOptions
+from memplan.trace.capture.refusals import breaks
+
+_MAX_RECOMPILES = 64  # of one function of the model, beyond which dynamo runs it eagerly
+_OF_ONE_GRAPH = ("gradients", "device", "divide", "compress", "dynamic_shapes")  # options that `Backend` does not take
+
+
+class SeveralGraphs:
+    """Runs calls of a model as graphs of dynamo, which `backend` plans, with Python between them.
+
+    Nothing runs when it is made: each graph is traced and planned when it is first called. `hooks` are called with the
+    events of all graphs.
+    """
+
+    def __init__(self, model: nn.Module, options: CompileOptions, hooks: Hooks) -> None:
+        shared = {f.name: getattr(options, f.name) for f in fields(RunOptions) if f.name not in _OF_ONE_GRAPH}
+        gradients = "owned" if options.gradients == "owned" else "safe"
+        self.backend = Backend(**{**shared, "gradients": gradients})
+        self.backend.hooks = hooks
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """Call the model with its hooks: the function that dynamo traces."""
+            return model(*args, **kwargs)
+
+        compile_call: Any = torch.compile  # whose overloads lack the limits
+        limits = {"isolate_recompiles": True, "recompile_limit": _MAX_RECOMPILES}  # torch 2.11 has neither
+        known = {k: v for k, v in limits.items() if k in signature(torch.compile).parameters}
+        self._run = compile_call(call, backend=self.backend, **known)
+        self._ran = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call of the model."""
+        self._ran = True
+        # numpy's random numbers are drawn by numpy, as in eager, and not by torch
+        with torch._dynamo.config.patch(use_numpy_random_stream=True):
+            return self._run(*args, **kwargs)
+
+    def release(self) -> bool:
+        """Free the arenas of the graphs until they run again. Returns False while a call waits for its backward."""
+        if self._ran and self.backend.release():
+            self._ran = False
+        return not self._ran
+
+
+def can_be_several(refused: UnsupportedGraph, options: CompileOptions) -> bool:
+    """Return whether several graphs can hold what one cannot, and all options hold for several graphs too."""
+    if not breaks(refused):
+        return False
+    plain = {f.name: f.default for f in fields(CompileOptions) if f.name in (*_OF_ONE_GRAPH[1:], "cuda_graph")}
+    held = all(getattr(options, name) == default for name, default in plain.items())
+    return held and not options.measures and options.gradients not in ("arena", "added")

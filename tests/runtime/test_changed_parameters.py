@@ -1,0 +1,125 @@
+"""Parameters that change after compiling: no earlier program takes the model for the one that it was made for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F  # noqa: N812  (torch's own convention)
+
+import memplan
+
+
+class Body(nn.Module):
+    """A body, which is frozen first, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16)), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x).tanh())
+        return out
+
+
+def _models() -> tuple[Body, Body]:
+    torch.manual_seed(0)
+    one = Body()
+    one.body.requires_grad_(False)
+    return one, copy.deepcopy(one)
+
+
+def _x(n: int, rows: int = 6) -> torch.Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(n))
+
+
+def _same_step(one: nn.Module, two: nn.Module, call: Callable[..., Any], x: torch.Tensor) -> None:
+    losses = []
+    for model, forward in ((one, call), (two, two)):
+        model.zero_grad()
+        loss = forward(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    for (name, p), q in zip(one.named_parameters(), two.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(p.grad, q.grad), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"gradients": "safe"}, {"dynamic_shapes": {"x": {0: Dim("rows", min=2)}}}])
+def test_a_body_that_is_unfrozen_and_frozen_again(options: dict[str, Any]) -> None:
+    """Its programs need arenas of several sizes, so that earlier ones are made again in the model of then."""
+    model, eager = _models()
+    compiled = memplan.compile(model, _x(0), **options)
+    for n, wants in enumerate((False, True, True, True, False, True, False, False)):
+        model.body.requires_grad_(wants)
+        eager.body.requires_grad_(wants)
+        for rows in (6, 6, 40 if n > 1 else 5):
+            _same_step(model, eager, compiled, _x(n, rows))
+
+
+def test_layers_are_unfrozen_one_after_another_while_calls_wait() -> None:
+    model, eager = _models()
+    compiled = memplan.compile(model, _x(0))
+    for n in range(8):
+        for part in (model, eager):
+            part.body[0].requires_grad_(n in (2, 3, 6))
+            part.body[2].requires_grad_(n in (1, 2, 3, 7))
+        losses = []
+        for part, call in ((model, compiled), (eager, eager)):
+            part.zero_grad()
+            loss = call(_x(n)).square().sum() + call(_x(n + 1)).square().sum()
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+        for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_compile_step_with_a_body_that_is_unfrozen() -> None:
+    model, eager = _models()
+    ours, theirs = (torch.optim.Adam(part.parameters(), lr=0.1, foreach=False) for part in (model, eager))
+    step = memplan.compile_step(model, ours, F.mse_loss, (_x(0), torch.ones(6, 4)))
+    for n, wants in enumerate((False, True, True, False, True)):
+        for part in (model, eager):
+            part.body.requires_grad_(wants)
+        for rows in (6, 3, 40 if n > 1 else 5):
+            target = torch.ones(rows, 4)
+            theirs.zero_grad()
+            loss = F.mse_loss(eager(_x(n, rows)), target)
+            loss.backward()
+            theirs.step()
+            assert torch.equal(step(_x(n, rows), target), loss.detach())
+            for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+                assert torch.equal(p, q)
+
+
+def test_a_larger_table_is_never_run_by_programs_of_the_first() -> None:
+    """The program of a table of other size lies in a larger arena, in which the first one is made again."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(8, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.rows.t()).softmax(-1).exp().square()
+
+    torch.manual_seed(0)
+    model = Table()
+    eager = copy.deepcopy(model)
+    compiled = memplan.compile(model, torch.randn(4, 6))
+    for n, count in enumerate((8, 30, 30, 8, 30, 50)):
+        if len(model.rows) != count:
+            rows = torch.randn(count, 6)
+            for part in (model, eager):
+                part.rows = nn.Parameter(rows.clone())
+        x = torch.randn(4, 6)
+        _same_step(model, eager, compiled, x)
+        _same_step(model, eager, compiled, x + n)

@@ -1,0 +1,236 @@
+"""A compiled module whose later mode or shape one graph cannot hold runs such calls as several graphs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.errors import BudgetInfeasible, InputMismatch, UnsupportedGraph
+from memplan.runtime.api import recompile, select
+from memplan.runtime.api.builder import Builder
+
+
+class BreaksInEval(nn.Module):
+    """Looks at its results in evaluation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 64), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x).tanh()
+        if not self.training and hidden.sum() > 0:
+            hidden = hidden * 2
+        out: torch.Tensor = self.two(hidden)
+        return out
+
+
+class BreaksAtOtherSizes(BreaksInEval):
+    """Looks at its results where there are many rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x).tanh()
+        if x.shape[0] > 8 and hidden.sum() > 0:
+            hidden = hidden * 2
+        out: torch.Tensor = self.two(hidden)
+        return out
+
+
+def _x(n: int, rows: int = 6) -> torch.Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(n))
+
+
+def _models(kind: type[BreaksInEval]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = kind()
+    return model, copy.deepcopy(model)
+
+
+def _same_step(one: nn.Module, two: nn.Module, call: Callable[..., Any], x: torch.Tensor) -> None:
+    """Train both models for a step, one of them by `call`, and compare losses and gradients bit by bit."""
+    losses = []
+    for model, forward in ((one, call), (two, two)):
+        model.zero_grad()
+        loss = forward(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_a_mode_that_one_graph_cannot_hold_runs_as_several(caplog: pytest.LogCaptureFixture) -> None:
+    model, eager = _models(BreaksInEval)
+    compiled = memplan.compile(model, _x(0), sanitize="poison")
+    for n in range(3):
+        _same_step(model, eager, compiled, _x(n))
+        for part in (compiled, eager):
+            part.zero_grad()
+            part.eval()
+        for k in range(2):
+            with torch.no_grad():
+                assert torch.equal(compiled(_x(k)), eager(_x(k)))
+            _same_step(model, eager, compiled, _x(k))  # and with gradients
+        for part in (compiled, eager):
+            part.train()
+    said = [r.message for r in caplog.records if "is planned as several graphs" in r.message]
+    assert len(said) == 1
+    assert "test_later_breaks.py:" in said[0]
+
+
+def test_a_shape_that_one_graph_cannot_hold_runs_as_several(caplog: pytest.LogCaptureFixture) -> None:
+    model, eager = _models(BreaksAtOtherSizes)
+    compiled = memplan.compile(model, _x(0))
+    for n, rows in enumerate((6, 9, 9, 6, 5, 9)):
+        _same_step(model, eager, compiled, _x(n, rows))
+    assert sum("is planned as several graphs" in r.message for r in caplog.records) == 1
+
+
+def test_each_frees_the_arena_of_the_other() -> None:
+    model, _ = _models(BreaksInEval)
+    compiled = memplan.compile(model, _x(0))
+    compiled(_x(0)).sum().backward()
+    model.zero_grad()
+    training = compiled._arena
+    compiled.eval()
+    with torch.no_grad():
+        compiled(_x(1))
+    assert compiled._several is not None
+    assert (training.nbytes, compiled._several.backend.arena_size > 0) == (0, True)
+    compiled.train()
+    compiled(_x(0)).sum().backward()
+    assert (compiled._arena.nbytes > 0, compiled._several.backend.arena_size) == (True, 0)
+
+
+def test_a_step_in_flight_keeps_its_arena() -> None:
+    model, eager = _models(BreaksInEval)
+    compiled = memplan.compile(model, _x(0))
+    losses = []
+    for part, forward in ((model, compiled), (eager, eager)):
+        waiting = forward(_x(0))
+        part.eval()
+        losses.append(forward(_x(1)).sum() + waiting.sum())
+        part.train()
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_a_budget_holds_for_each_in_turn() -> None:
+    model, eager = _models(BreaksInEval)
+    limit = memplan.plan(model, _x(0)).total
+    compiled = memplan.compile(model, _x(0), budget=limit)
+    _same_step(model, eager, compiled, _x(0))
+    for part in (compiled, eager):
+        part.zero_grad()
+        part.eval()
+    with torch.no_grad():
+        assert torch.equal(compiled(_x(1)), eager(_x(1)))
+    waiting = compiled(_x(2)).sum()
+    compiled.train()
+    with pytest.raises(BudgetInfeasible, match="another call while one waits"):
+        compiled(_x(0))
+    waiting.backward()
+    for part in (compiled, eager):
+        part.train()
+    _same_step(model, eager, compiled, _x(3))
+
+
+def test_beside_a_step_in_flight_a_budget_leaves_such_calls_to_eager(caplog: pytest.LogCaptureFixture) -> None:
+    model, eager = _models(BreaksInEval)
+    compiled = memplan.compile(model, _x(0), budget=memplan.plan(model, _x(0)).total)
+    waiting = compiled(_x(0)).sum()
+    compiled.eval()
+    eager.eval()
+    with torch.no_grad():
+        assert torch.equal(compiled(_x(1)), eager(_x(1)))
+    assert compiled._several is None
+    assert sum("runs eagerly within" in r.message for r in caplog.records) == 1
+    waiting.backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"), [({"fullgraph": True}, UnsupportedGraph), ({"on_mismatch": "error"}, UnsupportedGraph)]
+)
+def test_promises_refuse_such_a_mode(options: dict[str, Any], error: type[Exception]) -> None:
+    model, eager = _models(BreaksInEval)
+    compiled = memplan.compile(model, _x(0), **options)
+    compiled.eval()
+    with torch.no_grad(), pytest.raises(error, match="cannot be traced as one graph"):
+        compiled(_x(0))
+    compiled.train()
+    _same_step(model, eager, compiled, _x(0))
+
+
+def test_on_mismatch_error_refuses_such_a_shape() -> None:
+    model, _ = _models(BreaksAtOtherSizes)
+    compiled = memplan.compile(model, _x(0), on_mismatch="error")
+    with pytest.raises(InputMismatch):
+        compiled(_x(0, 9))
+
+
+def test_options_that_need_one_graph_leave_such_calls_to_eager(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal is remembered: such a call is traced once."""
+    traced = []
+    build = Builder.build
+
+    def counted(self: Builder, *args: Any, **kwargs: Any) -> Any:
+        traced.append(args)
+        return build(self, *args, **kwargs)
+
+    monkeypatch.setattr(Builder, "build", counted)
+    model, eager = _models(BreaksInEval)
+    compiled = memplan.compile(model, _x(0), gradients="added")
+    for part in (compiled, eager):
+        part.eval()
+    with caplog.at_level(logging.WARNING, logger="memplan"), torch.no_grad():
+        for n in range(3):
+            assert torch.equal(compiled(_x(n)), eager(_x(n)))
+    assert len(traced) == 2
+    (said,) = [r.message for r in caplog.records if "runs eagerly" in r.message]
+    assert "it is in another mode" in said
+
+
+def test_refusals_beyond_the_limit_are_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_MAX_REFUSED", 1)
+    model, eager = _models(BreaksAtOtherSizes)
+    compiled = memplan.compile(model, _x(0))
+    for n, rows in enumerate((9, 10, 9, 10)):
+        _same_step(model, eager, compiled, _x(n, rows))
+    assert len(compiled._selector._unsupported) == 1
+
+
+def test_a_second_compilation_that_fails_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, eager = _models(BreaksInEval)
+    compiled = memplan.compile(model, _x(0))
+    waiting = compiled(_x(0)).sum()
+    monkeypatch.setattr(recompile, "compile_example", _fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        compiled(_x(1))
+    waiting.backward()
+    assert compiled._pending is None
+    _same_step(model, eager, compiled, _x(2))
+    monkeypatch.undo()
+    model.zero_grad()
+    eager.zero_grad()
+    for call in (compiled, eager):
+        (call(_x(3)) + call(_x(4))).sum().backward()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+def _fails(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("no memory")
