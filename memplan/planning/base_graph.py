@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from memplan.core.evictions import EvictionPlan
-from memplan.core.graph import Graph, Op, StorageKind
+from memplan.core.graph import Graph, Op, Storage, StorageKind, Value
 from memplan.core.plan import Plan
 from memplan.core.schedule import make_schedule
 from memplan.errors import InvalidPlan
@@ -35,7 +37,7 @@ def _restored(graph: Graph, kept: EvictionPlan, order: tuple[int, ...]) -> tuple
     added = {further for _, further in kept.instances}
     added |= {i for i, s in enumerate(graph.storages) if s.kind in (StorageKind.HOST, StorageKind.RNG_STATE)}
     storages = graph.storages[: min(added, default=len(graph.storages))]
-    values = graph.values[: sum(value.storage < len(storages) for value in graph.values)]
+    values = tuple(takewhile(lambda value: _is_traced(value, storages), graph.values))
     number = {value.name: i for i, value in enumerate(values)}
 
     def traced(value: int) -> int:
@@ -55,3 +57,8 @@ def _restored(graph: Graph, kept: EvictionPlan, order: tuple[int, ...]) -> tuple
             )
     ops = tuple(first[i] for i in sorted(first))
     return replace(graph, ops=ops, values=values, storages=storages), tuple(first)
+
+
+def _is_traced(value: Value, storages: Sequence[Storage]) -> bool:
+    """Return whether a value is no part of an eviction: in one of the traced `storages`, and not its bytes to copy."""
+    return value.storage < len(storages) and value.name != f"{storages[value.storage].name}:bytes"

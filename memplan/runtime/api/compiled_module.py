@@ -340,16 +340,14 @@ class CompiledModule(nn.Module, MeasuredStep):
         before = self._requested, self._builder, self._given, self._guide
         try:
             base = self._base_options
-            options = replace(
-                base, dynamic_shapes=shapes, gradients="safe" if base.gradients == "added" else base.gradients
-            )
+            options = replace(base, dynamic_shapes=shapes)
             self._free_arena()
             builder = Builder(self._original, options, self.hooks, self._builder.coordinator)
             self.__dict__.update(_requested=options, _builder=builder, _given=None, _guide=None)
             with in_modes(self._original, modes):
                 example_args, example_kwargs = pytree.tree_unflatten([detached(x) for x in example], spec)
                 self._compile(example_args, example_kwargs, main.traced.training)
-        except ArenaInUse:
+        except (ArenaInUse, GradientsInUse):
             self.__dict__["_varies"] = None
             raise
         except MemplanError as error:

@@ -29,6 +29,7 @@ from memplan.runtime.measured_budget import (
     Measured,
     adopt_need,
     build_measured,
+    discard,
     plan_as_small_as_eager,
     replan,
 )
@@ -165,11 +166,12 @@ class StepBuilder:
                     adopt_need(one.runner)
             return made
 
-        made = build_measured(build, len(steps), again=given is None)
+        made = build_measured(build, len(steps), again=given is None, alone=self._arena is None)
         if given is None and self._arena is None and not options.has_budget:
             smaller = [plan_as_small_as_eager(options, one) for one in made]
             if any(smaller):
-                del made  # it holds the larger arena
+                discard(made)
+                del made
                 planned[:] = [
                     (*found, policy) if found is not None else (t, plan, policy)
                     for found, (t, plan, policy) in zip(smaller, planned, strict=True)
