@@ -22,6 +22,9 @@ def budget(
     policy: Annotated[
         str, typer.Option("--policy", metavar="NAME", help="The policy that decides what is evicted.")
     ] = "auto",
+    host_budget: Annotated[
+        str | None, typer.Option("--host-budget", metavar="SIZE", help="The most bytes of copies on the host.")
+    ] = None,
     reserve: Annotated[
         str | None,
         typer.Option("--reserve", metavar="SIZE", help="Bytes that the step does not show: optimizer state."),
@@ -47,16 +50,28 @@ def budget(
     from memplan.cli.interrupt import stop_if_interrupted
     from memplan.cli.outputs import require_outputs
     from memplan.cli.source import is_model, obtain, size_option
-    from memplan.errors import InvalidModel
+    from memplan.errors import InvalidModel, InvalidPlan
+    from memplan.planning.base_graph import without_evictions
     from memplan.planning.frontier import frontier
     from memplan.report.frontier_form import frontier_json, frontier_sections, frontier_title
 
     require_outputs({"--html": html, "--svg": svg, "--png": png}, target, costs)
     plan = obtain(target, infer=infer)
-    if plan.eviction is not None:
-        raise InvalidModel("was planned with a budget", where=target, hint="give the model, or a plan without a budget")
+    try:
+        step = without_evictions(plan)
+    except InvalidPlan as error:
+        what = f"was planned for another device than its model is on: {error.what}"
+        raise InvalidModel(what, where=target, hint="give the model, or a plan without device=") from error
     nbytes = plan.reserve if reserve is None else size_option("--reserve", reserve) or 0
-    found = frontier(plan.graph, plan.schedule, alignment=plan.alignment, costs=costs, policy=policy, reserve=nbytes)
+    found = frontier(
+        step.graph,
+        step.schedule,
+        alignment=step.alignment,
+        costs=costs,
+        policy=policy,
+        reserve=nbytes,
+        host_budget=size_option("--host-budget", host_budget),
+    )
     rivals: tuple[Rival, ...] = ()
     if compare and not infer and is_model(target):
         rivals = _torch(target, costs, plan.alignment, nbytes)

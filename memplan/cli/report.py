@@ -76,6 +76,10 @@ def report(
     host_budget: Annotated[
         str | None, typer.Option("--host-budget", metavar="SIZE", help="The most bytes of copies on the host.")
     ] = None,
+    pinned_budget: Annotated[
+        str | None,
+        typer.Option("--pinned-budget", metavar="SIZE", help="The same where they are page-locked: for CUDA."),
+    ] = None,
     reserve: Annotated[
         str | None,
         typer.Option("--reserve", metavar="SIZE", help="Bytes that the step does not show: optimizer state."),
@@ -115,14 +119,15 @@ def report(
     limit = seconds_option("--time-limit", time_limit)
     pictures = {"--html": html, "--svg": svg, "--png": png, "--trace": trace, "--snapshot": snapshot}
     require_outputs({"--save": save, "--json": json_file, **pictures}, target, costs)
-    budgets = (budget, arena_budget, host_budget, reserve)
+    budgets = (budget, arena_budget, host_budget, pinned_budget, reserve)
     words = (gradients, checkpoint, solver) != ("auto", "follow", "auto")
-    given = (infer, words, budgets != (None,) * 4, costs is not None, limit is not None)
+    given = (infer, words, any(one is not None for one in budgets), costs is not None, limit is not None)
     require_model(target, any(given))  # before their values are checked, which would not matter
     options = PlanOptions(
         budget=budget,
         arena_budget=arena_budget,
         host_budget=host_budget,
+        pinned_budget=pinned_budget,
         reserve=reserve or 0,
         costs=costs,
         checkpoint=cast("Checkpoint", checkpoint),

@@ -75,16 +75,18 @@ def frontier(
     policy: str | Policy = "auto",
     shares: Sequence[float] = SHARES,
     reserve: int = 0,
+    host_budget: int | None = None,
 ) -> Frontier:
     """Compute the cost of budgets: shares of the predicted eager total, the need without a budget, and the smallest.
 
-    Budgets limit the total, `reserve` (bytes) and alignment included, as in `memplan.plan`; but fragmentation, which
-    only a plan shows, and kernels' temporaries, which only running shows, are left out. A budget costs no more time
+    Budgets limit the total, `reserve` (bytes) and alignment included, as in `memplan.plan`; `host_budget` limits the
+    copies on the host (bytes). Fragmentation, which only a plan shows, and kernels' temporaries, which only running
+    shows, are left out. A budget costs no more time
     than a smaller one: what keeps the smaller one keeps it too. Raises the errors of the policy other than
     `BudgetInfeasible`.
     """
     decide, prices = fit_policy(policy), cost_model(costs)
-    workload = make_workload(graph, schedule.order, prices, alignment)
+    workload = replace(make_workload(graph, schedule.order, prices, alignment), host_budget=host_budget)
     base = measure(workload, workload.plain)
     outside = outside_bytes(graph, schedule.order, functional_transient(graph)) + reserve
     eager, least = (

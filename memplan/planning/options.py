@@ -93,7 +93,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         require_choice("checkpoint", self.checkpoint, CHECKPOINTS)
         require_choice("gradients", self.gradients, GRADIENTS)
-        refuse_beside_gradients(self.gradients, device=self.device, dynamic_shapes=self.dynamic_shapes)
+        refuse_beside_gradients(self.gradients, device=self.device)
         if self.dynamic_shapes is not None:
             self._refuse_beside_dynamic_shapes()
         division_of(self.divide)
@@ -134,7 +134,7 @@ class PlanOptions:
     @property
     def gradients_in_arena(self) -> bool:
         """Whether the gradients of parameters are planned and stay in the arena to the end of the step."""
-        where_possible = self.gradients == "auto" and self.device is None and self.dynamic_shapes is None
+        where_possible = self.gradients == "auto" and self.device is None
         return self.gradients == "arena" or where_possible
 
     @property

@@ -43,13 +43,18 @@ class Measured:
 
 
 def build_measured(
-    build: Callable[[Sequence[Measured | None]], Sequence[Built]], count: int, *, again: bool = True
+    build: Callable[[Sequence[Measured | None]], Sequence[Built]],
+    count: int,
+    *,
+    again: bool = True,
+    alone: bool = False,
 ) -> Sequence[Built]:
     """Return `count` programs whose totals, measured temporaries included, keep their budgets.
 
     `build` plans and assembles the programs; it takes what is measured of each (None: nothing yet). It is called again
-    with what is known then while a program exceeds its budget, unless `again` is False, because plans are given. Raises
-    `BudgetInfeasible` where no plan keeps the budgets.
+    with what is known then while a program exceeds its budget, unless `again` is False, because plans are given.
+    `alone`: no other programs run in their arena, which is freed before that. Raises `BudgetInfeasible` where no plan
+    keeps the budgets.
     """
     known: Sequence[Measured | None] = [None] * count
     tries = _TRIES if again else 1
@@ -62,7 +67,15 @@ def build_measured(
         if not tries:
             raise _infeasible(over)
         known = [measured(one, before) for one, before in zip(made, known, strict=True)]
-        del made  # the arena is allocated anew
+        if alone:
+            discard(made)
+        del made
+
+
+def discard(made: Sequence[Built]) -> None:
+    """Free the arena of programs that nobody will run, although there may still be references to them."""
+    for one in made:
+        one.runner.arena.release()
 
 
 def excess(runner: Runner) -> int:

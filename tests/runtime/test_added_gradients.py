@@ -23,6 +23,24 @@ from memplan.runtime.memory.measure import peak_bytes
 WAYS = ("auto", "added", "safe")
 
 
+def test_gradients_that_another_program_left_in_the_arena_move_out_before_it_is_freed() -> None:
+    net = _net()
+    eager = copy.deepcopy(net)
+    compiled = compile(net, torch.randn(8, 16))
+    batches = [torch.randn(n, 16) for n in (8, 4, 8)]
+    for model in (eager, compiled):
+        for x in batches:  # both programs are made, and run
+            model.zero_grad()
+            model(x).square().mean().backward()
+        for x in batches[1:]:  # the other program finds what the first one left
+            model(x).square().mean().backward()
+        torch.empty(1 << 20).fill_(float("nan"))  # bytes that were freed are used again
+    for p, q in zip(net.parameters(), eager.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
 def _net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.Tanh())))

@@ -267,9 +267,3 @@ def test_a_saved_plan_is_for_the_same_choice() -> None:
 def test_what_does_not_go_with_it_is_refused(option: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedCall, match=r"gradients=.arena. is not supported with it"):
         compile(_net(), torch.randn(16, 8), gradients="arena", **option)
-
-
-def test_symbolic_plans_refuse_it() -> None:
-    shapes = ({0: torch.export.Dim("batch", min=2, max=32)},)
-    with pytest.raises(UnsupportedCall, match="dynamic_shapes"):
-        memplan.plan(_net(), torch.randn(16, 8), gradients="arena", dynamic_shapes=shapes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_steps_are_counted_from_one() -> None:
 
 def test_gradients_in_the_arena_move_out_once_before_its_bytes_are_used() -> None:
     calls = _Calls()
-    calls.owner.vacate = lambda training: calls.made.append(f"vacate {training}")
+    calls.owner.left = SimpleNamespace(vacate=lambda training: calls.made.append(f"vacate {training}"))
     calls.owner.begin(keep=False)
     assert calls.made == ["vacate False", "drain", "turn"]
     calls.owner.begin(keep=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -277,12 +278,32 @@ def test_a_budget_goes_below_what_the_checkpoints_need() -> None:
 
 
 def test_where_checkpoints_are_not_followed_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    rows = torch.export.Dim("rows", min=2, max=128)
-    for options in ({"device": ("cpu:0", "cpu:1")}, {"dynamic_shapes": {"x": {0: rows}}}):
-        caplog.clear()
-        with caplog.at_level("WARNING", "memplan"):
-            assert memplan.plan(Net(), _x(), **options)
-        assert re.search("activation checkpoints .*are not followed", caplog.text)
+    with caplog.at_level("WARNING", "memplan"):
+        assert memplan.plan(Net(), _x(), device=("cpu:0", "cpu:1"))
+    assert re.search("activation checkpoints .*are not followed", caplog.text)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_with_dynamic_shapes_no_more_is_kept(dropout: float, tmp_path: Path) -> None:
+    shapes = {"x": {0: torch.export.Dim("rows", min=2, max=256)}}
+    model = Net(dropout=dropout)
+    compiled = memplan.compile(model, _x().requires_grad_(), dynamic_shapes=shapes)
+    assert all(map(torch.equal, _step(compiled), _step(model)))
+    for rows in (8, 96, 200):
+        x = torch.randn(rows, _WIDTH)
+        results = []
+        for one in (model, compiled):
+            one.zero_grad()
+            torch.manual_seed(0)
+            one(x).mean().backward()
+            results.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        assert all(map(torch.equal, *results))
+    plain = memplan.plan(Net(_PLAIN, dropout), _x(), dynamic_shapes=shapes)
+    kept = (0.8 if dropout else 0.6) * plain.arena_size({"rows": _ROWS})  # masks are kept
+    assert compiled.symbolic is not None
+    assert compiled.symbolic.arena_size({"rows": _ROWS}) < kept
+    compiled.symbolic.save(tmp_path / "symbolic.json")
+    assert memplan.load_symbolic(tmp_path / "symbolic.json") == compiled.symbolic
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

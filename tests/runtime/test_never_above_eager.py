@@ -88,6 +88,25 @@ def test_the_peak_of_a_model_is_at_most_eagers(name: str, train: bool) -> None:
         assert (p.grad is q.grad is None) or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["resnet", "lstm", "vit"])
+def test_the_peak_of_a_whole_step_is_at_most_eagers(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = ZOO[name]("nano")
+    reference = copy.deepcopy(model)
+    theirs, ours = (torch.optim.AdamW(m.parameters(), fused=True) for m in (reference, model))
+    step = memplan.compile_step(model, ours, lambda loss: loss, inputs)
+
+    def eager() -> None:
+        reference(*inputs).backward()
+        theirs.step()
+        theirs.zero_grad()
+
+    peaks = [_measured(call) for call in (eager, lambda: step(*inputs))]
+    assert peaks[1] + step.plan.arena_size <= peaks[0] + step.plan.padding
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_what_is_outside_is_freed_after_its_last_use() -> None:
     model, x = _peaks()
     compiled = memplan.compile(model, (x,), train=False)

@@ -268,3 +268,56 @@ def test_keywords_and_dims_of_arguments_in_containers() -> None:
     parts["all"][1] = torch.randn(99, 4)
     with pytest.raises(ShapeOutOfRange, match="with n=100"):
         compiled(parts, scale=scale)
+
+
+def _in_arena(compiled: Any) -> list[bool]:
+    memory = compiled._arena.memory
+    low, high = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    return [low <= p.grad.data_ptr() < high for p in compiled.parameters()]
+
+
+def test_gradients_lie_in_the_arena() -> None:
+    reference, compiled = _compiled()
+    safe = memplan.plan(reference, _inputs(3, 8), dynamic_shapes=SHAPES, gradients="safe")
+    for shape in ((3, 8), (5, 20), (2, 7), (32, 48), (3, 8)):
+        _require_equal(reference, compiled, _inputs(*shape))
+        assert all(_in_arena(compiled))
+    assert compiled.plan.outside["gradients"] == 0
+    assert compiled.plan.total < safe.resolve({"batch": 3, "seq": 8}).total
+
+
+@pytest.mark.parametrize("gradients", ["auto", "arena", "added"])
+def test_gradients_that_are_still_set_are_added_to(gradients: Any) -> None:
+    reference, compiled = _compiled(gradients=gradients)
+    for shape in ((3, 8), (5, 20), (2, 7), (2, 7), (32, 48)):  # in programs with an arena that grows
+        inputs = _inputs(*shape)
+        for model in (reference, compiled):
+            torch.manual_seed(0)
+            model(*inputs).square().mean().backward()
+        for p, q in zip(reference.parameters(), compiled.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    assert gradients == "arena" or not any(_in_arena(compiled))
+
+
+def test_a_view_of_a_gradient_keeps_its_bytes_while_shapes_change() -> None:
+    reference, compiled = _compiled()
+    _step(compiled, _inputs(3, 8))
+    views = [p.grad[:1] for p in compiled.parameters()]
+    values = [view.clone() for view in views]
+    for shape in ((32, 48), (3, 8)):
+        _require_equal(reference, compiled, _inputs(*shape))
+    assert all(map(torch.equal, views, values))
+
+
+def test_gradients_of_a_step_in_flight_survive_a_larger_shape() -> None:
+    reference, compiled = _compiled(on_mismatch="error")
+    inputs, larger = _inputs(3, 8), _inputs(32, 48)
+    grads = []
+    for model in (reference, compiled):
+        model.zero_grad()
+        torch.manual_seed(0)
+        one, two = model(*inputs), model(*larger)
+        one.square().mean().backward()
+        two.square().mean().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))

@@ -24,6 +24,7 @@ from memplan.runtime.measured_budget import (
     Measured,
     adopt_need,
     build_measured,
+    discard,
     plan_as_small_as_eager,
     replan,
 )
@@ -80,13 +81,14 @@ class Builder:
                     adopt_need(runner)
                 return (Built(traced=settled, runner=runner),)
 
-            built = build_measured(build, 1, again=given is None)[0]
+            built = build_measured(build, 1, again=given is None, alone=first)[0]
             unlimited = given is None and first and not self.options.has_budget
             smaller = plan_as_small_as_eager(self.options, built) if unlimited and not traced.runs_on else None
             runner = built.runner
             if smaller is not None:
+                discard([built])
                 self.arena = None
-                del built, runner  # they hold the larger arena
+                del built, runner
                 runner = self.assemble(*smaller)
         if given is not None and given.eviction is not None:  # other programs keep that budget too
             self.options = self.options.keeping(given)
@@ -118,7 +120,7 @@ class Builder:
                     adopt_need(runner)
                 return (Built(traced=traced, runner=runner),)
 
-            built = build_measured(build, 1)[0]
+            built = build_measured(build, 1, alone=True)[0]
             (policy,), traced, runner = decided, built.traced, built.runner
             if policy.events is None:
                 return runner, None
@@ -140,6 +142,8 @@ class Builder:
             dynamic_shapes=options.dynamic_shapes,
             train=train,
             in_place=options.in_place,
+            gradients_in_arena=options.gradients_in_arena,
+            copy_gradients=options.gradients_copied,
             fixed=fixed,
         )
         return traced, plan_of(traced, options, redzone=options.redzone(traced.traced.device))

@@ -88,8 +88,8 @@ def compile(
         time_limit: The time limit of the solver, in seconds.
         in_place: Let a result take the bytes of an input that has its last use there, if the kernel allows it.
         gradients: Where the gradients of parameters are. "auto" leaves them in the arena until the next call, which
-            takes the least memory, but not with `device`, `cuda_graph` and `dynamic_shapes`. If one is still in use
-            then, they are moved out, and the model is compiled once more with "added". "added": outside the arena; each
+            takes the least memory, but not with `device` and `cuda_graph`. If one is still in use then, they are
+            moved out, and the model is compiled once more with "added". "added": outside the arena; each
             is added to its `.grad` as soon as it is made, so that accumulation needs one set. "arena" is as "auto",
             but a `.grad` that is still set is moved out, every time, and a view, an array or another name that still
             refers to one raises `StaleActivationsError`. "safe" returns all at once to autograd. "owned": the backward

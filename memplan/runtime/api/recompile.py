@@ -111,9 +111,8 @@ def varying_sizes(
     if found is None:
         return None
     base = before.base_options
-    gradients = "safe" if base.gradients == "added" else base.gradients
     try:
-        options = replace(base, dynamic_shapes=found[0], gradients=gradients)
+        options = replace(base, dynamic_shapes=found[0])
     except MemplanError:
         return None  # another option needs one shape
     return options, pytree.tree_unflatten([detached(x) for x in found[1]], spec)

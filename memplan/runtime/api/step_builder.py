@@ -24,7 +24,15 @@ from memplan.runtime.execute.optimizer_state import StepGuards
 from memplan.runtime.execute.recorded_state import UpdateRun
 from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards.ranks import require_collective
-from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, replan
+from memplan.runtime.measured_budget import (
+    Built,
+    Measured,
+    adopt_need,
+    build_measured,
+    discard,
+    plan_as_small_as_eager,
+    replan,
+)
 from memplan.runtime.memory.arena import Arena, arena_for_all
 from memplan.runtime.memory.host import prepare_host
 from memplan.runtime.options import StepOptions
@@ -146,32 +154,36 @@ class StepBuilder:
         if options.cuda_graph and self._recorder is None:
             self._recorder = make_recorder(device, options.sanitize)
         planned: list[_Planned] = []
-        others = [one.runner.plan for plan in self.plans for one in plan.programs]
 
         def build(known: Sequence[Measured | None]) -> Sequence[Built]:
             """Return the programs, planned with what is measured of each, in an arena in which all programs fit."""
             planned[:] = [self._planned(step, given, one) for step, one in zip(steps, known, strict=True)]
             if given is None:
                 planned[:] = self._in_one_arena(planned, known)
-            plans = [plan for _, plan, _ in planned]
-            wanted = max(arena_room(plan, policy) for _, plan, policy in planned)
-            arena = self._arena
-            if arena is None or not all(arena.view_for(plan) for plan in plans):
-                self._free_arena()
-                arena = arena_for_all([*plans, *others], device, min([wanted, *_limits_of_totals(plans)]))
-            made = [Built(traced=t, runner=self._runner(arena, t, plan)) for t, plan, _ in planned]
+            made = self._placed(planned, device)
             if options.budget == "min":
                 for one in made:
                     adopt_need(one.runner)
             return made
 
+        others = [one.runner.plan for plan in self.plans for one in plan.programs]
         before = 0 if self._arena is None else self._arena.nbytes
         try:
-            made = build_measured(build, len(steps), again=given is None)
+            made = build_measured(build, len(steps), again=given is None, alone=self._arena is None)
         except BaseException:
             if self._arena is not None and self._arena.ownership.released:  # the programs go on in one like it
                 self._move_to(arena_for_all(others, device, before))
             raise
+        if given is None and self._arena is None and not options.has_budget:
+            smaller = [plan_as_small_as_eager(options, one) for one in made]
+            if any(smaller):
+                discard(made)
+                del made
+                planned[:] = [
+                    (*found, policy) if found is not None else (t, plan, policy)
+                    for found, (t, plan, policy) in zip(smaller, planned, strict=True)
+                ]
+                made = self._placed(planned, device)
         guides = [
             guide_of(options, t, one.runner, policy, partial(self._runner, one.runner.arena, t))
             for (t, _, policy), one in zip(planned, made, strict=True)
@@ -181,6 +193,17 @@ class StepBuilder:
         return _Made(
             programs=[Assembled(t, one.runner) for (t, _, _), one in zip(planned, made, strict=True)], guides=guides
         )
+
+    def _placed(self, planned: Sequence[_Planned], device: torch.device) -> list[Built]:
+        """Return the programs of some plans, in the arena or in a larger one that has room for all programs."""
+        plans = [plan for _, plan, _ in planned]
+        others = [one.runner.plan for plan in self.plans for one in plan.programs]
+        arena = self._arena
+        if arena is None or not all(arena.view_for(plan) for plan in plans):
+            self._free_arena()
+            wanted = max(arena_room(plan, policy) for _, plan, policy in planned)
+            arena = arena_for_all([*plans, *others], device, min([wanted, *_limits_of_totals(plans)]))
+        return [Built(traced=t, runner=self._runner(arena, t, plan)) for t, plan, _ in planned]
 
     def _runner(self, arena: Arena, traced: TracedGraph, plan: Plan, bound: Any = None) -> Runner:
         view = arena.view_for(plan) or arena

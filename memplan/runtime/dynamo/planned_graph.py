@@ -26,7 +26,15 @@ from memplan.runtime.execute.runner import Runner
 from memplan.runtime.guards import transforms
 from memplan.runtime.guards.call_kinds import kind_of
 from memplan.runtime.guards.module_guards import ModuleGuards
-from memplan.runtime.measured_budget import Built, Measured, adopt_need, build_measured, plan_as_small_as_eager, replan
+from memplan.runtime.measured_budget import (
+    Built,
+    Measured,
+    adopt_need,
+    build_measured,
+    discard,
+    plan_as_small_as_eager,
+    replan,
+)
 from memplan.runtime.memory.arena import Arena
 from memplan.runtime.memory.shared_arena import ArenaCoordinator, ObservedOwnership, PrepareStep, part_of
 from memplan.runtime.options import RunOptions
@@ -102,9 +110,12 @@ def _first_program(
         return (Built(traced=traced, runner=runner),)
 
     with torch.inference_mode(False):
-        built = build_measured(build, 1)[0]
+        built = build_measured(build, 1, alone=True)[0]
         smaller = None if options.has_budget else plan_as_small_as_eager(options, built)
-        return (traced, built.runner) if smaller is None else (smaller[0], assemble(*smaller))
+        if smaller is None:
+            return traced, built.runner
+        discard([built])
+        return smaller[0], assemble(*smaller)
 
 
 class PlannedGraph:

@@ -73,7 +73,8 @@ class ArenaGradients:
         """
         free = self.arena.ownership.pending is None  # otherwise the step cannot begin, for another reason
         if self._temporary and free and any(p.grad is not None for p in parameters):
-            raise GradientsInUse(self)
+            left = self.arena.ownership.left  # maybe those of another program
+            raise GradientsInUse(left if isinstance(left, ArenaGradients) else self)
 
     def vacate(self, has_backward: bool) -> None:
         """Move each `.grad` that is in the arena out of it, before a step with a backward or without uses the bytes.

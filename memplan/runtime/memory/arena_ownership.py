@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from memplan.errors import StaleActivationsError
 
@@ -27,6 +27,13 @@ def in_another_thread() -> StaleActivationsError:
     )
 
 
+class LeftGradients(Protocol):
+    """Gradients in the arena, of one of its programs."""
+
+    def vacate(self, has_backward: bool) -> None:
+        """Move them out of the arena, before a step with a backward or without uses the bytes."""
+
+
 class InFlight:
     """The activations of one forward. It exists as long as its autograd graph; `done` is set by its backward."""
 
@@ -41,8 +48,8 @@ class ArenaOwnership:
     """Tracks which step owns an arena; programs that share the arena share this object.
 
     `drain()` returns when no copy into or out of the arena is running; it is called if a step ends early.
-    `vacate(has_backward)`, if set, moves gradients that a backward left in the arena out of it before the bytes are
-    used again, by a step with a backward or without.
+    `left` are the gradients that the last backward left in the arena, if there are any: they move out before the bytes
+    are used again.
     `order_streams()` makes the work launched from now on wait for the steps before, if they ran on other streams.
     """
 
@@ -53,7 +60,7 @@ class ArenaOwnership:
         self.steps = 0
         self.released = False
         self._current: Callable[[], InFlight | None] = lambda: None
-        self.vacate: Callable[[bool], None] | None = None
+        self.left: LeftGradients | None = None
 
     def __enter__(self) -> ArenaOwnership:
         """Lock the arena while a program runs; raise `StaleActivationsError` if another thread has locked it."""
@@ -89,9 +96,9 @@ class ArenaOwnership:
                 "or drop the earlier forward's outputs (and exceptions that hold them)",
                 see="activations",
             )
-        if self.vacate is not None:
-            self.vacate(has_backward)
-            self.vacate = None
+        if self.left is not None:
+            self.left.vacate(has_backward)
+            self.left = None
         self.drain()  # copies of a forward whose backward will not run
         self.order_streams()
 

@@ -15,9 +15,9 @@ coincidence would become a condition. Torch treats 0 and 1 as special, so a size
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memplan.core.arguments import arguments_of
 from memplan.core.in_place import with_inplace_candidates
 from memplan.errors import InvalidShapes, UnsupportedGraph
-from memplan.planning.checkpoints import has_checkpoints, without_checkpoints
 from memplan.planning.options import DEFAULTS, DynamicShapes, PlanOptions
 from memplan.symbolic.expression import evaluator, holder
 from memplan.symbolic.plan import SymbolicPlan, make_symbolic, stable
@@ -38,13 +37,13 @@ from memplan.trace.capture.refusals import require_traceable
 from memplan.trace.dynamic.conditions import disjunction, nearest_excluded, without_implied
 from memplan.trace.dynamic.conditions import fixed_symbol as pinned_by
 from memplan.trace.dynamic.dims import Dims, Range, read_dims, without
+from memplan.trace.dynamic.follow_checkpoints import follow_checkpoints
 from memplan.trace.dynamic.symbolic_capture import read_symbolic, sized_kernel, tracing_hints
 from memplan.trace.dynamic.symbols import Translator
 from memplan.trace.dynamic.varying import SymbolicTrace, same_step
 from memplan.trace.planning import plan_traced
 from memplan.trace.traced import KernelCall
 
-_log = logging.getLogger("memplan")
 _WIDENINGS = 2  # further traces that test whether a condition matters
 
 
@@ -56,9 +55,13 @@ def trace_symbolic(
     dynamic_shapes: DynamicShapes,
     train: bool,
     in_place: bool = True,
+    gradients_in_arena: bool = False,
+    copy_gradients: bool = False,
     fixed: Collection[str] = (),
 ) -> SymbolicTrace:
     """Trace one step of `model` for all shapes that `dynamic_shapes` allows; symbols in `fixed` do not vary.
+
+    The other arguments are those of `memplan.trace.trace`.
 
     Raises `InvalidShapes` if the shapes make no sense or the model works for one size of a dimension only (the error
     names the line and the condition), and `UnsupportedGraph` if the model cannot be traced.
@@ -66,22 +69,30 @@ def trace_symbolic(
     require_traceable(model)
     _refuse_fakes(model, args, kwargs)
     dims = without(read_dims(model, args, kwargs, dynamic_shapes), fixed)
+    trace = partial(
+        _trace,
+        model,
+        args,
+        kwargs,
+        train=train,
+        in_place=in_place,
+        gradients_in_arena=gradients_in_arena,
+        copy_gradients=copy_gradients,
+    )
     while True:  # where the model fixes a dimension that need not vary, the rest is traced again
-        outcome = _trace(model, args, kwargs, dims, train=train, in_place=in_place)
+        outcome = trace(dims)
         if isinstance(outcome, SymbolicTrace):
             break
         dims = outcome
     for _ in range(_WIDENINGS):
-        other = _trace_beyond(outcome, model, args, kwargs, in_place=in_place)
+        other = _trace_beyond(outcome, trace)
         if other is None or not same_step(outcome, other):
             break
         outcome = replace(outcome, conditions=disjunction(outcome.dims.symbols, outcome.conditions, other.conditions))
-    return outcome
+    return follow_checkpoints(outcome, in_place=in_place)
 
 
-def _trace_beyond(
-    found: SymbolicTrace, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_place: bool
-) -> SymbolicTrace | None:
+def _trace_beyond(found: SymbolicTrace, trace: Callable[[Dims], SymbolicTrace | Dims]) -> SymbolicTrace | None:
     """Return a trace where the conditions of `found` do not hold; None if they always hold, or no such trace works."""
     hints = {s.name: s.hint for s in found.symbols}
     out = nearest_excluded(found.dims.symbols, hints, found.conditions)
@@ -89,7 +100,7 @@ def _trace_beyond(
         return None
     there = replace(found.dims, symbols=tuple(replace(s, example=out[s.name]) for s in found.dims.symbols))
     try:
-        other = _trace(model, args, kwargs, there, train=found.traced.training, in_place=in_place)
+        other = trace(there)
     except (InvalidShapes, UnsupportedGraph):
         return None
     return other if isinstance(other, SymbolicTrace) else None
@@ -116,14 +127,20 @@ def plan_symbolic(
     assert options.dynamic_shapes is not None
     args, kwargs = arguments_of(example_inputs, example_kwargs)
     train = bool(getattr(model, "training", True)) if train is None else train
-    traced = trace_symbolic(model, args, kwargs, dynamic_shapes=options.dynamic_shapes, train=train)
+    traced = trace_symbolic(
+        model,
+        args,
+        kwargs,
+        dynamic_shapes=options.dynamic_shapes,
+        train=train,
+        gradients_in_arena=options.gradients_in_arena,
+        copy_gradients=options.gradients_copied,
+    )
     return plan_of(traced, options)
 
 
 def plan_of(traced: SymbolicTrace, options: PlanOptions = DEFAULTS, *, redzone: int = 0) -> SymbolicPlan:
     """Return the symbolic plan of a symbolic trace. `redzone` is in bytes, as in `plan_traced`."""
-    if traced.checkpointed:
-        _log.warning("activation checkpoints of the model are not followed with dynamic_shapes=")
     return make_symbolic(
         symbols=traced.symbols,
         sizes=traced.sizes,
@@ -134,14 +151,29 @@ def plan_of(traced: SymbolicTrace, options: PlanOptions = DEFAULTS, *, redzone: 
 
 
 def _trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, *, train: bool, in_place: bool
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dims: Dims,
+    *,
+    train: bool,
+    in_place: bool,
+    gradients_in_arena: bool,
+    copy_gradients: bool,
 ) -> SymbolicTrace | Dims:
     """Return a symbolic trace, or, if the model fixes a symbol that need not vary, the dims without that symbol."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     hints = tracing_hints(model, flat, dims)
-    alias_classes, traced = read_symbolic(model, flat, spec, dims, hints, train=train)
-    checkpointed = has_checkpoints(traced.graph)
-    traced = replace(traced, graph=without_checkpoints(traced.graph))  # recomputes are planned for one size only
+    alias_classes, traced = read_symbolic(
+        model,
+        flat,
+        spec,
+        dims,
+        hints,
+        train=train,
+        gradients_in_arena=gradients_in_arena,
+        copy_gradients=copy_gradients,
+    )
     translator = alias_classes.translator
     conditions = translator.conditions()
     writer = SizesWriter()
@@ -164,7 +196,6 @@ def _trace(
         dims=dims,
         leaves=tuple(_shape(x, dims.leaves[i]) if isinstance(x, torch.Tensor) else None for i, x in enumerate(flat)),
         evaluate=evaluator(sizes.expressions, names),
-        checkpointed=checkpointed,
     )
     traced = made.at(example, flat)
     graph = stable(with_inplace_candidates(traced.graph), sizes) if in_place else traced.graph

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -35,11 +36,19 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def read_symbolic(
-    model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, dims: Dims, hints: Mapping[str, int], *, train: bool
+    model: nn.Module,
+    flat: Sequence[Any],
+    spec: pytree.TreeSpec,
+    dims: Dims,
+    hints: Mapping[str, int],
+    *,
+    train: bool,
+    gradients_in_arena: bool = False,
+    copy_gradients: bool = False,
 ) -> tuple[SymbolicAliasClasses, TracedGraph]:
     """Trace, run the passes and read the graph. Raises `UnsupportedGraph`.
 
-    Returns the sizes, and the graph for the tracing hints.
+    Returns the sizes, and the graph for the tracing hints. `gradients_in_arena`, `copy_gradients`: as in `trace`.
     """
     with contextlib.ExitStack() as stack:
         prepare(stack, model, train=train)
@@ -48,7 +57,8 @@ def read_symbolic(
         joint, translator = _capture(stack, model, call, dims, hints)
         got = captured(model, joint, spec, flat, train=train)
         alias_classes = SymbolicAliasClasses(translator)
-        return alias_classes, _read(got, type(model).__name__, alias_classes)
+        read = partial(_read, gradients_in_arena=gradients_in_arena, copy_gradients=copy_gradients)
+        return alias_classes, read(got, type(model).__name__, alias_classes)
 
 
 def tracing_hints(model: nn.Module, flat: Sequence[Any], dims: Dims) -> dict[str, int]:
@@ -154,7 +164,9 @@ def _fake(x: torch.Tensor, varying: Mapping[int, Any], sizes: Mapping[str, Any],
     return made.requires_grad_(x.requires_grad)
 
 
-def _read(got: Captured, model: str, alias_classes: SymbolicAliasClasses) -> TracedGraph:
+def _read(
+    got: Captured, model: str, alias_classes: SymbolicAliasClasses, *, gradients_in_arena: bool, copy_gradients: bool
+) -> TracedGraph:
     """Run the passes over a graph whose sizes are symbols; sizes are inlined in arguments before."""
     graph = got.graph_module.graph
     _inline_sizes(graph)
@@ -164,8 +176,8 @@ def _read(got: Captured, model: str, alias_classes: SymbolicAliasClasses) -> Tra
     fold(got.graph_module)
     lower(graph)
     accumulate_in_place(graph)
-    own_outputs(graph)
-    return build(got, model, needs, alias_classes)
+    own_outputs(graph, copy_gradients=copy_gradients)
+    return build(got, model, needs, alias_classes, gradients_in_arena=gradients_in_arena)
 
 
 def _inline_sizes(graph: fx.Graph) -> None:

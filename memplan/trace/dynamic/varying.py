@@ -29,8 +29,7 @@ class SymbolicTrace:
     """A step traced for every value of its symbols under the conditions.
 
     `traced` is the step for the hints; its kernels are those of `kernels` with numbers in place of each `Sized`.
-    `leaves`: for each leaf of the call, the shape as expressions (None: no tensor). `checkpointed`: the model has
-    activation checkpoints, which are not followed.
+    `leaves`: for each leaf of the call, the shape as expressions (None: no tensor).
     """
 
     symbols: tuple[Symbol, ...]
@@ -41,7 +40,6 @@ class SymbolicTrace:
     dims: Dims
     leaves: tuple[tuple[str, ...] | None, ...]
     evaluate: Evaluate
-    checkpointed: bool = False
 
     def values_of(self, flat: Sequence[Any]) -> dict[str, int]:
         """Return the values of the symbols in a call with these leaves. Raises `ShapeOutOfRange` if there are none."""

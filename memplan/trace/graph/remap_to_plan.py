@@ -60,7 +60,7 @@ def remap_to_plan(traced: TracedGraph, plan: Plan) -> TracedGraph:
     if plan.eviction is not None:
         pairs = zip(plan.graph.ops, plan.eviction.sources, strict=True)
         kernels = tuple(
-            _kernel(traced, plan.graph, op, source, multi_device=bool(plan.devices)) for op, source in pairs
+            kernel_of(traced, plan.graph, op, source, multi_device=bool(plan.devices)) for op, source in pairs
         )
     return replace(traced, graph=plan.placed, kernels=kernels)
 
@@ -70,8 +70,8 @@ def _moved(leaf: Any, where: torch.device) -> Any:
     return where if isinstance(leaf, torch.device) and leaf.type == where.type != HOST else leaf
 
 
-def _kernel(
-    traced: TracedGraph, graph: Graph, op: Op, source: int, *, multi_device: bool
+def kernel_of(
+    traced: TracedGraph, graph: Graph, op: Op, source: int, *, multi_device: bool = False
 ) -> KernelCall | SaveState | Transfer:
     """Return the traced op's kernel on the values of `op`, which are in the same positions as in `traced`."""
     if op.target == SAVE_RNG:

@@ -1,0 +1,64 @@
+"""Restores the step that a plan with evictions was made from: each op once, in the order of its first run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+from memplan.core.evictions import EvictionPlan
+from memplan.core.graph import Graph, Op, Storage, StorageKind, Value
+from memplan.core.plan import Plan
+from memplan.core.schedule import make_schedule
+from memplan.errors import InvalidPlan
+from memplan.evict.graph.equivalent import require_equivalent
+from memplan.planning.make_plan import ScheduledGraph
+
+
+def without_evictions(plan: Plan) -> ScheduledGraph:
+    """Return the step of a plan as it was before anything was evicted, in the order of the first runs.
+
+    Activation checkpoints of the model stay known. Raises `InvalidPlan` for a plan whose model is on another device
+    than it runs on, or on several.
+    """
+    kept = plan.eviction
+    if kept is None:
+        return ScheduledGraph.of(plan)
+    if kept.device or kept.sections:
+        raise InvalidPlan("copies between devices are a part of the step", where="eviction.device")
+    graph, order = _restored(plan.graph, kept, plan.schedule.order)
+    require_equivalent(graph, plan.graph, kept.sources)
+    scheduled = replace(plan, graph=graph, schedule=make_schedule(graph, order, plan.schedule.policy), eviction=None)
+    return ScheduledGraph.of(scheduled)
+
+
+def _restored(graph: Graph, kept: EvictionPlan, order: tuple[int, ...]) -> tuple[Graph, tuple[int, ...]]:
+    """Return the traced graph, and the order of the first runs of its ops."""
+    added = {further for _, further in kept.instances}
+    added |= {i for i, s in enumerate(graph.storages) if s.kind in (StorageKind.HOST, StorageKind.RNG_STATE)}
+    storages = graph.storages[: min(added, default=len(graph.storages))]
+    values = tuple(takewhile(lambda value: _is_traced(value, storages), graph.values))
+    number = {value.name: i for i, value in enumerate(values)}
+
+    def traced(value: int) -> int:
+        """Return the traced value that a value is, maybe in a further life of its storage."""
+        return value if value < len(values) else number[graph.values[value].name.rpartition("@")[0]]
+
+    first: dict[int, Op] = {}
+    for i in order:
+        source, op = kept.sources[i], graph.ops[i]
+        if source >= 0 and source not in first:
+            first[source] = replace(
+                op,
+                reads=tuple(map(traced, op.reads)),
+                writes=tuple(map(traced, op.writes)),
+                inplace_candidates=tuple((traced(a), traced(b)) for a, b in op.inplace_candidates),
+                unrelated=tuple((traced(a), traced(b)) for a, b in op.unrelated),
+            )
+    ops = tuple(first[i] for i in sorted(first))
+    return replace(graph, ops=ops, values=values, storages=storages), tuple(first)
+
+
+def _is_traced(value: Value, storages: Sequence[Storage]) -> bool:
+    """Return whether a value is no part of an eviction: in one of the traced `storages`, and not its bytes to copy."""
+    return value.storage < len(storages) and value.name != f"{storages[value.storage].name}:bytes"
