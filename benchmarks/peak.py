@@ -60,13 +60,20 @@ class Settings:
     mode: str
     rounds: int
     seconds: float
+    timed: bool = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write the table; returns the exit status."""
     options = _parse(arguments)
     contenders = [name for name in options.contenders if options.mode in CONTENDERS[name].modes]
-    settings = Settings(size=options.size, mode=options.mode, rounds=options.rounds, seconds=options.limit)
+    settings = Settings(
+        size=options.size,
+        mode=options.mode,
+        rounds=options.rounds,
+        seconds=options.limit,
+        timed=not options.without_times,
+    )
     batches = (batch for model in options.models for batch in _batches(model, contenders, settings))
     return collect(batches, partial(_table, output=options.output, settings=settings), options.directory)
 
@@ -77,6 +84,8 @@ def _batches(model: str, contenders: Sequence[str], settings: Settings) -> Itera
     for contender in contenders:
         print(f"{model} {contender} ...", file=sys.stderr, flush=True)
         measured = {"model": model, "contender": contender, **measure(model, contender, settings)}
+        if not settings.timed:
+            measured["ms"] = None
         reference = measured if contender == REFERENCE else reference
         yield [row_of(measured, reference)]
 
@@ -202,6 +211,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=["nano", "medium"], default="medium")
     parser.add_argument("--mode", choices=["training", "inference"], default="training")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps, and steps whose resident set is measured")
+    parser.add_argument("--without-times", action="store_true", help="leave the times out: the machine is not quiet")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds for each process")
     parser.add_argument(
         "--contenders", type=names(list(CONTENDERS)), default=list(CONTENDERS),
